@@ -1,0 +1,33 @@
+# make test is what CI runs. Everything is installed into .venv, at the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help install lint test demo
+
+help:
+	@echo "make install   create .venv and install merakc into it, editable, with its tools"
+	@echo "make lint      ruff, import-linter and mypy"
+	@echo "make test      lint, then the tests"
+	@echo "make demo      a small end-to-end run on this machine's CPU"
+
+install: $(STAMP)
+
+# torch goes first and alone: the rest of the resolution then starts from the build that is there.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+lint: install
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+demo: install
+	$(BIN)/python -m benchmarks.demo

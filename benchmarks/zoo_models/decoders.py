@@ -1,0 +1,167 @@
+"""Decoders of transformers: attention in all its variants, mixtures of experts, recurrences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.models import (
+    EVEN_VOCABULARY,
+    GROUPED,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    ODD_VOCABULARY,
+    SEQUENCE,
+    WIDE,
+    ModelCase,
+    causal_batch,
+    decoder,
+    shifted,
+    transformers_model,
+)
+
+WINDOW = 6  # less than the sequence, so that sliding windows slide
+_HEAD = HIDDEN // HEADS
+_EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": HIDDEN,
+    # "eager" loops over the experts that were hit, which depends on the data.
+    "experts_implementation": "batched_mm",
+}
+_ATTENTION = ("attention_dropout",)
+
+
+def _case(name: str, build: Any, vocabulary: int = EVEN_VOCABULARY) -> ModelCase:
+    return ModelCase(name, build, causal_batch(vocabulary), shifted, casts_float32=True)
+
+
+def _like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> ModelCase:
+    """Four layers whose config follows Llama's names."""
+    return _case(name, decoder(class_name, dropouts=dropouts or _ATTENTION, **sizes))
+
+
+_GPT_SIZES: dict[str, Any] = {
+    "vocab_size": ODD_VOCABULARY,
+    "n_positions": SEQUENCE,
+    "n_embd": HIDDEN,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPT_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+DECODERS = (
+    _case(
+        "gpt_neo",
+        transformers_model(
+            "GPTNeoForCausalLM",
+            "GPTNeoConfig",
+            ("resid_dropout", "embed_dropout", "attention_dropout"),
+            vocab_size=ODD_VOCABULARY,
+            hidden_size=HIDDEN,
+            num_layers=LAYERS,
+            num_heads=HEADS,
+            attention_types=[[["global", "local"], LAYERS // 2]],
+            window_size=WINDOW,
+            max_position_embeddings=SEQUENCE,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+        ODD_VOCABULARY,
+    ),
+    _case(
+        "gptj",
+        transformers_model("GPTJForCausalLM", "GPTJConfig", _GPT_DROPOUTS, rotary_dim=4,
+                           **_GPT_SIZES),
+        ODD_VOCABULARY,
+    ),
+    _case(
+        "codegen",
+        transformers_model("CodeGenForCausalLM", "CodeGenConfig", _GPT_DROPOUTS, rotary_dim=4,
+                           **_GPT_SIZES),
+        ODD_VOCABULARY,
+    ),
+    _case(
+        "gpt_bigcode",
+        transformers_model("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT_DROPOUTS,
+                           pad_token_id=0, **_GPT_SIZES),
+        ODD_VOCABULARY,
+    ),
+    _case(
+        "bloom",
+        transformers_model(
+            "BloomForCausalLM",
+            "BloomConfig",
+            ("hidden_dropout", "attention_dropout"),
+            vocab_size=EVEN_VOCABULARY,
+            hidden_size=HIDDEN,
+            n_layer=LAYERS,
+            n_head=HEADS,
+            pad_token_id=0,
+        ),
+    ),
+    _like_llama(
+        "falcon", "Falcon", "hidden_dropout", "attention_dropout", multi_query=True,
+        ffn_hidden_size=WIDE,
+    ),
+    _like_llama("qwen3", "Qwen3", head_dim=_HEAD, **GROUPED),
+    _like_llama(
+        "qwen2_moe", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=WIDE, **_EXPERTS,
+        **GROUPED,
+    ),
+    _like_llama(
+        "gemma2", "Gemma2", head_dim=_HEAD, query_pre_attn_scalar=_HEAD, sliding_window=WINDOW,
+        **GROUPED,
+    ),
+    _like_llama(
+        "gemma3", "Gemma3", config="Gemma3Text", head_dim=_HEAD, query_pre_attn_scalar=_HEAD,
+        sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+        **GROUPED,
+    ),
+    _like_llama("phi3", "Phi3", *_GPT_DROPOUTS[:2], "attention_dropout", **GROUPED),
+    _like_llama("stablelm", "StableLm", "hidden_dropout", "attention_dropout", **GROUPED),
+    _like_llama("olmo2", "Olmo2", **GROUPED),
+    _like_llama("cohere", "Cohere", use_qk_norm=True, **GROUPED),
+    _like_llama(
+        "granite", "Granite", embedding_multiplier=2.0, logits_scaling=2.0,
+        residual_multiplier=0.5, **GROUPED,
+    ),
+    _like_llama(
+        "deepseek_v3", "DeepseekV3", num_key_value_heads=HEADS, n_routed_experts=4, n_group=2,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=_HEAD, **_EXPERTS,
+    ),
+    _case(
+        "mamba",
+        transformers_model(
+            "MambaForCausalLM",
+            "MambaConfig",
+            (),
+            vocab_size=EVEN_VOCABULARY,
+            hidden_size=HIDDEN,
+            state_size=4,
+            num_hidden_layers=LAYERS,
+            time_step_rank=4,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+    _case(
+        "rwkv",
+        transformers_model(
+            "RwkvForCausalLM",
+            "RwkvConfig",
+            (),
+            vocab_size=EVEN_VOCABULARY,
+            context_length=SEQUENCE,
+            hidden_size=HIDDEN,
+            attention_hidden_size=HIDDEN,
+            intermediate_size=WIDE,
+            num_hidden_layers=LAYERS,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,178 @@
+"""Models of other packages, where those are installed: x-transformers and diffusers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.models import (
+    CLASSES,
+    HEADS,
+    HIDDEN,
+    IMAGE,
+    LAYERS,
+    ODD_VOCABULARY,
+    SEQUENCE,
+    ModelCase,
+    image_batch,
+    unshifted,
+)
+from benchmarks.zoo_models.batches import noisy_images, plain_text, samples
+
+CHANNELS = 4  # of a latent image
+
+
+class WithLoss(nn.Module):
+    """A model that returns predictions, and the loss that its users compute from them."""
+
+    def __init__(self, inner: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.loss = loss
+
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss alone."""
+        return {"loss": self.loss(self.inner, **batch)}
+
+
+def _next_word(inner: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
+    logits = inner(input_ids[:, :-1])
+    return F.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:])
+
+
+def _class(inner: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(inner(pixel_values), labels)
+
+
+def _noise(
+    inner: nn.Module,
+    sample: torch.Tensor,
+    timestep: torch.Tensor,
+    class_labels: torch.Tensor,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    return F.mse_loss(inner(sample, timestep, class_labels=class_labels).sample, target)
+
+
+def _described_noise(
+    inner: nn.Module,
+    sample: torch.Tensor,
+    timestep: torch.Tensor,
+    class_labels: torch.Tensor,
+    target: torch.Tensor,
+) -> torch.Tensor:
+    """The classes stand for a text of one word."""
+    words = F.one_hot(class_labels, HIDDEN)[:, None].to(sample.dtype)
+    return F.mse_loss(inner(sample, timestep, words).sample, target)
+
+
+def _same_image(inner: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(inner(pixel_values).sample, pixel_values)
+
+
+def _x_transformers(layers: str, **options: Any) -> Callable[[float], nn.Module]:
+    def build(dropout: float) -> nn.Module:
+        library = importlib.import_module("x_transformers")
+        inner = library.TransformerWrapper(
+            num_tokens=ODD_VOCABULARY,
+            max_seq_len=SEQUENCE,
+            attn_layers=getattr(library, layers)(
+                dim=HIDDEN, depth=LAYERS, heads=HEADS, attn_dim_head=HIDDEN // HEADS,
+                attn_dropout=dropout, ff_dropout=dropout, **options,
+            ),
+        )  # fmt: skip
+        return WithLoss(inner, _next_word)
+
+    return build
+
+
+def _x_vit(dropout: float) -> nn.Module:
+    library = importlib.import_module("x_transformers")
+    layers = library.Encoder(
+        dim=HIDDEN, depth=LAYERS, heads=HEADS, attn_dim_head=HIDDEN // HEADS, ff_dropout=dropout
+    )
+    inner = library.ViTransformerWrapper(
+        image_size=IMAGE, patch_size=4, num_classes=CLASSES, attn_layers=layers
+    )
+    return WithLoss(inner, _class)
+
+
+def _diffusers(
+    name: str, loss: Callable[..., torch.Tensor], **sizes: Any
+) -> Callable[[float], nn.Module]:
+    def build(dropout: float) -> nn.Module:
+        inner = getattr(importlib.import_module("diffusers"), name)(**sizes, dropout=dropout)
+        for module in inner.modules():
+            if hasattr(module, "dropout_prob"):  # of the class labels; no config names it
+                module.dropout_prob = dropout
+        return WithLoss(inner, loss)
+
+    return build
+
+
+_UNET: dict[str, Any] = {
+    "sample_size": IMAGE,
+    "in_channels": CHANNELS,
+    "out_channels": CHANNELS,
+    "block_out_channels": (16, HIDDEN),
+    "layers_per_block": 1,
+    "norm_num_groups": 4,
+}
+
+_X_TRANSFORMERS = (
+    ModelCase("x_decoder", _x_transformers("Decoder"), plain_text(ODD_VOCABULARY), samples),
+    ModelCase(
+        "x_decoder_modern",
+        _x_transformers(
+            "Decoder", rotary_pos_emb=True, attn_kv_heads=2, ff_glu=True, use_rmsnorm=True
+        ),
+        plain_text(ODD_VOCABULARY),
+        samples,
+    ),
+    ModelCase("x_vit", _x_vit, image_batch, unshifted),
+)
+
+_DIFFUSERS = (
+    ModelCase(
+        "diffusers_dit",
+        _diffusers(
+            "DiTTransformer2DModel", _noise, num_attention_heads=HEADS,
+            attention_head_dim=HIDDEN // HEADS, in_channels=CHANNELS, out_channels=CHANNELS,
+            num_layers=LAYERS, norm_num_groups=4, sample_size=IMAGE, patch_size=4,
+            num_embeds_ada_norm=CLASSES,
+        ),
+        noisy_images(CHANNELS, IMAGE),
+        samples,
+    ),
+    ModelCase(
+        "diffusers_unet",
+        _diffusers(
+            "UNet2DModel", _noise, **_UNET, attention_head_dim=8, num_class_embeds=CLASSES,
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        ),
+        noisy_images(CHANNELS, IMAGE),
+        samples,
+    ),
+    ModelCase(
+        "diffusers_text_unet",
+        _diffusers(
+            "UNet2DConditionModel", _described_noise, **_UNET, attention_head_dim=4,
+            cross_attention_dim=HIDDEN, down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+            up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        ),
+        noisy_images(CHANNELS, IMAGE),
+        samples,
+    ),
+)  # fmt: skip
+
+PACKAGES: tuple[ModelCase, ...] = (
+    *(_X_TRANSFORMERS if find_spec("x_transformers") else ()),
+    *(_DIFFUSERS if find_spec("diffusers") else ()),
+)

@@ -1,0 +1,117 @@
+"""The cases that are not from transformers: plain `torch.nn`."""
+
+from __future__ import annotations
+
+from benchmarks.models import (
+    CLASSES,
+    EVEN_VOCABULARY,
+    HEADS,
+    HIDDEN,
+    IGNORED,
+    IMAGE,
+    LAYERS,
+    ODD_VOCABULARY,
+    SEQUENCE,
+    ModelCase,
+    image_batch,
+    text_to_text_batch,
+    unshifted,
+)
+from benchmarks.zoo_models.batches import (
+    classified_text,
+    clicks,
+    graphs,
+    labelled_pixels,
+    noisy_images,
+    plain_text,
+    samples,
+    segments,
+)
+from benchmarks.zoo_models.plain_other import GraphNetwork, Recommender, SoftExperts
+from benchmarks.zoo_models.plain_text import (
+    CausalConvolutions,
+    GRUClassifier,
+    LSTMLanguageModel,
+    MinimalGPT,
+    Translator,
+)
+from benchmarks.zoo_models.plain_vision import VGG, Autoencoder, ConvMixer, DiT, MLPMixer, UNet
+
+_WIDTH = 8
+_GRAPH_NODES = 10
+_FIELDS, _VALUES, _NUMBERS = 5, 20, 6
+_CLICKS = clicks(_FIELDS, _VALUES, _NUMBERS)
+
+PLAIN = (
+    ModelCase(
+        "nn_transformer",
+        lambda p: Translator(EVEN_VOCABULARY, SEQUENCE, HIDDEN, HEADS, 2, p),
+        text_to_text_batch(EVEN_VOCABULARY),
+        unshifted,
+    ),
+    ModelCase(
+        "lstm",
+        lambda p: LSTMLanguageModel(ODD_VOCABULARY, HIDDEN, p),
+        plain_text(ODD_VOCABULARY),
+        samples,
+    ),
+    ModelCase(
+        "gru",
+        lambda p: GRUClassifier(ODD_VOCABULARY, HIDDEN, CLASSES, p),
+        classified_text(ODD_VOCABULARY),
+        unshifted,
+    ),
+    ModelCase(
+        "wavenet",
+        lambda p: CausalConvolutions(EVEN_VOCABULARY, HIDDEN, LAYERS, p),
+        plain_text(EVEN_VOCABULARY),
+        samples,
+    ),
+    ModelCase(
+        "minimal_gpt",
+        lambda p: MinimalGPT(ODD_VOCABULARY, SEQUENCE, HIDDEN, HEADS, LAYERS, p),
+        plain_text(ODD_VOCABULARY),
+        samples,
+    ),
+    ModelCase(
+        "mlp_mixer",
+        lambda p: MLPMixer(IMAGE, 4, HIDDEN, LAYERS, CLASSES, p),
+        image_batch,
+        unshifted,
+    ),
+    ModelCase(
+        "conv_mixer",
+        lambda _: ConvMixer(2, HIDDEN, LAYERS, CLASSES),
+        image_batch,
+        unshifted,
+        running_statistics=True,
+    ),
+    ModelCase("vgg", lambda p: VGG(IMAGE, _WIDTH, CLASSES, p), image_batch, unshifted),
+    ModelCase("autoencoder", lambda _: Autoencoder(IMAGE, _WIDTH, HIDDEN), image_batch, samples),
+    ModelCase(
+        "unet",
+        lambda _: UNet(_WIDTH, CLASSES),
+        segments(IMAGE, IGNORED),
+        labelled_pixels(IGNORED),
+        running_statistics=True,
+    ),
+    ModelCase(
+        "dit",
+        lambda p: DiT(IMAGE, 4, 4, HIDDEN, HEADS, LAYERS, CLASSES, p),
+        noisy_images(4, IMAGE),
+        samples,
+    ),
+    ModelCase(
+        "graph_network",
+        lambda _: GraphNetwork(_NUMBERS, HIDDEN, LAYERS, CLASSES),
+        graphs(_GRAPH_NODES, _NUMBERS),
+        unshifted,
+    ),
+    ModelCase(
+        "recommender",
+        lambda p: Recommender(_FIELDS, _VALUES, _NUMBERS, HIDDEN, p),
+        _CLICKS,
+        samples,
+    ),
+    ModelCase("soft_experts", lambda _: SoftExperts(_NUMBERS, HIDDEN, 4, LAYERS), _CLICKS, samples),
+)

@@ -1,0 +1,176 @@
+"""Collectives over mesh axes, as functional ops whose autograd is their conjugate.
+
+`merakc::copy_to` and `merakc::all_reduce` are f and g of Megatron-LM (arXiv 1909.08053, section 3):
+f is the identity forward and an all-reduce backward, at the entry of a region where ranks hold
+different parts; g the reverse, at its exit. `merakc::all_gather` is for an exit too: what follows
+is computed alike on every rank, so its backward keeps this rank's slice and adds nothing up.
+
+An axis is a name that the runtime binds to a process group. Tracing on fake tensors needs none.
+All results are new and contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from merakc.errors import ConfigError
+
+_groups: dict[str, dist.ProcessGroup] = {}
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp(dist.ReduceOp.SUM),
+    "max": dist.ReduceOp(dist.ReduceOp.MAX),
+}
+
+
+def bind_axis(axis: str, group: dist.ProcessGroup) -> None:
+    """Lets the collectives over `axis` run on `group`; a second call replaces the first."""
+    _groups[axis] = group
+
+
+def axis_group(axis: str) -> dist.ProcessGroup:
+    """The process group of `axis`. Raises `ConfigError` if none is bound."""
+    try:
+        return _groups[axis]
+    except KeyError:
+        bound = ", ".join(sorted(_groups)) or "none"
+        raise ConfigError(
+            f"a collective over mesh axis '{axis}' has no process group (bound axes: {bound}); "
+            f"call bind_axis('{axis}', group) on every rank first"
+        ) from None
+
+
+def unbind_axes() -> None:
+    """Forgets every binding."""
+    _groups.clear()
+
+
+def all_reduce(x: Tensor, axis: str, reduce: str = "sum") -> Tensor:
+    """The sum or maximum of every rank's x. Backward: the identity for 'sum', none for 'max'."""
+    out: Tensor = torch.ops.merakc.all_reduce(x, axis, reduce)
+    return out
+
+
+def copy_to(x: Tensor, axis: str) -> Tensor:
+    """A copy of x, which all ranks hold alike; backward: the sum of every rank's gradient."""
+    out: Tensor = torch.ops.merakc.copy_to(x, axis)
+    return out
+
+
+def all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    """Every rank's x, concatenated along `dim`; backward: this rank's slice of the gradient.
+
+    `sizes[i]` is the size of `dim` on rank i of the axis, `rank` this rank's place on it.
+    """
+    out: Tensor = torch.ops.merakc.all_gather(x, axis, dim, sizes, rank)
+    return out
+
+
+def all_reduce_now(x: Tensor, axis: str, reduce: str) -> Tensor:
+    """What `merakc::all_reduce` computes, past the dispatcher and autograd."""
+    out, work = all_reduce_async(x, axis, reduce)
+    work.wait()
+    return out
+
+
+def all_reduce_async(x: Tensor, axis: str, reduce: str) -> tuple[Tensor, dist.Work]:
+    """Starts an all-reduce of a copy of x; the tensor holds the result after `work.wait()`."""
+    group = axis_group(axis)
+    out = _contiguous_copy(x)
+    options = dist.AllreduceOptions()
+    options.reduceOp = _REDUCE_OPS[reduce]
+    return out, group.allreduce([out], options)
+
+
+def _contiguous_copy(x: Tensor) -> Tensor:
+    """A new tensor, contiguous even in the strides of its dims of size 1."""
+    return x.new_empty(x.shape).copy_(x)
+
+
+def _copy_to(x: Tensor, axis: str) -> Tensor:
+    return _contiguous_copy(x)
+
+
+def _all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    group = axis_group(axis)
+    assert len(sizes) == group.size(), (sizes, group.size())
+    assert rank == group.rank(), (rank, group.rank())
+    assert x.shape[dim] == sizes[rank], (x.shape, dim, sizes, rank)
+    # Process groups gather blocks of one size: pad to the largest.
+    block = list(x.shape)
+    block[dim] = max(sizes)
+    padded = x.new_zeros(block)
+    padded.narrow(dim, 0, sizes[rank]).copy_(x)
+    blocks = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(blocks, padded, group)
+    trimmed = [part.narrow(dim, 0, size) for part, size in zip(blocks, sizes, strict=True)]
+    block[dim] = sum(sizes)
+    return torch.cat(trimmed, dim, out=x.new_empty(block))
+
+
+# Registration
+
+
+def _fake_same(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sum(sizes)
+    return x.new_empty(shape)
+
+
+def _save_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.reduce = inputs[2]
+
+
+def _differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.reduce != "sum":
+        raise NotImplementedError(f"merakc::all_reduce of '{ctx.reduce}' has no gradient: detach")
+    return grad, None, None
+
+
+def _save_copy_to(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.axis = inputs[1]
+
+
+def _differentiate_copy_to(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return all_reduce(grad, ctx.axis), None
+
+
+def _save_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, ctx.dim, ctx.sizes, ctx.rank = inputs
+
+
+def _differentiate_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    start = sum(ctx.sizes[: ctx.rank])
+    return grad.narrow(ctx.dim, start, ctx.sizes[ctx.rank]), None, None, None, None
+
+
+torch.library.define("merakc::all_reduce", "(Tensor x, str axis, str reduce) -> Tensor")
+torch.library.impl("merakc::all_reduce", "default", all_reduce_now)
+torch.library.register_fake("merakc::all_reduce", _fake_same)
+torch.library.register_autograd(
+    "merakc::all_reduce", _differentiate_all_reduce, setup_context=_save_all_reduce
+)
+
+torch.library.define("merakc::copy_to", "(Tensor x, str axis) -> Tensor")
+torch.library.impl("merakc::copy_to", "default", _copy_to)
+torch.library.register_fake("merakc::copy_to", _fake_same)
+torch.library.register_autograd(
+    "merakc::copy_to", _differentiate_copy_to, setup_context=_save_copy_to
+)
+
+torch.library.define(
+    "merakc::all_gather", "(Tensor x, str axis, int dim, int[] sizes, int rank) -> Tensor"
+)
+torch.library.impl("merakc::all_gather", "default", _all_gather)
+torch.library.register_fake("merakc::all_gather", _fake_all_gather)
+torch.library.register_autograd(
+    "merakc::all_gather", _differentiate_all_gather, setup_context=_save_all_gather
+)

@@ -1,0 +1,52 @@
+"""From the op name of a graph's node to what runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from merakc.kernels import attention, collectives, dropout, vocabulary
+
+# Ops of ours that are Python functions over other ops; make_fx traces through them.
+COMPOSITES: Mapping[str, Callable[..., Any]] = {
+    "composite.vocab_parallel_embedding": vocabulary.vocab_parallel_embedding,
+    "composite.vocab_parallel_cross_entropy": vocabulary.vocab_parallel_cross_entropy,
+}
+# What a compiled step calls in place of an op: the same, past the dispatcher and autograd.
+DIRECT: Mapping[str, Callable[..., Any]] = {
+    "merakc.all_reduce.default": collectives.all_reduce_now,
+    # Traced where a copy stood in between that the compiler has removed since: what was
+    # contiguous then may need a copy now.
+    "aten.view.default": torch.ops.aten.reshape.default,
+}
+REGISTERED = (attention, collectives, dropout)  # imported for the ops that they register
+
+
+def resolve_op(op: str) -> Callable[..., Any]:
+    """The callable of `aten.add.Tensor`, `merakc.dropout.default`, `composite.NAME`."""
+    if op in COMPOSITES:
+        return COMPOSITES[op]
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    call: Callable[..., Any] = found
+    return call
+
+
+def makes_tensor(op: str) -> bool:
+    """Whether the op takes a device and no tensor: where its result lives must be said."""
+    if not op.startswith("aten."):
+        return False
+    arguments = resolve_op(op)._schema.arguments  # type: ignore[attr-defined]
+    tensors = any("Tensor" in str(a.type) for a in arguments)
+    return not tensors and any(a.name == "device" for a in arguments)
+
+
+def returns_view(op: str) -> bool:
+    """Whether the op's result may share its argument's memory."""
+    if op in COMPOSITES or op.startswith("function."):
+        return True
+    returns = resolve_op(op)._schema.returns  # type: ignore[attr-defined]
+    return any(r.alias_info is not None for r in returns)

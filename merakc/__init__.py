@@ -1,0 +1,18 @@
+"""merakc: automatic 3D parallelism for PyTorch."""
+
+from merakc.api import auto_parallel
+from merakc.cluster import Cluster
+from merakc.errors import MerakError
+from merakc.ir.plan import Plan, load_plan
+from merakc.model import ParallelModel
+from merakc.version import __version__
+
+__all__ = [
+    "Cluster",
+    "MerakError",
+    "ParallelModel",
+    "Plan",
+    "__version__",
+    "auto_parallel",
+    "load_plan",
+]

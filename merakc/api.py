@@ -1,0 +1,288 @@
+"""`auto_parallel`: from a model and a batch to a model that trains on all ranks."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merakc.batches import (
+    TensorSpecs,
+    batch_size_of,
+    call_arguments,
+    tensor_specs,
+    with_tensor_specs,
+)
+from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.errors import ConfigError
+from merakc.frontend.fingerprint import fingerprint
+from merakc.frontend.record import Recording
+from merakc.ir.graph import OutputKind
+from merakc.ir.plan import Plan, Prediction, load_plan
+from merakc.model import ParallelModel
+from merakc.planner import Lowered, apply_plan, predict, stage_cost
+from merakc.runtime.groups import Groups, agree, from_rank_0, together
+from merakc.runtime.links import measure_link, memory_bytes
+from merakc.search import Request, meshes, micro_batches_for, search
+from merakc.simulate import Simulation
+from merakc.steps import CompiledStep, Steps, record_part
+from merakc.version import __version__
+from merakc.weights import find_placements, take_over
+
+SCHEDULES = ("auto", "1f1b", "gpipe")
+RECOMPUTE = ("auto", "none", "full")
+
+
+def auto_parallel(
+    model: nn.Module,
+    batch: Any,
+    *,
+    plan: Plan | str | Path | None = None,
+    dp: int | None = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    micro_batches: int | None = None,
+    schedule: str = "auto",
+    recompute: str = "auto",
+    cluster: Cluster | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> ParallelModel:
+    """Makes a model train on all ranks that were started (`torchrun`), or on one process.
+
+    Args:
+        model: any module whose forward returns a loss: as `.loss`, `["loss"]`, the first of a
+            tuple, or alone. It is taken over: its weights (rank 0's, where ranks differ) move to
+            the ranks that hold them. On the meta device its own initialisers give them.
+        batch: one dp rank's example batch: a mapping (called by keyword), a sequence (by
+            position) or a tensor. Other ranks' batches and later ones may have other shapes.
+        plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
+        dp: data-parallel degree; chosen if None, as are tp (tensor-parallel) and pp (stages).
+        tp: see dp.
+        pp: see dp.
+        micro_batches: the parts that a dp rank's batch is run in.
+        schedule: "1f1b", "gpipe" or "auto".
+        recompute: "none", "full" (each stage's forward again before its backward) or "auto"
+            (full only where the memory does not suffice).
+        cluster: the machines. Where None the plan is made with nominal figures, so that it does
+            not change from run to run, and the prediction with figures measured on the spot.
+        device: where this rank computes; its GPU if there is one, else the CPU.
+        seed: of dropout, the same masks in every layout that uses the same micro-batches, and of
+            the weights of a model on the meta device.
+
+    Raises `ConfigError` for arguments that contradict each other, the batch or the number of
+    ranks, `RecordError` for a forward that cannot be recorded, `CutError` for too many stages,
+    `PlanError` for a plan that does not fit, `MismatchError` where another rank differs or fails.
+    """
+    device = _device(device)
+    _start_distributed(device)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    fixed = Request(world, 0, dp, tp, pp, micro_batches, schedule, recompute)
+    return _build(_decide(model, batch, fixed, plan, cluster, device, seed), cluster, seed)
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What all ranks agree on; `example` is a batch of rank 0's shapes."""
+
+    model: nn.Module
+    device: torch.device
+    example: tuple[tuple[Any, ...], dict[str, Any]]
+    recording: Recording
+    lowered: Lowered
+    machines: Cluster
+
+
+def _decide(
+    model: nn.Module,
+    batch: Any,
+    fixed: Request,
+    plan: Plan | str | Path | None,
+    cluster: Cluster | None,
+    device: torch.device,
+    seed: int,
+) -> _Decision:
+    """Rank 0 decides; every rank records and applies the plan."""
+    given, request, first, specs = from_rank_0(lambda: _requested(fixed, plan, batch))
+
+    @cache
+    def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return with_tensor_specs(*call_arguments(batch), specs)
+
+    @cache
+    def recorded(parts: int) -> Recording:
+        return _with_loss(record_part(model, *example(), parts, device))
+
+    agree(lambda: _facts(model, recorded(first), fixed, seed))
+    machines = cluster or _nominal(device)
+    lowered = _lowered(request, given, recorded, machines)
+    recording = recorded(lowered.plan.micro_batches)
+    return _Decision(model, device, example(), recording, lowered, machines)
+
+
+def _build(made: _Decision, cluster: Cluster | None, seed: int) -> ParallelModel:
+    """This rank's part of the model. The prediction is measured where no `cluster` was given."""
+    model, lowered, recording = made.model, made.lowered, made.recording
+    groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
+    _, stage, tp_rank = groups.coordinates
+    placements = find_placements(model, lowered)
+    held = {name: place.stages for name, place in placements.items() if place.is_parameter}
+    lowered = replace(lowered, plan=replace(lowered.plan, parameters=held))
+    chunk = cache(lambda: lowered.chunk(stage, tp_rank))
+    together(lambda: bool(chunk()))  # a rank that cannot differentiate its part says so to all
+    state = take_over(model, placements, groups, made.device, seed)
+    steps = Steps(model, lowered, placements, groups, made.device, state, seed)
+    key = steps.key(*made.example, train=True, results=False)
+    step = steps.add(key, recording, lowered, chunk(), train=True)
+    prediction, simulation = _simulated(steps, step, made.machines, measured=cluster is None)
+    steps.planned = replace(lowered, plan=replace(lowered.plan, prediction=prediction))
+    return ParallelModel(steps, recording.aliases, simulation)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(found)
+        return found
+    return torch.device("cpu")
+
+
+def _start_distributed(device: torch.device) -> None:
+    if dist.is_initialized():
+        backends = dist.get_backend_config()
+        for kind in {"cpu", device.type}:
+            if f"{kind}:" not in backends:
+                raise ConfigError(
+                    f"the process group has no backend for {kind} tensors (it has {backends}); "
+                    'give init_process_group "cpu:gloo,cuda:nccl", or leave it to auto_parallel'
+                )
+    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        atexit.register(_stop_distributed)  # gloo's threads may abort a process that ends first
+
+
+def _stop_distributed() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _requested(
+    fixed: Request, plan: Plan | str | Path | None, batch: Any
+) -> tuple[Plan | None, Request, int, TensorSpecs]:
+    """The plan that is given, the request, the micro-batches to record first, the batch's specs.
+
+    Everything that can be refused before the model is looked at is refused here.
+    """
+    for name, value, known in (
+        ("schedule", fixed.schedule, SCHEDULES),
+        ("recompute", fixed.recompute, RECOMPUTE),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} {value!r} is not known; choose one of {', '.join(known)}")
+    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    args, kwargs = call_arguments(batch)
+    request = replace(fixed, batch_size=batch_size_of(args, kwargs))
+    specs = tensor_specs(args, kwargs)
+    if given is None:
+        return None, request, micro_batches_for(request, meshes(request)[0]), specs
+    _check_plan(fixed, given)
+    return given, request, given.micro_batches, specs
+
+
+def _check_plan(fixed: Request, given: Plan) -> None:
+    for name in ("dp", "tp", "pp", "micro_batches", "schedule", "recompute"):
+        value, planned = getattr(fixed, name), getattr(given, name)
+        if value not in (None, "auto", planned):
+            raise ConfigError(
+                f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
+            )
+    if given.mesh.world_size != fixed.world_size:
+        raise ConfigError(
+            f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
+            f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
+        )
+
+
+def _with_loss(recording: Recording) -> Recording:
+    if not any(o.kind is OutputKind.LOSS for o in recording.graph.outputs):
+        raise ConfigError(
+            f"the forward of {recording.model_name} returns no loss for this batch; give it the "
+            "labels, or wrap the model in a module whose forward returns the loss"
+        )
+    return recording
+
+
+def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:
+    """What all ranks must have in common."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
+    return {
+        "versions": f"merakc {__version__}, torch {torch.__version__}",
+        "arguments": f"{fixed}, seed={seed}",
+        "model": f"{recording.model_name} with {len(tensors)} parameters and buffers",
+        "names and shapes of parameters and buffers": _digest(shapes),
+        "the recorded forward": fingerprint(recording.graph).hash[:16],
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _lowered(
+    request: Request,
+    given: Plan | None,
+    recorded: Callable[[int], Recording],
+    cluster: Cluster,
+) -> Lowered:
+    """The plan, decided by rank 0, applied on every rank."""
+    if given is not None:
+        return apply_plan(given, recorded(given.micro_batches))
+    found: list[Lowered] = []
+
+    def decide() -> Plan:
+        plan, lowered = search(request, recorded, cluster)
+        found.append(lowered)
+        return plan
+
+    plan = from_rank_0(decide)
+    return found[0] if found else apply_plan(plan, recorded(plan.micro_batches))
+
+
+def _simulated(
+    steps: Steps, step: CompiledStep, cluster: Cluster, *, measured: bool
+) -> tuple[Prediction, Simulation]:
+    """What a step should cost, from the graphs that all stages really run.
+
+    With `measured`, the seconds of the stages' pieces and of the links are measured here, all
+    ranks at once, as they train; without, they are the cluster's.
+    """
+    lowered = step.lowered
+    cost = stage_cost(step.chunk, cluster, lowered.plan)
+    if measured:
+        seconds = steps.measure(step)
+        if seconds is not None:
+            forward_s, backward_s = seconds
+            again_s = forward_s if lowered.plan.recompute == "full" else 0.0
+            cost = replace(cost, forward_s=forward_s, backward_s=backward_s + again_s)
+        latency_s, bytes_per_s = measure_link(steps.device)
+        cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
+    costs = together(lambda: cost)
+    mesh = lowered.plan.mesh
+    return predict(lowered, cluster, tuple(costs[mesh.rank(0, s, 0)] for s in range(mesh.pp)))
+
+
+def _nominal(device: torch.device) -> Cluster:
+    nominal = NOMINAL_GPU if device.type == "cuda" else NOMINAL_CPU
+    return replace(nominal, memory_bytes=memory_bytes(device))

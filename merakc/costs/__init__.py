@@ -1,0 +1,1 @@
+"""What a Graph costs: flops, bytes, saved activations and seconds on a Cluster."""

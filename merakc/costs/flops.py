@@ -1,0 +1,65 @@
+"""Floating point operations and memory traffic of one node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+
+# Ops that move no data.
+FREE = frozenset(
+    {"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default", "aten.t.default",
+     "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
+     "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+     "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
+     "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
+     "merakc.copy_to.default"}
+)  # fmt: skip
+COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default")
+
+
+def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """Multiplications and additions of a product, convolution or attention; 0 for other ops.
+
+    torch's `FlopCounterMode` formulas, and our own for the composite ops that it never sees:
+    linear and matmul (2 m n k) and attention (4 b h s t d forward, 10 backward with the scores
+    made again, as in FlashAttention, arXiv 2205.14135).
+    """
+    if node.op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm" in node.op:
+        return 2 * node.spec.numel * specs[node.args[0]].shape[-1]
+    if node.op == "merakc.attention.default":
+        return 4 * specs[node.args[0]].numel * specs[node.args[1]].shape[-2]
+    if node.op == "merakc.attention_backward.default":
+        return 10 * specs[node.args[1]].numel * specs[node.args[2]].shape[-2]
+    if not node.op.startswith("aten."):
+        return 0
+    formula = flop_registry.get(getattr(torch.ops.aten, node.op.split(".")[1]))
+    if formula is None:
+        return 0
+
+    def shape(ref: Ref) -> tuple[int, ...]:
+        return specs[ref].shape
+
+    args = map_refs(node.args, shape)
+    kwargs = {k: map_refs(v, shape) for k, v in node.kwargs}
+    outs = [o.shape if o is not None else None for o in node.outputs]
+    result: Any = formula(*args, **kwargs, out_val=outs[0] if len(outs) == 1 else outs)
+    return int(result)
+
+
+def node_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """Bytes read and written; 0 for views."""
+    if node.op in FREE:
+        return 0
+    read = sum(specs[r].size_bytes for r in dict.fromkeys(node.refs))
+    return read + sum(o.size_bytes for o in node.outputs if o is not None)
+
+
+def graph_flops(graph: Graph) -> int:
+    """FLOPs of all nodes."""
+    specs = graph.specs()
+    return sum(node_flops(n, specs) for n in graph.nodes)

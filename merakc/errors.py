@@ -1,0 +1,35 @@
+"""The errors that merakc raises for its users. Broken invariants of our own are `assert`s."""
+
+from __future__ import annotations
+
+
+class MerakError(Exception):
+    """Base of every error that a user can cause and mend."""
+
+
+class RecordError(MerakError):
+    """The model's forward could not be recorded as one graph."""
+
+
+class ShardError(MerakError):
+    """A tensor-parallel degree that the model's graph does not allow."""
+
+
+class CutError(MerakError):
+    """A number of pipeline stages that the graph cannot give."""
+
+
+class PlanError(MerakError):
+    """A plan that is damaged, edited, of another schema or of another model."""
+
+
+class ProgramError(MerakError):
+    """An order of actions that would deadlock, lose a message or use a freed buffer."""
+
+
+class ConfigError(MerakError):
+    """Arguments that contradict each other, the batch or the number of ranks."""
+
+
+class MismatchError(MerakError):
+    """Ranks that do not hold the same model, plan or versions."""

@@ -1,0 +1,1 @@
+"""From a model and an example batch to a Graph: recording, normalising, fingerprinting."""

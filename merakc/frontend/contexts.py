@@ -1,0 +1,124 @@
+"""What has to hold around a model while its forward is recorded, and is undone after."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+@contextlib.contextmanager
+def untouched(model: torch.nn.Module) -> Iterator[None]:
+    """Takes back what a forward does to the modules: attributes, and what lists and dicts hold."""
+    kept = [
+        (m.__dict__, dict(m.__dict__), [(c, copy.copy(c)) for c in _containers(m)])
+        for m in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for attributes, before, containers in kept:
+            attributes.clear()
+            attributes.update(before)
+            for container, content in containers:
+                container.clear()
+                extend = container.extend if isinstance(container, list) else container.update
+                extend(content)
+
+
+def _containers(module: torch.nn.Module) -> list[Any]:
+    return [v for v in vars(module).values() if type(v) in (list, dict, set, OrderedDict)]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a module holds a parameter or buffer, and the fake tensor put there."""
+
+    states: dict[str, Any]
+    key: str
+    name: str
+    fake: torch.Tensor
+    is_parameter: bool
+
+
+def put_fakes(model: torch.nn.Module, fake_mode: FakeTensorMode) -> list[Slot]:
+    """Puts fake tensors in the place of all parameters and buffers; a tied one has one slot."""
+    fakes: dict[int, torch.Tensor] = {}
+    slots: list[Slot] = []
+    for path, module in model.named_modules():
+        for states in (module._parameters, module._buffers):
+            for key, tensor in states.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in fakes:
+                    fake = fakes[id(tensor)] = _fake(tensor, fake_mode)
+                    name = f"{path}.{key}" if path else key
+                    is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    slots.append(Slot(states, key, name, fake, is_parameter))
+                states[key] = fakes[id(tensor)]
+    return slots
+
+
+def _fake(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+    with fake_mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    return fake
+
+
+@contextlib.contextmanager
+def module_names(model: torch.nn.Module, names: list[str]) -> Iterator[None]:
+    """Keeps the path of the module that is running on top of `names`."""
+    handles: list[Any] = []
+
+    def hook(path: str, module: torch.nn.Module) -> None:
+        def enter(_module: torch.nn.Module, _args: Any) -> None:
+            names.append(path)
+
+        def leave(_module: torch.nn.Module, _args: Any, _out: Any) -> None:
+            names.pop()
+
+        handles.append(module.register_forward_pre_hook(enter, prepend=True))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+
+    for path, module in model.named_modules():
+        hook(path, module)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """torch.compiler's flags as during export, so that libraries take their safe branches."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls `handle(cls, original, args, kwargs)` in place of a custom function's `apply`."""
+    base: Any = torch.autograd.Function
+    original = base.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return handle(cls, original.__func__, args, kwargs)
+
+    base.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        base.apply = original

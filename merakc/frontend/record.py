@@ -1,0 +1,83 @@
+"""Records the forward of one micro-batch as a `Graph`, on fake tensors.
+
+The model's Python runs as it is: control flow, kwargs and module hooks need no support. No weight
+is ever materialised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from merakc.errors import RecordError
+from merakc.frontend.contexts import put_fakes, untouched
+from merakc.frontend.recorder import Recorder
+from merakc.ir.graph import Graph
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded forward.
+
+    `outputs` are the leaves of what the forward returned: the name of a graph output, or the
+    plain value where the leaf is no tensor; `structure` puts them together again. `aliases` maps
+    each further name of a tied parameter to the name that the graph uses.
+    """
+
+    graph: Graph
+    outputs: tuple[Any, ...]
+    structure: pytree.TreeSpec
+    aliases: Mapping[str, str]
+    model_name: str
+
+
+def record(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+    """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
+
+    Raises `RecordError`, with the user's line, for control flow that depends on the data, for
+    random ops that cannot be reproduced on every layout, and for whatever a graph cannot say:
+    writes to parameters, hooks on gradients, higher-order ops.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    recorder = Recorder(fake_mode)
+    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    _check_modules(model)
+    with untouched(model):
+        for slot in put_fakes(model, fake_mode):
+            recorder.state_input(slot)
+        flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
+        fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
+        with recorder.running(model):
+            out = model(*fake_args, **fake_kwargs)
+        outputs, structure = recorder.finish(out)
+    aliases = _aliases(model)
+    graph = recorder.graph().pruned()
+    graph.verify()
+    return Recording(graph, outputs, structure, aliases, type(model).__name__)
+
+
+def _check_modules(model: torch.nn.Module) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RecordError(f"module '{path}' is a ScriptModule; give merakc the Python module")
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise RecordError(
+                f"module '{path}' has backward hooks, which a recorded graph would not call; "
+                "remove them, or write an autograd.Function"
+            )
+
+
+def _aliases(model: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and shared buffers -> the first name."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) != name:
+                found[name] = first[id(tensor)]
+    return found

@@ -1,0 +1,37 @@
+"""What the actions of a Program cost, per stage: seconds and bytes of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Costs of one stage on one tp rank. Seconds are of one micro-batch, tp collectives included.
+
+    `saved_bytes` live from the forward of a micro-batch to the end of its backward;
+    `forward_peak_bytes` and `backward_peak_bytes` are what an action allocates at its highest
+    point, over what was alive before it (what it leaves behind included); `static_bytes` are
+    parameters, buffers, gradients and optimizer state.
+    """
+
+    forward_s: float
+    backward_s: float
+    input_grad_s: float = 0.0
+    weight_grad_s: float = 0.0
+    reduce_s: float = 0.0
+    saved_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+    static_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """Stage costs, the link between stages, and where the figures come from."""
+
+    stages: tuple[StageCost, ...]
+    p2p_latency_s: float
+    p2p_bytes_per_s: float
+    source: Literal["formula", "measured"] = "formula"

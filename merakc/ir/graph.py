@@ -1,0 +1,275 @@
+"""The graph of a step: a pure list of ATen calls on named values, with the user's names kept.
+
+Every value of this module is frozen. A `Graph` has inputs (parameters, buffers, tensors of the
+batch, activations that arrive from another stage, ...), nodes in program order, and outputs.
+Nothing is mutated: in-place ops of the model appear as their functional forms, and a buffer that
+the model writes (BatchNorm's statistics) is an output of kind `BUFFER`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+
+class InputKind(StrEnum):
+    """Where an input's value comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"  # a tensor made in Python during the recording
+    BATCH = "batch"  # a tensor of the example batch
+    ACTIVATION = "activation"  # a value of another pipeline stage
+    TANGENT = "tangent"  # the gradient of an output, given to the backward
+    SAVED = "saved"  # a value kept from an earlier piece of the same chunk
+    SCALAR = "scalar"  # a number of the step that the runtime fills in (loss weights, seeds)
+
+
+class OutputKind(StrEnum):
+    """What an output is for."""
+
+    LOSS = "loss"
+    RESULT = "result"  # any other leaf of what the user's forward returns
+    BUFFER = "buffer"  # the new value of a buffer
+    ACTIVATION = "activation"  # a value that another pipeline stage reads
+    GRADIENT = "gradient"
+    SAVED = "saved"  # kept for a later piece of the same chunk
+
+
+# Calls that read an argument's shape and not its values.
+VALUELESS = frozenset(
+    f"{kind}{name}"
+    for kind, names in {
+        "new_": ("empty", "empty_strided", "full", "ones", "zeros"),
+        "": ("empty_like", "full_like", "ones_like", "zeros_like"),
+    }.items()
+    for name in names
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float32` -> "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Shape and dtype of a value; on a sharded graph, of one rank's part."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of a contiguous tensor of this shape."""
+        return self.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The `index`-th output of the node `node`, or the input of that name."""
+
+    node: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"%{self.node}" if self.index == 0 else f"%{self.node}:{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value that the graph is given. `target` is the user's name of it (`model.norm.weight`)."""
+
+    name: str
+    kind: InputKind
+    spec: TensorSpec
+    target: str = ""
+    requires_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One call. `args` and `kwargs` hold `Ref`s, numbers, strings, dtypes and tuples of them."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[TensorSpec | None, ...]
+    module: str = ""
+    source: str = ""
+    grad: bool = True  # False: recorded while gradients were switched off
+
+    @property
+    def refs(self) -> tuple[Ref, ...]:
+        """The values read, in order of appearance, repeats kept."""
+        return tuple(iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The first output."""
+        first = self.outputs[0]
+        assert first is not None, f"{self.name} has no tensor output"
+        return first
+
+    def grad_outputs(self, grads: Set[Ref]) -> list[Ref]:
+        """The outputs that require a gradient where the values in `grads` do."""
+        cut = ".detach" in self.op or self.op.split(".")[1] in VALUELESS
+        if not self.grad or cut or grads.isdisjoint(self.refs):
+            return []
+        specs = enumerate(self.outputs)
+        return [
+            Ref(self.name, k)
+            for k, s in specs
+            if s is not None and (s.dtype.is_floating_point or s.dtype.is_complex)
+        ]
+
+    def __str__(self) -> str:
+        parts = [format_arg(a) for a in self.args]
+        parts += [f"{k}={format_arg(v)}" for k, v in self.kwargs]
+        outs = ", ".join("none" if o is None else str(o) for o in self.outputs)
+        text = f"%{self.name}: {outs} = {self.op}({', '.join(parts)})"
+        return text if self.grad else text + " no_grad"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A value that leaves the graph. `name` is the user's path of it, or the value's own name."""
+
+    name: str
+    kind: OutputKind
+    ref: Ref
+
+    def at(self, ref: Ref) -> Output:
+        """The same output, taken from another value."""
+        return Output(self.name, self.kind, ref)
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Inputs, nodes in a valid order of execution, outputs.
+
+    `constants` and `functions` are what the nodes need and a text form cannot hold: tensors made
+    during the recording, by input name, and Python callables (custom `autograd.Function`s), by op.
+    """
+
+    inputs: tuple[Input, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[Output, ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
+    functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, compare=False)
+
+    def verify(self) -> None:
+        """Asserts that names are unique and that every value is defined before it is read."""
+        defined: dict[str, int] = {}
+        for item in self.inputs:
+            assert item.name not in defined, f"input {item.name} appears twice"
+            defined[item.name] = 1
+        for node in self.nodes:
+            for ref in node.refs:
+                assert ref.node in defined, f"{node.name} reads {ref}, which is not defined yet"
+                assert ref.index < defined[ref.node], f"{node.name} reads {ref}: no such output"
+            assert node.name not in defined, f"node {node.name} appears twice"
+            defined[node.name] = len(node.outputs)
+        for out in self.outputs:
+            assert out.ref.node in defined, f"output {out.name} reads {out.ref}, not defined"
+
+    def specs(self) -> dict[Ref, TensorSpec]:
+        """The spec of every value."""
+        found = {Ref(i.name): i.spec for i in self.inputs}
+        for node in self.nodes:
+            for k, spec in enumerate(node.outputs):
+                if spec is not None:
+                    found[Ref(node.name, k)] = spec
+        return found
+
+    def users(self) -> dict[str, list[Node]]:
+        """The nodes that read each input or node, in program order, each once."""
+        found: dict[str, list[Node]] = {i.name: [] for i in self.inputs}
+        for node in self.nodes:
+            found[node.name] = []
+            for name in dict.fromkeys(r.node for r in node.refs):
+                found[name].append(node)
+        return found
+
+    def grad_values(self) -> set[Ref]:
+        """The values that depend on an input requiring a gradient, through differentiable calls."""
+        found = {Ref(i.name) for i in self.inputs if i.requires_grad}
+        for node in self.nodes:
+            found.update(node.grad_outputs(found))
+        return found
+
+    def pruned(self) -> Graph:
+        """The graph without the nodes that no output needs; inputs stay."""
+        needed = {o.ref.node for o in self.outputs}
+        kept = []
+        for node in reversed(self.nodes):
+            if node.name in needed:
+                kept.append(node)
+                needed.update(r.node for r in node.refs)
+        return Graph(
+            self.inputs, tuple(reversed(kept)), self.outputs, self.constants, self.functions
+        )
+
+    def renamed(self, names: Mapping[Ref, Ref]) -> Graph:
+        """The graph with some of the values that it reads replaced."""
+
+        def now(ref: Ref) -> Ref:
+            return names.get(ref, ref)
+
+        nodes = tuple(
+            replace(
+                n,
+                args=map_refs(n.args, now),
+                kwargs=tuple((k, map_refs(v, now)) for k, v in n.kwargs),
+            )
+            for n in self.nodes
+        )
+        outputs = tuple(o.at(now(o.ref)) for o in self.outputs)
+        return Graph(self.inputs, nodes, outputs, self.constants, self.functions)
+
+    def __str__(self) -> str:
+        lines = [f"{i.kind} %{i.name}: {i.spec} {i.target}".rstrip() for i in self.inputs]
+        lines += [str(n) for n in self.nodes]
+        lines += [f"{o.kind} {o.name} = {o.ref}" for o in self.outputs]
+        return "\n".join(lines)
+
+
+def iter_refs(value: Any) -> Iterator[Ref]:
+    """Every `Ref` in a nest of tuples."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from iter_refs(item)
+
+
+def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
+    """The same nest of tuples with every `Ref` replaced."""
+    if isinstance(value, Ref):
+        return change(value)
+    if isinstance(value, tuple):
+        return tuple(map_refs(v, change) for v in value)
+    return value
+
+
+def format_arg(value: Any) -> str:
+    """The text form of an argument."""
+    if isinstance(value, tuple):
+        return "(" + ", ".join(map(format_arg, value)) + ")"
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return str(value) if isinstance(value, Ref) else repr(value)

@@ -1,0 +1,148 @@
+"""How one tensor is split over the tensor-parallel (tp) axis.
+
+A dim is a product of factors, outermost first: GPT-2's packed `c_attn` weight `[768, 2304]` has
+dims `768` and `3 12* 64`, and the star says that the factor of 12 heads is split over tp. A rank
+holds, of each split factor, the same block that `torch.tensor_split` would give it, so sizes need
+not divide evenly. A factor may be a row of segments that are split each on its own: Phi-3's packed
+projection of 32 query and twice 8 key heads has the dim `(32*·96+8*·96+8*·96)`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DimFactor:
+    """One factor of a dim: its full size, and whether it is split over tp.
+
+    With `segments`, it is their concatenation, each a product of factors of its own.
+    """
+
+    size: int
+    split: bool = False
+    segments: tuple[tuple[DimFactor, ...], ...] = ()
+
+    def bounds(self, tp: int, rank: int) -> tuple[int, int]:
+        """The half-open block of this factor that tp rank `rank` holds."""
+        assert not self.segments, "segments have no common bounds"
+        return block_bounds(self.size, tp, rank) if self.split else (0, self.size)
+
+    def index(self, tp: int, rank: int) -> torch.Tensor:
+        """This factor's indices that rank `rank` holds: int64 `[local size]`."""
+        if not self.segments:
+            return torch.arange(*self.bounds(tp, rank))
+        starts = accumulate((math.prod(f.size for f in s) for s in self.segments), initial=0)
+        found = [_index(s, tp, rank) + k for s, k in zip(self.segments, starts, strict=False)]
+        return torch.cat(found)
+
+    def local_size(self, tp: int, rank: int) -> int:
+        """How many of its indices rank `rank` holds."""
+        if self.segments:
+            return sum(math.prod(f.local_size(tp, rank) for f in s) for s in self.segments)
+        start, end = self.bounds(tp, rank)
+        return end - start
+
+    def __str__(self) -> str:
+        if self.segments:
+            return "(" + "+".join(map(_dim_text, self.segments)) + ")"
+        return f"{self.size}{'*' if self.split else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The factors of each dim of a tensor."""
+
+    dims: tuple[tuple[DimFactor, ...], ...]
+
+    @property
+    def is_split(self) -> bool:
+        """Whether any dim is split."""
+        return any(f.split for dim in self.dims for f in dim)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The full shape."""
+        return tuple(math.prod(f.size for f in dim) for dim in self.dims)
+
+    def local_shape(self, tp: int, rank: int) -> tuple[int, ...]:
+        """The shape that tp rank `rank` holds."""
+        return tuple(math.prod(f.local_size(tp, rank) for f in dim) for dim in self.dims)
+
+    def index(self, dim: int, tp: int, rank: int) -> torch.Tensor:
+        """The full dim's indices that rank `rank` holds: int64 `[local size]`."""
+        return _index(self.dims[dim], tp, rank)
+
+    def take(self, full: torch.Tensor, tp: int, rank: int) -> torch.Tensor:
+        """Rank `rank`'s part of a full tensor, a copy of its own."""
+        part = full
+        for k, dim in enumerate(self.dims):
+            if any(f.split for f in dim):
+                part = part.index_select(k, self.index(k, tp, rank).to(part.device))
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The full tensor from the parts of all tp ranks, in their order."""
+        if not self.is_split:
+            return parts[0]
+        full = parts[0].new_empty(self.shape)
+        for rank, part in enumerate(parts):
+            grid = [self.index(k, len(parts), rank) for k in range(len(self.dims))]
+            full[torch.meshgrid(*grid, indexing="ij")] = part
+        return full
+
+    def __str__(self) -> str:
+        return " x ".join(map(_dim_text, self.dims))
+
+
+def parse_layout(text: str) -> Layout:
+    """The inverse of `str(layout)`; the text of a scalar is empty."""
+    if not text:
+        return Layout(())
+    return Layout(tuple(map(_parse_dim, text.split(" x "))))
+
+
+def _parse_dim(text: str) -> tuple[DimFactor, ...]:
+    return tuple(map(_parse_factor, _outside_brackets(text, "·")))
+
+
+def _parse_factor(text: str) -> DimFactor:
+    if not text.startswith("("):
+        return DimFactor(int(text.rstrip("*")), text.endswith("*"))
+    segments = tuple(map(_parse_dim, _outside_brackets(text[1:-1], "+")))
+    size = sum(math.prod(f.size for f in s) for s in segments)
+    return DimFactor(size, any(f.split for s in segments for f in s), segments)
+
+
+def _outside_brackets(text: str, separator: str) -> list[str]:
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts
+
+
+def _dim_text(dim: tuple[DimFactor, ...]) -> str:
+    return "·".join(map(str, dim)) or "1"
+
+
+def _index(dim: tuple[DimFactor, ...], tp: int, rank: int) -> torch.Tensor:
+    found = torch.zeros(1, dtype=torch.long)
+    for factor in dim:
+        found = (found[:, None] * factor.size + factor.index(tp, rank)[None]).reshape(-1)
+    return found
+
+
+def block_bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """The block of `range(size)` that `torch.tensor_split` gives part `index` of `parts`."""
+    small, extra = divmod(size, parts)
+    start = index * small + min(index, extra)
+    return start, start + small + (index < extra)

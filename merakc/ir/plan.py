@@ -1,0 +1,136 @@
+"""The Plan: every decision, in one readable file, keyed by the user's own names."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pydantic
+
+from merakc.errors import PlanError
+from merakc.ir.program import Mesh
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GraphId:
+    """The hash of a graph, and of each module's part of it, in program order."""
+
+    hash: str
+    modules: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageRun:
+    """A run of consecutive nodes of the graph that one stage executes."""
+
+    stage: int
+    first_node: str
+    last_node: str
+    first_module: str
+    last_module: str
+
+
+@dataclass(frozen=True, slots=True)
+class CutReport:
+    """How the stages were found: what METIS proposed, what refinement made of it, the bound.
+
+    Loads are the largest stage's share of the work times the number of stages: 1.0 is even.
+    """
+
+    winner: str
+    load: float
+    bound_load: float
+    cut_bytes: int
+    metis_load: float
+    metis_cut_bytes: int
+    metis_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the simulator expects of one step; `peak_bytes` per pipeline stage."""
+
+    step_s: float
+    bubble_share: float
+    peak_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A way to train one model on one number of ranks.
+
+    `splits` holds the layout (`merakc.ir.layout`) of each parameter and buffer that is split over
+    tp; `parameters` the stages that hold each parameter. `collectives` counts the tp collectives
+    of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
+    that each tp rank computes whole because there is no rule to split them.
+    """
+
+    model: str
+    dp: int
+    tp: int
+    pp: int
+    batch_size: int
+    micro_batches: int
+    schedule: str
+    recompute: str
+    graph: GraphId
+    stages: tuple[StageRun, ...]
+    parameters: dict[str, tuple[int, ...]]
+    splits: dict[str, str]
+    collectives: dict[str, int]
+    cut: CutReport
+    whole_ops: tuple[str, ...] = ()
+    prediction: Prediction | None = None
+    merakc_version: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of ranks."""
+        return Mesh(self.dp, self.tp, self.pp)
+
+    @property
+    def hash(self) -> str:
+        """SHA-256 of the contents, the prediction left out: it is no decision."""
+        body = dataclasses.asdict(dataclasses.replace(self, prediction=None))
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, with its hash."""
+        body = {"hash": self.hash, **dataclasses.asdict(self)}
+        Path(path).write_text(json.dumps(body, indent=1) + "\n")
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Reads a plan and checks its schema and its hash.
+
+    Raises `PlanError` where the file is no plan, of another schema, or was edited.
+    """
+    try:
+        body = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{path}: not a readable plan file ({error})") from error
+    if not isinstance(body, dict):
+        raise PlanError(f"{path}: not a plan file, the top level is no JSON object")
+    version = body.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise PlanError(
+            f"{path}: schema version {version}, this merakc reads {SCHEMA_VERSION}; "
+            "make the plan again"
+        )
+    stated = body.pop("hash", None)
+    try:
+        plan = pydantic.TypeAdapter(Plan).validate_python(body)
+    except pydantic.ValidationError as error:
+        raise PlanError(f"{path}: not a valid plan: {error}") from error
+    if plan.hash != stated:
+        raise PlanError(
+            f"{path}: the contents hash to {plan.hash[:12]} but the file says "
+            f"{str(stated)[:12]}: it was edited after it was written; make the plan again"
+        )
+    return plan

@@ -1,0 +1,123 @@
+"""The Program: what one rank does in one step, as a list of actions.
+
+The simulator and the runtime execute the same lists. Notation of an action, after
+`torch.distributed.pipelining`: `2F0` is the forward of stage 2 on micro-batch 0, `2B0` its
+backward, `2I0`/`2W0` its input- and weight-gradient halves, `send 2F0 add_7 -> 3` and
+`recv 1F0 add_3 <- 1` messages with a peer rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from merakc.ir.graph import Graph
+
+
+class ActionKind(StrEnum):
+    """What an action does."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # input and weight gradients together
+    INPUT_GRAD = "I"
+    WEIGHT_GRAD = "W"
+    SEND = "send"
+    RECV = "recv"
+    REDUCE = "reduce"  # gradients over dp and over the holders of tied parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """The ranks as a grid. tp varies fastest, then pp, then dp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp
+
+    def rank(self, dp: int, pp: int, tp: int) -> int:
+        """The global rank at these coordinates."""
+        return (dp * self.pp + pp) * self.tp + tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(dp, pp, tp) coordinates of a global rank."""
+        return rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A value that one stage computes and another reads, per micro-batch and tp rank."""
+
+    value: str
+    source_stage: int
+    target_stage: int
+    size_bytes: int
+    grad: bool  # whether its gradient travels back
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One entry of a rank's list. `value`, `peer`, `size_bytes` are those of a message."""
+
+    kind: ActionKind
+    stage: int
+    micro_batch: int = 0
+    value: str = ""
+    peer: int = -1
+    size_bytes: int = 0
+    is_grad: bool = False  # the message is the gradient of `value`
+
+    @property
+    def message(self) -> tuple[str, bool, int]:
+        """What a send and its receive must agree on, beside the two ranks."""
+        return self.value, self.is_grad, self.micro_batch
+
+    def __str__(self) -> str:
+        if self.kind is ActionKind.REDUCE:
+            return f"reduce {self.stage}"
+        if self.kind in (ActionKind.SEND, ActionKind.RECV):
+            arrow = "->" if self.kind is ActionKind.SEND else "<-"
+            phase = "B" if self.is_grad else "F"
+            where = f"{self.stage}{phase}{self.micro_batch}"
+            return f"{self.kind} {where} {self.value} {arrow} {self.peer}"
+        return f"{self.stage}{self.kind}{self.micro_batch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The executable graphs of one stage.
+
+    `forward` maps the chunk's inputs to its outputs, then the saved values. `backward` maps some
+    of the forward's inputs, the saved values (inputs of kind `SAVED`, whose target is the name of
+    the forward's output) and the tangents (whose target is the differentiated output) to
+    gradients, named after the forward's inputs. It is None where nothing requires a gradient.
+    """
+
+    forward: Graph
+    backward: Graph | None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The actions of one rank, in order."""
+
+    rank: int
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: " + "; ".join(map(str, self.actions))
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An action with its times since the start of the step, simulated or measured."""
+
+    rank: int
+    label: str
+    kind: ActionKind
+    start_s: float
+    end_s: float

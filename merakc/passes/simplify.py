@@ -1,0 +1,74 @@
+"""Removes what a traced graph does for nothing: bookkeeping, views undone again, repeated calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+
+# Nodes that hand their input on: autograd's bookkeeping, and the forward half of f/g pairs.
+FORWARDED = frozenset(
+    {"aten.detach.default", "aten.alias.default", "aten.lift_fresh_copy.default",
+     "merakc.copy_to.default"}
+)  # fmt: skip
+RESHAPES = frozenset({"aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"})
+SWAPS = frozenset({"aten.t.default", "aten.transpose.int"})  # undone by being done again
+
+
+def simplify(graph: Graph) -> Graph:
+    """The same function with forwarding nodes gone, equal calls merged, dead nodes removed.
+
+    A reshape of a reshape reads the first one's argument, and a view that gives back what it was
+    given (a transpose undone, an expansion to the same shape) goes.
+
+    Every op of a traced graph is a pure function of its arguments, so that two calls alike give
+    one value. Collectives are merged too: all ranks of a group run the same graph.
+    """
+    replaced: dict[Ref, Ref] = {}
+    seen: dict[Any, str] = {}
+    nodes: list[Node] = []
+    views: dict[Ref, Node] = {}
+    specs = graph.specs()
+
+    def now(ref: Ref) -> Ref:
+        return replaced.get(ref, ref)
+
+    for node in graph.nodes:
+        args = map_refs(node.args, now)
+        kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
+        if node.op in RESHAPES and args[0] in views and views[args[0]].op in RESHAPES:
+            args = (views[args[0]].args[0], *args[1:])
+        if node.op in FORWARDED or _gives_back(node, args, specs):
+            replaced[Ref(node.name)] = args[0]
+            continue
+        if node.op in SWAPS and args[0] in views and _undoes(node, args, views[args[0]]):
+            replaced[Ref(node.name)] = views[args[0]].args[0]
+            continue
+        key = (node.op, repr(args), repr(kwargs))
+        if key in seen:
+            for index in range(len(node.outputs)):
+                replaced[Ref(node.name, index)] = Ref(seen[key], index)
+            continue
+        seen[key] = node.name
+        nodes.append(Node(node.name, node.op, args, kwargs, node.outputs, node.module, node.source))
+        if node.op in RESHAPES | SWAPS:
+            views[Ref(node.name)] = nodes[-1]
+    outputs = tuple(o.at(now(o.ref)) for o in graph.outputs)
+    return Graph(graph.inputs, tuple(nodes), outputs, graph.constants, graph.functions).pruned()
+
+
+def _gives_back(node: Node, args: tuple[Any, ...], specs: Mapping[Ref, TensorSpec]) -> bool:
+    """Whether a view or cast changes neither shape nor dtype."""
+    if node.op in RESHAPES or node.op == "aten.expand.default":
+        return specs[args[0]] == node.spec
+    return node.op == "aten._to_copy.default" and specs[args[0]] == node.spec
+
+
+def _undoes(node: Node, args: tuple[Any, ...], before: Node) -> bool:
+    """Whether a transpose swaps back what the one before it swapped."""
+    rank = len(node.spec.shape)
+    return node.op == before.op and (
+        node.op == "aten.t.default"
+        or {d % rank for d in args[1:3]} == {d % rank for d in before.args[1:3]}
+    )

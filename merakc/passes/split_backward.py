@@ -1,0 +1,74 @@
+"""Splits a backward in two: what other stages wait for, and what only the weights want.
+
+Zero-bubble schedules run the first part at once and the second whenever a rank would idle
+(Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
+from merakc.ir.program import Chunk
+
+CONVOLUTION = "aten.convolution_backward.default"
+
+
+def split_backward(chunk: Chunk) -> tuple[Graph, Graph]:
+    """The input-gradient and the weight-gradient graph of a chunk that has a backward.
+
+    The first computes the gradients of the chunk's `ACTIVATION` inputs, the second all others;
+    every node of the backward is in exactly one of them, but for that of a convolution, which
+    becomes two. Values of the first that the second reads pass between them as outputs and inputs
+    of kind `SAVED`, named as between forward and backward: the output after the value, the input
+    `saved:` and that, with the output as its target. Where the chunk receives no activation, the
+    first graph is empty.
+    """
+    assert chunk.backward is not None, "nothing in this chunk requires a gradient"
+    arrived = {i.name for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION}
+    whole = _apart(chunk.backward) if arrived else chunk.backward
+    sent = tuple(o for o in whole.outputs if o.name in arrived)
+    own = tuple(o for o in whole.outputs if o.name not in arrived)
+    first = replace(whole, outputs=sent).pruned().nodes
+    names = {n.name for n in first}
+    second = [n for n in whole.nodes if n.name not in names]
+    read = dict.fromkeys([r for n in second for r in n.refs] + [o.ref for o in own])
+    passed = [r for r in read if r.node in names]
+    specs = whole.specs()
+    kept = tuple(Output(str(r), OutputKind.SAVED, r) for r in passed)
+    given = {r: Input(f"saved:{r}", InputKind.SAVED, specs[r], str(r)) for r in passed}
+    weight_grad = _part(whole, second, own).renamed({r: Ref(i.name) for r, i in given.items()})
+    return (
+        _part(whole, first, (*sent, *kept)),
+        replace(weight_grad, inputs=(*weight_grad.inputs, *given.values())),
+    )
+
+
+def _apart(graph: Graph) -> Graph:
+    """The graph with the input and weight gradients of each convolution computed apart."""
+    nodes: list[Node] = []
+    names: dict[Ref, Ref] = {}
+    for node in graph.nodes:
+        if node.op != CONVOLUTION or not node.args[-1][0] or not any(node.args[-1][1:]):
+            nodes.append(node)
+            continue
+        before, (_, weight, bias) = node.args[:-1], node.args[-1]
+        spec, *others = node.outputs
+        own = f"{node.name}.weight"
+        nodes.append(
+            replace(node, args=(*before, (True, False, False)), outputs=(spec, None, None))
+        )
+        nodes.append(
+            replace(node, name=own, args=(*before, (False, weight, bias)), outputs=(None, *others))
+        )
+        names |= {Ref(node.name, k): Ref(own, k) for k in (1, 2)}
+    return replace(graph, nodes=tuple(nodes)).renamed(names)
+
+
+def _part(whole: Graph, nodes: Sequence[Node], outputs: Collection[Output]) -> Graph:
+    """Some of a graph's nodes, with the inputs that they read."""
+    read = {r.node for n in nodes for r in n.refs} | {o.ref.node for o in outputs}
+    inputs = tuple(i for i in whole.inputs if i.name in read)
+    constants = {n: c for n, c in whole.constants.items() if n in read}
+    return Graph(inputs, tuple(nodes), tuple(outputs), constants, whole.functions)

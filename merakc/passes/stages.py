@@ -1,0 +1,288 @@
+"""Pipeline stages: which stage runs which node, and each stage's own graph.
+
+Values that are cheap to make from the batch alone (masks, position tables) belong to no stage:
+every stage that reads one makes it itself. All other values that cross a stage boundary are
+transfers, straight from the stage that makes them to every stage that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from merakc.cluster import Cluster
+from merakc.costs.flops import node_flops
+from merakc.costs.roofline import node_seconds
+from merakc.errors import CutError, PlanError
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
+from merakc.ir.plan import CutReport, StageRun
+from merakc.ir.program import Transfer
+from merakc.passes.cut import CutProblem, cut
+from merakc.passes.localise import localise
+from merakc.passes.shard import Sharding
+
+# How many times larger than the parameters behind it a value is for stages to make it themselves.
+MIN_GROWTH = 4
+# Inputs that every stage can have for nothing.
+EVERYWHERE = (InputKind.BATCH, InputKind.BUFFER, InputKind.CONSTANT, InputKind.SCALAR)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stage of every node that has one, the graph of each stage, what passes between them."""
+
+    of: Mapping[str, int]
+    graphs: tuple[Graph, ...]
+    transfers: tuple[Transfer, ...]
+    sharding: Sharding  # with the layouts of what crosses, under its name at the receiver
+
+    @cached_property
+    def local(self) -> tuple[Graph, ...]:
+        """The graph of each stage on tp rank 0, which holds no less than any other rank."""
+        return tuple(localise(graph, self.sharding, 0) for graph in self.graphs)
+
+
+def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
+    """The nodes that any stage may repeat: no product, no random draw behind them.
+
+    With `trained`, a value made from parameters alone that together are far smaller than it
+    (T5's position bias) is one too: each stage that reads it holds those parameters, makes it
+    itself, and their gradients are summed over the stages.
+    """
+    written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
+    free = {i.name for i in graph.inputs if i.kind in EVERYWHERE and i.target not in written}
+    parameters = {i.name: i for i in graph.inputs if i.kind is InputKind.PARAMETER and trained}
+    specs = graph.specs()
+    found: set[str] = set()
+    behind = {name: frozenset((name,)) for name in parameters}  # parameters, and calls on them
+    for node in graph.nodes:
+        reads = {r.node for r in node.refs}
+        if not reads <= free | found | behind.keys():
+            continue
+        if node_flops(node, specs) or "dropout" in node.op:
+            continue
+        behind[node.name] = frozenset((node.name,)).union(*(behind.get(n, ()) for n in reads))
+        held_bytes = sum(
+            parameters[n].spec.size_bytes for n in behind[node.name] & parameters.keys()
+        )
+        made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
+        if held_bytes * MIN_GROWTH <= made_bytes:
+            found |= behind[node.name] - parameters.keys()
+    return found
+
+
+def update_nodes(graph: Graph) -> dict[str, str]:
+    """The nodes that only serve the new value of a buffer, each with the node it stays beside.
+
+    That is the first other node of its module: BatchNorm's statistics stay with the BatchNorm.
+    """
+    kept = tuple(o for o in graph.outputs if o.kind is not OutputKind.BUFFER)
+    needed = {n.name for n in replace(graph, outputs=kept).pruned().nodes}
+    homes: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.name in needed:
+            homes.setdefault(node.module, node.name)
+    return {n.name: homes.get(n.module, "") for n in graph.nodes if n.name not in needed}
+
+
+def assign_stages(
+    graph: Graph, sharding: Sharding, stages: int, cluster: Cluster
+) -> tuple[dict[str, int], CutReport]:
+    """Cuts the graph into `stages` stages of even time. Raises `CutError` where it cannot."""
+    shared, updates = shared_nodes(graph), update_nodes(graph)
+    nodes = [n for n in graph.nodes if n.name not in shared and n.name not in updates]
+    position = {n.name: k for k, n in enumerate(nodes)}
+    local = {ref: sharding.local_spec(ref, spec, 0) for ref, spec in graph.specs().items()}
+    sizes = {
+        n.name: sum(local[Ref(n.name, k)].size_bytes for k, o in enumerate(n.outputs) if o)
+        for n in nodes
+    }
+    edges = {
+        (position[r.node], position[n.name], sizes[r.node])
+        for n in nodes
+        for r in n.refs
+        if r.node in position
+    }
+    weights_s = [node_seconds(n, local, cluster) for n in nodes]
+    for node in graph.nodes:
+        if updates.get(node.name) in position:
+            weights_s[position[updates[node.name]]] += node_seconds(node, local, cluster)
+    problem = CutProblem(tuple(weights_s), tuple(sorted(edges)))
+    found, report = cut(problem, stages)
+    of = {n.name: s for n, s in zip(nodes, found, strict=True)}
+    for node in graph.nodes:
+        if node.name in updates and node.name not in shared:
+            beside = of.get(updates[node.name], 0)
+            of[node.name] = max([beside, *(of[r.node] for r in node.refs if r.node in of)])
+    return {n.name: of[n.name] for n in graph.nodes if n.name in of}, report
+
+
+def stage_runs(graph: Graph, of: Mapping[str, int]) -> tuple[StageRun, ...]:
+    """The assignment as runs of consecutive nodes."""
+    runs: list[list[Node]] = []
+    for node in graph.nodes:
+        if node.name not in of:
+            continue
+        if not runs or of[runs[-1][-1].name] != of[node.name]:
+            runs.append([])
+        runs[-1].append(node)
+    return tuple(
+        StageRun(of[r[0].name], r[0].name, r[-1].name, r[0].module, r[-1].module) for r in runs
+    )
+
+
+def stages_of_runs(graph: Graph, runs: tuple[StageRun, ...]) -> dict[str, int]:
+    """The inverse of `stage_runs` on the same graph."""
+    shared = shared_nodes(graph)
+    found: dict[str, int] = {}
+    pending = iter(runs)
+    run: StageRun | None = None
+    for node in graph.nodes:
+        if node.name in shared:
+            continue
+        if run is None:
+            run = next(pending, None)
+            if run is None or run.first_node != node.name:
+                raise PlanError(
+                    f"the plan's stages do not fit the graph: node '{node.name}' of module "
+                    f"'{node.module}' begins no stage; make the plan again"
+                )
+        found[node.name] = run.stage
+        if node.name == run.last_node:
+            run = None
+    return found
+
+
+def transfer_stages(
+    graph: Graph, planned: Graph, of: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Stages for another recording of the same model (eval mode, other shapes).
+
+    A node goes where the node of the same module, op and turn went, but never before what it
+    reads, and where it reads parameters to a stage that holds them (`holders`).
+    """
+    known: dict[tuple[str, str, int], int] = {}
+    for key, node in _turns(planned):
+        if node.name in of:
+            known[key] = of[node.name]
+    shared = shared_nodes(graph, trained=False)  # which stages hold what is settled
+    targets = {i.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    found: dict[str, int] = {}
+    for key, node in _turns(graph):
+        if node.name in shared:
+            continue
+        earliest = max((found[r.node] for r in node.refs if r.node in found), default=0)
+        stage = max(known.get(key, 0), earliest)
+        held = [set(holders[targets[r.node]]) for r in node.refs if r.node in targets]
+        allowed = sorted(set.intersection(*held)) if held else [stage]
+        if stage not in allowed:
+            stage = next((s for s in allowed if s >= earliest), -1)
+        if stage < 0:
+            raise PlanError(
+                f"{node.source}: with this batch or mode, module '{node.module}' reads parameters "
+                f"of stages {allowed} after values of stage {earliest}; plan with this batch"
+            )
+        found[node.name] = stage
+    return found
+
+
+def _turns(graph: Graph) -> list[tuple[tuple[str, str, int], Node]]:
+    counts: dict[tuple[str, str], int] = {}
+    found = []
+    for node in graph.nodes:
+        turn = counts.get((node.module, node.op), 0)
+        counts[node.module, node.op] = turn + 1
+        found.append(((node.module, node.op, turn), node))
+    return found
+
+
+def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sharding) -> Stages:
+    """The graph of each stage, and the transfers between them.
+
+    Raises `CutError` where one stage would write a buffer that another reads.
+    """
+    ends = {o: of.get(o.ref.node, stages - 1) for o in graph.outputs}
+    readers, kept = _reads(graph, of, ends, stages)
+    _check_buffers(graph, ends, kept)
+    specs, grads = graph.specs(), graph.grad_values() & _reach_loss(graph)
+    graphs, transfers = [], []
+    for stage in range(stages):
+        arriving = [r for r, to in readers.items() if stage in to]
+        sent = [r for r in readers if of[r.node] == stage]
+        names = {r: Ref(value_name(r)) for r in arriving}
+        own = tuple(i for i in graph.inputs if i.name in kept[stage])
+        own += tuple(
+            Input(to.node, InputKind.ACTIVATION, specs[r], to.node, r in grads)
+            for r, to in names.items()
+        )
+        nodes = tuple(n for n in graph.nodes if of.get(n.name) == stage or n.name in kept[stage])
+        outputs = tuple(o for o in graph.outputs if ends[o] == stage)
+        outputs += tuple(Output(value_name(r), OutputKind.ACTIVATION, r) for r in sent)
+        constants = {k: v for k, v in graph.constants.items() if k in kept[stage]}
+        graphs.append(Graph(own, nodes, outputs, constants, graph.functions).renamed(names))
+        for ref in sent:
+            size_bytes = sharding.local_spec(ref, specs[ref], 0).size_bytes
+            transfers += [
+                Transfer(value_name(ref), stage, to, size_bytes, ref in grads)
+                for to in sorted(readers[ref])
+            ]
+    crossing = {Ref(value_name(r)): sharding.layouts[r] for r in readers}
+    named = replace(sharding, layouts={**sharding.layouts, **crossing})
+    return Stages(of, tuple(graphs), tuple(transfers), named)
+
+
+def _reads(
+    graph: Graph, of: Mapping[str, int], ends: Mapping[Output, int], stages: int
+) -> tuple[dict[Ref, set[int]], list[set[str]]]:
+    """The other stages that read each value; the inputs and repeated nodes of each stage."""
+    shared = {n.name: n for n in graph.nodes if n.name not in of}
+    readers: dict[Ref, set[int]] = {}
+    kept: list[set[str]] = [set() for _ in range(stages)]
+
+    def read(ref: Ref, stage: int) -> None:
+        if ref.node in of:
+            if of[ref.node] != stage:
+                readers.setdefault(ref, set()).add(stage)
+        elif ref.node not in kept[stage]:
+            kept[stage].add(ref.node)
+            if ref.node in shared:
+                for inner in shared[ref.node].refs:
+                    read(inner, stage)
+
+    for node in graph.nodes:
+        if node.name in of:
+            for ref in node.refs:
+                read(ref, of[node.name])
+    for out, stage in ends.items():
+        read(out.ref, stage)
+    return readers, kept
+
+
+def _check_buffers(graph: Graph, ends: Mapping[Output, int], kept: list[set[str]]) -> None:
+    """A stage reads its own copy of a buffer: a write elsewhere would not reach it."""
+    names = {i.target: i.name for i in graph.inputs if i.kind is InputKind.BUFFER}
+    for out, writer in ends.items():
+        if out.kind is OutputKind.BUFFER and out.name in names:
+            reading = [s for s, held in enumerate(kept) if names[out.name] in held and s != writer]
+            if reading:
+                raise CutError(
+                    f"buffer '{out.name}' is written by stage {writer} and read by stages "
+                    f"{reading}; use fewer pipeline stages"
+                )
+
+
+def value_name(ref: Ref) -> str:
+    """The name under which a value crosses a stage boundary."""
+    return f"act:{ref.node}" if ref.index == 0 else f"act:{ref.node}:{ref.index}"
+
+
+def _reach_loss(graph: Graph) -> set[Ref]:
+    """The values that the loss depends on through differentiable calls."""
+    found = {o.ref for o in graph.outputs if o.kind is OutputKind.LOSS}
+    needed = {r.node for r in found}
+    for node in reversed(graph.nodes):
+        if node.name in needed and node.grad and ".detach" not in node.op:
+            found.update(node.refs)
+            needed.update(r.node for r in node.refs)
+    return found

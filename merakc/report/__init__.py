@@ -1,0 +1,1 @@
+"""What people read: text, timelines for Perfetto, pictures."""

@@ -1,0 +1,151 @@
+"""Timelines for ui.perfetto.dev and chrome://tracing, in the Trace Event Format."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from merakc.ir.program import ActionKind, Event
+from merakc.report.labels import ComputeLabel, MessageLabel, parse_label
+
+_TraceEvent = dict[str, Any]
+
+_CATEGORIES = {
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "input_grad",
+    ActionKind.WEIGHT_GRAD: "weight_grad",
+    ActionKind.SEND: "send",
+    ActionKind.RECV: "wait",
+    ActionKind.REDUCE: "reduce",
+}
+# chrome://tracing's own names; Perfetto colours by the slice's name without its digits.
+_COLOURS = {
+    ActionKind.FORWARD: "thread_state_runnable",
+    ActionKind.BACKWARD: "thread_state_iowait",
+    ActionKind.INPUT_GRAD: "thread_state_iowait",
+    ActionKind.WEIGHT_GRAD: "thread_state_running",
+    ActionKind.SEND: "grey",
+    ActionKind.RECV: "white",
+    ActionKind.REDUCE: "thread_state_unknown",
+}
+_TIDS_PER_PROCESS = 1_000_000  # both tools take a thread whose tid is 0 or its pid for special
+
+
+def write_trace(
+    events: Sequence[Event], path: str | Path, *, measured: Sequence[Event] = ()
+) -> None:
+    """Writes the simulated events, and beside them the measured ones if there are any.
+
+    Each timeline is a process and each rank a thread of it; an arrow leads from a send to the
+    receive of its message where both are there. Times are microseconds.
+    """
+    flow_ids = count(1)
+    body: list[_TraceEvent] = []
+    for pid, name, timeline in ((1, "simulated", events), (2, "measured", measured)):
+        if timeline:
+            body += _timeline(pid, name, timeline, flow_ids)
+    Path(path).write_text(json.dumps({"traceEvents": body, "displayTimeUnit": "ms"}) + "\n")
+
+
+def _timeline(
+    pid: int, name: str, events: Sequence[Event], flow_ids: Iterator[int]
+) -> list[_TraceEvent]:
+    per_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        per_rank[event.rank].append(event)
+    found = [_metadata(pid, 0, "process_name", name=name)]
+    found.append(_metadata(pid, 0, "process_sort_index", sort_index=pid))
+    timed: list[_TraceEvent] = []
+    flows = _match_messages(events, flow_ids)
+    for rank, mine in sorted(per_rank.items()):
+        tid = _tid(pid, rank)
+        found.append(_metadata(pid, tid, "thread_name", name=_thread_name(rank, mine)))
+        found.append(_metadata(pid, tid, "thread_sort_index", sort_index=rank))
+        for event in sorted(mine, key=lambda e: (e.start_s, e.end_s)):
+            timed.append(_slice(pid, event))
+            if id(event) in flows:
+                timed.append(_flow(pid, event, flows[id(event)]))
+    # Stable, so that an arrow's end stands behind its own slice and before the rank's next one:
+    # the tools bind it to the slice that was opened last.
+    return found + sorted(timed, key=lambda e: float(e["ts"]))
+
+
+def _tid(pid: int, rank: int) -> int:
+    return pid * _TIDS_PER_PROCESS + rank
+
+
+def _metadata(pid: int, tid: int, kind: str, **args: str | int) -> _TraceEvent:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": args}
+
+
+def _thread_name(rank: int, events: Sequence[Event]) -> str:
+    labels = (parse_label(e.label) for e in events)
+    stages = sorted({found.stage for found in labels if isinstance(found, ComputeLabel)})
+    if not stages:
+        return f"rank {rank}"
+    noun = "stage" if len(stages) == 1 else "stages"
+    return f"rank {rank}, {noun} {', '.join(map(str, stages))}"
+
+
+def _nanoseconds(time_s: float) -> int:
+    return round(time_s * 1e9)
+
+
+def _slice(pid: int, event: Event) -> _TraceEvent:
+    # Whole nanoseconds, so that a slice never reaches into the next one by a rounding error.
+    start_ns, end_ns = _nanoseconds(event.start_s), _nanoseconds(event.end_s)
+    label = parse_label(event.label)
+    args: dict[str, int] = {"rank": event.rank}
+    if isinstance(label, ComputeLabel):
+        args |= {"stage": label.stage, "micro_batch": label.micro_batch}
+    elif isinstance(label, MessageLabel):
+        args |= {"peer": label.peer}
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": _tid(pid, event.rank),
+        "name": event.label,
+        "cat": _CATEGORIES[event.kind],
+        "cname": _COLOURS[event.kind],
+        "ts": start_ns / 1000,
+        "dur": (end_ns - start_ns) / 1000,
+        "args": args,
+    }
+
+
+def _flow(pid: int, event: Event, flow_id: int) -> _TraceEvent:
+    is_send = event.kind is ActionKind.SEND
+    found: _TraceEvent = {
+        "ph": "s" if is_send else "f",
+        "pid": pid,
+        "tid": _tid(pid, event.rank),
+        "id": flow_id,
+        "name": "message",
+        "cat": "message",
+        "ts": _nanoseconds(event.start_s if is_send else event.end_s) / 1000,
+    }
+    return found if is_send else {**found, "bp": "e"}
+
+
+def _match_messages(events: Sequence[Event], flow_ids: Iterator[int]) -> dict[int, int]:
+    """A flow's number for each send and receive, by the event's `id`, that belong together."""
+    sends: dict[tuple[int, int, str], deque[Event]] = defaultdict(deque)
+    receives: list[tuple[tuple[int, int, str], Event]] = []
+    for event in sorted(events, key=lambda e: e.start_s):
+        label = parse_label(event.label)
+        if not isinstance(label, MessageLabel):
+            continue
+        if label.is_send:
+            sends[event.rank, label.peer, label.content].append(event)
+        else:
+            receives.append(((label.peer, event.rank, label.content), event))
+    flows: dict[int, int] = {}
+    for key, receive in receives:
+        if sends[key]:
+            flows[id(sends[key].popleft())] = flows[id(receive)] = next(flow_ids)
+    return flows

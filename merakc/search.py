@@ -1,0 +1,126 @@
+"""Chooses what the user left open: degrees, micro-batches, schedule, recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from merakc.cluster import Cluster
+from merakc.errors import ConfigError, MerakError
+from merakc.frontend.record import Recording
+from merakc.ir.plan import Plan
+from merakc.ir.program import Mesh
+from merakc.planner import Lowered, make_plan, predict
+
+# Micro-batches a stage beyond which the pipeline's bubble is small: (p - 1) / (m + p - 1) < 20 %.
+MICRO_BATCHES_PER_STAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user fixed; None is open. `batch_size` is one dp rank's."""
+
+    world_size: int
+    batch_size: int
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    micro_batches: int | None = None
+    schedule: str = "auto"
+    recompute: str = "auto"
+
+
+def meshes(request: Request) -> list[Mesh]:
+    """All meshes of the world that agree with the request. Raises `ConfigError` if none does."""
+    fixed = {"dp": request.dp, "tp": request.tp, "pp": request.pp}
+    for name, value in fixed.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; a degree is at least 1")
+    found = [
+        Mesh(dp, tp, pp)
+        for dp, tp, pp in _factorisations(request.world_size)
+        if all(v is None or v == g for v, g in zip(fixed.values(), (dp, tp, pp), strict=True))
+    ]
+    if not found:
+        given = " x ".join(f"{k}={v}" for k, v in fixed.items() if v is not None)
+        raise ConfigError(
+            f"{given} does not multiply to the {request.world_size} ranks that were started; "
+            "give degrees whose product is the number of ranks, or leave one of them None"
+        )
+    return found
+
+
+def micro_batches_for(request: Request, mesh: Mesh) -> int:
+    """The user's number of micro-batches, or the divisor of the batch nearest 4 a stage."""
+    if request.micro_batches is not None:
+        if request.micro_batches < 1 or request.batch_size % request.micro_batches:
+            raise ConfigError(
+                f"a batch of {request.batch_size} samples does not divide into "
+                f"{request.micro_batches} micro-batches"
+            )
+        return request.micro_batches
+    if mesh.pp == 1:
+        return 1
+    divisors = [d for d in range(1, request.batch_size + 1) if request.batch_size % d == 0]
+    wanted = MICRO_BATCHES_PER_STAGE * mesh.pp
+    return min(divisors, key=lambda d: (abs(d - wanted), -d))
+
+
+def search(
+    request: Request, record: Callable[[int], Recording], cluster: Cluster
+) -> tuple[Plan, Lowered]:
+    """The fastest plan per sample that fits the memory, by simulation.
+
+    `record` gives the recording for a number of micro-batches. Where the user fixed everything
+    there is one candidate, taken even if it seems not to fit. Raises the first candidate's error
+    where none is possible.
+    """
+    candidates = meshes(request)
+    best: tuple[tuple[bool, float], Plan, Lowered] | None = None
+    first_error: MerakError | None = None
+    for mesh in candidates:
+        try:
+            plan, lowered = _plan(request, mesh, record, cluster)
+        except MerakError as error:
+            first_error = first_error or error
+            continue
+        prediction = plan.prediction
+        assert prediction is not None
+        too_big = max(prediction.peak_bytes) > cluster.memory_bytes
+        key = (too_big, prediction.step_s / mesh.dp)
+        if best is None or key < best[0]:
+            best = key, plan, lowered
+    if best is None:
+        assert first_error is not None
+        raise first_error
+    return best[1], best[2]
+
+
+def _plan(
+    request: Request, mesh: Mesh, record: Callable[[int], Recording], cluster: Cluster
+) -> tuple[Plan, Lowered]:
+    micro_batches = micro_batches_for(request, mesh)
+    recording = record(micro_batches)
+    schedule = "1f1b" if request.schedule == "auto" else request.schedule
+    choices = ("none", "full") if request.recompute == "auto" else (request.recompute,)
+    plan, lowered = make_plan(
+        recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
+        schedule=schedule, recompute=choices[0],
+    )  # fmt: skip
+    for choice in choices:
+        plan = replace(plan, recompute=choice)
+        lowered = replace(lowered, plan=plan)
+        prediction, _ = predict(lowered, cluster)
+        plan = replace(plan, prediction=prediction)
+        lowered = replace(lowered, plan=plan)
+        if max(prediction.peak_bytes) <= cluster.memory_bytes:
+            break
+    return plan, lowered
+
+
+def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:
+    for dp in range(1, world + 1):
+        if world % dp == 0:
+            for tp in range(1, world // dp + 1):
+                if world // dp % tp == 0:
+                    yield dp, tp, world // dp // tp

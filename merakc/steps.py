@@ -1,0 +1,350 @@
+"""Compiled steps of one rank, by mode and shape of batch, and how a batch runs through them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merakc.batches import join_results, named_tensors, signature, split_batch
+from merakc.errors import MismatchError, PlanError
+from merakc.frontend.record import Recording, record
+from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
+from merakc.ir.program import Chunk
+from merakc.kernels.collectives import bind_axis
+from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
+from merakc.planner import Lowered, adapt_plan
+from merakc.runtime.codegen import Compiled, compile_graph
+from merakc.runtime.executor import Executor, StepResult
+from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.state import Placement, digest
+
+Tensors = dict[str, torch.Tensor]
+# Shapes that one model is compiled for before it says that there are many.
+MANY_SHAPES = 8
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One compiled form of the step: for one mode and one shape of batch.
+
+    `state` is the rank's parameters and buffers, with the constants of this form.
+    """
+
+    recording: Recording
+    lowered: Lowered
+    chunk: Chunk
+    executor: Executor
+    state: Tensors
+    counts: Compiled | None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the forward returns a loss for this batch."""
+        return any(o.kind is OutputKind.LOSS for o in self.lowered.loss.graph.outputs)
+
+    @property
+    def result_specs(self) -> dict[str, tuple[int, TensorSpec]]:
+        """The stage and the spec of every result of one micro-batch."""
+        graph = self.lowered.loss.graph
+        specs = graph.specs()
+        return {
+            o.name: (stage, specs[o.ref])
+            for stage, part in enumerate(self.lowered.stages.graphs)
+            for o in graph.outputs
+            if o.kind is OutputKind.RESULT and any(p.name == o.name for p in part.outputs)
+        }
+
+
+@dataclass
+class Steps:
+    """Everything that a rank needs to run batches: the plan, its state, its compiled steps.
+
+    `state` holds this rank's parameters and buffers, which every compiled step shares.
+    """
+
+    source: nn.Module
+    planned: Lowered
+    placements: Mapping[str, Placement]
+    groups: Groups
+    device: torch.device
+    state: Tensors
+    seed: int
+    compiled: dict[Any, CompiledStep] = field(default_factory=dict)
+    taken: int = 0  # training steps so far
+    stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
+    compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
+
+    def key(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
+    ) -> tuple[Any, ...]:
+        """What tells compiled steps apart."""
+        modes = tuple(m.training for m in self.source.modules())
+        return signature(args, kwargs), modes, _autocast(self.device), train, results
+
+    def add(
+        self, key: Any, recording: Recording, lowered: Lowered, chunk: Chunk, *, train: bool
+    ) -> CompiledStep:
+        """Compiles this rank's chunk and keeps it under `key`."""
+        counting = lowered.loss.counts
+        constants = {**chunk.forward.constants, **(counting.constants if counting else {})}
+        state = self.state | {name: value.to(self.device) for name, value in constants.items()}
+        executor = Executor(
+            lowered.programs(forward_only=not train)[self.groups.rank],
+            chunk,
+            state,
+            self.device,
+            recompute=lowered.plan.recompute == "full",
+            reduce=self._reducer(lowered) if train else None,
+            groups=(self.groups.axis("pp"), self.groups.axis("pp", copy=1)),
+        )
+        counts = compile_graph(counting, self.device) if counting else None
+        step = CompiledStep(recording, lowered, chunk, executor, state, counts)
+        self.compiled[key] = step
+        return step
+
+    def compile(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
+    ) -> CompiledStep:
+        """The compiled step for this batch: recorded, adapted to the plan, and kept.
+
+        Where the forward returns no loss for this batch, it gives the results and does not train.
+        No other rank takes part: ranks may meet a new shape at different times.
+        """
+        key = self.key(args, kwargs, train=train, results=results)
+        if key in self.compiled:
+            return self.compiled[key]
+        if len(self.compiled) == MANY_SHAPES:
+            warnings.warn(
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch; pad the "
+                "batches to fewer shapes to save the time",
+                stacklevel=2,
+            )
+        recording = record_part(
+            self.source, args, kwargs, self.planned.plan.micro_batches, self.device
+        )
+        has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
+        train, results = train and has_loss, results or not has_loss
+        lowered = adapt_plan(self.planned, recording, results=results)
+        self._check_held(lowered)
+        _, stage, tp = self.groups.coordinates
+        with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
+            chunk = lowered.chunk(stage, tp, train=train)
+        return self.add(key, recording, lowered, chunk, train=train)
+
+    def _check_held(self, lowered: Lowered) -> None:
+        """Refuses a recording that wants parameters elsewhere than they are."""
+        tp, layouts = lowered.plan.tp, lowered.stages.sharding.layouts
+        for stage, graph in enumerate(lowered.stages.graphs):
+            for item in graph.inputs:
+                if item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+                    continue
+                place, layout = self.placements[item.target], layouts[Ref(item.name)]
+                same = place.layout.local_shape(tp, 0) == layout.local_shape(tp, 0)
+                if stage not in place.stages or not same:
+                    raise PlanError(
+                        f"with this batch or mode stage {stage} reads {item.kind} "
+                        f"'{item.target}' as {layout}; by the plan stages {list(place.stages)} "
+                        f"hold it as {place.layout}; plan in this mode, with this batch"
+                    )
+
+    def measure(self, step: CompiledStep) -> tuple[float, float] | None:
+        """Measured seconds of this rank's forward and backward of a micro-batch; collective.
+
+        None where the graph does not run on the zeros that stand in for a batch: an index made
+        from them may be out of range. All ranks of a tp group fail alike.
+        """
+        self._bind()
+        try:
+            return step.executor.measure()
+        except (IndexError, RuntimeError):
+            return None
+
+    def _bind(self) -> None:
+        """Binds the tp axis to this model's group: another model may have other groups."""
+        group = self.groups.axis("tp")
+        if group is not None:
+            bind_axis("tp", group)
+
+    def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
+        """One step of this rank."""
+        self._bind()
+        parts = split_batch(args, kwargs, self.planned.plan.micro_batches)
+        batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
+        if not self.compared:
+            self._compare_batches(args, kwargs)
+        self._share_buffers()
+        scalars = self._scalars(step, batches)
+        graph = step.lowered.loss.graph
+        names = [(i.name, i.target) for i in graph.inputs if i.kind is InputKind.BATCH]
+        inputs = [
+            {name: batch[target] for name, target in names} | scalar
+            for batch, scalar in zip(batches, scalars, strict=True)
+        ]
+        with torch.autocast(self.device.type, enabled=False):
+            result = step.executor.run(inputs)
+        written = [o for o in step.chunk.forward.outputs if o.kind is OutputKind.BUFFER]
+        self.stale.update(o.name for o in written)
+        return result
+
+    def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Compares the first batch over the ranks of a dp replica: a sampler that counts ranks
+        in place of dp ranks would train on garbage.
+        """
+        self.compared = True
+        group = self.groups.axis("model")
+        if group is None:
+            return
+        own = digest(named_tensors(args, kwargs).values())
+        digests = [""] * group.size()
+        dist.all_gather_object(digests, own, group=group)
+        odd = [r for r, d in zip(dist.get_process_group_ranks(group), digests, strict=True)
+               if d != digests[0]]  # fmt: skip
+        if odd:
+            raise MismatchError(
+                f"ranks {odd} were given another batch than rank "
+                f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
+                "replica; pick batches by model.data_parallel_rank, not by the global rank"
+            )
+
+    def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
+        """The loss of the whole batch, on every rank."""
+        _, _, tp = self.groups.coordinates
+        graph = step.lowered.loss.graph
+        dtype = next(graph.specs()[o.ref].dtype for o in graph.outputs if o.kind is OutputKind.LOSS)
+        own = result.loss if result.loss is not None and tp == 0 else None
+        shared = torch.zeros((), dtype=dtype, device=self.device) if own is None else own.detach()
+        shared = shared.reshape(()).clone()
+        if self.groups.mesh.world_size > 1:
+            dist.all_reduce(shared)
+        return shared
+
+    def share_results(self, step: CompiledStep, result: StepResult, size: int) -> Tensors:
+        """The results of all micro-batches of `size` samples, joined, on every rank of this dp
+        replica.
+        """
+        dp, stage, tp = self.groups.coordinates
+        group = self.groups.axis("pp")
+        found: Tensors = {}
+        for name, (owner, spec) in step.result_specs.items():
+            parts = [r[name] for r in result.results] if owner == stage else []
+            if group is not None:
+                source = self.groups.mesh.rank(dp, owner, tp)
+                for k in range(len(result.results)):
+                    if owner != stage:
+                        empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                        parts.append(empty)
+                    parts[k] = parts[k].contiguous()
+                    dist.broadcast(parts[k], source, group=group)
+            found[name] = join_results(parts, size)
+        return found
+
+    def _share_buffers(self) -> None:
+        """Gives all dp ranks the buffers that dp rank 0 has written, as
+        `DistributedDataParallel` does before a forward.
+        """
+        group = self.groups.axis("dp")
+        if group is not None:
+            _, stage, tp = self.groups.coordinates
+            for name in sorted(self.stale):
+                dist.broadcast(self.state[name], self.groups.mesh.rank(0, stage, tp), group=group)
+        self.stale.clear()
+
+    def _scalars(self, step: CompiledStep, batches: Sequence[Tensors]) -> list[Tensors]:
+        """The numbers that the graph wants: loss weights over the whole batch, and seeds."""
+        number, dp = len(batches), self.planned.plan.dp
+        first = self.taken * number * dp + self.groups.coordinates[0] * number
+        weights = self._loss_weights(step, batches)
+        found: list[Tensors] = []
+        for k in range(number):
+            own: Tensors = {}
+            for item in step.lowered.loss.graph.inputs:
+                if item.kind is InputKind.SCALAR:
+                    value = weights.get(item.target)
+                    if value is None:
+                        value = torch.tensor(self.seed + first + k)
+                    own[item.name] = value.to(self.device, item.spec.dtype)
+            found.append(own)
+        return found
+
+    def _loss_weights(self, step: CompiledStep, batches: Sequence[Tensors]) -> Tensors:
+        """One over the number of valid labels of the whole batch, dp ranks included."""
+        micro_batches = len(batches) * self.planned.plan.dp
+        weights = {MICRO_BATCH_SCALE: torch.tensor(1 / micro_batches, dtype=torch.float64)}
+        counting = step.lowered.loss.counts
+        if counting is None or step.counts is None:
+            return weights
+        counted = [
+            torch.stack(
+                step.counts(
+                    [b[i.target] if i.kind is InputKind.BATCH else step.state[i.target or i.name]
+                     for i in counting.inputs]
+                )
+            )
+            for b in batches
+        ]  # fmt: skip
+        total = torch.stack(counted).sum(0)
+        group = self.groups.axis("dp")
+        if group is not None:
+            dist.all_reduce(total, group=group)
+        names = [o.name for o in counting.outputs]
+        return weights | {n: 1 / value for n, value in zip(names, total, strict=True)}
+
+    def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
+        """Sums gradients over dp, and over the stages that share a tied parameter."""
+        trained = _trained(lowered.loss.graph)
+        _, stage, _ = self.groups.coordinates
+        dp_group = self.groups.axis("dp")
+        tied: list[tuple[dist.ProcessGroup, list[str]]] = []
+        for stages in sorted({p.stages for p in self.placements.values() if len(p.stages) > 1}):
+            group = self.groups.holders(stages)  # all ranks make every group
+            if group is not None and stage in stages:
+                held = [n for n, p in self.placements.items() if p.stages == stages]
+                tied.append((group, sorted(trained.intersection(held))))
+
+        def reduce(gradients: Tensors) -> None:
+            for group, names in tied:
+                for name in names:
+                    if name not in gradients:
+                        gradients[name] = torch.zeros_like(self.state[name])
+                reduce_tensors([gradients[n] for n in names], group)
+            if dp_group is not None:
+                reduce_tensors([gradients[n] for n in sorted(gradients)], dp_group)
+
+        return reduce
+
+
+def record_part(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    micro_batches: int,
+    device: torch.device,
+) -> Recording:
+    """Records the first of a batch's micro-batches, under the autocast that is on for `device`."""
+    part_args, part_kwargs = split_batch(args, kwargs, micro_batches)[0]
+    enabled, dtype = _autocast(device)
+    with torch.autocast("cpu", dtype, enabled):  # a recording is made of fake tensors of the CPU
+        return record(model, part_args, part_kwargs)
+
+
+def _trained(graph: Graph) -> set[str]:
+    """The names of the parameters that the loss gives a gradient to."""
+    needed = {o.ref.node for o in graph.outputs if o.kind is OutputKind.LOSS}
+    for node in reversed(graph.nodes):
+        if node.name in needed and node.grad and ".detach" not in node.op:
+            needed.update(r.node for r in node.refs)
+    return {
+        i.target
+        for i in graph.inputs
+        if i.kind is InputKind.PARAMETER and i.requires_grad and i.name in needed
+    }
+
+
+def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

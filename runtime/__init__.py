@@ -1,0 +1,1 @@
+"""Executes a Program on `torch.distributed`; knows Graphs and Programs, and no models."""

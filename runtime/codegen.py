@@ -1,0 +1,100 @@
+"""Compiles a graph to one Python function: straight-line calls, each value freed after its last
+reader. No interpreter and no autograd engine is in the loop at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from merakc.ir.graph import Graph, Node, Ref
+from merakc.kernels.ops import DIRECT, makes_tensor, resolve_op
+
+Compiled = Callable[[list[Any]], list[Any]]
+
+
+def compile_graph(graph: Graph, device: torch.device) -> Compiled:
+    """A function from the values of `graph.inputs`, in order, to those of `graph.outputs`.
+
+    The list that it is given is emptied, so that the caller holds nothing alive through it.
+    """
+    writer = _Writer(graph, device)
+    source = writer.source()
+    scope = writer.scope
+    exec(compile(source, "<merakc graph>", "exec"), scope)
+    run: Compiled = scope["run"]
+    return run
+
+
+class _Writer:
+    """Writes the source of one graph; `scope` holds what the source names."""
+
+    def __init__(self, graph: Graph, device: torch.device) -> None:
+        self.graph, self.device = graph, device
+        self.scope: dict[str, Any] = {}
+        self.names: dict[str, str] = {}
+        self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
+
+    def source(self) -> str:
+        """The function's source."""
+        dying = self._last_readers()
+        inputs = [self._name(i.name) for i in self.graph.inputs]
+        lines = ["def run(given):"]
+        if inputs:
+            lines += [f"    {', '.join(inputs)}, = given", "    given.clear()"]
+        for k, node in enumerate(self.graph.nodes):
+            lines.append(f"    {self._name(node.name)} = {self._call(node)}")
+            if dying.get(k):
+                lines.append(f"    del {', '.join(self._name(n) for n in dying[k])}")
+        outs = ", ".join(self._value(o.ref) for o in self.graph.outputs)
+        return "\n".join([*lines, f"    return [{outs}]"])
+
+    def _last_readers(self) -> dict[int, list[str]]:
+        last: dict[str, int] = {i.name: 0 for i in self.graph.inputs} if self.graph.nodes else {}
+        for k, node in enumerate(self.graph.nodes):
+            last[node.name] = k
+            for ref in node.refs:
+                last[ref.node] = k
+        for out in self.graph.outputs:
+            last.pop(out.ref.node, None)
+        dying: dict[int, list[str]] = {}
+        for name, k in last.items():
+            dying.setdefault(k, []).append(name)
+        return dying
+
+    def _name(self, name: str) -> str:
+        return self.names.setdefault(name, f"v{len(self.names)}")
+
+    def _value(self, ref: Ref) -> str:
+        name = self._name(ref.node)
+        return f"{name}[{ref.index}]" if ref.node in self.tuples else name
+
+    def _call(self, node: Node) -> str:
+        function = f"f{len(self.scope)}"
+        self.scope[function] = DIRECT.get(node.op) or resolve_op(node.op)
+        parts = [self._arg(a) for a in node.args]
+        parts += [f"{k}={self._arg(v)}" for k, v in node.kwargs]
+        if makes_tensor(node.op):
+            parts.append(f"device={self._arg(self.device)}")
+        return f"{function}({', '.join(parts)})"
+
+    def _arg(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return self._value(value)
+        if isinstance(value, tuple):
+            return "[" + ", ".join(self._arg(v) for v in value) + "]"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        name = f"k{len(self.scope)}"  # floats too: inf and nan have no literal
+        self.scope[name] = value
+        return name
+
+
+def returns_tuple(node: Node) -> bool:
+    """Whether the node's op returns several values or a list of them."""
+    if len(node.outputs) > 1:
+        return True
+    returns = resolve_op(node.op)._schema.returns  # type: ignore[attr-defined]
+    return len(returns) == 1 and str(returns[0].type).startswith("List")

@@ -1,0 +1,150 @@
+"""Process groups of the mesh, agreement between ranks, and reductions over groups of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from merakc.errors import MerakError, MismatchError
+from merakc.ir.program import Mesh
+
+T = TypeVar("T")
+
+# Gradients are reduced in buckets of about this size: large enough to fill a link, small enough
+# that a bucket's copy does not matter. The size that DistributedDataParallel uses.
+BUCKET_BYTES = 25 << 20
+
+
+@dataclass(slots=True)
+class Groups:
+    """The process groups that this rank belongs to. All ranks make all groups, in one order."""
+
+    mesh: Mesh
+    rank: int
+    made: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+
+    @property
+    def coordinates(self) -> tuple[int, int, int]:
+        """This rank's (dp, pp, tp)."""
+        return self.mesh.coordinates(self.rank)
+
+    def group(self, families: Iterable[Sequence[int]], copy: int = 0) -> dist.ProcessGroup | None:
+        """The group of this rank among families of ranks; every rank must make the same call.
+
+        None where this rank is in none of them, or alone. Each `copy` is a group of its own, with
+        connections of its own.
+        """
+        own: dist.ProcessGroup | None = None
+        for family in families:
+            ranks = tuple(sorted(family))
+            if len(ranks) < 2:
+                continue
+            if (copy, ranks) not in self.made:
+                self.made[copy, ranks] = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                own = self.made[copy, ranks]
+        return own
+
+    def axis(self, name: str, copy: int = 0) -> dist.ProcessGroup | None:
+        """The group along one mesh axis ("dp", "tp", "pp") or "model": all ranks of one dp."""
+        mesh = self.mesh
+        families: dict[Any, list[int]] = {}
+        for rank in range(mesh.world_size):
+            dp, pp, tp = mesh.coordinates(rank)
+            key = {"dp": (pp, tp), "tp": (dp, pp), "pp": (dp, tp), "model": (dp,)}[name]
+            families.setdefault(key, []).append(rank)
+        return self.group(families.values(), copy)
+
+    def holders(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
+        """The ranks of these stages that hold the same shards as this one, in its dp replica."""
+        mesh = self.mesh
+        return self.group(
+            [mesh.rank(dp, s, tp) for s in stages] for dp in range(mesh.dp) for tp in range(mesh.tp)
+        )
+
+
+def agree(facts: Callable[[], Mapping[str, str]]) -> None:
+    """Checks that all ranks find the same facts, before anything else is sent.
+
+    A rank that fails to find them raises its own error, all others `MismatchError` with that
+    rank's. Where facts differ, `MismatchError` on every rank names the ranks that differ from the
+    majority, and how.
+    """
+    everyone = together(facts)
+    for key in everyone[0]:
+        values = [f[key] for f in everyone]
+        common, _ = Counter(values).most_common(1)[0]
+        odd = {r: v for r, v in enumerate(values) if v != common}
+        if odd:
+            listed = ", ".join(f"rank {r} has {v!r}" for r, v in odd.items())
+            raise MismatchError(
+                f"the ranks differ in {key}: {listed}, the others {common!r}; start all ranks "
+                "with the same model, arguments and versions"
+            )
+
+
+def together(make: Callable[[], T]) -> list[T]:
+    """What each rank makes, in the order of ranks, on every rank. Values must be picklable.
+
+    A rank that fails raises its own error, all others `MismatchError`, so that none waits for it.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [make()]
+    made: T | None = None
+    failure: Exception | None = None
+    try:
+        made = make()
+    except Exception as error:
+        failure = error
+    text = f"{type(failure).__name__}: {failure}" if failure else ""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (made, text))
+    if failure is not None:
+        raise failure
+    for rank, (_, error_text) in enumerate(everyone):
+        if error_text:
+            raise MismatchError(f"rank {rank} could not take part: {error_text}")
+    return [value for value, _ in everyone]
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; so are its errors of merakc's."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+
+    def attempt() -> tuple[T | None, MerakError | None]:
+        if dist.get_rank():
+            return None, None
+        try:
+            return make(), None
+        except MerakError as error:
+            return None, error
+
+    made, failure = together(attempt)[0]
+    if failure is not None:
+        raise failure
+    return made  # type: ignore[return-value]
+
+
+def reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sums the tensors over the group, in place, in buckets of one dtype."""
+    bucket: list[torch.Tensor] = []
+    size = 0
+    for tensor in [*tensors, None]:
+        full = tensor is None or (bucket and bucket[0].dtype != tensor.dtype)
+        if bucket and (full or size >= BUCKET_BYTES):
+            flat = torch.cat([t.reshape(-1) for t in bucket])
+            dist.all_reduce(flat, group=group)
+            for own, summed in zip(
+                bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True
+            ):
+                own.copy_(summed.view_as(own))
+            bucket, size = [], 0
+        if tensor is not None:
+            bucket.append(tensor)
+            size += tensor.numel() * tensor.element_size()

@@ -1,0 +1,54 @@
+"""The tracker of live bytes against what is known to be alive."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from benchmarks.memory import LiveBytes, peak_live_bytes
+
+
+def test_the_peak_counts_what_is_alive_at_once() -> None:
+    start = torch.ones(1000)
+    with LiveBytes([start]) as tracker:
+        one = start * 2
+        view = one[10:20]
+        del one
+        assert tracker.now_bytes == 8000
+        del view
+        assert tracker.now_bytes == 4000
+        two, three = start + 1, start + 2
+        del two, three
+        start.add_(1)
+    assert tracker.peak_bytes == 12000
+    assert tracker.now_bytes == 4000
+
+
+def test_a_step_holds_parameters_gradients_and_state() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+
+    step()
+    peak_bytes = peak_live_bytes(model, optimizer, step)
+    weight_bytes = 64 * 64 * 4
+    assert 4 * weight_bytes <= peak_bytes <= 8 * weight_bytes
+
+
+def test_gradients_of_the_step_before_are_let_go() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    peak_bytes = peak_live_bytes(model, optimizer, lambda: optimizer.zero_grad())
+    assert peak_bytes == 2 * 64 * 64 * 4
+    model(torch.ones(1, 64)).sum().backward()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        torch.ones(64, 64)
+
+    assert peak_live_bytes(model, optimizer, step) == 2 * 64 * 64 * 4

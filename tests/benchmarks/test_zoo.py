@@ -1,0 +1,133 @@
+"""The coverage page: cells are equal, refused or wrong, and the exit code says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch import nn
+from typer.testing import CliRunner
+
+import benchmarks.zoo as zoo
+import merakc
+from benchmarks.layouts import Difference
+from benchmarks.models import ModelCase
+from benchmarks.zoo import BOUND, Cell, Row, main, measure_cell, page, passes, trace
+from benchmarks.zoo_models.batches import samples
+from merakc.errors import RecordError
+from tests.benchmarks.stand_in import stand_in
+
+
+class _Small(nn.Module):
+    """A linear model; with `peek`, its control flow depends on the data."""
+
+    def __init__(self, peek: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.peek = peek
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.peek and x.sum() > 0:
+            x = x * 2
+        return {"loss": self.linear(x).roll(1, 1).pow(2).mean()}
+
+
+def _case(peek: bool) -> ModelCase:
+    return ModelCase(
+        "small",
+        lambda _: _Small(peek),
+        lambda size, generator: {"x": torch.randn(size, 4, generator=generator)},
+        samples,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zoo, "ZOO", {"small": _case(False), "peeking": _case(True)})
+    zoo._reference.cache_clear()
+
+
+def _run(*arguments: str) -> tuple[int, str]:
+    app = typer.Typer()
+    app.command()(main)
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+    return result.exit_code, result.output
+
+
+def test_a_cell_is_equal_refused_or_wrong() -> None:
+    assert Cell(Difference(BOUND, "w")).equal
+    assert Cell(Difference(2 * BOUND, "w")).wrong
+    assert Cell(Difference(float("nan"), "w")).wrong
+    refused = Cell(reason="no", refused=True)
+    assert not refused.equal
+    assert not refused.wrong
+
+
+def test_passes_allows_one_red_cell_in_twenty_but_no_wrong_one() -> None:
+    green, red = Cell(Difference(0.0, "w")), Cell(reason="no")
+    wrong = Cell(Difference(1.0, "w"))
+    nineteen = dict.fromkeys(map(str, range(19)), green)
+    assert passes([Row("m", cells={**nineteen, "x": red})])
+    assert not passes([Row("m", cells={**nineteen, "x": wrong})])
+    assert not passes([Row("m", cells={"1": green, "x": red})])
+
+
+def test_a_trace_knows_size_and_time() -> None:
+    row = trace("small")
+    assert row.parameters == 20
+    assert row.nodes > 2
+    assert row.trace_s > 0
+
+
+def test_a_cell_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = measure_cell("peeking", "traces", 60)
+    assert cell.refused
+    assert cell.reason.startswith(RecordError.__name__)
+    monkeypatch.setattr(merakc, "auto_parallel", stand_in(samples))
+    cell = measure_cell("small", "tp=2", 60)
+    assert cell.refused
+    assert "the stand-in knows no tp" in cell.reason
+
+
+def test_a_crash_is_a_reason_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash(*_: object, **__: object) -> None:
+        raise KeyError("lost")
+
+    monkeypatch.setattr(merakc, "auto_parallel", crash)
+    cell = measure_cell("small", "traces", 60)
+    assert not cell.refused
+    assert cell.reason.startswith("KeyError: 'lost' (File ")
+    assert "in crash" in cell.reason
+
+
+def test_wrong_gradients_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merakc, "auto_parallel", stand_in(samples, scale=1.001))
+    cell = measure_cell("small", "traces", 60)
+    assert cell.wrong
+    assert "gradient of step 0 of linear" in cell.reason
+
+
+def test_the_command_writes_page_and_figures(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(merakc, "auto_parallel", stand_in(samples))
+    figures, doc = tmp_path / "zoo.json", tmp_path / "zoo.md"
+    arguments = ("--models", "small", "--json", str(figures), "--doc", str(doc))
+    code, output = _run(*arguments, "--cells", "traces,pp=2")
+    assert code == 0, output
+    assert json.loads(figures.read_text())[0]["cells"]["pp=2"]["error"]["error"] < BOUND
+    assert "| small | ✓ | ✓ | 20 |" in doc.read_text()
+    code, output = _run(*arguments, "--cells", "traces,tp=2")
+    assert code == 1
+    assert "| small | ✓ | ✗ 1 | 20 |" in doc.read_text()
+    assert "1. ShardError: the stand-in knows no tp" in doc.read_text()
+
+
+def test_the_page_lists_whole_ops_by_op() -> None:
+    ops = ("aten.roll.default at a.py:1", "aten.roll.default at a.py:2")
+    text = page([Row("m", 1, 0.0, 1, ops, {"traces": Cell(Difference(1.0, "w"), "off")})], 1.0)
+    assert "- `aten.roll.default`: m\n" in text
+    assert "| m | **WRONG** 1 | 1 | 0.00 | 1 | 2 |" in text

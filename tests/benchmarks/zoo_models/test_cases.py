@@ -1,0 +1,42 @@
+"""The zoo's cases are what the issue of coverage asks for: many, tiny, in float64, as a mean."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.models import MODELS
+from benchmarks.reference import lifted_casts, split_batch
+from benchmarks.zoo_models import FAMILIES, ZOO
+
+# Their loss compares each sample with the others of its micro-batch.
+CONTRASTIVE = ("clip", "siglip")
+OURS = ("transformer_encoder", "resnet")
+NEW = [name for name in ZOO if name not in MODELS]
+
+
+def test_the_zoo_is_large_and_not_only_transformers() -> None:
+    assert sum(map(len, FAMILIES.values())) == len(ZOO), "two cases of one name"
+    assert len(ZOO) >= 48
+    assert len(FAMILIES["plain PyTorch"]) + len(OURS) >= 10
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_case_is_tiny_in_float64_and_a_mean_over_its_valid_labels(name: str) -> None:
+    case = ZOO[name]
+    model, batch = case.model(torch.float64), case.batch(8, torch.float64)
+    assert sum(p.numel() for p in model.parameters()) < 250_000
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    with lifted_casts(), torch.no_grad():
+        whole = model(**batch)["loss"]
+        halves = split_batch(batch, 2)
+        counts = [case.valid_labels(half) for half in halves]
+        assert sum(counts) == case.valid_labels(batch)
+        losses = [model(**half)["loss"].item() for half in halves]
+    assert whole.dtype == torch.float64
+    assert whole.isfinite()
+    written = any(not torch.equal(b, buffers[n]) for n, b in model.named_buffers())
+    assert written == case.running_statistics
+    if not written and name not in CONTRASTIVE:
+        mean = sum(a * n for a, n in zip(losses, counts, strict=True)) / sum(counts)
+        assert mean == pytest.approx(whole.item(), rel=1e-9)

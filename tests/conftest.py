@@ -1,0 +1,11 @@
+"""What every test runs under: one thread of torch, and the same hypothesis examples every time."""
+
+from __future__ import annotations
+
+import hypothesis
+import torch
+
+# No deadline: a shared machine may stall for any time, and a slow example is no wrong one.
+hypothesis.settings.register_profile("merakc", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("merakc")
+torch.set_num_threads(1)

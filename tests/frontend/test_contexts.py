@@ -1,0 +1,133 @@
+"""What holds while a forward is recorded, and that it is undone after, errors included."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from merakc.frontend.contexts import (
+    exporting,
+    function_calls,
+    module_names,
+    put_fakes,
+    untouched,
+)
+from tests.frontend.small import Small
+
+
+class Holds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("nothing", None)
+        self.number = 1
+        self.things: list[int] = [1, 2]
+        self.table: dict[str, int] = {"a": 1}
+        self.names = {"x"}
+        self.ordered = OrderedDict(a=1)
+
+
+def test_what_modules_hold_is_put_back() -> None:
+    model = Holds()
+    weight, steps = model.layer.weight, model.steps
+
+    def change() -> None:
+        model.number = 2
+        model.late = torch.ones(1)
+        model.things.append(3)
+        model.table["b"] = 2
+        model.names.clear()
+        model.ordered["b"] = 2
+        model.layer.weight = nn.Parameter(torch.ones(3))
+        model.steps = torch.ones(())
+        model.register_buffer("another", torch.ones(1))
+        del model.layer.bias
+        raise KeyError
+
+    with pytest.raises(KeyError), untouched(model):
+        change()
+    assert model.number == 1
+    assert not hasattr(model, "late")
+    assert (model.things, model.table, model.names) == ([1, 2], {"a": 1}, {"x"})
+    assert list(model.ordered) == ["a"]
+    assert model.layer.weight is weight
+    assert model.layer.bias is not None
+    assert model.steps is steps
+    assert set(dict(model.named_buffers())) == {"steps"}
+
+
+def test_fakes_keep_ties_strides_and_frozen_parameters() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3, bias=False)
+    second.weight = first.weight
+    first.bias.requires_grad_(False)
+    table = torch.ones(2, 3).t()
+    model = Small(lambda s: None, first=first, second=second, table=table)
+    with untouched(model):
+        slots = put_fakes(model, FakeTensorMode())
+        names = {s.name: s for s in slots}
+        assert set(names) == {"table", "first.weight", "first.bias"}
+        assert all(isinstance(s.fake, FakeTensor) for s in slots)
+        assert model.second.weight is model.first.weight is names["first.weight"].fake
+        assert isinstance(model.first.weight, nn.Parameter)
+        assert not names["first.bias"].fake.requires_grad
+        assert names["table"].fake.stride() == (1, 3)
+        assert not names["table"].is_parameter
+    assert model.second.weight is first.weight
+    assert not isinstance(first.weight, FakeTensor)
+    assert model.table is table
+
+
+def test_the_module_that_runs_is_on_top() -> None:
+    names: list[str] = []
+    seen: list[list[str]] = []
+
+    class Inner(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(list(names))
+            if x.numel() == 0:
+                raise KeyError
+            return x
+
+    model = Small(lambda s, x: s.inner(x), inner=nn.Sequential(Inner()))
+    with module_names(model, names):
+        model(torch.ones(1))
+        with pytest.raises(KeyError):
+            model(torch.ones(0))
+        assert names == []
+    model(torch.ones(1))
+    assert seen == [["", "inner", "inner.0"]] * 2 + [[]]
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_compilers_flags() -> None:
+    def check_and_fail() -> None:
+        assert torch.compiler.is_compiling()
+        assert torch.compiler.is_exporting()
+        raise KeyError
+
+    with pytest.raises(KeyError), exporting():
+        check_and_fail()
+    assert not torch.compiler.is_compiling()
+    assert not torch.compiler.is_exporting()
+
+
+def test_calls_of_custom_functions_are_handed_over() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+    def handle(cls: Any, original: Any, args: Any, kwargs: Any) -> Any:
+        assert cls is Double
+        return original(cls, *args, **kwargs) + 1
+
+    x = torch.ones(1)
+    with function_calls(handle):
+        assert Double.apply(x).item() == 3
+    assert Double.apply(x).item() == 2

@@ -1,0 +1,63 @@
+"""The mesh, and the text form of actions."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merakc.ir.program import Action, ActionKind, Mesh, Program
+
+DEGREES = st.integers(1, 5)
+MESHES = st.builds(Mesh, DEGREES, DEGREES, DEGREES)
+
+
+@given(MESHES)
+def test_coordinates_undo_rank(mesh: Mesh) -> None:
+    for rank in range(mesh.world_size):
+        dp, pp, tp = mesh.coordinates(rank)
+        assert 0 <= dp < mesh.dp
+        assert 0 <= pp < mesh.pp
+        assert 0 <= tp < mesh.tp
+        assert mesh.rank(dp=dp, pp=pp, tp=tp) == rank
+
+
+def test_tp_varies_fastest_then_pp_then_dp() -> None:
+    mesh = Mesh(dp=2, tp=2, pp=3)
+    assert mesh.world_size == 12
+    assert [mesh.coordinates(rank) for rank in (0, 1, 2, 6)] == [
+        (0, 0, 0),
+        (0, 0, 1),
+        (0, 1, 0),
+        (1, 0, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("action", "text"),
+    [
+        (Action(ActionKind.FORWARD, 2, 0), "2F0"),
+        (Action(ActionKind.BACKWARD, 2, 1), "2B1"),
+        (Action(ActionKind.INPUT_GRAD, 0, 3), "0I3"),
+        (Action(ActionKind.WEIGHT_GRAD, 0, 3), "0W3"),
+        (Action(ActionKind.SEND, 2, 0, "add_7", 3), "send 2F0 add_7 -> 3"),
+        (Action(ActionKind.RECV, 1, 0, "add_3", 1), "recv 1F0 add_3 <- 1"),
+        (Action(ActionKind.SEND, 1, 4, "add_3", 1, 8, is_grad=True), "send 1B4 add_3 -> 1"),
+        (Action(ActionKind.REDUCE, 1), "reduce 1"),
+    ],
+)
+def test_text_form_of_an_action(action: Action, text: str) -> None:
+    assert str(action) == text
+
+
+def test_text_form_of_a_program() -> None:
+    actions = (Action(ActionKind.FORWARD, 0), Action(ActionKind.SEND, 0, 0, "h", 1))
+    assert str(Program(0, actions)) == "rank 0: 0F0; send 0F0 h -> 1"
+
+
+def test_a_send_and_its_receive_carry_the_same_message() -> None:
+    send = Action(ActionKind.SEND, 0, 2, "h", peer=1, size_bytes=64)
+    recv = Action(ActionKind.RECV, 1, 2, "h", peer=0, size_bytes=64)
+    gradient = Action(ActionKind.RECV, 1, 2, "h", peer=0, size_bytes=64, is_grad=True)
+    assert send.message == recv.message
+    assert send.message != gradient.message

@@ -1,0 +1,217 @@
+"""The collectives on forked gloo ranks: values, conjugate gradients, layouts, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError
+from merakc.kernels.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_async,
+    all_reduce_now,
+    axis_group,
+    bind_axis,
+    copy_to,
+    unbind_axes,
+)
+
+SIZES = (2, 0, 3)  # of the gathered dim, one a rank
+
+
+@pytest.fixture(autouse=True)
+def _unbound() -> Iterator[None]:
+    yield
+    unbind_axes()
+
+
+def _part(rank: int, shape: tuple[int, ...] = (2, 3), dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _bind() -> int:
+    assert dist.group.WORLD is not None
+    bind_axis("tp", dist.group.WORLD)
+    return dist.get_rank()
+
+
+def _reduce_all_ways(dtype: torch.dtype) -> list[Tensor]:
+    x = _part(_bind(), dtype=dtype)
+    before = x.clone()
+    later, work = all_reduce_async(x.t(), "tp", "sum")
+    work.wait()
+    results = [all_reduce(x, "tp"), all_reduce_now(x, "tp", "sum"), later.t()]
+    results += [all_reduce(x, "tp", "max"), all_reduce_now(x, "tp", "max")]
+    assert torch.equal(x, before)
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_reduce_values(ranks: int, dtype: torch.dtype) -> None:
+    parts = torch.stack([_part(rank, dtype=dtype) for rank in range(ranks)])
+    for results in run_ranks(ranks, _reduce_all_ways, dtype):
+        assert all(torch.equal(x, parts.sum(0)) for x in results[:3])
+        assert all(torch.equal(x, parts.amax(0)) for x in results[3:])
+
+
+def _conjugate_grads() -> tuple[Tensor, Tensor]:
+    rank = _bind()
+    x = _part(rank).requires_grad_()
+    weights = _part(10 + rank)
+    (through_f,) = torch.autograd.grad((copy_to(x, "tp") * weights).sum(), x)
+    (through_g,) = torch.autograd.grad((all_reduce(x, "tp") * weights).sum(), x)
+    return through_f, through_g
+
+
+def test_gradients_of_conjugate_pair() -> None:
+    weights = [_part(10), _part(11)]
+    for rank, (through_f, through_g) in enumerate(run_ranks(2, _conjugate_grads)):
+        assert torch.equal(through_f, weights[0] + weights[1])
+        assert torch.equal(through_g, weights[rank])
+
+
+def _two_layers() -> list[Tensor]:
+    """Megatron's pair of linears: columns, then rows, on this rank's half."""
+    rank = _bind()
+    x, first, second = (_part(seed, (4, 4)).requires_grad_() for seed in (1, 2, 3))
+    half = slice(2 * rank, 2 * rank + 2)
+    hidden = (copy_to(x, "tp") @ first[:, half]).relu()
+    out = all_reduce(hidden @ second[half], "tp")
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, first, second))]
+
+
+def test_megatron_layers_equal_one_process() -> None:
+    x, first, second = (_part(seed, (4, 4)).requires_grad_() for seed in (1, 2, 3))
+    out = (x @ first).relu() @ second
+    dx, dfirst, dsecond = torch.autograd.grad(out.square().sum(), (x, first, second))
+    results = run_ranks(2, _two_layers)
+    for result in results:
+        torch.testing.assert_close(result[0], out.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(result[1], dx, rtol=1e-12, atol=1e-12)
+    summed = [results[0][i] + results[1][i] for i in (2, 3)]  # each rank's own half, else zeros
+    torch.testing.assert_close(summed, [dfirst, dsecond], rtol=1e-12, atol=1e-12)
+
+
+def _gather(dim: int) -> tuple[Tensor, Tensor]:
+    rank = _bind()
+    shape = (SIZES[rank], 4) if dim == 0 else (4, SIZES[rank])
+    x = _part(rank, shape).requires_grad_()
+    out = all_gather(x, "tp", dim, SIZES, rank)
+    assert out.is_contiguous()
+    (grad,) = torch.autograd.grad((out * torch.arange(20.0).view(out.shape)).sum(), x)
+    return out.detach(), grad
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_all_gather_of_uneven_sizes(dim: int) -> None:
+    parts = [_part(r, (n, 4) if dim == 0 else (4, n)) for r, n in enumerate(SIZES)]
+    weights = torch.arange(20.0).view((5, 4) if dim == 0 else (4, 5)).double()
+    slices = torch.split_with_sizes(weights, SIZES, dim)
+    for rank, (out, grad) in enumerate(run_ranks(3, _gather, dim)):
+        assert torch.equal(out, torch.cat(parts, dim))
+        assert torch.equal(grad, slices[rank])
+
+
+def _traced() -> bool:
+    rank = _bind()
+
+    def loss_grads(x: Tensor) -> tuple[Tensor, ...]:
+        gathered = all_gather(copy_to(x.t(), "tp"), "tp", 0, (3, 3), rank)
+        loss = all_reduce(gathered, "tp").view(-1).square().sum()
+        return loss, *torch.autograd.grad(loss, (x,))
+
+    x = _part(rank).requires_grad_()
+    graph = make_fx(loss_grads, tracing_mode="fake")(x)
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert targets.count("merakc.copy_to.default") == 1
+    assert targets.count("merakc.all_reduce.default") == 2  # and that of copy_to's backward
+    assert targets.count("merakc.all_gather.default") == 1
+    pairs = zip(graph(x.detach()), loss_grads(x), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_trace_of_forward_and_backward_runs() -> None:
+    assert all(run_ranks(2, _traced))
+
+
+def _opcheck_and_gradcheck() -> None:
+    rank = _bind()
+    x = _part(rank).t().requires_grad_()
+    ops: list[tuple[Any, tuple[Any, ...]]] = [
+        (torch.ops.merakc.all_reduce.default, (x, "tp", "sum")),
+        (torch.ops.merakc.copy_to.default, (x, "tp")),
+        (torch.ops.merakc.all_gather.default, (x, "tp", 1, (2,), rank)),
+    ]
+    for op, args in ops:
+        torch.library.opcheck(op, args)
+        assert torch.autograd.gradcheck(lambda x, op=op, args=args: op(x, *args[1:]), (x,))
+
+
+def test_opcheck_and_gradcheck() -> None:
+    run_ranks(1, _opcheck_and_gradcheck)
+
+
+def _axes() -> list[Tensor]:
+    """Two axes of a 2 x 2 mesh, bound at once; then one of them bound anew."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    bind_axis("tp", rows[rank // 2])
+    bind_axis("dp", columns[rank % 2])
+    assert axis_group("tp") is rows[rank // 2]
+    x = torch.tensor([10.0**rank])
+    return [all_reduce(x, "tp"), all_reduce(x, "dp")]
+
+
+def test_axes_have_groups_of_their_own() -> None:
+    values = [[x.item() for x in result] for result in run_ranks(4, _axes)]
+    assert values == [[11.0, 101.0], [11.0, 1010.0], [1100.0, 101.0], [1100.0, 1010.0]]
+
+
+@pytest.mark.parametrize("call", [all_reduce, all_reduce_now, all_reduce_async])
+def test_unbound_axis_is_refused(call: Any) -> None:
+    with pytest.raises(ConfigError, match=r"axis 'tp' has no process group \(bound axes: none\)"):
+        call(torch.ones(1), "tp", "sum")
+
+
+def _unbind() -> None:
+    _bind()
+    unbind_axes()
+    axis_group("tp")
+
+
+def test_unbind_axes() -> None:
+    with pytest.raises(RuntimeError, match="bind_axis"):
+        run_ranks(1, _unbind)
+
+
+def _wrong_sizes() -> str:
+    rank = _bind()
+    try:
+        all_gather(_part(rank), "tp", 0, (2, 1, 2), rank)
+    except AssertionError:
+        return "refused"
+    return "taken"
+
+
+def test_wrong_sizes_are_refused() -> None:
+    assert run_ranks(2, _wrong_sizes) == ["refused", "refused"]
+
+
+def _max_grad() -> None:
+    x = _part(_bind()).requires_grad_()
+    torch.autograd.grad(all_reduce(x, "tp", "max").sum(), x)
+
+
+def test_maximum_has_no_gradient() -> None:
+    with pytest.raises(RuntimeError, match="no gradient"):
+        run_ranks(1, _max_grad)

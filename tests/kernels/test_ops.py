@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from merakc.kernels import collectives, vocabulary
+from merakc.kernels.ops import COMPOSITES, DIRECT, makes_tensor, resolve_op, returns_view
+
+
+def test_resolution() -> None:
+    assert resolve_op("aten.add.Tensor") is torch.ops.aten.add.Tensor
+    assert resolve_op("merakc.dropout.default") is torch.ops.merakc.dropout.default
+    name = "composite.vocab_parallel_embedding"
+    assert resolve_op(name) is vocabulary.vocab_parallel_embedding
+    with pytest.raises(AttributeError):
+        resolve_op("aten.no_such_op.default")
+
+
+@pytest.mark.parametrize(
+    ("op", "makes"),
+    [
+        ("aten.arange.start", True),
+        ("aten.full.default", True),
+        ("aten.full_like.default", False),
+        ("aten.add.Tensor", False),
+        ("aten.stack.default", False),
+        ("merakc.attention.default", False),
+        ("composite.vocab_parallel_embedding", False),
+    ],
+)
+def test_ops_that_make_tensors_from_nothing(op: str, makes: bool) -> None:
+    assert makes_tensor(op) is makes
+
+
+@pytest.mark.parametrize(
+    ("op", "view"),
+    [
+        ("aten.view.default", True),
+        ("aten.reshape.default", True),
+        ("aten.expand.default", True),
+        ("aten.t.default", True),
+        ("aten.split.Tensor", True),
+        ("aten.mm.default", False),
+        ("aten.clone.default", False),
+        ("merakc.all_reduce.default", False),
+        ("composite.vocab_parallel_embedding", True),
+        ("function.Mine.module", True),
+    ],
+)
+def test_views(op: str, view: bool) -> None:
+    assert returns_view(op) is view
+
+
+def test_every_name_resolves() -> None:
+    for op in (*COMPOSITES, *DIRECT):
+        assert callable(resolve_op(op))
+
+
+def test_direct_calls_compute_the_same() -> None:
+    assert DIRECT["merakc.all_reduce.default"] is collectives.all_reduce_now
+    x = torch.arange(6).view(2, 3).T  # aten.view would refuse it
+    flat = DIRECT["aten.view.default"](x, [6])
+    assert torch.equal(flat, x.reshape(6))

@@ -1,0 +1,146 @@
+"""Chunks against eager: loss and every gradient of whole models, bit for bit or nearly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models import MODELS
+from benchmarks.reference import lifted_casts
+from merakc.frontend.record import record
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
+from merakc.ir.program import Chunk
+from merakc.passes.differentiate import differentiate
+from merakc.passes.interpret import interpret
+from merakc.passes.split_backward import split_backward
+from tests.frontend.against_eager import backward_inputs, check, inputs_of
+from tests.frontend.small import Small, linear, randn
+
+F64 = torch.float64
+SPEC = TensorSpec((4,), F64)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_equal_eager(name: str) -> None:
+    case = MODELS[name]
+    with lifted_casts():
+        # BatchNorm's statistics are computed by other kernels than its normalisation.
+        relative = 1e-14 if case.running_statistics else 0.0
+        check(case.model(F64), **case.batch(2, F64), relative=relative)
+
+
+def _chunk(*, trained: bool = True, detached: bool = False) -> Chunk:
+    """A stage in the middle: (w * x).sum kept, and passed on to a later stage."""
+    x = Input("x", InputKind.ACTIVATION, SPEC, "x", True)
+    w = Input("w", InputKind.PARAMETER, SPEC, "weight", trained)
+    nodes = [Node("y", "aten.mul.Tensor", (Ref("w"), Ref("x")), (), (SPEC,))]
+    if detached:
+        nodes.append(Node("d", "aten.detach.default", (Ref("y"),), (), (SPEC,)))
+    out = Output("y", OutputKind.ACTIVATION, Ref(nodes[-1].name))
+    return differentiate(Graph((x, w), tuple(nodes), (out,)))
+
+
+def test_a_stage_is_given_tangents_and_gives_the_gradients_of_what_it_received() -> None:
+    chunk = _chunk()
+    assert chunk.backward is not None
+    w, x, tangent = (torch.randn(4, dtype=F64) for _ in range(3))
+    values = {"w": w, "x": x, "tangent:y": tangent}
+    given = {i.name: values[i.name] for i in chunk.backward.inputs}
+    found = interpret(chunk.backward, given)
+    gradients = dict(zip([o.name for o in chunk.backward.outputs], found, strict=True))
+    assert torch.equal(gradients["w"], tangent * x)
+    assert torch.equal(gradients["x"], tangent * w)
+
+
+def test_a_frozen_parameter_has_no_gradient() -> None:
+    chunk = _chunk(trained=False)
+    assert chunk.backward is not None
+    assert [o.name for o in chunk.backward.outputs] == ["x"]
+
+
+def test_where_nothing_reaches_the_outputs_there_is_no_backward() -> None:
+    assert _chunk(detached=True).backward is None
+
+
+def test_a_parameter_that_does_not_reach_the_loss_has_no_gradient() -> None:
+    model = Small(lambda m, x: m.a(x).sum() + m.b(x).detach().sum(), a=linear(), b=linear())
+    check(model, randn(2, 6))
+
+
+class _Doubled(torch.autograd.Function):
+    """Its backward is not its derivative."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad * 7
+
+
+def test_a_custom_function_keeps_its_own_backward() -> None:
+    check(Small(lambda m, x: _Doubled.apply(m.a(x)).sum(), a=linear()), randn(2, 6))
+
+
+def test_the_forward_makes_nothing_that_only_the_backward_could_make_alone() -> None:
+    """The transposed weight is made again in the backward, not kept from the forward."""
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    recording = record(Small(lambda m, x: m.a(x).sum(), a=model), (randn(2, 6),), {})
+    chunk = differentiate(recording.graph)
+    saved = [o for o in chunk.forward.outputs if o.kind is OutputKind.SAVED]
+    assert len(saved) == 1  # what tanh gave
+    assert chunk.backward is not None
+    read = {i.target for i in chunk.backward.inputs if i.kind is InputKind.PARAMETER}
+    assert read == {"a.2.weight"}
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
+def test_the_two_halves_of_a_backward_equal_the_whole(name: str) -> None:
+    """The whole model with its first activation cut off, so that both halves have work."""
+    case = MODELS[name]
+    model, batch = case.model(F64), case.batch(2, F64)
+    with lifted_casts():
+        graph = record(model, (), batch).graph
+    values = inputs_of(graph, model, (), batch)
+    first = next(i for i in graph.inputs if i.kind is InputKind.PARAMETER)
+    inputs = tuple(
+        Input(i.name, InputKind.ACTIVATION, i.spec, i.target, True) if i is first else i
+        for i in graph.inputs
+    )
+    chunk = differentiate(Graph(inputs, graph.nodes, graph.outputs, graph.constants))
+    assert chunk.backward is not None
+    with torch.no_grad():
+        outs = interpret(chunk.forward, values)
+        saved = dict(zip([o.name for o in chunk.forward.outputs], outs, strict=True))
+        whole = interpret(chunk.backward, backward_inputs(chunk.backward, values, saved))
+        wanted = dict(zip([o.name for o in chunk.backward.outputs], whole, strict=True))
+        found: dict[str, Tensor] = {}
+        for part in split_backward(chunk):
+            given = backward_inputs(part, values, saved)
+            for out, value in zip(part.outputs, interpret(part, given), strict=True):
+                (saved if out.kind is OutputKind.SAVED else found)[out.name] = value
+    assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(found[key], value), key
+
+
+def test_an_autocast_region_around_the_compiler_changes_nothing() -> None:
+    graph = record(
+        Small(lambda m, x: m.a(x).sum(), a=nn.Linear(6, 6)), (torch.ones(2, 6),), {}
+    ).graph
+    wanted = differentiate(graph)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = differentiate(graph)
+    assert str(found.forward) == str(wanted.forward)
+    assert str(found.backward) == str(wanted.backward)
+
+
+def test_backward_formulas_that_write_in_place_are_made_pure() -> None:
+    """torch computes the backward of rfft by writing into a slice of zeros."""
+    model = Small(lambda m, x: torch.fft.rfft(m.a(x)).abs().square().sum(), a=linear())
+    graph = check(model, randn(2, 6), relative=1e-13).graph
+    backward = differentiate(graph).backward
+    assert backward is not None
+    assert all(not n.op.split(".")[1].endswith("_") for n in backward.nodes)

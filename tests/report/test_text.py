@@ -1,0 +1,136 @@
+"""The text of a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from merakc.ir.plan import CutReport, GraphId, Plan, Prediction, StageRun
+from merakc.report.text import format_bytes, format_seconds, plan_text
+
+LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")
+
+
+def _plan() -> Plan:
+    parameters: dict[str, tuple[int, ...]] = {"embed.weight": (0, 1)}
+    parameters |= {f"layers.{i}.{n}": (i // 2,) for i in range(4) for n in LAYER_TENSORS}
+    splits = {"embed.weight": "96* x 8"}
+    splits |= {f"layers.{i}.attn.qkv.weight": "3·4*·2 x 8" for i in range(4)}
+    splits |= {f"layers.{i}.mlp.up.weight": "32* x 8" for i in range(4)}
+    return Plan(
+        model="tiny [test]",
+        dp=1,
+        tp=2,
+        pp=2,
+        batch_size=16,
+        micro_batches=4,
+        schedule="1f1b",
+        recompute="none",
+        graph=GraphId("0123456789abcdef", ()),
+        stages=(
+            StageRun(0, "n0", "n3", "embed", "layers.1.mlp"),
+            StageRun(1, "n4", "n4", "", ""),
+            StageRun(1, "n5", "n9", "layers.2.attn", "lm_head"),
+        ),
+        parameters=parameters,
+        splits=splits,
+        collectives={"all_reduce": 16},
+        cut=CutReport("dp", 1.0625, 1.03, 3 << 20, 1.25, 5 << 20, 2),
+        prediction=Prediction(0.0123, 0.2, (3 << 30, 1 << 29)),
+    )
+
+
+GOLDEN = """\
+╭─ tiny [test] ─────────────────────────────────────────╮
+│ mesh       dp 1 x tp 2 x pp 2 = 4 ranks               │
+│ batch      16 in 4 micro-batches                      │
+│ schedule   1f1b                                       │
+│ recompute  none                                       │
+│ predicted  12.30 ms a step, 20.0% idle, peak 3.00 GiB │
+│ plan       {hash}, of graph 0123456789ab        │
+╰───────────────────────────────────────────────────────╯
+Stages
+
+  stage   modules                    parameters   predicted peak
+ ────────────────────────────────────────────────────────────────
+      0   embed .. layers.1.mlp               7         3.00 GiB
+      1   (model)                             7       512.00 MiB
+          layers.2.attn .. lm_head
+
+Tensors over tp 2
+
+  tensor                     layout (* is split)   count
+ ────────────────────────────────────────────────────────
+  embed.weight               96* x 8                   1
+  layers.*.attn.qkv.weight   3·4*·2 x 8                4
+  layers.*.mlp.up.weight     32* x 8                   4
+  (all other parameters)     whole                     4
+
+Parameters held by several stages
+
+  parameter      stages   count
+ ───────────────────────────────
+  embed.weight   0, 1         1
+
+tp collectives of a micro-batch
+
+  collective   count
+ ────────────────────
+  all_reduce      16
+
+Cut into 2 stages (load 1 is even)
+
+  cut                load   cut bytes   blocks moved
+ ────────────────────────────────────────────────────
+  chosen: dp        1.062    3.00 MiB
+  METIS' proposal   1.250    5.00 MiB              2
+  bound             1.030
+
+"""
+
+
+def test_golden() -> None:
+    plan = _plan()
+    assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
+
+
+def test_without_prediction_collectives_or_shared_parameters() -> None:
+    parameters = {name: stages[:1] for name, stages in _plan().parameters.items()}
+    text = plan_text(replace(_plan(), prediction=None, collectives={}, parameters=parameters))
+    assert "predicted  " not in text
+    assert "several stages" not in text
+    assert "collective" not in text
+    assert "  7                -\n" in text
+
+
+def test_indices_in_any_place_become_patterns_and_digits_in_words_stay() -> None:
+    splits = {f"{i}.fc1.{i}": "8*" for i in range(11)}
+    text = plan_text(replace(_plan(), splits=splits))
+    assert "  *.fc1.*                  8*                       11\n" in text
+
+
+@pytest.mark.parametrize("width", [60, 200])
+def test_width_is_kept_and_no_name_is_cut_off(width: int) -> None:
+    name = "model." + "deep." * 20 + "weight"
+    text = plan_text(replace(_plan(), splits={name: "8*"}), width)
+    assert max(map(len, text.splitlines())) <= width
+    joined = "".join(line[2:].split("   ")[0].strip() for line in text.splitlines())
+    assert name in joined
+
+
+def test_units() -> None:
+    sizes = (0, 1023, 1536, 3 << 20, 5 << 30, 7 << 40)
+    texts = ["0 B", "1023 B", "1.50 KiB", "3.00 MiB", "5.00 GiB", "7.00 TiB"]
+    assert [format_bytes(size) for size in sizes] == texts
+    times = [format_seconds(t) for t in (12.0, 0.0015, 2.5e-6, 1e-9)]
+    assert times == ["12.00 s", "1.50 ms", "2.50 us", "0.00 us"]
+
+
+def test_ops_kept_whole_are_named_with_their_lines() -> None:
+    plan = replace(_plan(), whole_ops=("aten.sort.default at model.py:12",))
+    text = plan_text(plan)
+    assert "no sharding rule" in text
+    assert "aten.sort.default" in text
+    assert "model.py:12" in text
+    assert "no sharding rule" not in plan_text(_plan())

@@ -1,0 +1,106 @@
+"""The shape of a trace: slices, names, arrows."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.program import ActionKind, Event, Mesh, Transfer
+from merakc.passes.schedule import build_programs
+from merakc.report.trace import write_trace
+from merakc.simulate import simulate
+
+STAGES, MICRO_BATCHES = 3, 4
+
+
+def _events(p2p_latency_s: float = 1e-5) -> tuple[Event, ...]:
+    transfers = [Transfer(f"h{s}", s, s + 1, 1000, True) for s in range(STAGES - 1)]
+    programs = build_programs(Mesh(pp=STAGES), "1f1b", MICRO_BATCHES, transfers)
+    stage = StageCost(1e-3 / 3, 2e-3 / 3, reduce_s=1e-3 / 7)
+    return simulate(programs, CostTable((stage,) * STAGES, p2p_latency_s, 1e9)).events
+
+
+def _write(path: Path, *timelines: tuple[Event, ...]) -> list[dict[str, Any]]:
+    write_trace(timelines[0], path, measured=timelines[1] if len(timelines) > 1 else ())
+    body = json.loads(path.read_text())
+    assert body.keys() == {"traceEvents", "displayTimeUnit"}
+    found: list[dict[str, Any]] = body["traceEvents"]
+    return found
+
+
+def _of(trace: list[dict[str, Any]], *phases: str) -> list[dict[str, Any]]:
+    return [e for e in trace if e["ph"] in phases]
+
+
+def test_every_event_is_a_complete_slice_in_microseconds(tmp_path: Path) -> None:
+    events = _events()
+    trace = _write(tmp_path / "t.json", events)
+    slices = _of(trace, "X")
+    assert sorted(s["name"] for s in slices) == sorted(e.label for e in events)
+    for found in slices:
+        assert found.keys() >= {"pid", "tid", "name", "cat", "cname", "ts", "dur", "args"}
+        assert found["dur"] >= 0
+    first = next(s for s in slices if s["name"] == "0F1")
+    assert (first["ts"], first["dur"]) == (333.333, 333.334)
+    assert first["cat"] == "forward"
+    assert first["args"] == {"rank": 0, "stage": 0, "micro_batch": 1}
+
+
+def test_slices_of_a_thread_do_not_overlap(tmp_path: Path) -> None:
+    slices = _of(_write(tmp_path / "t.json", _events()), "X")
+    for tid in {s["tid"] for s in slices}:
+        mine = [s for s in slices if s["tid"] == tid]
+        for one, two in pairwise(mine):
+            assert round(1000 * (one["ts"] + one["dur"])) <= round(1000 * two["ts"])
+
+
+def test_processes_and_threads_are_named(tmp_path: Path) -> None:
+    trace = _write(tmp_path / "t.json", _events(), _events())
+    names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in _of(trace, "M")}
+    assert names["process_name", 1, 0] == {"name": "simulated"}
+    assert names["process_name", 2, 0] == {"name": "measured"}
+    assert names["thread_name", 2, 2_000_001] == {"name": "rank 1, stage 1"}
+    threads = {(e["pid"], e["tid"]) for e in _of(trace, "X")}
+    assert threads == {(p, t) for kind, p, t in names if kind == "thread_name"}
+    assert len(threads) == 2 * STAGES
+
+
+@pytest.mark.parametrize("p2p_latency_s", [0.0, 1e-5, 1e-2])
+def test_arrows_lead_from_each_send_to_its_receive(tmp_path: Path, p2p_latency_s: float) -> None:
+    events = _events(p2p_latency_s)
+    trace = _write(tmp_path / "t.json", events, events)
+    starts = {e["id"]: e for e in _of(trace, "s")}
+    ends = {e["id"]: e for e in _of(trace, "f")}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == len(_of(trace, "s")) == 2 * 2 * (STAGES - 1) * MICRO_BATCHES
+    for number, start in starts.items():
+        end = ends[number]
+        assert end["bp"] == "e"
+        assert start["pid"] == end["pid"]
+        assert start["ts"] <= end["ts"]
+        send, receive = (_slice_before(trace, e)["name"] for e in (start, end))
+        rank, peer = start["tid"] % 1_000_000, end["tid"] % 1_000_000
+        content = send.split()[2]
+        assert send.split()[0] == "send"
+        assert send.endswith(f"{content} -> {peer}")
+        assert receive.endswith(f"{content} <- {rank}")
+        assert send.split()[1][1:] == receive.split()[1][1:]  # phase and micro-batch
+
+
+def _slice_before(trace: list[dict[str, Any]], flow: dict[str, Any]) -> dict[str, Any]:
+    """The slice to which the tools bind an arrow's end: the one opened last on its thread."""
+    before = trace[: trace.index(flow)]
+    return [e for e in before if e["ph"] == "X" and e["tid"] == flow["tid"]][-1]
+
+
+def test_message_whose_other_end_is_missing_has_no_arrow(tmp_path: Path) -> None:
+    events = (
+        Event(0, "send 0F0 h -> 1", ActionKind.SEND, 0.0, 0.0),
+        Event(1, "recv 1F1 h <- 0", ActionKind.RECV, 0.0, 1.0),
+    )
+    assert not _of(_write(tmp_path / "t.json", events), "s", "f")

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
+from merakc.runtime.codegen import compile_graph, returns_tuple
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec((2, 4), torch.float32)
+HALF = TensorSpec((2, 2), torch.float32)
+
+
+def node(name: str, op: str, *args: Any, outputs: tuple[TensorSpec, ...] = (SPEC,)) -> Node:
+    return Node(name, op, args, (), outputs)
+
+
+def graph(nodes: tuple[Node, ...], *outputs: Ref, inputs: tuple[str, ...] = ("x",)) -> Graph:
+    made = Graph(
+        tuple(Input(name, InputKind.BATCH, SPEC) for name in inputs),
+        nodes,
+        tuple(Output(str(ref), OutputKind.RESULT, ref) for ref in outputs),
+    )
+    made.verify()
+    return made
+
+
+def test_runs_calls_in_order_with_several_outputs() -> None:
+    split = node("parts.0", "aten.split.Tensor", Ref("x"), 2, 1, outputs=(HALF, HALF))
+    cat = node("cat", "aten.cat.default", (Ref("parts.0", 1), Ref("parts.0")), 1)
+    add = Node("add", "aten.add.Tensor", (Ref("cat"), Ref("x")), (("alpha", 0.5),), (SPEC,))
+    run = compile_graph(graph((split, cat, add), Ref("add"), Ref("parts.0", 1)), CPU)
+    x = torch.arange(8.0).view(2, 4)
+    total, second = run([x])
+    assert torch.equal(total, torch.cat([x[:, 2:], x[:, :2]], 1) + 0.5 * x)
+    assert torch.equal(second, x[:, 2:])
+
+
+def test_numbers_without_a_literal() -> None:
+    calls = (
+        node("a", "aten.clamp.default", Ref("x"), -math.inf, math.inf),
+        node("b", "aten.full_like.default", Ref("a"), math.nan),
+        Node("c", "aten.to.dtype", (Ref("b"), torch.float64), (), (SPEC,)),
+    )
+    (found,) = compile_graph(graph(calls, Ref("c")), CPU)([torch.zeros(2, 4)])
+    assert found.dtype == torch.float64
+    assert found.isnan().all()
+
+
+def test_tensors_are_made_on_the_device_that_is_asked_for() -> None:
+    calls = (node("ones", "aten.ones.default", (2, 4)),)
+    (found,) = compile_graph(graph(calls, Ref("ones"), inputs=()), torch.device("meta"))([])
+    assert found.is_meta
+
+
+def test_an_input_may_be_an_output() -> None:
+    x = torch.zeros(2, 4)
+    assert compile_graph(graph((), Ref("x")), CPU)([x])[0] is x
+
+
+def test_values_are_freed_after_their_last_reader() -> None:
+    alive: list[int] = []
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            out = func(*args, **(kwargs or {}))
+            alive.append(sum(ref() is not None for ref in seen))
+            seen.append(weakref.ref(out))
+            return out
+
+    calls = tuple(
+        node(f"n{k}", "aten.neg.default", Ref(f"n{k - 1}" if k else "x")) for k in range(5)
+    )
+    given = [torch.zeros(2, 4)]
+    seen.append(weakref.ref(given[0]))
+    run = compile_graph(graph(calls, Ref("n4")), CPU)
+    with Watch():
+        run(given)
+    assert given == []
+    assert alive == [1, 1, 1, 1, 1]
+
+
+def test_lists_are_tuples_too() -> None:
+    one = node("one", "aten.split.Tensor", Ref("x"), 4, 1)
+    assert returns_tuple(one)
+    assert not returns_tuple(node("neg", "aten.neg.default", Ref("x")))
+    (found,) = compile_graph(graph((one,), Ref("one")), CPU)([torch.ones(2, 4)])
+    assert torch.equal(found, torch.ones(2, 4))

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import merakc
+from benchmarks.layouts import Task, train_layout, worst_difference
+from benchmarks.models import MODELS
+from benchmarks.ranks import run_ranks
+from benchmarks.reference import train_reference
+from merakc.cluster import NOMINAL_CPU
+from merakc.ir.program import Mesh
+from tests.battery.small_models import Words, assert_close, build, gradients, warm_up, words
+
+ROOT = Path(__file__).resolve().parents[1]
+# What torch's own pipelining cannot trace or cannot split.
+VARIANTS = (
+    "llama", "llama_tied", "qwen2", "mistral", "mixtral", "gpt_neox", "gpt2", "whisper", "t5",
+    "bart", "opt", "bert",
+)  # fmt: skip
+BOUND = 1e-10
+SCRIPT = """
+import torch
+import merakc
+from tests.battery.small_models import Words, build, words
+
+torch.set_num_threads(1)
+model = merakc.auto_parallel(build(Words), words(0), pp=2, micro_batches=2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2):
+    loss = model(**words(step))["loss"]
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(f"rank {model.rank}: {loss.item():.15g}", flush=True)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_stock_models_train_on_two_stages(name: str) -> None:
+    case = MODELS[name]
+    task = Task(case, Mesh(pp=2), 4, 2, 1, lift_casts=case.casts_float32)
+    ranks = run_ranks(2, train_layout, task)
+    plain = train_reference(
+        case, batch_size=4, micro_batches=2, steps=1, lift_casts=case.casts_float32
+    )
+    difference = worst_difference(ranks[0], [r.losses for r in ranks], plain, BOUND)
+    assert difference.error < BOUND, difference
+
+
+def test_one_process_without_torch_distributed() -> None:
+    assert not dist.is_initialized()
+    plain, given = build(Words), build(Words)
+    model = merakc.auto_parallel(given, words(0))
+    loss = model(**words(0))["loss"]
+    loss.backward()
+    wanted = plain(**words(0))["loss"]
+    wanted.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-12)
+    assert_close(model.full_gradients(), gradients(plain))
+    assert all(parameter.is_meta for parameter in given.parameters())  # taken over
+    assert (model.plan.dp, model.plan.tp, model.plan.pp) == (1, 1, 1)
+    prediction = model.plan.prediction
+    assert prediction is not None
+    assert prediction.step_s > 0
+    assert model.simulation is not None
+
+
+def test_the_predictions_of_a_given_cluster_are_the_same_at_every_run() -> None:
+    first, second = (
+        merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU).plan for _ in range(2)
+    )
+    assert first == second
+
+
+def test_ranks_started_by_torch_distributed_run(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        str(script),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "OMP_NUM_THREADS": "1",
+             "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    plain = build(Words)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss = plain(**words(step))["loss"]
+        loss.backward()
+        optimizer.step()
+    said = dict(line.split(": ") for line in sorted(done.stdout.splitlines()))
+    assert set(said) == {"rank 0", "rank 1"}
+    assert [float(text) for text in said.values()] == pytest.approx([loss.item()] * 2, rel=1e-12)
+
+
+def chosen() -> tuple[int, int, int, int, str, str]:
+    model = merakc.auto_parallel(build(Words), words(0), tp=2, cluster=NOMINAL_CPU)
+    plan = model.plan
+    return plan.dp, plan.tp, plan.pp, plan.micro_batches, plan.schedule, plan.recompute
+
+
+def test_what_is_left_open_is_chosen_alike_on_every_rank() -> None:
+    plans = run_ranks(4, chosen)
+    assert len(set(plans)) == 1
+    dp, tp, pp, micro_batches, schedule, recompute = plans[0]
+    assert tp == 2
+    assert dp * pp == 2
+    assert 8 % micro_batches == 0
+    assert schedule in ("1f1b", "gpipe")
+    assert recompute in ("none", "full")
+
+
+def test_recomputation_where_the_memory_does_not_suffice() -> None:
+    small = merakc.Cluster("small", 5e10, 1e10, 5e-6, 1, 2e-4, 1e9)
+    assert merakc.auto_parallel(build(Words), words(0), cluster=small).plan.recompute == "full"
+
+
+class _Shifted(nn.Module):
+    """Reads at the last valid position, which a batch of zeros does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(8, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        last = ids.gather(1, (ids != 0).sum(1, keepdim=True) - 1)
+        return self.table(last).square().mean()
+
+
+def test_a_model_that_cannot_run_on_zeros_is_predicted_by_formula() -> None:
+    model = merakc.auto_parallel(_Shifted(), {"ids": torch.ones(2, 3, dtype=torch.long)})
+    assert model.plan.prediction is not None
+    assert model.plan.prediction.step_s > 0
+    model(ids=torch.ones(2, 3, dtype=torch.long)).backward()

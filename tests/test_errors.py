@@ -1,0 +1,25 @@
+"""The tree of errors."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from merakc import errors
+
+ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_one_base_catches_every_error(error: type[Exception]) -> None:
+    assert issubclass(error, errors.MerakError)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_an_error_crosses_processes(error: type[Exception]) -> None:
+    # A failing rank hands its error to the parent.
+    back = pickle.loads(pickle.dumps(error("dp (3) does not divide the batch (8)")))
+    assert type(back) is error
+    assert str(back) == "dp (3) does not divide the batch (8)"

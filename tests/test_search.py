@@ -1,0 +1,97 @@
+"""Which meshes are tried, and which plan wins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks.models import MODELS
+from merakc.cluster import NOMINAL_CPU
+from merakc.errors import ConfigError, CutError, ShardError
+from merakc.frontend.record import Recording, record
+from merakc.ir.program import Mesh
+from merakc.search import Request, meshes, micro_batches_for, search
+
+BATCH_SIZE = 8
+
+
+@cache
+def recording(parts: int) -> Recording:
+    case = MODELS["gpt2"]
+    return record(case.model(), (), case.batch(BATCH_SIZE // parts))
+
+
+def test_all_meshes_of_the_world_multiply_to_it() -> None:
+    found = meshes(Request(12, 8))
+    assert len(found) == len(set(found)) == 18
+    assert all(mesh.world_size == 12 for mesh in found)
+
+
+def test_fixed_degrees_are_kept() -> None:
+    assert meshes(Request(8, 8, tp=2, pp=4)) == [Mesh(1, 2, 4)]
+    assert {mesh.dp for mesh in meshes(Request(8, 8, dp=2))} == {2}
+
+
+@pytest.mark.parametrize("degrees", [{"tp": 3}, {"dp": 2, "pp": 8}, {"dp": 1, "tp": 1, "pp": 1}])
+def test_degrees_that_do_not_multiply_to_the_world_are_refused(degrees: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="does not multiply to the 8 ranks"):
+        meshes(Request(8, 8, **degrees))
+
+
+def test_degrees_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tp is 0"):
+        meshes(Request(8, 8, tp=0))
+
+
+def test_micro_batches_divide_the_batch() -> None:
+    assert micro_batches_for(Request(4, 8), Mesh(4, 1, 1)) == 1
+    assert micro_batches_for(Request(2, 8), Mesh(1, 1, 2)) == 8
+    assert micro_batches_for(Request(2, 24), Mesh(1, 1, 2)) == 8
+    assert micro_batches_for(Request(4, 12), Mesh(1, 1, 4)) == 12
+    assert micro_batches_for(Request(2, 8, micro_batches=4), Mesh(1, 1, 2)) == 4
+    for wrong in (3, 0, 16):
+        with pytest.raises(ConfigError, match=f"8 samples does not divide into {wrong} micro-"):
+            micro_batches_for(Request(2, 8, micro_batches=wrong), Mesh(1, 1, 2))
+
+
+def test_the_fastest_plan_that_fits_is_taken() -> None:
+    request = Request(4, BATCH_SIZE)
+    plan, lowered = search(request, recording, NOMINAL_CPU)
+    assert lowered.plan is plan
+    assert plan.mesh in meshes(request)
+    assert plan.prediction is not None
+    best = plan.prediction.step_s / plan.dp
+    for mesh in meshes(request):
+        fixed = replace(request, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp)
+        other, _ = search(fixed, recording, NOMINAL_CPU)
+        assert other.prediction is not None
+        assert best <= other.prediction.step_s / other.dp
+
+
+def test_where_nothing_fits_recomputation_and_a_split_model_win() -> None:
+    roomy, _ = search(Request(4, BATCH_SIZE), recording, NOMINAL_CPU)
+    assert roomy.prediction is not None
+    tight = replace(NOMINAL_CPU, memory_bytes=max(roomy.prediction.peak_bytes) // 2)
+    plan, _ = search(Request(4, BATCH_SIZE), recording, tight)
+    assert plan.prediction is not None
+    assert max(plan.prediction.peak_bytes) < max(roomy.prediction.peak_bytes)
+    fixed, _ = search(Request(1, BATCH_SIZE), recording, tight)
+    assert fixed.recompute == "full"
+    kept, _ = search(Request(1, BATCH_SIZE, recompute="none"), recording, tight)
+    assert kept.recompute == "none"
+
+
+def test_the_users_choices_are_kept() -> None:
+    request = Request(2, BATCH_SIZE, pp=2, micro_batches=4, schedule="gpipe", recompute="full")
+    plan, _ = search(request, recording, NOMINAL_CPU)
+    assert (plan.pp, plan.micro_batches, plan.schedule, plan.recompute) == (2, 4, "gpipe", "full")
+    assert plan.batch_size == BATCH_SIZE
+
+
+def test_the_first_error_is_raised_where_no_mesh_works() -> None:
+    with pytest.raises(CutError, match="at most"):
+        search(Request(10_000, BATCH_SIZE, pp=10_000), recording, NOMINAL_CPU)
+    with pytest.raises(ShardError, match="tp=4096"):
+        search(Request(4096, BATCH_SIZE, tp=4096), recording, NOMINAL_CPU)
