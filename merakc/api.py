@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import os
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan, Prediction, load_plan
+from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.planner import Lowered, apply_plan, predict, stage_cost
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
@@ -40,6 +43,7 @@ from merakc.weights import find_placements, take_over
 
 SCHEDULES = ("auto", "1f1b", "gpipe")
 RECOMPUTE = ("auto", "none", "full")
+_living: WeakSet[Steps] = WeakSet()
 
 
 def auto_parallel(
@@ -141,6 +145,7 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int) -> ParallelModel
     together(lambda: bool(chunk()))  # a rank that cannot differentiate its part says so to all
     state = take_over(model, placements, groups, made.device, seed)
     steps = Steps(model, lowered, placements, groups, made.device, state, seed)
+    _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunk(), train=True)
     prediction, simulation = _simulated(steps, step, made.machines, measured=cluster is None)
@@ -169,12 +174,20 @@ def _start_distributed(device: torch.device) -> None:
                 )
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        atexit.register(_stop_distributed)  # gloo's threads may abort a process that ends first
+        atexit.register(dist.destroy_process_group)
+    atexit.unregister(_release_groups)  # once, and before the process group goes
+    atexit.register(_release_groups)
 
 
-def _stop_distributed() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _release_groups() -> None:
+    """Lets go of every process group, which ends its threads.
+
+    A thread of gloo's that still frees a tensor while Python shuts down aborts the process.
+    """
+    for steps in _living:
+        steps.close()
+    unbind_axes()
+    gc.collect()
 
 
 def _requested(

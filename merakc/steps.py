@@ -61,7 +61,7 @@ class CompiledStep:
         }
 
 
-@dataclass
+@dataclass(eq=False)
 class Steps:
     """Everything that a rank needs to run batches: the plan, its state, its compiled steps.
 
@@ -153,6 +153,11 @@ class Steps:
                         f"hold it as {place.layout}; plan in this mode, with this batch"
                     )
 
+    def close(self) -> None:
+        """Forgets the compiled steps and the process groups; nothing runs any more."""
+        self.compiled.clear()
+        self.groups.made.clear()
+
     def measure(self, step: CompiledStep) -> tuple[float, float] | None:
         """Measured seconds of this rank's forward and backward of a micro-batch; collective.
 
@@ -220,8 +225,9 @@ class Steps:
         own = result.loss if result.loss is not None and tp == 0 else None
         shared = torch.zeros((), dtype=dtype, device=self.device) if own is None else own.detach()
         shared = shared.reshape(()).clone()
-        if self.groups.mesh.world_size > 1:
-            dist.all_reduce(shared)
+        world = self.groups.axis("world")
+        if world is not None:
+            dist.all_reduce(shared, group=world)
         return shared
 
     def share_results(self, step: CompiledStep, result: StepResult, size: int) -> Tensors:

@@ -51,13 +51,15 @@ class Groups:
         return own
 
     def axis(self, name: str, copy: int = 0) -> dist.ProcessGroup | None:
-        """The group along one mesh axis ("dp", "tp", "pp") or "model": all ranks of one dp."""
+        """The group along one mesh axis ("dp", "tp", "pp"), "model": all ranks of one dp, or
+        "world": all ranks.
+        """
         mesh = self.mesh
         families: dict[Any, list[int]] = {}
         for rank in range(mesh.world_size):
             dp, pp, tp = mesh.coordinates(rank)
-            key = {"dp": (pp, tp), "tp": (dp, pp), "pp": (dp, tp), "model": (dp,)}[name]
-            families.setdefault(key, []).append(rank)
+            rest = {"dp": (pp, tp), "tp": (dp, pp), "pp": (dp, tp), "model": (dp,), "world": ()}
+            families.setdefault(rest[name], []).append(rank)
         return self.group(families.values(), copy)
 
     def holders(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
