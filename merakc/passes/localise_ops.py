@@ -1,0 +1,199 @@
+"""The ops that a tp rank calls in another form: with local shapes, or as a kernel of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
+from merakc.passes.dims import argument
+from merakc.passes.shard import Sharding
+
+
+class Writer(Protocol):
+    """What writes one rank's graph (`merakc.passes.localise.Localiser`), as the ops see it."""
+
+    sharding: Sharding
+    rank: int
+    nodes: list[Node]
+    now: dict[Ref, Ref]
+
+    def local_shape(self, node: Node, index: int = 0) -> tuple[int, ...]:
+        """The local shape of one of the node's outputs."""
+
+    def enter(self, ref: Ref) -> Ref:
+        """A value as an op on split dims reads it."""
+
+    def add(self, node: Node, args: Any, op: str | None = None) -> None:
+        """Adds a node under its own name with local outputs."""
+
+    def add_sum(self, node: Node, op: str, args: Any) -> Ref:
+        """Adds a node that leaves partial sums, and their all-reduce."""
+
+    def add_bias(self, node: Node, total: Ref, bias: Ref | None, view: tuple[int, ...]) -> None:
+        """Adds the bias of a product after its sum, once."""
+
+    def constant(self, name: str, value: torch.Tensor) -> Ref:
+        """A new constant input."""
+
+
+def _linear(out: Writer, node: Node) -> None:
+    bias = argument(node, 2, "bias")
+    if node.name not in out.sharding.partial:
+        out.add(node, map_refs(node.args, out.enter))
+        return
+    product = replace(node, kwargs=())
+    total = out.add_sum(product, node.op, map_refs(node.args[:2], out.enter))
+    out.add_bias(node, total, bias, (0,))
+
+
+def _addmm(out: Writer, node: Node) -> None:
+    if node.name not in out.sharding.partial:
+        out.add(node, map_refs(node.args, out.enter))
+        return
+    assert not node.kwargs, "addmm with alpha or beta"
+    total = out.add_sum(node, "aten.mm.default", map_refs(node.args[1:3], out.enter))
+    out.add_bias(node, total, node.args[0], (0,))
+
+
+def _convolution(out: Writer, node: Node) -> None:
+    args = map_refs(node.args, out.enter)
+    if node.name not in out.sharding.partial:
+        out.add(node, args)
+        return
+    total = out.add_sum(node, node.op, (*args[:2], None, *args[3:]))
+    spatial = len(node.spec.shape) - 2
+    out.add_bias(node, total, node.args[2], (node.spec.shape[1], *(1,) * spatial))
+
+
+def _shaped(out: Writer, node: Node) -> None:
+    """Reshape and expand: the shape that they are given is the local one."""
+    args = (*map_refs(node.args[:1], out.enter), out.local_shape(node), *node.args[2:])
+    out.add(node, args)
+
+
+def _squeeze(out: Writer, node: Node) -> None:
+    """A reshape: a split dim of which the rank has one is not to be squeezed."""
+    args = (*map_refs(node.args[:1], out.enter), out.local_shape(node))
+    out.add(replace(node, kwargs=()), args, "aten.reshape.default")
+
+
+def _slice(out: Writer, node: Node) -> None:
+    """The rank's part of a segment, or of several: what it has before them is skipped."""
+    lay = out.sharding.layouts[node.args[0]]
+    dim = argument(node, 1, "dim", 0) % len(lay.dims)
+    first = map_refs(node.args[:1], out.enter)
+    if not any(f.split for f in lay.dims[dim]):
+        out.add(node, (*first, *node.args[1:]))
+        return
+    full, length = lay.shape[dim], node.spec.shape[dim]
+    start = argument(node, 2, "start") or 0
+    start = max(start + full, 0) if start < 0 else start
+    index = lay.index(dim, out.sharding.tp, out.rank)
+    before, inside = ((index < end).sum().item() for end in (start, start + length))
+    out.add(replace(node, kwargs=()), (*first, dim, before, inside))
+
+
+def _split(out: Writer, node: Node) -> None:
+    dim = argument(node, 2, "dim", 0)
+    sizes = tuple(out.local_shape(node, k)[dim] for k in range(len(node.outputs)))
+    first = map_refs(node.args[:1], out.enter)
+    op = "aten.split_with_sizes.default"
+    out.add(replace(node, kwargs=()), (*first, sizes, dim), op)
+
+
+def _fresh(out: Writer, node: Node) -> None:
+    """A tensor made from nothing: made whole, then the rank's part is taken."""
+    lay = out.sharding.layouts[Ref(node.name)]
+    if not lay.is_split:
+        out.nodes.append(node)
+        return
+    whole = replace(node, name=f"{node.name}.whole")
+    out.nodes.append(whole)
+    ref = Ref(whole.name)
+    shape = list(node.spec.shape)
+    split = [k for k, dim in enumerate(lay.dims) if any(f.split for f in dim)]
+    for dim in split:
+        index = lay.index(dim, out.sharding.tp, out.rank)
+        shape[dim] = len(index)
+        constant = out.constant(f"{node.name}.index{dim}", index)
+        name = node.name if dim == split[-1] else f"{node.name}.part{dim}"
+        spec = TensorSpec(tuple(shape), node.spec.dtype)
+        op = "aten.index_select.default"
+        out.nodes.append(replace(node, name=name, op=op, args=(ref, dim, constant), kwargs=(),
+                                 outputs=(spec,)))  # fmt: skip
+        ref = Ref(name)
+
+
+def _rows(out: Writer, table: Ref, dim: int) -> tuple[int, int]:
+    """First row of this rank, and the number of all rows, of a table split by rows."""
+    lay = out.sharding.layouts[table]
+    (factor,) = lay.dims[dim]
+    return factor.bounds(out.sharding.tp, out.rank)[0], factor.size
+
+
+def _embedding(out: Writer, node: Node) -> None:
+    if node.name not in out.sharding.partial:
+        out.add(node, map_refs(node.args, out.enter))
+        return
+    table, ids = node.args[:2]
+    start, _ = _rows(out, table, 0)
+    padding = argument(node, 2, "padding_idx", -1)
+    args = (out.enter(table), out.now.get(ids, ids), start, padding)
+    out.add(replace(node, kwargs=()), args, "composite.vocab_parallel_embedding")
+
+
+def _cross_entropy(out: Writer, node: Node) -> None:
+    if node.name not in out.sharding.partial:
+        out.add(node, map_refs(node.args, out.enter))
+        return
+    logits, target = node.args[:2]
+    start, vocabulary = _rows(out, logits, 1)
+    rest = (
+        argument(node, 3, "reduction", 1),
+        argument(node, 4, "ignore_index", -100),
+        argument(node, 5, "label_smoothing", 0.0),
+    )
+    args = (out.enter(logits), out.now.get(target, target), start, vocabulary, *rest)
+    out.add(replace(node, kwargs=()), args, "composite.vocab_parallel_cross_entropy")
+
+
+def _dropout(out: Writer, node: Node) -> None:
+    """The mask of a shard is that part of the whole tensor's mask."""
+    x, seed, p, key = node.args[:4]
+    factors = [f for dim in out.sharding.layouts[Ref(node.name)].dims for f in dim]
+    bounds = [f.bounds(out.sharding.tp, out.rank) for f in factors]
+    sizes = tuple(f.size for f in factors)
+    starts = tuple(start for start, _ in bounds)
+    local = tuple(end - start for start, end in bounds)
+    out.add(node, (out.enter(x), seed, p, key, sizes, starts, local))
+
+
+SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
+    "aten.linear.default": _linear,
+    "aten.addmm.default": _addmm,
+    "aten.convolution.default": _convolution,
+    "aten.reshape.default": _shaped,
+    "aten.expand.default": _shaped,
+    "aten.squeeze.default": _squeeze,
+    "aten.squeeze.dim": _squeeze,
+    "aten.squeeze.dims": _squeeze,
+    "aten.slice.Tensor": _slice,
+    "aten.split.Tensor": _split,
+    "aten.split_with_sizes.default": _split,
+    "aten.embedding.default": _embedding,
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    "merakc.dropout.default": _dropout,
+    **dict.fromkeys(
+        (
+            "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
+            "aten.full.default", "aten.zeros.default", "aten.ones.default",
+            "aten.scalar_tensor.default", "aten.new_ones.default", "aten.new_zeros.default",
+            "aten.new_full.default",
+        ),
+        _fresh,
+    ),
+}  # fmt: skip
