@@ -72,7 +72,15 @@ def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, t
 
 def path_name(path: Sequence[Any]) -> str:
     """The name of a leaf of (args, kwargs): `input_ids`, `0`, `targets.boxes`."""
-    return ".".join(str(getattr(p, "key", getattr(p, "idx", p))) for p in path[1:])
+    return ".".join(_step(p) for p in path[1:])
+
+
+def _step(entry: Any) -> str:
+    """A mapping's key, a sequence's index or a named tuple's field."""
+    for attribute in ("key", "idx", "name"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -86,3 +88,14 @@ def test_specs_of_another_rank() -> None:
     assert kwargs["x"].is_meta
     with pytest.raises(ConfigError, match="holds 2 tensors, rank 0's 1"):
         with_tensor_specs((), mine, tensor_specs((), {"x": mine["x"]}))
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: list[torch.Tensor]
+
+
+def test_the_names_of_leaves() -> None:
+    x = torch.zeros(2)
+    found = named_tensors((x,), {"ids": x, "pair": Pair(x, [x]), "more": {"y": x}})
+    assert list(found) == ["0", "ids", "pair.left", "pair.right.0", "more.y"]

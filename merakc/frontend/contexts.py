@@ -74,16 +74,28 @@ def _fake(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def module_names(model: torch.nn.Module, names: list[str]) -> Iterator[None]:
-    """Keeps the path of the module that is running on top of `names`."""
+def module_names(
+    model: torch.nn.Module, names: list[str], passing: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Keeps the path of the module that is running on top of `names`.
+
+    `passing` is called whenever a module starts or returns, while the one that ran until then is
+    still on top.
+    """
     handles: list[Any] = []
 
     def hook(path: str, module: torch.nn.Module) -> None:
         def enter(_module: torch.nn.Module, _args: Any) -> None:
+            if names:
+                passing()
             names.append(path)
 
-        def leave(_module: torch.nn.Module, _args: Any, _out: Any) -> None:
-            names.pop()
+        def leave(_module: torch.nn.Module, _args: Any, out: Any) -> None:
+            try:
+                if out is not None:  # a forward that fails raises an error of its own
+                    passing()
+            finally:
+                names.pop()
 
         handles.append(module.register_forward_pre_hook(enter, prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
@@ -99,13 +111,26 @@ def module_names(model: torch.nn.Module, names: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
-    """torch.compiler's flags as during export, so that libraries take their safe branches."""
+    """torch.compiler's flags as during export, so that libraries take their safe branches.
+
+    Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a kernel
+    for whole layers that runs on CPUs only.
+    """
     before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    torch._check_tensor_all_with = _unchecked
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
+        torch._C._set_mkldnn_enabled(mkldnn)
+        torch._check_tensor_all_with = check
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
+    """In the place of torch's, which reads whether all elements of `cond` are true."""
 
 
 @contextlib.contextmanager

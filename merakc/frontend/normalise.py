@@ -46,7 +46,6 @@ RENAMED = {
 NO_RANDOM = (
     "of the random ops merakc supports dropout so far: others would draw differently on each layout"
 )
-RECURRENT = ("aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input")
 
 
 def decomposes(func: Any) -> bool:
@@ -58,12 +57,6 @@ def decomposes(func: Any) -> bool:
 
 def refused(op: str, args: Sequence[Any]) -> tuple[str, str] | None:
     """What is wrong with a call, and the remedy, where its graph would not be what eager does."""
-    if op in RECURRENT and args[4] > 1 and args[5] > 0.0 and args[6]:
-        # torch's decomposition of these ops (2.13) leaves the dropout out.
-        return (
-            f"dropout between the layers of {op}",
-            "use one-layer modules with nn.Dropout between",
-        )
     if op == "aten.embedding.default" and len(args) > 4 and args[4]:
         return "an embedding with sparse gradients", "make it with sparse=False"
     return None

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import sys
+from types import CodeType, FrameType
 
 import torch
 
-# torch's own frames, and those of this package, are not the user's.
+# torch's own frames, and those of this package, are not the user's; nor are the modes and tensor
+# subclasses that stand between a call and torch.
 _OURS = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0], "<")
+_HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
 def user_line() -> str:
     """`file:line` of the innermost frame outside torch and the recorder; empty if there is none."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back  # type: ignore[assignment]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _passes_on(frame.f_code):
+        frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+
+
+def _passes_on(code: CodeType) -> bool:
+    return code.co_filename.startswith(_OURS) or code.co_name in _HOOKS

@@ -117,6 +117,31 @@ def test_the_compilers_flags() -> None:
     assert not torch.compiler.is_exporting()
 
 
+def test_checks_of_values_pass_and_lstms_are_taken_apart() -> None:
+    false = torch.tensor([True, False])
+
+    def check_and_fail() -> None:
+        torch._check_tensor_all(false, lambda: "not all")
+        assert not torch._C._get_mkldnn_enabled()
+        raise KeyError
+
+    enabled = torch._C._get_mkldnn_enabled()
+    with pytest.raises(KeyError), exporting():
+        check_and_fail()
+    assert torch._C._get_mkldnn_enabled() == enabled
+    with pytest.raises(RuntimeError, match="not all"):
+        torch._check_tensor_all(false, lambda: "not all")
+
+
+def test_starts_and_returns_are_told() -> None:
+    names: list[str] = []
+    seen: list[str] = []
+    model = Small(lambda s, x: s.b(s.a(x)), a=nn.Identity(), b=nn.Identity())
+    with module_names(model, names, lambda: seen.append(names[-1])):
+        model(torch.ones(1))
+    assert seen == ["", "a", "", "b", ""]
+
+
 def test_calls_of_custom_functions_are_handed_over() -> None:
     class Double(torch.autograd.Function):
         @staticmethod

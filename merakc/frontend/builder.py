@@ -1,0 +1,156 @@
+"""A graph while it is written: its inputs, its nodes, and the tensors that stand for its values."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from merakc.batches import path_name
+from merakc.errors import RecordError
+from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
+from merakc.frontend.contexts import Slot
+from merakc.frontend.results import find_loss
+from merakc.frontend.source import user_line
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
+
+
+class GraphBuilder:
+    """Inputs, nodes and outputs so far; which tensor of the recording is which value."""
+
+    def __init__(self, fake_mode: FakeTensorMode) -> None:
+        self.fake_mode = fake_mode
+        self.inputs: list[Input] = []
+        self.nodes: list[Node] = []
+        self.outputs: list[Output] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.functions: dict[str, functools.partial[Any]] = {}
+        self.aliases = Aliases(lambda op, args, spec: self._add(op, args, {}, (spec,)))
+        self.states: list[tuple[Slot, Alias]] = []
+        self.modules: list[str] = []
+        self.names: dict[str, int] = {}
+        self.grads: set[Ref] = set()  # values that require a gradient
+
+    # ------------------------------------------------------------------ inputs and outputs
+
+    def state_input(self, slot: Slot) -> None:
+        """A parameter or buffer of the model."""
+        kind = InputKind.PARAMETER if slot.is_parameter else InputKind.BUFFER
+        storage = Storage(target=slot.name, is_parameter=slot.is_parameter)
+        ref = self._input(slot.name, kind, slot.fake, slot.name, slot.fake.requires_grad)
+        self.states.append((slot, self.aliases.add(slot.fake, ref, storage)))
+
+    def batch_input(self, path: Any, leaf: Any) -> Any:
+        """A leaf of the batch: tensors become inputs, other values stay as they are."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        target = path_name(path)
+        if leaf.requires_grad and torch.is_grad_enabled():
+            raise RecordError(
+                f"tensor '{target}' of the batch requires a gradient, and merakc gives gradients "
+                "to parameters only; detach it, or make what computes it a part of the model"
+            )
+        with self.fake_mode:
+            fake = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self.aliases.add(fake, self._input(target, InputKind.BATCH, fake, target, False))
+        return fake
+
+    def finish(self, out: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
+        """Makes the tensors of `out` and the written buffers outputs of the graph."""
+        leaves, structure = pytree.tree_flatten_with_path(out)
+        loss = find_loss(out)
+        names: list[Any] = []
+        for path, leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                names.append(leaf)
+                continue
+            name = pytree.keystr(path).strip("[]'.") or "output"
+            kind = OutputKind.LOSS if leaf is loss else OutputKind.RESULT
+            loss = None if leaf is loss else loss  # returned twice, it is still one loss
+            self.outputs.append(Output(name, kind, self._ref(leaf)))
+            names.append(name)
+        for slot, alias in self.states:
+            ref = self._state(slot, alias)
+            if ref is not None:
+                self.outputs.append(Output(slot.name, OutputKind.BUFFER, ref))
+        return tuple(names), structure
+
+    def _state(self, slot: Slot, alias: Alias) -> Ref | None:
+        """The new value of a buffer that the forward wrote or replaced."""
+        now = slot.states.get(slot.key)
+        if now is slot.fake:
+            return self.aliases.ref(alias) if alias.storage.written else None
+        if slot.is_parameter or not isinstance(now, torch.Tensor) or spec_of(now) != alias.spec:
+            raise RecordError(
+                f"the forward puts something else in the place of '{slot.name}' ({alias.spec}); "
+                "merakc keeps the new value of a buffer, of the same shape and dtype"
+            )
+        return self._ref(now)
+
+    def graph(self) -> Graph:
+        """What was recorded; parameters and buffers that nothing reads are left out."""
+        read = {r.node for n in self.nodes for r in n.refs} | {o.ref.node for o in self.outputs}
+        kept = tuple(i for i in self.inputs if i.name in read)
+        constants = {name: value.detach().clone() for name, value in self.constants.items()}
+        return Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
+
+    # ------------------------------------------------------------------ pieces of a node
+
+    def _input(
+        self, name: str, kind: InputKind, fake: torch.Tensor, target: str, grad: bool
+    ) -> Ref:
+        ref = Ref(self._unique(name))
+        spec = TensorSpec(tuple(fake.shape), fake.dtype)
+        self.inputs.append(Input(ref.node, kind, spec, target, grad))
+        if grad:
+            self.grads.add(ref)
+        return ref
+
+    def _unique(self, name: str) -> str:
+        count = self.names.get(name, -1) + 1
+        self.names[name] = count
+        return name if count == 0 else self._unique(f"{name}_{count}")
+
+    def _ref(self, tensor: torch.Tensor) -> Ref:
+        alias = self.aliases.find(tensor)
+        if alias is not None:
+            return self.aliases.ref(alias)
+        assert not isinstance(tensor, FakeTensor), "a tensor that no call made"
+        ref = self._input("constant", InputKind.CONSTANT, tensor, "", False)
+        self.constants[ref.node] = tensor
+        self.aliases.add(tensor, ref)
+        return ref
+
+    def _args(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._ref(value)
+        if isinstance(value, (tuple, list)):
+            return tuple(self._args(v) for v in value)
+        if isinstance(value, dict):
+            return {k: self._args(v) for k, v in value.items()}
+        return value
+
+    def _emit(self, op: str, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> Ref:
+        specs = tuple(spec_of(o) if isinstance(o, torch.Tensor) else None for o in outs)
+        return self._add(op, args, kwargs, specs)
+
+    def _add(
+        self, op: str, args: Any, kwargs: dict[str, Any], specs: tuple[TensorSpec | None, ...]
+    ) -> Ref:
+        node = Node(
+            self._unique(op.split(".")[1]), op, args, tuple(kwargs.items()), specs,
+            self.modules[-1] if self.modules else "", user_line(), torch.is_grad_enabled(),
+        )  # fmt: skip
+        self.nodes.append(node)
+        self.grads.update(node.grad_outputs(self.grads))
+        return Ref(node.name)
+
+    def _alias(self, tensor: torch.Tensor) -> Alias:
+        self._ref(tensor)
+        alias = self.aliases.find(tensor)
+        assert alias is not None
+        return alias

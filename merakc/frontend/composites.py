@@ -1,0 +1,82 @@
+"""Composite ops that are taken apart here, because torch's own way of it does not fit a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def part_by_part(op: str, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What computes the same as the composite op `op` called with `args`, in plain ops; or None."""
+    if op.startswith("aten.adaptive_avg_pool") and all(size == 1 for size in args[1]):
+        return _mean_pool
+    if op in RECURRENT and args[4] > 1 and args[5] > 0.0 and args[6]:
+        return RECURRENT[op]
+    return None
+
+
+def _mean_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
+    """Adaptive average pooling of the last dims to size 1: torch's changes its strides in place."""
+    return x.mean([-k for k in range(len(output_size), 0, -1)], keepdim=True)
+
+
+# torch's decompositions (2.13) of recurrent ops leave out the dropout between their layers.
+
+
+def _layers(
+    run: Callable[..., tuple[Tensor, ...]],
+    x: Tensor,
+    states: Sequence[Tensor],
+    params: Sequence[Tensor],
+    layers: int,
+    directions: int,
+    dropout: float,
+) -> tuple[Tensor, ...]:
+    """Runs a stack layer by layer, `run(x, states, params)`, with dropout between.
+
+    `states` are [layers * directions, batch, hidden]; returns the output and the last states.
+    """
+    each = len(params) // layers
+    last: list[Sequence[Tensor]] = []
+    for layer in range(layers):
+        own = [s[layer * directions : (layer + 1) * directions] for s in states]
+        x, *after = run(x, own, params[layer * each : (layer + 1) * each])
+        last.append(after)
+        if layer < layers - 1:
+            x = torch.dropout(x, dropout, True)
+    return x, *(torch.cat(parts) for parts in zip(*last, strict=True))
+
+
+def _one_by_one(op: Any) -> Callable[..., Any]:
+    """The layers of `op(x, states, params, has_biases, layers, dropout, train, ...)`."""
+
+    def call(
+        x: Tensor,
+        states: Any,
+        params: Sequence[Tensor],
+        biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        single = isinstance(states, Tensor)
+
+        def run(x: Tensor, states: Sequence[Tensor], params: Sequence[Tensor]) -> Any:
+            given = states[0] if single else states
+            return op(x, given, params, biases, 1, 0.0, train, bidirectional, batch_first)
+
+        all_states = [states] if single else states
+        return _layers(run, x, all_states, params, layers, 1 + bidirectional, dropout)
+
+    return call
+
+
+RECURRENT: dict[str, Callable[..., Any]] = {
+    f"aten.{name}.input": _one_by_one(getattr(torch.ops.aten, name).input)
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}

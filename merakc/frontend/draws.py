@@ -1,0 +1,65 @@
+"""Random numbers that a forward draws outside torch's dispatcher, which a recording cannot see."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from merakc.errors import RecordError
+
+LIBRARIES = ("Python's random", "numpy.random", "torch")
+
+
+class DrawWatch:
+    """Compares the states of the global generators as a forward goes from module to module."""
+
+    def __init__(self) -> None:
+        self.states = _states()
+
+    def check(self, path: str, module: torch.nn.Module) -> None:
+        """Raises `RecordError` if numbers were drawn since the last call, by module `path`.
+
+        Tensors of a recording draw none, so what changed is a number that the graph would hold on
+        to. What was drawn is given back: the states are put back as they were.
+        """
+        now = _states()
+        for library, before, after in zip(LIBRARIES, self.states, now, strict=True):
+            if not _same(before, after):
+                _restore(self.states)
+                raise RecordError(
+                    f"module '{path}' ({_place(module)}) draws random numbers from {library} in "
+                    "its forward, and one recording would use the same ones in every step; switch "
+                    "the draw off (for masks of speech models: mask_time_prob=0), or give what it "
+                    "draws in the batch (mask_time_indices)"
+                )
+
+
+def _states() -> tuple[Any, ...]:
+    generator = torch.default_generator
+    return random.getstate(), np.random.get_state(), generator.get_state()
+
+
+def _restore(states: Sequence[Any]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.default_generator.set_state(states[2])
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, torch.Tensor):
+        return torch.equal(before, after)
+    if isinstance(before, tuple):
+        return all(_same(b, a) for b, a in zip(before, after, strict=True))
+    return (
+        bool(np.array_equal(before, after)) if isinstance(before, np.ndarray) else before == after
+    )
+
+
+def _place(module: torch.nn.Module) -> str:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else type(module).__name__
