@@ -1,10 +1,11 @@
-"""Models of other packages, where those are installed: x-transformers and diffusers."""
+"""Models of other packages, x-transformers and diffusers, imported when a model is built."""
 
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -76,9 +77,16 @@ def _same_image(inner: nn.Module, pixel_values: torch.Tensor, labels: torch.Tens
     return F.mse_loss(inner(pixel_values).sample, pixel_values)
 
 
+def _library(name: str) -> ModuleType:
+    """Imports a package that is slow to import, and whose deprecated calls are not our concern."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(name)
+
+
 def _x_transformers(layers: str, **options: Any) -> Callable[[float], nn.Module]:
     def build(dropout: float) -> nn.Module:
-        library = importlib.import_module("x_transformers")
+        library = _library("x_transformers")
         inner = library.TransformerWrapper(
             num_tokens=ODD_VOCABULARY,
             max_seq_len=SEQUENCE,
@@ -93,7 +101,7 @@ def _x_transformers(layers: str, **options: Any) -> Callable[[float], nn.Module]
 
 
 def _x_vit(dropout: float) -> nn.Module:
-    library = importlib.import_module("x_transformers")
+    library = _library("x_transformers")
     layers = library.Encoder(
         dim=HIDDEN, depth=LAYERS, heads=HEADS, attn_dim_head=HIDDEN // HEADS, ff_dropout=dropout
     )
@@ -107,7 +115,7 @@ def _diffusers(
     name: str, loss: Callable[..., torch.Tensor], **sizes: Any
 ) -> Callable[[float], nn.Module]:
     def build(dropout: float) -> nn.Module:
-        inner = getattr(importlib.import_module("diffusers"), name)(**sizes, dropout=dropout)
+        inner = getattr(_library("diffusers"), name)(**sizes, dropout=dropout)
         for module in inner.modules():
             if hasattr(module, "dropout_prob"):  # of the class labels; no config names it
                 module.dropout_prob = dropout
@@ -172,7 +180,4 @@ _DIFFUSERS = (
     ),
 )  # fmt: skip
 
-PACKAGES: tuple[ModelCase, ...] = (
-    *(_X_TRANSFORMERS if find_spec("x_transformers") else ()),
-    *(_DIFFUSERS if find_spec("diffusers") else ()),
-)
+PACKAGES: tuple[ModelCase, ...] = (*_X_TRANSFORMERS, *_DIFFUSERS)

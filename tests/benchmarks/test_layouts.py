@@ -87,6 +87,19 @@ def test_a_gradient_that_is_zero_in_theory_may_be_other_rounding_but_must_stay_z
     assert error(1e-11) > 1e-10
 
 
+def test_a_buffer_that_is_zero_in_theory_may_be_other_rounding_but_must_stay_zero() -> None:
+    buffers = {"mean": torch.tensor([1e-17]), "var": torch.tensor([0.5]), "n": torch.tensor(3)}
+    good = dataclasses.replace(_reference(), buffers=buffers)
+
+    def error(**changed: torch.Tensor) -> float:
+        ours = dataclasses.replace(good, buffers={**buffers, **changed})
+        return worst_difference(ours, [(1.0,)], good, 1e-10).error
+
+    assert error(mean=torch.tensor([-2e-17])) < 1e-10
+    assert error(mean=torch.tensor([1e-11])) > 1e-10
+    assert error(n=torch.tensor(4)) > 0.1
+
+
 def test_inequality_names_the_first_tensor() -> None:
     good = _reference()
     other = dataclasses.replace(good, weights={"w": torch.tensor([2.0, 1.0 + 1e-6])})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def test_a_trace_knows_size_and_time() -> None:
     assert row.parameters == 20
     assert row.nodes > 2
     assert row.trace_s > 0
+    assert trace("peeking") == Row("peeking", 20)
 
 
 def test_a_cell_gives_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,19 +117,49 @@ def test_the_command_writes_page_and_figures(
 ) -> None:
     monkeypatch.setattr(merakc, "auto_parallel", stand_in(samples))
     figures, doc = tmp_path / "zoo.json", tmp_path / "zoo.md"
-    arguments = ("--models", "small", "--json", str(figures), "--doc", str(doc))
+    arguments = ("--only", "small", "--json", str(figures), "--doc", str(doc))
     code, output = _run(*arguments, "--cells", "traces,pp=2")
     assert code == 0, output
     assert json.loads(figures.read_text())[0]["cells"]["pp=2"]["error"]["error"] < BOUND
+    assert "[1/1] small: " in output
+    assert "passed: 2 of 2 cells (100.0 %) of 1 models are equal" in output
     assert "| small | ✓ | ✓ | 20 |" in doc.read_text()
     code, output = _run(*arguments, "--cells", "traces,tp=2")
     assert code == 1
-    assert "| small | ✓ | ✗ 1 | 20 |" in doc.read_text()
+    assert "FAILED: 1 of 2 cells (50.0 %)" in output
+    assert re.search(r"\| small \| ✓ \| ✗ \| 20 \|.*\| 1 \|$", doc.read_text(), re.MULTILINE)
     assert "1. ShardError: the stand-in knows no tp" in doc.read_text()
+
+
+def test_the_documentation_has_the_page_of_all_models_and_cells_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(merakc, "auto_parallel", stand_in(samples))
+    monkeypatch.setattr(zoo, "CELLS", {"traces": (1, 1, 1)})
+    monkeypatch.setattr(zoo, "PAGE", tmp_path / "zoo.md")
+    _run("--cells", "traces", "--only", "small")
+    assert not zoo.PAGE.exists()
+    code, output = _run("--cells", "traces")
+    assert code == 0, output
+    assert "| small | ✓ |" in zoo.PAGE.read_text()
+
+
+def test_unknown_models_and_cells_are_refused() -> None:
+    for option, known in (("--only", "small, peeking"), ("--cells", "traces, tp=2")):
+        code, output = _run(option, "no-such")
+        assert code == 2
+        assert "no-such not known; choose of" in output
+        assert known in output
 
 
 def test_the_page_lists_whole_ops_by_op() -> None:
     ops = ("aten.roll.default at a.py:1", "aten.roll.default at a.py:2")
     text = page([Row("m", 1, 0.0, 1, ops, {"traces": Cell(Difference(1.0, "w"), "off")})], 1.0)
     assert "- `aten.roll.default`: m\n" in text
-    assert "| m | **WRONG** 1 | 1 | 0.00 | 1 | 2 |" in text
+    assert "| m | **wrong** | 1 | 0.00 | 1 | 2 | 1 |" in text
+
+
+def test_a_reason_is_one_line_without_paths_of_this_machine() -> None:
+    reason = 'KeyError: 1\n (File "/opt/env/lib/site-packages/torch/x.py", line 2, in f)'
+    text = page([Row("m", cells={"traces": Cell(reason=reason)})], 1.0)
+    assert '1. KeyError: 1 (File "site-packages/torch/x.py", line 2, in f)\n' in text

@@ -15,10 +15,26 @@ OURS = ("transformer_encoder", "resnet")
 NEW = [name for name in ZOO if name not in MODELS]
 
 
+# What the coverage page must have, by name.
+PROMISED = """
+    gpt2 gpt_neo gptj gpt_neox opt bloom falcon llama mistral mixtral qwen2 qwen3 qwen2_moe gemma2
+    gemma3 phi3 stablelm olmo2 cohere granite deepseek_v3 mamba rwkv
+    bert roberta albert electra deberta_v2 distilbert modernbert
+    t5 mt5 bart mbart pegasus m2m_100 whisper speech_to_text
+    vit swin deit dinov2 convnext segformer resnet
+    clip blip siglip llava wav2vec2 hubert
+    nn_transformer unet mlp_mixer lstm dit
+"""
+
+
+def test_the_zoo_has_every_promised_architecture() -> None:
+    assert set(PROMISED.split()) <= ZOO.keys()
+
+
 def test_the_zoo_is_large_and_not_only_transformers() -> None:
     assert sum(map(len, FAMILIES.values())) == len(ZOO), "two cases of one name"
     assert len(ZOO) >= 48
-    assert len(FAMILIES["plain PyTorch"]) + len(OURS) >= 10
+    assert len(FAMILIES["plain PyTorch"]) + len(FAMILIES["other packages"]) + len(OURS) >= 20
 
 
 @pytest.mark.parametrize("name", NEW)
