@@ -2,8 +2,11 @@
 
 `merakc::copy_to` and `merakc::all_reduce` are f and g of Megatron-LM (arXiv 1909.08053, section 3):
 f is the identity forward and an all-reduce backward, at the entry of a region where ranks hold
-different parts; g the reverse, at its exit. `merakc::all_gather` is for an exit too: what follows
-is computed alike on every rank, so its backward keeps this rank's slice and adds nothing up.
+different parts; g the reverse, at its exit. Sequence parallelism (arXiv 2205.05198, section 4.2)
+splits what lies between an exit and the next entry: `merakc::reduce_scatter` and
+`merakc::gather_to` are the same exit and entry from and to parts. `merakc::all_gather` and
+`merakc::scatter` have computations on the whole side that are alike on every rank, so that nothing
+is added up in either direction.
 
 An axis is a name that the runtime binds to a process group. Tracing on fake tensors needs none.
 All results are new and contiguous.
@@ -11,7 +14,7 @@ All results are new and contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +73,24 @@ def all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) 
     return out
 
 
+def gather_to(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    """Like `all_gather`, for ranks that go on with different parts; backward: `reduce_scatter`."""
+    out: Tensor = torch.ops.merakc.gather_to(x, axis, dim, sizes, rank)
+    return out
+
+
+def reduce_scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    """This rank's slice along `dim` of the sum of every rank's x; backward: `all_gather`."""
+    out: Tensor = torch.ops.merakc.reduce_scatter(x, axis, dim, sizes, rank)
+    return out
+
+
+def scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    """This rank's slice of x, which all ranks hold alike; backward: `all_gather`."""
+    out: Tensor = torch.ops.merakc.scatter(x, axis, dim, sizes, rank)
+    return out
+
+
 def all_reduce_now(x: Tensor, axis: str, reduce: str) -> Tensor:
     """What `merakc::all_reduce` computes, past the dispatcher and autograd."""
     out, work = all_reduce_async(x, axis, reduce)
@@ -112,6 +133,24 @@ def _all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int)
     return torch.cat(trimmed, dim, out=x.new_empty(block))
 
 
+def _reduce_scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    group = axis_group(axis)
+    assert len(sizes) == group.size(), (sizes, group.size())
+    assert x.shape[dim] == sum(sizes), (x.shape, dim, sizes)
+    block = list(x.shape)
+    block[dim] = max(sizes)
+    blocks = [x.new_zeros(block) for _ in sizes]
+    for own, part in zip(blocks, x.split(list(sizes), dim), strict=True):
+        own.narrow(dim, 0, part.shape[dim]).copy_(part)
+    out = x.new_empty(block)
+    dist.reduce_scatter(out, blocks, group=group)
+    return _contiguous_copy(out.narrow(dim, 0, sizes[rank])) if len(set(sizes)) > 1 else out
+
+
+def _scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    return _contiguous_copy(x.narrow(dim, sum(sizes[:rank]), sizes[rank]))
+
+
 # Registration
 
 
@@ -122,6 +161,12 @@ def _fake_same(x: Tensor, *_: Any) -> Tensor:
 def _fake_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
+    return x.new_empty(shape)
+
+
+def _fake_part(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sizes[rank]
     return x.new_empty(shape)
 
 
@@ -143,13 +188,14 @@ def _differentiate_copy_to(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return all_reduce(grad, ctx.axis), None
 
 
-def _save_all_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, ctx.dim, ctx.sizes, ctx.rank = inputs
+def _save_rest(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rest = inputs[1:]
 
 
-def _differentiate_all_gather(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    start = sum(ctx.sizes[: ctx.rank])
-    return grad.narrow(ctx.dim, start, ctx.sizes[ctx.rank]), None, None, None, None
+def _conjugate(
+    op: Callable[[Tensor, str, int, Sequence[int], int], Tensor],
+) -> Callable[[Any, Tensor], tuple[Tensor | None, ...]]:
+    return lambda ctx, grad: (op(grad, *ctx.rest), None, None, None, None)
 
 
 torch.library.define("merakc::all_reduce", "(Tensor x, str axis, str reduce) -> Tensor")
@@ -166,11 +212,17 @@ torch.library.register_autograd(
     "merakc::copy_to", _differentiate_copy_to, setup_context=_save_copy_to
 )
 
-torch.library.define(
-    "merakc::all_gather", "(Tensor x, str axis, int dim, int[] sizes, int rank) -> Tensor"
-)
-torch.library.impl("merakc::all_gather", "default", _all_gather)
-torch.library.register_fake("merakc::all_gather", _fake_all_gather)
-torch.library.register_autograd(
-    "merakc::all_gather", _differentiate_all_gather, setup_context=_save_all_gather
-)
+for _name, _run, _fake, _backward in (
+    ("all_gather", _all_gather, _fake_all_gather, scatter),
+    ("gather_to", _all_gather, _fake_all_gather, reduce_scatter),
+    ("reduce_scatter", _reduce_scatter, _fake_part, all_gather),
+    ("scatter", _scatter, _fake_part, all_gather),
+):
+    torch.library.define(
+        f"merakc::{_name}", "(Tensor x, str axis, int dim, int[] sizes, int rank) -> Tensor"
+    )
+    torch.library.impl(f"merakc::{_name}", "default", _run)
+    torch.library.register_fake(f"merakc::{_name}", _fake)
+    torch.library.register_autograd(
+        f"merakc::{_name}", _conjugate(_backward), setup_context=_save_rest
+    )

@@ -10,8 +10,8 @@ class Cluster:
     """One kind of device and one kind of link between any two of them.
 
     `flops_per_s` is what large matrix products reach, `bytes_per_s` the memory bandwidth that
-    elementwise ops reach, `op_overhead_s` the time an op takes whatever its size. A collective or
-    message of n bytes takes `link_latency_s` + n / `link_bytes_per_s`.
+    elementwise ops reach, `op_overhead_s` the time an op takes whatever its size. A message of n
+    bytes takes `link_latency_s` + n / `link_bytes_per_s`, an all-reduce moves its bytes twice.
     """
 
     name: str

@@ -16,7 +16,8 @@ LINK_LATENCY_S, LINK_BYTES_PER_S = 2e-4, 1e9
 
 
 def measure_link(device: torch.device) -> tuple[float, float]:
-    """Latency (seconds) and bandwidth (bytes per second) of an all-reduce over all ranks.
+    """Latency (seconds) and bandwidth (bytes per second and direction), by all-reduces over all
+    ranks, which move their bytes twice.
 
     The slowest rank's figures, so that all ranks have the same.
     """
@@ -29,7 +30,7 @@ def measure_link(device: torch.device) -> tuple[float, float]:
     slowest = torch.tensor([latency_s, large_s], device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     latency_s, large_s = slowest.tolist()
-    return latency_s, LARGE_BYTES / max(large_s - latency_s, 1e-6)
+    return latency_s, 2 * LARGE_BYTES / max(large_s - latency_s, 1e-6)
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -19,7 +19,8 @@ FREE = frozenset(
      "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
      "merakc.copy_to.default"}
 )  # fmt: skip
-COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default")
+COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
+               "merakc.gather_to.default", "merakc.reduce_scatter.default")  # fmt: skip
 
 
 def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:

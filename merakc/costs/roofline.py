@@ -12,12 +12,18 @@ from merakc.cluster import Cluster
 from merakc.costs.flops import COLLECTIVES, FREE, node_bytes, node_flops
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 
+# How often a collective moves its tensor over a rank's link. A ring all-reduce is a reduce-scatter
+# and an all-gather (Patarasuk and Yuan, JPDC 69(2), 2009), each (n - 1) / n times on n ranks.
+WIRE = {op: 2 if "all_reduce" in op else 1 for op in COLLECTIVES}
+
 
 def node_seconds(node: Node, specs: Mapping[Ref, TensorSpec], cluster: Cluster) -> float:
     """Seconds of one node."""
     if node.op in COLLECTIVES:
-        wire = sum(o.size_bytes for o in node.outputs if o is not None)
-        return cluster.link_latency_s + wire / cluster.link_bytes_per_s
+        sizes = [specs[r].size_bytes for r in node.refs]
+        sizes += [o.size_bytes for o in node.outputs if o is not None]
+        wire_bytes = WIRE[node.op] * max(sizes)
+        return cluster.link_latency_s + wire_bytes / cluster.link_bytes_per_s
     if node.op in FREE:
         return cluster.op_overhead_s
     arithmetic = node_flops(node, specs) / cluster.flops_per_s

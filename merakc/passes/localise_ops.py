@@ -10,7 +10,7 @@ import torch
 
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.passes.dims import argument
-from merakc.passes.shard import Sharding
+from merakc.passes.sharding import Sharding
 
 
 class Writer(Protocol):

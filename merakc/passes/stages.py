@@ -20,7 +20,7 @@ from merakc.ir.plan import CutReport, StageRun
 from merakc.ir.program import Transfer
 from merakc.passes.cut import CutProblem, cut
 from merakc.passes.localise import localise
-from merakc.passes.shard import Sharding
+from merakc.passes.sharding import Sharding
 
 # How many times larger than the parameters behind it a value is for stages to make it themselves.
 MIN_GROWTH = 4
@@ -227,8 +227,7 @@ def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sha
                 Transfer(value_name(ref), stage, to, size_bytes, ref in grads)
                 for to in sorted(readers[ref])
             ]
-    crossing = {Ref(value_name(r)): sharding.layouts[r] for r in readers}
-    named = replace(sharding, layouts={**sharding.layouts, **crossing})
+    named = sharding.renamed({r: Ref(value_name(r)) for r in readers})
     return Stages(of, tuple(graphs), tuple(transfers), named)
 
 

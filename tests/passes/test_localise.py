@@ -11,7 +11,8 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, R
 from merakc.ir.layout import DimFactor, Layout
 from merakc.passes.interpret import interpret
 from merakc.passes.localise import localise
-from merakc.passes.shard import Sharding, shard
+from merakc.passes.shard import shard
+from merakc.passes.sharding import Sharding
 from merakc.planner import training_graph
 from tests.passes.lockstep import in_lockstep
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded

@@ -17,7 +17,7 @@ from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.layout import Layout
 from merakc.passes.interpret import interpret
 from merakc.passes.localise import localise
-from merakc.passes.shard import Sharding
+from merakc.passes.sharding import Sharding
 from tests.passes.lockstep import in_lockstep, relative_error
 
 Tensors = dict[str, Tensor]

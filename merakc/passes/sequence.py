@@ -1,0 +1,264 @@
+"""Sequence parallelism: what tensor parallelism leaves whole runs on parts of a sequence.
+
+Between the exit of one split region and the entry of the next (norms, dropout, residual sums),
+every rank computes the same. Where a rank takes a part of the sequence there instead, the
+all-reduce at the exit becomes a reduce-scatter, the entry an all-gather, which together move the
+same bytes (Korthikanti et al., arXiv 2205.05198, section 4.2); work and activations divide by tp.
+
+Any dim that the graph carries through will do. Which nodes go inside is a minimum cut, exact for
+the costs below: a node pays for being outside with the work that all ranks repeat, a value for
+crossing with its collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from merakc.cluster import NOMINAL_GPU
+from merakc.costs.roofline import node_seconds
+from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, map_refs
+from merakc.ir.layout import Layout
+from merakc.passes.choose import PASSES, VOCABULARY_OPS
+from merakc.passes.dims import Dims
+from merakc.passes.factors import Dim, Factor, atoms, layout, leaves
+from merakc.passes.propagate import propagate
+from merakc.passes.sharding import SequenceSplit, Sharding
+
+# Which nodes go inside follows from these figures on every cluster, so that a plan need only say
+# whether sequences are split; whether that pays is for the search to find with the real ones.
+FIGURES = NOMINAL_GPU
+MAX_SEQUENCES = 4  # an encoder's and a decoder's, and as many besides
+UNITS = 10**9  # integer capacities that all of the costs together make
+
+
+def split_sequences(dims: Dims, sharding: Sharding, chosen: set[Factor]) -> Sharding:
+    """The sharding with sequences split between its regions of split dims, where that saves time.
+
+    The same sharding where tp is 1 or no dim can be carried.
+    """
+    if sharding.tp == 1:
+        return sharding
+    problem = Problem(dims, sharding, chosen)
+    found: list[SequenceSplit] = []
+    for factor in problem.candidates()[:MAX_SEQUENCES]:
+        split = problem.solve(factor)
+        if split is not None:
+            problem.taken |= split.nodes
+            problem.kept |= split.kept
+            found.append(split)
+    return replace(sharding, sequences=tuple(found))
+
+
+class Problem:
+    """Which nodes of one graph may compute on parts, and what that costs."""
+
+    def __init__(self, dims: Dims, sharding: Sharding, chosen: set[Factor]) -> None:
+        self.dims, self.sharding, self.chosen = dims, sharding, chosen
+        self.graph = dims.graph
+        self.specs = self.graph.specs()
+        self.grads = self.graph.grad_values()
+        self.taken: frozenset[str] = frozenset()
+        self.kept: frozenset[Ref] = frozenset()
+        self.rules: dict[object, Dims] = {}
+
+    def is_exit(self, node: Node) -> bool:
+        """Whether the node's result is an all-reduce that could be a reduce-scatter."""
+        return (
+            node.name in self.sharding.partial
+            and node.op not in VOCABULARY_OPS
+            and Ref(node.name) in self.grads
+            and Ref(node.name) not in self.kept
+        )
+
+    def candidates(self) -> list[Factor]:
+        """The dims of the results that are all-reduced, those that most bytes have first."""
+        sizes: Counter[Factor] = Counter()
+        for node in self.graph.nodes:
+            if self.is_exit(node):
+                for dim in reversed(self.dims.of[Ref(node.name)]):
+                    for factor in atoms(dim):
+                        if factor not in self.chosen and factor.size >= self.sharding.tp:
+                            sizes[factor] += node.spec.size_bytes
+        return [factor for factor, _ in sizes.most_common()]
+
+    def place(self, ref: Ref, factor: Factor) -> tuple[int, int] | None:
+        """The dim of a value that has the factor, and the size of what is outside of it there."""
+        found = []
+        for k, dim in enumerate(self.dims.of[ref]):
+            outer = 1
+            for own in leaves(dim):
+                if own is factor:
+                    found.append((k, outer))
+                outer *= own.size
+        return found[0] if len(found) == 1 else None
+
+    def splits(self, ref: Ref) -> bool:
+        """Whether the value is split over tp."""
+        return self.sharding.layouts[ref].is_split
+
+    def may_be_inside(self, node: Node, factor: Factor) -> bool:
+        """Whether the node gives its part of the result from parts of its arguments."""
+        outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
+        if node.name in self.taken or node.name in self.sharding.partial:
+            return False
+        if not any(o in self.grads for o in outs) or any(map(self.splits, (*node.refs, *outs))):
+            return False
+        rule = self.rule(node)
+        summed = {f for dim in rule.summed.get("node", ()) for f in atoms(dim)}
+        reached: set[Factor] = set()
+        for ref, alias in zip(dict.fromkeys(node.refs), _aliases(node).values(), strict=True):
+            has = sum(factor in atoms(d) for d in self.dims.of[ref])
+            if not has:
+                continue
+            own = self._covering(rule.of[alias], self.place(ref, factor), factor.size)
+            if own is None or own.blocked or own.segments or own in summed:
+                return False
+            reached.add(own)
+        ends = {
+            self._covering(rule.of[Ref("node", o.index)], self.place(o, factor), factor.size)
+            for o in outs
+        }
+        return bool(reached) and ends <= reached
+
+    def _covering(self, own: list[Dim], place: tuple[int, int] | None, size: int) -> Factor | None:
+        """The factor of a rule that the place of a value's factor lies in."""
+        if place is None:
+            return None
+        dim, start = place
+        outer = 1
+        for factor in leaves(own[dim]):
+            if outer <= start and start * size <= outer * factor.size:
+                return factor
+            outer *= factor.size
+        return None
+
+    def rule(self, node: Node) -> Dims:
+        """The dims of the node by itself: what it needs whole, and what it sums."""
+        aliases = _aliases(node)
+        alone = replace(
+            node, name="node", module="", source="",
+            args=map_refs(node.args, aliases.__getitem__),
+            kwargs=tuple((k, map_refs(v, aliases.__getitem__)) for k, v in node.kwargs),
+        )  # fmt: skip
+        specs = [self.specs[ref] for ref in aliases]
+        key = repr(alone), repr(specs)
+        if key not in self.rules:
+            inputs = tuple(
+                Input(alias.node, InputKind.ACTIVATION, spec)
+                for alias, spec in zip(aliases.values(), specs, strict=True)
+            )
+            self.rules[key] = propagate(Graph(inputs, (alone,), ()))
+        return self.rules[key]
+
+    def solve(self, factor: Factor) -> SequenceSplit | None:
+        """The cheapest set of nodes to run on parts of this factor's dim; None if that is none."""
+        movable = {n.name for n in self.graph.nodes if self.may_be_inside(n, factor)}
+        exits = {
+            n.name
+            for n in self.graph.nodes
+            if self.is_exit(n) and self.place(Ref(n.name), factor) is not None
+        }
+        cut = _Cut()
+        for node in self.graph.nodes:
+            if node.name in movable | exits:
+                self._add_node(cut, node, factor, movable)
+        for node in self.graph.nodes:
+            self._add_reads(cut, node, factor, movable, exits)
+        inside = cut.source_side()
+        nodes = frozenset(movable & inside)
+        if not nodes:
+            return None
+        kept = {
+            Ref(n.name, k)
+            for n in self.graph.nodes
+            if n.name in (movable | exits) & inside
+            for k, o in enumerate(n.outputs)
+            if o is not None
+        }
+        return SequenceSplit(nodes, frozenset(kept), self._layouts(nodes, kept, factor))
+
+    def _layouts(
+        self, nodes: frozenset[str], kept: Iterable[Ref], factor: Factor
+    ) -> Mapping[Ref, Layout]:
+        read = {r for n in self.graph.nodes if n.name in nodes for r in n.refs}
+        return {
+            ref: layout(self.dims.of[ref], self.dims.shapes[ref], {factor})
+            for ref in {*read, *kept}
+            if any(factor in atoms(dim) for dim in self.dims.of[ref])
+        }
+
+    def _add_node(self, cut: _Cut, node: Node, factor: Factor, movable: set[str]) -> None:
+        """What the node costs outside: repeated work, or the other half of an all-reduce."""
+        made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
+        if node.name in movable:
+            # Once more for the activations that it leaves: as if they were written and read.
+            work_s = node_seconds(node, self.specs, FIGURES) - FIGURES.op_overhead_s
+            repeated_s = PASSES * work_s + made_bytes / FIGURES.bytes_per_s
+            cut.add("source", node.name, (1 - 1 / self.sharding.tp) * repeated_s)
+        else:
+            cut.add("source", node.name, made_bytes / FIGURES.link_bytes_per_s)
+
+    def _add_reads(
+        self, cut: _Cut, node: Node, factor: Factor, movable: set[str], exits: set[str]
+    ) -> None:
+        """What the node's arguments cost where they lie on the other side."""
+        outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
+        is_split = any(map(self.splits, (*node.refs, *outs)))
+        reader = node.name if node.name in movable else "sink"
+        for ref in dict.fromkeys(node.refs):
+            made = ref.node if ref.node in movable | exits else "sink"
+            size_s = self.specs[ref].size_bytes / FIGURES.link_bytes_per_s
+            if made != "sink" and reader != made:
+                # Gathered for split work it is what the all-reduce of its gradient would be.
+                extra_s = 0.0 if is_split else size_s
+                gathered = f"gather:{is_split}:{ref}"
+                cut.add(made, gathered, FIGURES.link_latency_s + extra_s)
+                cut.add(gathered, reader)
+            if reader != "sink" and ref in self.grads:
+                has = self.place(ref, factor) is not None
+                entered = f"enter:{ref}"
+                cut.add(reader, entered)
+                cut.add(entered, made, FIGURES.link_latency_s + size_s * (1 if has else 2))
+
+
+def _aliases(node: Node) -> dict[Ref, Ref]:
+    """The node's arguments, each under a name that says only which one it is."""
+    return {ref: Ref(f"x{k}") for k, ref in enumerate(dict.fromkeys(node.refs))}
+
+
+class _Cut:
+    """A minimum cut between "source" and "sink"."""
+
+    def __init__(self) -> None:
+        self.names = {"source": 0, "sink": 1}
+        self.edges: dict[tuple[int, int], float] = {}
+
+    def add(self, tail: str, head: str, cost_s: float = float("inf")) -> None:
+        """What it costs that the tail is on the source's side and the head is not."""
+        key = tuple(self.names.setdefault(n, len(self.names)) for n in (tail, head))
+        self.edges[key[0], key[1]] = cost_s
+
+    def source_side(self) -> set[str]:
+        """The names that are on the source's side of the smallest cut of least cost."""
+        costs = np.array(list(self.edges.values()))
+        finite = np.isfinite(costs)
+        unit_s = costs[finite].sum() / UNITS
+        if not unit_s:
+            return set()
+        capacities = np.full(len(costs), 2 * UNITS, dtype=np.int32)
+        capacities[finite] = np.rint(costs[finite] / unit_s)
+        rows, columns = (np.array(x) for x in zip(*self.edges, strict=True))
+        shape = len(self.names), len(self.names)
+        graph = coo_array((capacities, (rows, columns)), shape).tocsr()
+        flow = maximum_flow(graph, 0, 1).flow
+        left = graph.astype(np.int64) - flow.astype(np.int64)
+        left.data[left.data < 0] = 0
+        left.eliminate_zeros()
+        reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
+        return {name for name, k in self.names.items() if k in reached}

@@ -1,0 +1,72 @@
+"""Tensor parallelism, decided: which dims of which values are split over the tp axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.layout import Layout
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """A part of the graph that runs on parts of sequences (arXiv 2205.05198, section 4.2).
+
+    The `nodes` compute on a rank's part; `kept` are the values of which a rank has only that, also
+    where other nodes read them; `layouts` those of all values that the nodes read or write.
+    """
+
+    nodes: frozenset[str]
+    kept: frozenset[Ref]
+    layouts: Mapping[Ref, Layout]
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which dims of which values are split over tp; the same on every rank.
+
+    `layouts` are those that nodes outside of all `sequences` see. `partial` names the nodes whose
+    results are partial sums. `opaque` are the nodes without a rule, kept whole.
+    """
+
+    tp: int
+    layouts: Mapping[Ref, Layout]
+    partial: frozenset[str]
+    opaque: tuple[Node, ...]
+    sequences: tuple[SequenceSplit, ...] = ()
+
+    def sequence_of(self, ref: Ref) -> SequenceSplit | None:
+        """The sequence split that a value is kept in."""
+        return next((s for s in self.sequences if ref in s.kept), None)
+
+    def local_spec(self, ref: Ref, spec: TensorSpec, rank: int) -> TensorSpec:
+        """The spec of what tp rank `rank` keeps of a value."""
+        part = self.sequence_of(ref)
+        lay = part.layouts[ref] if part else self.layouts[ref]
+        return TensorSpec(lay.local_shape(self.tp, rank), spec.dtype)
+
+    def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
+        """The same with the values known by other names besides."""
+        also = tuple(
+            SequenceSplit(
+                s.nodes,
+                s.kept | {new for old, new in names.items() if old in s.kept},
+                {**s.layouts, **{n: s.layouts[o] for o, n in names.items() if o in s.layouts}},
+            )
+            for s in self.sequences
+        )
+        layouts = {**self.layouts, **{n: self.layouts[o] for o, n in names.items()}}
+        return replace(self, layouts=layouts, sequences=also)
+
+    def splits(self, graph: Graph) -> dict[str, Layout]:
+        """The layouts of the split parameters and buffers, by the user's names."""
+        kinds = (InputKind.PARAMETER, InputKind.BUFFER)
+        found = {i.target: self.layouts[Ref(i.name)] for i in graph.inputs if i.kind in kinds}
+        return {name: lay for name, lay in found.items() if lay.is_split}
+
+    def whole_ops(self, graph: Graph) -> tuple[str, ...]:
+        """The ops on trained values that each rank computes whole for want of a rule, by line."""
+        grads = graph.grad_values()
+        trained = [n for n in self.opaque if not grads.isdisjoint(n.refs)]
+        return tuple(dict.fromkeys(f"{n.op} at {n.source}" for n in trained))
