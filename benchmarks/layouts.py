@@ -41,6 +41,7 @@ class Task:
     steps: int
     lift_casts: bool
     schedule: str = "1f1b"
+    sequence_parallel: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ def train_layout(task: Task) -> Reference:
             pp=mesh.pp,
             micro_batches=task.micro_batches // mesh.dp,
             schedule=task.schedule,
+            sequence_parallel=task.sequence_parallel,
         )
         optimizer = optimizer_for(parallel)
         for batch in batches:

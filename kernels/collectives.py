@@ -140,7 +140,7 @@ def _reduce_scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: 
     block = list(x.shape)
     block[dim] = max(sizes)
     blocks = [x.new_zeros(block) for _ in sizes]
-    for own, part in zip(blocks, x.split(list(sizes), dim), strict=True):
+    for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):
         own.narrow(dim, 0, part.shape[dim]).copy_(part)
     out = x.new_empty(block)
     dist.reduce_scatter(out, blocks, group=group)

@@ -57,6 +57,7 @@ def auto_parallel(
     micro_batches: int | None = None,
     schedule: str = "auto",
     recompute: str = "auto",
+    sequence_parallel: bool | None = None,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -77,6 +78,8 @@ def auto_parallel(
         schedule: "1f1b", "gpipe" or "auto".
         recompute: "none", "full" (each stage's forward again before its backward) or "auto"
             (full only where the memory does not suffice).
+        sequence_parallel: whether norms, dropout and residual sums run on parts of sequences
+            where tp leaves them whole (arXiv 2205.05198); where that is faster or needed if None.
         cluster: the machines. Where None the plan is made with nominal figures, so that it does
             not change from run to run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -90,7 +93,7 @@ def auto_parallel(
     device = _device(device)
     _start_distributed(device)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    fixed = Request(world, 0, dp, tp, pp, micro_batches, schedule, recompute)
+    fixed = Request(world, 0, dp, tp, pp, micro_batches, schedule, recompute, sequence_parallel)
     return _build(_decide(model, batch, fixed, plan, cluster, device, seed), cluster, seed)
 
 
@@ -214,7 +217,9 @@ def _requested(
 
 
 def _check_plan(fixed: Request, given: Plan) -> None:
-    for name in ("dp", "tp", "pp", "micro_batches", "schedule", "recompute"):
+    for name in (
+        "dp", "tp", "pp", "micro_batches", "schedule", "recompute", "sequence_parallel"
+    ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
         if value not in (None, "auto", planned):
             raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from merakc.cluster import Cluster
@@ -12,13 +13,14 @@ from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
-from merakc.ir.layout import Layout, parse_layout
+from merakc.ir.layout import parse_layout
 from merakc.ir.plan import Plan, Prediction
 from merakc.ir.program import Chunk, Mesh, Program
 from merakc.passes.differentiate import differentiate
 from merakc.passes.localise import localise
 from merakc.passes.schedule import build_programs
 from merakc.passes.shard import shard
+from merakc.passes.sharding import Sharding
 from merakc.passes.stages import (
     Stages,
     assign_stages,
@@ -85,6 +87,7 @@ def make_plan(
     batch_size: int = 0,
     schedule: str = "1f1b",
     recompute: str = "none",
+    sequence_parallel: bool = False,
 ) -> tuple[Plan, Lowered]:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
@@ -92,7 +95,7 @@ def make_plan(
     divide over `mesh.tp` ranks.
     """
     loss = weigh_loss(training_graph(recording.graph))
-    sharding = shard(loss.graph, mesh.tp)
+    sharding = shard(loss.graph, mesh.tp, sequence_parallel=sequence_parallel)
     of, report = assign_stages(loss.graph, sharding, mesh.pp, cluster)
     stages = split_stages(loss.graph, of, mesh.pp, sharding)
     plan = Plan(
@@ -111,6 +114,7 @@ def make_plan(
         collectives=_collectives(stages),
         cut=report,
         whole_ops=sharding.whole_ops(loss.graph),
+        sequence_parallel=bool(sharding.sequences),
         merakc_version=__version__,
     )
     return plan, Lowered(plan, loss, stages)
@@ -128,7 +132,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             "again with this model, batch shape and dtype"
         )
     loss = weigh_loss(training_graph(recording.graph))
-    sharding = shard(loss.graph, plan.tp, _splits(plan))
+    sharding = _sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
 
@@ -143,7 +147,7 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     graph = recording.graph if results else training_graph(recording.graph)
     graph = with_outputs(graph, graph.outputs)
     loss = weigh_loss(graph)
-    sharding = shard(loss.graph, plan.tp, _splits(plan))
+    sharding = _sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
 
@@ -224,8 +228,9 @@ def _reduce_seconds(local: Graph, dp: int, cluster: Cluster) -> float:
     return cluster.link_latency_s + 2 * (dp - 1) / dp * grads_bytes / cluster.link_bytes_per_s
 
 
-def _splits(plan: Plan) -> dict[str, Layout]:
-    return {name: parse_layout(text) for name, text in plan.splits.items()}
+def _sharding(graph: Graph, plan: Plan) -> Sharding:
+    splits = {name: parse_layout(text) for name, text in plan.splits.items()}
+    return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
 
 
 def _holders(graphs: tuple[Graph, ...]) -> dict[str, tuple[int, ...]]:
@@ -241,9 +246,15 @@ def _collectives(stages: Stages) -> dict[str, int]:
     """Tp collectives of one micro-batch: the forward's, and their conjugates in the backward."""
     if stages.sharding.tp == 1:
         return {}
-    ops = [node.op for graph in stages.local for node in graph.nodes]
-    return {
-        "forward all-reduce": ops.count("merakc.all_reduce.default"),
-        "backward all-reduce": ops.count("merakc.copy_to.default"),
-        "vocabulary-parallel": sum(op.startswith("composite.") for op in ops),
+    ops = Counter(node.op for graph in stages.local for node in graph.nodes)
+    scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
+    found = {
+        "forward all-reduce": ops["merakc.all_reduce.default"],
+        "backward all-reduce": ops["merakc.copy_to.default"],
+        "forward reduce-scatter": scatters,
+        "forward all-gather": gathers + ops["merakc.all_gather.default"],
+        "backward reduce-scatter": gathers,
+        "backward all-gather": scatters + ops["merakc.scatter.default"],
+        "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
     }
+    return {name: number for name, number in found.items() if number or "all-reduce" in name}

@@ -28,6 +28,7 @@ class Request:
     micro_batches: int | None = None
     schedule: str = "auto"
     recompute: str = "auto"
+    sequence_parallel: bool | None = None
 
 
 def meshes(request: Request) -> list[Mesh]:
@@ -79,25 +80,38 @@ def search(
     best: tuple[tuple[bool, float], Plan, Lowered] | None = None
     first_error: MerakError | None = None
     for mesh in candidates:
-        try:
-            plan, lowered = _plan(request, mesh, record, cluster)
-        except MerakError as error:
-            first_error = first_error or error
-            continue
-        prediction = plan.prediction
-        assert prediction is not None
-        too_big = max(prediction.peak_bytes) > cluster.memory_bytes
-        key = (too_big, prediction.step_s / mesh.dp)
-        if best is None or key < best[0]:
-            best = key, plan, lowered
+        for sequence_parallel in _forms(request, mesh):
+            try:
+                plan, lowered = _plan(request, mesh, record, cluster, sequence_parallel)
+            except MerakError as error:
+                first_error = first_error or error
+                break
+            prediction = plan.prediction
+            assert prediction is not None
+            too_big = max(prediction.peak_bytes) > cluster.memory_bytes
+            key = (too_big, prediction.step_s / mesh.dp)
+            if best is None or key < best[0]:
+                best = key, plan, lowered
     if best is None:
         assert first_error is not None
         raise first_error
     return best[1], best[2]
 
 
+def _forms(request: Request, mesh: Mesh) -> tuple[bool, ...]:
+    """Without and with sequence parallelism, where that is open."""
+    if mesh.tp == 1:
+        return (False,)
+    asked = request.sequence_parallel
+    return (False, True) if asked is None else (asked,)
+
+
 def _plan(
-    request: Request, mesh: Mesh, record: Callable[[int], Recording], cluster: Cluster
+    request: Request,
+    mesh: Mesh,
+    record: Callable[[int], Recording],
+    cluster: Cluster,
+    sequence_parallel: bool,
 ) -> tuple[Plan, Lowered]:
     micro_batches = micro_batches_for(request, mesh)
     recording = record(micro_batches)
@@ -105,7 +119,7 @@ def _plan(
     choices = ("none", "full") if request.recompute == "auto" else (request.recompute,)
     plan, lowered = make_plan(
         recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
-        schedule=schedule, recompute=choices[0],
+        schedule=schedule, recompute=choices[0], sequence_parallel=sequence_parallel,
     )  # fmt: skip
     for choice in choices:
         plan = replace(plan, recompute=choice)

@@ -67,7 +67,8 @@ class Plan:
     `splits` holds the layout (`merakc.ir.layout`) of each parameter and buffer that is split over
     tp; `parameters` the stages that hold each parameter. `collectives` counts the tp collectives
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
-    that each tp rank computes whole because there is no rule to split them.
+    that each tp rank computes whole because there is no rule to split them. With
+    `sequence_parallel`, what tp leaves whole runs on parts of sequences.
     """
 
     model: str
@@ -85,6 +86,7 @@ class Plan:
     collectives: dict[str, int]
     cut: CutReport
     whole_ops: tuple[str, ...] = ()
+    sequence_parallel: bool = False
     prediction: Prediction | None = None
     merakc_version: str = ""
     schema_version: int = SCHEMA_VERSION

@@ -251,4 +251,3 @@ class Localiser:
         self.inputs.append(Input(name, InputKind.CONSTANT, spec))
         self.constants[name] = value
         return Ref(name)
-

@@ -21,6 +21,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from merakc.cluster import NOMINAL_GPU
+from merakc.costs.flops import FREE
 from merakc.costs.roofline import node_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, map_refs
 from merakc.ir.layout import Layout
@@ -32,8 +33,9 @@ from merakc.passes.sharding import SequenceSplit, Sharding
 
 # Which nodes go inside follows from these figures on every cluster, so that a plan need only say
 # whether sequences are split; whether that pays is for the search to find with the real ones.
-FIGURES = NOMINAL_GPU
-MAX_SEQUENCES = 4  # an encoder's and a decoder's, and as many besides
+# Without latencies a small model is split like the large one that it stands for.
+FIGURES = replace(NOMINAL_GPU, link_latency_s=0.0)
+MAX_DIMS = 4  # that are tried: sequence and hidden dim of an encoder and of a decoder
 UNITS = 10**9  # integer capacities that all of the costs together make
 
 
@@ -46,8 +48,9 @@ def split_sequences(dims: Dims, sharding: Sharding, chosen: set[Factor]) -> Shar
         return sharding
     problem = Problem(dims, sharding, chosen)
     found: list[SequenceSplit] = []
-    for factor in problem.candidates()[:MAX_SEQUENCES]:
-        split = problem.solve(factor)
+    saved_s = {factor: problem.solve(factor)[0] for factor in problem.candidates()[:MAX_DIMS]}
+    for factor in sorted(saved_s, key=lambda f: -saved_s[f]):
+        _, split = problem.solve(factor)  # of what the better ones have left
         if split is not None:
             problem.taken |= split.nodes
             problem.kept |= split.kept
@@ -156,8 +159,10 @@ class Problem:
             self.rules[key] = propagate(Graph(inputs, (alone,), ()))
         return self.rules[key]
 
-    def solve(self, factor: Factor) -> SequenceSplit | None:
-        """The cheapest set of nodes to run on parts of this factor's dim; None if that is none."""
+    def solve(self, factor: Factor) -> tuple[float, SequenceSplit | None]:
+        """The cheapest set of nodes to run on parts of this factor's dim, and the seconds saved;
+        None if that is none.
+        """
         movable = {n.name for n in self.graph.nodes if self.may_be_inside(n, factor)}
         exits = {
             n.name
@@ -170,10 +175,10 @@ class Problem:
                 self._add_node(cut, node, factor, movable)
         for node in self.graph.nodes:
             self._add_reads(cut, node, factor, movable, exits)
-        inside = cut.source_side()
+        inside, saved_s = cut.source_side()
         nodes = frozenset(movable & inside)
         if not nodes:
-            return None
+            return 0.0, None
         kept = {
             Ref(n.name, k)
             for n in self.graph.nodes
@@ -181,7 +186,7 @@ class Problem:
             for k, o in enumerate(n.outputs)
             if o is not None
         }
-        return SequenceSplit(nodes, frozenset(kept), self._layouts(nodes, kept, factor))
+        return saved_s, SequenceSplit(nodes, frozenset(kept), self._layouts(nodes, kept, factor))
 
     def _layouts(
         self, nodes: frozenset[str], kept: Iterable[Ref], factor: Factor
@@ -199,7 +204,8 @@ class Problem:
         if node.name in movable:
             # Once more for the activations that it leaves: as if they were written and read.
             work_s = node_seconds(node, self.specs, FIGURES) - FIGURES.op_overhead_s
-            repeated_s = PASSES * work_s + made_bytes / FIGURES.bytes_per_s
+            held_s = 0.0 if node.op in FREE else made_bytes / FIGURES.bytes_per_s
+            repeated_s = PASSES * work_s + held_s
             cut.add("source", node.name, (1 - 1 / self.sharding.tp) * repeated_s)
         else:
             cut.add("source", node.name, made_bytes / FIGURES.link_bytes_per_s)
@@ -218,13 +224,13 @@ class Problem:
                 # Gathered for split work it is what the all-reduce of its gradient would be.
                 extra_s = 0.0 if is_split else size_s
                 gathered = f"gather:{is_split}:{ref}"
-                cut.add(made, gathered, FIGURES.link_latency_s + extra_s)
+                cut.add(made, gathered, extra_s)
                 cut.add(gathered, reader)
             if reader != "sink" and ref in self.grads:
                 has = self.place(ref, factor) is not None
                 entered = f"enter:{ref}"
                 cut.add(reader, entered)
-                cut.add(entered, made, FIGURES.link_latency_s + size_s * (1 if has else 2))
+                cut.add(entered, made, size_s * (1 if has else 2))
 
 
 def _aliases(node: Node) -> dict[Ref, Ref]:
@@ -244,21 +250,25 @@ class _Cut:
         key = tuple(self.names.setdefault(n, len(self.names)) for n in (tail, head))
         self.edges[key[0], key[1]] = cost_s
 
-    def source_side(self) -> set[str]:
-        """The names that are on the source's side of the smallest cut of least cost."""
+    def source_side(self) -> tuple[set[str], float]:
+        """The names on the source's side of the smallest cut of least cost, and what it costs
+        less than the cut around the source alone.
+        """
         costs = np.array(list(self.edges.values()))
         finite = np.isfinite(costs)
         unit_s = costs[finite].sum() / UNITS
         if not unit_s:
-            return set()
+            return set(), 0.0
         capacities = np.full(len(costs), 2 * UNITS, dtype=np.int32)
         capacities[finite] = np.rint(costs[finite] / unit_s)
         rows, columns = (np.array(x) for x in zip(*self.edges, strict=True))
         shape = len(self.names), len(self.names)
         graph = coo_array((capacities, (rows, columns)), shape).tocsr()
-        flow = maximum_flow(graph, 0, 1).flow
-        left = graph.astype(np.int64) - flow.astype(np.int64)
+        found = maximum_flow(graph, 0, 1)
+        left = graph.astype(np.int64) - found.flow.astype(np.int64)
         left.data[left.data < 0] = 0
         left.eliminate_zeros()
         reached = set(breadth_first_order(left, 0, return_predecessors=False).tolist())
-        return {name for name, k in self.names.items() if k in reached}
+        everything_s = sum(c for (tail, _), c in self.edges.items() if tail == 0)
+        side = {name for name, k in self.names.items() if k in reached}
+        return side, everything_s - found.flow_value * unit_s
