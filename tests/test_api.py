@@ -72,6 +72,16 @@ def test_stock_models_train_on_two_stages(name: str) -> None:
     assert difference.error < BOUND, difference
 
 
+@pytest.mark.parametrize("mesh", [Mesh(tp=2, pp=2), Mesh(dp=2, tp=2)], ids=str)
+def test_models_train_on_parts_of_sequences(mesh: Mesh) -> None:
+    case = MODELS["t5"]
+    task = Task(case, mesh, 4, 2, 2, lift_casts=True, sequence_parallel=True)
+    ranks = run_ranks(4, train_layout, task)
+    plain = train_reference(case, batch_size=4, micro_batches=2, steps=2, lift_casts=True)
+    difference = worst_difference(ranks[0], [r.losses for r in ranks], plain, BOUND)
+    assert difference.error < BOUND, difference
+
+
 def test_one_process_without_torch_distributed() -> None:
     assert not dist.is_initialized()
     plain, given = build(Words), build(Words)

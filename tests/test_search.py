@@ -83,6 +83,21 @@ def test_where_nothing_fits_recomputation_and_a_split_model_win() -> None:
     assert kept.recompute == "none"
 
 
+def test_sequences_are_split_where_the_memory_asks_for_it() -> None:
+    request = Request(2, BATCH_SIZE, dp=1, tp=2, pp=1, recompute="none")
+    slow = replace(NOMINAL_CPU, link_latency_s=1.0)  # the additional collectives do not pay
+    plain, _ = search(request, recording, slow)
+    assert not plain.sequence_parallel
+    assert plain.prediction is not None
+    tight = replace(slow, memory_bytes=plain.prediction.peak_bytes[0] - 1)
+    plan, _ = search(request, recording, tight)
+    assert plan.sequence_parallel
+    assert plan.prediction is not None
+    assert plan.prediction.peak_bytes[0] < plain.prediction.peak_bytes[0]
+    kept, _ = search(replace(request, sequence_parallel=False), recording, tight)
+    assert not kept.sequence_parallel
+
+
 def test_the_users_choices_are_kept() -> None:
     request = Request(2, BATCH_SIZE, pp=2, micro_batches=4, schedule="gpipe", recompute="full")
     plan, _ = search(request, recording, NOMINAL_CPU)

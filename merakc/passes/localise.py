@@ -220,7 +220,8 @@ class Localiser:
         if bias is None:
             return
         ref = Ref(node.name)
-        bias = self.enter(bias) if self.whole.sequence_of(ref) else self.now.get(bias, bias)
+        self.within = self.whole.sequence_of(ref)  # of the sum: its bias goes with it
+        bias = self.enter(bias) if self.within else self.now.get(bias, bias)
         if len(view) > 1:
             shape = TensorSpec(view, node.spec.dtype)
             name = f"{node.name}.bias_view"

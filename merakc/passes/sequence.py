@@ -191,11 +191,12 @@ class Problem:
     def _layouts(
         self, nodes: frozenset[str], kept: Iterable[Ref], factor: Factor
     ) -> Mapping[Ref, Layout]:
-        read = {r for n in self.graph.nodes if n.name in nodes for r in n.refs}
+        makers = {ref.node for ref in kept}  # the bias of a sum is added to the parts
+        read = {r for n in self.graph.nodes if n.name in nodes | makers for r in n.refs}
         return {
             ref: layout(self.dims.of[ref], self.dims.shapes[ref], {factor})
             for ref in {*read, *kept}
-            if any(factor in atoms(dim) for dim in self.dims.of[ref])
+            if self.place(ref, factor) is not None
         }
 
     def _add_node(self, cut: _Cut, node: Node, factor: Factor, movable: set[str]) -> None:

@@ -21,6 +21,9 @@ from merakc.kernels.collectives import (
     axis_group,
     bind_axis,
     copy_to,
+    gather_to,
+    reduce_scatter,
+    scatter,
     unbind_axes,
 )
 
@@ -121,6 +124,41 @@ def test_all_gather_of_uneven_sizes(dim: int) -> None:
         assert torch.equal(grad, slices[rank])
 
 
+def _parts(dim: int) -> list[Tensor]:
+    """Reduce-scatter, scatter and gather, each with the gradient of a weighted sum."""
+    rank = _bind()
+    found: list[Tensor] = []
+    for op, shape in (
+        (reduce_scatter, _shape(5, dim)), (scatter, _shape(5, dim)),
+        (gather_to, _shape(SIZES[rank], dim)),
+    ):  # fmt: skip
+        x = _part(0 if op is scatter else rank, shape).requires_grad_()
+        out = op(x, "tp", dim, SIZES, rank)
+        assert out.is_contiguous()
+        weights = _part(10 + rank, tuple(out.shape))
+        found += [out.detach(), *torch.autograd.grad((out * weights).sum(), x)]
+    return found
+
+
+def _shape(size: int, dim: int) -> tuple[int, ...]:
+    return (size, 4) if dim == 0 else (4, size)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_conjugates_on_parts_of_uneven_sizes(dim: int) -> None:
+    ranks = run_ranks(3, _parts, dim)
+    summed = torch.stack([_part(r, _shape(5, dim)) for r in range(3)]).sum(0)
+    slices = [_part(10 + r, _shape(n, dim)) for r, n in enumerate(SIZES)]
+    gathered = torch.cat(slices, dim)
+    wholes = torch.stack([_part(10 + r, _shape(5, dim)) for r in range(3)]).sum(0)
+    inputs = torch.cat([_part(r, _shape(n, dim)) for r, n in enumerate(SIZES)], dim)
+    for rank, found in enumerate(ranks):
+        own = [t.split_with_sizes(SIZES, dim)[rank] for t in (summed, _part(0, _shape(5, dim)))]
+        wanted = [own[0], gathered, own[1], gathered, inputs]
+        torch.testing.assert_close(found[:5], wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found[5], wholes.split_with_sizes(SIZES, dim)[rank])
+
+
 def _traced() -> bool:
     rank = _bind()
 
@@ -150,6 +188,9 @@ def _opcheck_and_gradcheck() -> None:
         (torch.ops.merakc.all_reduce.default, (x, "tp", "sum")),
         (torch.ops.merakc.copy_to.default, (x, "tp")),
         (torch.ops.merakc.all_gather.default, (x, "tp", 1, (2,), rank)),
+        (torch.ops.merakc.gather_to.default, (x, "tp", 1, (2,), rank)),
+        (torch.ops.merakc.reduce_scatter.default, (x, "tp", 1, (2,), rank)),
+        (torch.ops.merakc.scatter.default, (x, "tp", 1, (2,), rank)),
     ]
     for op, args in ops:
         torch.library.opcheck(op, args)

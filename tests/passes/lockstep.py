@@ -65,6 +65,10 @@ class ThreadGroup:
         return _Done()
 
 
+def _reduce_scatter(out: Tensor, blocks: list[Tensor], group: ThreadGroup) -> None:
+    out.copy_(sum(given[group.rank()] for given in group.exchange(torch.stack(blocks))))
+
+
 def _all_gather(blocks: list[Tensor], own: Tensor, group: ThreadGroup) -> None:
     for block, value in zip(blocks, group.exchange(own), strict=True):
         block.copy_(value)
@@ -74,7 +78,10 @@ def _all_gather(blocks: list[Tensor], own: Tensor, group: ThreadGroup) -> None:
 def _bound(group: ThreadGroup) -> Iterator[None]:
     bind_axis("tp", group)  # type: ignore[arg-type]
     try:
-        with mock.patch("torch.distributed.all_gather", _all_gather):
+        with (
+            mock.patch("torch.distributed.all_gather", _all_gather),
+            mock.patch("torch.distributed.reduce_scatter", _reduce_scatter),
+        ):
             yield
     finally:
         unbind_axes()

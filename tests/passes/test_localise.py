@@ -23,13 +23,15 @@ MODELS = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_all_ranks_equal_one_process(name: str, tp: int) -> None:
+def test_all_ranks_equal_one_process(name: str, tp: int, sequence_parallel: bool) -> None:
     case = eager(name)
     graph = training_graph(case.recording.graph)
-    sharding = shard(graph, tp)
+    sharding = shard(graph, tp, sequence_parallel=sequence_parallel)
     assert sharding.splits(graph)
+    assert bool(sharding.sequences) == sequence_parallel
     compare(case, *run_sharded(case, (graph,), sharding))
 
 

@@ -20,8 +20,8 @@ from merakc.passes.interpret import interpret
 from merakc.passes.localise import localise
 from merakc.passes.propagate import propagate
 from merakc.passes.rules import ROWS, row_of
-from merakc.passes.shard import shard
-from merakc.passes.sharding import Shardinging_of
+from merakc.passes.shard import sharding_of
+from merakc.passes.sharding import Sharding
 from tests.passes.lockstep import in_lockstep, relative_error
 
 Pick = Callable[[int, int], int]
