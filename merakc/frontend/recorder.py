@@ -28,7 +28,7 @@ from merakc.frontend import composites, normalise
 from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, function_calls, module_names
-from merakc.frontend.draws import DrawWatch
+from merakc.frontend.generators import GeneratorWatch
 from merakc.frontend.source import user_line
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
@@ -60,7 +60,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
     def running(self, model: torch.nn.Module) -> Iterator[None]:
         """Everything that has to hold while the model's forward runs."""
         with contextlib.ExitStack() as stack:
-            watch = DrawWatch()
+            watch = GeneratorWatch()
 
             def passing() -> None:
                 with _disable_current_modes():

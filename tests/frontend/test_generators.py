@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from merakc.errors import RecordError
-from merakc.frontend.draws import DrawWatch
+from merakc.frontend.generators import GeneratorWatch
 from merakc.frontend.record import record
 from tests.frontend.small import Small, linear, randn
 
@@ -26,7 +26,7 @@ DRAWS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("library", DRAWS)
 def test_a_draw_is_seen_and_given_back(library: str) -> None:
     module = nn.Linear(1, 1)
-    watch = DrawWatch()
+    watch = GeneratorWatch()
     watch.check("layer", module)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     DRAWS[library]()

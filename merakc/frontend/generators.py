@@ -15,7 +15,7 @@ from merakc.errors import RecordError
 LIBRARIES = ("Python's random", "numpy.random", "torch")
 
 
-class DrawWatch:
+class GeneratorWatch:
     """Compares the states of the global generators as a forward goes from module to module."""
 
     def __init__(self) -> None:
