@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from merakc.kernels import attention, collectives, dropout, vocabulary
+from merakc.kernels import attention, collectives, draws, vocabulary
 
 # Ops of ours that are Python functions over other ops; make_fx traces through them.
 COMPOSITES: Mapping[str, Callable[..., Any]] = {
@@ -21,7 +21,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     # contiguous then may need a copy now.
     "aten.view.default": torch.ops.aten.reshape.default,
 }
-REGISTERED = (attention, collectives, dropout)  # imported for the ops that they register
+REGISTERED = (attention, collectives, draws)  # imported for the ops that they register
 
 
 def resolve_op(op: str) -> Callable[..., Any]:

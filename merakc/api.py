@@ -83,8 +83,9 @@ def auto_parallel(
         cluster: the machines. Where None the plan is made with nominal figures, so that it does
             not change from run to run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
-        seed: of dropout, the same masks in every layout that uses the same micro-batches, and of
-            the weights of a model on the meta device.
+        seed: of dropout and of all that the forward draws, the same numbers in every layout where
+            all dp ranks' batches are of one size, other ones in every training step, whatever
+            torch's own generator holds; and of the weights of a model on the meta device.
 
     Raises `ConfigError` for arguments that contradict each other, the batch or the number of
     ranks, `RecordError` for a forward that cannot be recorded, `CutError` for too many stages,

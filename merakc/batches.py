@@ -64,6 +64,24 @@ def split_batch(
     ]
 
 
+def sampled_names(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """The names of the tensors that `split_batch` splits: they hold samples along dim 0."""
+    size = batch_size_of(args, kwargs)
+    named = named_tensors(args, kwargs)
+    return frozenset(n for n, t in named.items() if t.dim() and t.shape[0] == size)
+
+
+def doubled(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: frozenset[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with every sample of the tensors of these names twice."""
+    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(
+        lambda path, leaf: torch.cat([leaf, leaf]) if path_name(path) in names else leaf,
+        (tuple(args), dict(kwargs)),
+    )
+    return found
+
+
 def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors of a batch by the names that a recording gives them."""
     leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))

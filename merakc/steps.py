@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from merakc.batches import join_results, named_tensors, signature, split_batch
+from merakc.batches import (
+    batch_size_of,
+    doubled,
+    join_results,
+    named_tensors,
+    sampled_names,
+    signature,
+    split_batch,
+)
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.kernels.collectives import bind_axis
+from merakc.kernels.draws import step_seed
+from merakc.passes.key_draws import has_draws, key_draws
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.runtime.codegen import Compiled, compile_graph
@@ -184,7 +195,7 @@ class Steps:
         if not self.compared:
             self._compare_batches(args, kwargs)
         self._share_buffers()
-        scalars = self._scalars(step, batches)
+        scalars = self._scalars(step, batches, batch_size_of(args, kwargs))
         graph = step.lowered.loss.graph
         names = [(i.name, i.target) for i in graph.inputs if i.kind is InputKind.BATCH]
         inputs = [
@@ -261,21 +272,24 @@ class Steps:
                 dist.broadcast(self.state[name], self.groups.mesh.rank(0, stage, tp), group=group)
         self.stale.clear()
 
-    def _scalars(self, step: CompiledStep, batches: Sequence[Tensors]) -> list[Tensors]:
-        """The numbers that the graph wants: loss weights over the whole batch, and seeds."""
-        number, dp = len(batches), self.planned.plan.dp
-        first = self.taken * number * dp + self.groups.coordinates[0] * number
-        weights = self._loss_weights(step, batches)
+    def _scalars(self, step: CompiledStep, batches: Sequence[Tensors], size: int) -> list[Tensors]:
+        """The numbers that the graph wants: loss weights over the whole batch, and the keys of
+        random numbers. `size` is the number of samples of this dp rank: of every one, it is held.
+        """
+        each = size // len(batches)
+        first = self.groups.coordinates[0] * size
+        numbers = self._loss_weights(step, batches)
+        numbers["seed"] = torch.tensor(step_seed(self.seed, self.taken))
         found: list[Tensors] = []
-        for k in range(number):
-            own: Tensors = {}
-            for item in step.lowered.loss.graph.inputs:
-                if item.kind is InputKind.SCALAR:
-                    value = weights.get(item.target)
-                    if value is None:
-                        value = torch.tensor(self.seed + first + k)
-                    own[item.name] = value.to(self.device, item.spec.dtype)
-            found.append(own)
+        for k in range(len(batches)):
+            numbers["first_sample"] = torch.tensor(first + k * each)
+            found.append(
+                {
+                    i.name: numbers[i.target].to(self.device, i.spec.dtype)
+                    for i in step.lowered.loss.graph.inputs
+                    if i.kind is InputKind.SCALAR
+                }
+            )
         return found
 
     def _loss_weights(self, step: CompiledStep, batches: Sequence[Tensors]) -> Tensors:
@@ -332,11 +346,20 @@ def record_part(
     micro_batches: int,
     device: torch.device,
 ) -> Recording:
-    """Records the first of a batch's micro-batches, under the autocast that is on for `device`."""
-    part_args, part_kwargs = split_batch(args, kwargs, micro_batches)[0]
+    """Records the first of a batch's micro-batches, under the autocast that is on for `device`.
+
+    Its random draws are keyed by the samples of the batch.
+    """
+    part = split_batch(args, kwargs, micro_batches)[0]
+    sampled, wide = sampled_names(args, kwargs), None
     enabled, dtype = _autocast(device)
     with torch.autocast("cpu", dtype, enabled):  # a recording is made of fake tensors of the CPU
-        return record(model, part_args, part_kwargs)
+        recording = record(model, *part)
+        if has_draws(recording.graph) and batch_size_of(args, kwargs) == micro_batches:
+            # A model that takes no two samples draws for each alone, whatever it draws.
+            with contextlib.suppress(Exception):
+                wide = record(model, *doubled(*part, sampled)).graph
+    return replace(recording, graph=key_draws(recording.graph, sampled, wide))
 
 
 def _trained(graph: Graph) -> set[str]:

@@ -8,8 +8,10 @@ import torch
 from merakc.batches import (
     batch_size_of,
     call_arguments,
+    doubled,
     join_results,
     named_tensors,
+    sampled_names,
     signature,
     split_batch,
     tensor_specs,
@@ -99,3 +101,13 @@ def test_the_names_of_leaves() -> None:
     x = torch.zeros(2)
     found = named_tensors((x,), {"ids": x, "pair": Pair(x, [x]), "more": {"y": x}})
     assert list(found) == ["0", "ids", "pair.left", "pair.right.0", "more.y"]
+
+
+def test_samples_by_name() -> None:
+    batch = {"a": torch.arange(4), "mask": torch.zeros(9, 9), "more": {"b": torch.arange(4)}}
+    names = sampled_names((), batch)
+    assert names == {"a", "more.b"}
+    _, twice = doubled((), batch, names)
+    assert twice["a"].tolist() == [0, 1, 2, 3] * 2
+    assert twice["more"]["b"].shape == (8,)
+    assert twice["mask"] is batch["mask"]

@@ -25,6 +25,7 @@ KEPT = frozenset(
         "aten.group_norm.default",
         "aten.cross_entropy_loss.default",
         "aten.dropout.default",
+        "aten.dropout_.default",
         "aten.batch_norm.default",
         "aten.reshape.default",
         "aten.contiguous.default",
@@ -42,10 +43,6 @@ RENAMED = {
     "aten.view.default": "aten.reshape.default",
     "aten._unsafe_view.default": "aten.reshape.default",
 }
-
-NO_RANDOM = (
-    "of the random ops merakc supports dropout so far: others would draw differently on each layout"
-)
 
 
 def decomposes(func: Any) -> bool:

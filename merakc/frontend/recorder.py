@@ -28,11 +28,12 @@ from merakc.frontend import composites, normalise
 from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, function_calls, module_names
+from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.generators import GeneratorWatch
 from merakc.frontend.source import user_line
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
-from merakc.kernels import attention, dropout  # noqa: F401  registers the two ops
+from merakc.kernels import attention, draws  # noqa: F401  registers their ops
 
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
@@ -53,8 +54,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         GraphBuilder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.paused = False
-        self.seed: Ref | None = None
-        self.dropouts = 0
+        self.draws = Draws(self._error, self.inputs, self.nodes)
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[None]:
@@ -108,6 +108,11 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 return func(*args, **kwargs)
         if self.paused or name in QUESTIONS:
             return func(*args, **kwargs)
+        if name in ASKED:
+            outcome = self.draws.answer(name, self._args(tuple(args)))
+            if outcome is not None:
+                with unset_fake_temporarily():
+                    return torch.full(args[0].shape, outcome)
         if name == "aten.is_nonzero.default":
             answer = harmless_answer()
             if answer is not None:
@@ -121,11 +126,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             raise self._error(*reason)
         if name == "aten.scaled_dot_product_attention.default":
             return self._attention(*args, **kwargs)
-        if name == "aten.dropout.default":
-            return self._dropout(*args, **kwargs)
-        if name == "aten.dropout_.default":
-            with self:
-                return args[0].copy_(torch.dropout(*args, **kwargs))
         if name == "aten.batch_norm.default":
             with self:
                 return normalise.batch_norm(self._batch_norm, *args, **kwargs)
@@ -147,20 +147,12 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         with self:
             return normalise.attention(emit, mask_grad, *args, **kwargs)
 
-    def _dropout(self, x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not train or p == 0.0:
-            return x
-        if self.seed is None:
-            with self.fake_mode:
-                seed = torch.empty((), dtype=torch.int64)
-            self.seed = self._input("seed", InputKind.SCALAR, seed, "seed", False)
-        self.dropouts += 1
-        out = x.new_empty(x.shape)
-        sizes = tuple(x.shape)
-        starts = (0,) * len(sizes)
-        args = (self._ref(x), self.seed, p, self.dropouts, sizes, starts, sizes)
-        self.aliases.add(out, self._emit("merakc.dropout.default", args, {}, (out,)))
-        return out
+    def _scalar(self, name: str) -> torch.Tensor:
+        """A number of the step, int64, that the runtime fills in."""
+        with self.fake_mode:
+            fake = torch.empty((), dtype=torch.int64)
+        self.aliases.add(fake, self._input(name, InputKind.SCALAR, fake, name, False))
+        return fake
 
     def _batch_norm(self, *args: Any) -> torch.Tensor:
         out: torch.Tensor = self._call(torch.ops.aten.batch_norm.default, args, {})
@@ -169,7 +161,9 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise self._error(f"random op {func}", normalise.NO_RANDOM)
+            self.draws.prepare(self._scalar)
+            with self:
+                return self.draws.call(func, args, kwargs)
         targets = pytree.tree_leaves(written(func, args, kwargs))
         if any(not isinstance(t, FakeTensor) for t in targets):
             raise self._error(

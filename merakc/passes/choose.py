@@ -15,6 +15,7 @@ from merakc.costs.flops import node_flops
 from merakc.errors import PlanError, ShardError
 from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
+from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.dims import Dims
 from merakc.passes.factors import Dim, Factor, atoms, leaves, segments_of
 
@@ -137,16 +138,16 @@ def repeated_factors(dims: Dims) -> set[Factor]:
 def uneven_factors(dims: Dims) -> set[Factor]:
     """The factors of only some of the segments of a dim.
 
-    The other segments would be whole on every rank, and added up as often. A dropout's mask is
-    made for one block, so that the segments of its dims stay whole too.
+    The other segments would be whole on every rank, and added up as often. Random numbers
+    are drawn for one block, so that the segments of its dims stay whole too.
     """
-    dropouts = {n.name for n in dims.graph.nodes if "dropout" in n.op}
+    draws = {n.name for n in dims.graph.nodes if n.op in KEY_POSITION}
     found: set[Factor] = set()
     for ref, own in dims.of.items():
         segmented = [f for dim in own for f in leaves(dim) if f.segments]
         for factor in segmented:
             found |= _not_in_all([set(atoms(s)) for s in segments_of(factor)])
-        if ref.node in dropouts:
+        if ref.node in draws:
             found.update(atoms(segmented))
     return found
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
+from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.dims import argument
 from merakc.passes.sharding import Sharding
 
@@ -161,15 +162,49 @@ def _cross_entropy(out: Writer, node: Node) -> None:
     out.add(replace(node, kwargs=()), args, "composite.vocab_parallel_cross_entropy")
 
 
-def _dropout(out: Writer, node: Node) -> None:
-    """The mask of a shard is that part of the whole tensor's mask."""
-    x, seed, p, key = node.args[:4]
+def _draw(out: Writer, node: Node) -> None:
+    """What a shard draws is that part of what the whole tensor draws."""
+    at = KEY_POSITION[node.op]
+    key, sample, sizes = node.args[at : at + 3]
     factors = [f for dim in out.sharding.layouts[Ref(node.name)].dims for f in dim]
-    bounds = [f.bounds(out.sharding.tp, out.rank) for f in factors]
-    sizes = tuple(f.size for f in factors)
-    starts = tuple(start for start, _ in bounds)
-    local = tuple(end - start for start, end in bounds)
-    out.add(node, (out.enter(x), seed, p, key, sizes, starts, local))
+    blocks = [(f.size, *f.bounds(out.sharding.tp, out.rank)) for f in factors]
+    sample, blocks = refined(sizes, sample, blocks)
+    args = (
+        *map_refs(node.args[:at], out.enter),
+        key,
+        sample,
+        tuple(size for size, _, _ in blocks),
+        tuple(start for _, start, _ in blocks),
+        tuple(end - start for _, start, end in blocks),
+    )
+    if len(node.args) > at + 5:
+        args = (*args, out.local_shape(node), *node.args[at + 6 :])
+    out.add(node, args)
+
+
+def refined(
+    sizes: tuple[int, ...], sample: int, blocks: list[tuple[int, int, int]]
+) -> tuple[int, list[tuple[int, int, int]]]:
+    """Blocks (size, start, end) of the same array in which dim `sample` of `sizes` is one."""
+    rest, at = blocks[::-1], -1
+    found: list[tuple[int, int, int]] = []
+    for k, size in enumerate(sizes):
+        if k == sample:
+            at = len(found)
+        need, first = size, len(found)
+        while need > 1:
+            full, start, end = rest.pop()
+            if full > need:
+                assert (start, end) == (0, full), "a split dim that another cuts"
+                rest.append((full // need, 0, full // need))
+                full, start, end = need, 0, need
+            assert need % full == 0, (sizes, blocks)
+            need //= full
+            found.append((full, start, end))
+        if k == sample and len(found) != first + 1:
+            assert all((start, end) == (0, full) for full, start, end in found[first:])
+            found[first:] = [(size, 0, size)]
+    return at, found
 
 
 SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
@@ -186,7 +221,7 @@ SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
     "aten.split_with_sizes.default": _split,
     "aten.embedding.default": _embedding,
     "aten.cross_entropy_loss.default": _cross_entropy,
-    "merakc.dropout.default": _dropout,
+    **dict.fromkeys(KEY_POSITION, _draw),
     **dict.fromkeys(
         (
             "aten.arange.default", "aten.arange.start", "aten.arange.start_step",

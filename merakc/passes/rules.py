@@ -132,6 +132,8 @@ ROWS: Final[dict[str, Row]] = {
     "aten.masked_fill.Scalar": POINTWISE,
     "aten.masked_fill.Tensor": POINTWISE,
     "merakc.dropout.default": POINTWISE,
+    "merakc.uniform.default": Shape("fresh"),
+    "merakc.normal.default": Shape("fresh"),
 }
 
 

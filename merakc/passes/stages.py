@@ -44,7 +44,7 @@ class Stages:
 
 
 def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
-    """The nodes that any stage may repeat: no product, no random draw behind them.
+    """The nodes that any stage may repeat: no product and no dropout behind them.
 
     With `trained`, a value made from parameters alone that together are far smaller than it
     (T5's position bias) is one too: each stage that reads it holds those parameters, makes it
@@ -60,7 +60,7 @@ def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
         reads = {r.node for r in node.refs}
         if not reads <= free | found | behind.keys():
             continue
-        if node_flops(node, specs) or "dropout" in node.op:
+        if node_flops(node, specs) or node.op == "merakc.dropout.default":
             continue
         behind[node.name] = frozenset((node.name,)).union(*(behind.get(n, ()) for n in reads))
         held_bytes = sum(

@@ -292,8 +292,9 @@ def test_dropout_is_our_op_with_a_seed(inplace: bool) -> None:
 
     graph = recorded(forward, randn(4, 6), layer=linear())
     first, second = [n for n in graph.nodes if n.op == "merakc.dropout.default"]
-    assert first.args[1:] == (Ref("seed"), 0.25, 1, (4, 6), (0, 0), (4, 6))
-    assert second.args[1:4] == (Ref("seed"), 0.5, 2)
+    scalars = Ref("seed"), Ref("first_sample")
+    assert first.args[1:] == (*scalars, 0.25, 1, 0, (1, 24), (0, 0), (1, 24))
+    assert second.args[1:5] == (*scalars, 0.5, 2)
     assert not any(n.op.startswith("aten.bernoulli") for n in graph.nodes)
 
 
@@ -314,13 +315,11 @@ REFUSED = {
     "y[y.sum(-1).nonzero()[:, 0]]": "control flow depends on the data",
     "y[y > 0]": "control flow depends on the data",
     "y * y[0].tolist()[0]": "control flow depends on the data",
-    "y * torch.rand(6)": "random op aten.rand.default",
-    "y + torch.randn_like(y)": "random op aten.randn_like",
-    "y * torch.multinomial(y.abs(), 1)": "random op aten.multinomial",
-    "F.alpha_dropout(y, 0.5, True)": "random op",
-    "F.dropout1d(y, 0.5, True)": "random op",
-    "F.gumbel_softmax(y)": "random op",
-    "F.rrelu(y, training=True)": "random op",
+    "y * torch.poisson(y.abs())": "random op aten.poisson.default",
+    "y * torch.rand(6, generator=torch.Generator())": "with a generator of its own",
+    "y * torch.randint(4, 4, (6,))": "random integers from 4 to 4",
+    "y if torch.rand([]) < 0.5 else y * 2": "depends on a random number",
+    "y * torch.rand(1).item()": "depends on a random number",
     "torch.cond(y.sum() > 0, lambda z: z * 2, lambda z: z * 3, (y,))": "higher-order op cond",
     "F.embedding(torch.tensor([1, 2]), s.layer.weight, sparse=True)": "sparse gradients",
     "OUTSIDE.add_(1) * y": "on a tensor that is no part of the model",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
+
+import pytest
+import torch
 
 from merakc.ir.graph import Ref
 from merakc.passes.factors import leaves
 from merakc.passes.localise import localise
-from merakc.passes.localise_ops import SPECIAL
+from merakc.passes.localise_ops import SPECIAL, refined
 from merakc.passes.propagate import propagate
 from merakc.passes.rules import row_of
 from merakc.passes.shard import sharding_of
@@ -49,3 +53,37 @@ def test_a_slice_of_a_segmented_dim_skips_what_the_rank_has_before_it() -> None:
     sharding = sharding_of(dims, {*leaves(first), *leaves(second)}, 2)
     (node,) = localise(graph, sharding, 1).nodes
     assert str(node) == "%y: float64[2,3] = aten.slice.Tensor(%x0, 1, 2, 5)"
+
+
+def test_a_shard_draws_its_part_of_the_whole() -> None:
+    keys = torch.tensor(0), torch.tensor(0)
+    call = randn(4, 6, 8), *keys, 0.5, 1, 1, (4, 6, 8), (0, 0, 0), (4, 6, 8)
+    found = local_nodes(("x0", 2), 1, "merakc.dropout.default", *call)
+    sizes = "1, 1, (4, 6, 8), (0, 0, 4), (4, 6, 4)"
+    assert found == [f"%y: float64[4,6,4] = merakc.dropout.default(%x0, %x1, %x2, 0.5, {sizes})"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sample", "blocks", "expected"),
+    [
+        ((2, 60), 0, [(2, 0, 2), (3, 0, 3), (4, 2, 4), (5, 0, 5)], 0),
+        ((60, 2), 1, [(3, 0, 3), (4, 2, 4), (5, 0, 5), (2, 0, 2)], 3),
+        ((6, 4, 5), 1, [(3, 1, 3), (8, 0, 8), (5, 0, 5)], 2),
+        ((4, 6), 0, [(2, 0, 2), (2, 0, 2), (6, 3, 6)], 0),
+        ((120,), -1, [(4, 0, 4), (30, 5, 10)], -1),
+        ((1, 24), 0, [(24, 0, 12)], 0),
+    ],
+)
+def test_blocks_are_refined_to_show_the_samples(
+    sizes: tuple[int, ...], sample: int, blocks: list[tuple[int, int, int]], expected: int
+) -> None:
+    at, found = refined(sizes, sample, blocks)
+    assert at == expected
+    assert sample < 0 or found[at] == (sizes[sample], 0, sizes[sample])
+
+    def elements(blocks: list[tuple[int, int, int]]) -> torch.Tensor:
+        full = torch.arange(math.prod(size for size, _, _ in blocks))
+        part = full.view([size for size, _, _ in blocks])
+        return part[tuple(slice(start, end) for _, start, end in blocks)].flatten()
+
+    assert torch.equal(elements(found), elements(blocks))

@@ -27,6 +27,7 @@ from tests.passes.lockstep import in_lockstep, relative_error
 Pick = Callable[[int, int], int]
 Call = tuple[Any, ...]
 BOUND = 1e-12
+KEYS = torch.tensor(3), torch.tensor(40)  # of random numbers: the seed and the first sample
 
 
 def randn(*shape: int) -> Tensor:
@@ -172,7 +173,11 @@ CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
     "aten.masked_fill.Tensor": lambda pick, b, m, n, i: (
         randn(b, m, n), torch.rand(b, 1, n) > 0.5, randn(1).reshape(())),
     "merakc.dropout.default": lambda pick, b, m, n, i: (
-        randn(b, m, n), torch.tensor(3), 0.5, 1, (b, m, n), (0, 0, 0), (b, m, n)),
+        randn(b, m, n), *KEYS, 0.5, 1, 1, (b, m, n), (0, 0, 0), (b, m, n)),
+    "merakc.uniform.default": lambda pick, b, m, n, i: (
+        *KEYS, 1, 1, (b, m, n), (0, 0, 0), (b, m, n), (b, m, n), torch.float64),
+    "merakc.normal.default": lambda pick, b, m, n, i: (
+        *KEYS, 1, 0, (1, m * n), (0, 0), (1, m * n), (m, n), torch.float64),
     # elementwise, without a row
     "aten.mul.Tensor": lambda pick, b, m, n, i: (randn(b, 1, n), randn(m, 1)),
     "aten.where.self": lambda pick, b, m, n, i: (

@@ -1,8 +1,10 @@
-"""`merakc::dropout`: its statistics, its independence of the split, its gradient, its tracing."""
+"""Counter-based draws: their statistics, their independence of any split, gradients, tracing."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,41 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from merakc.kernels.dropout import dropout
+from merakc.kernels import draws
+from merakc.kernels.draws import step_seed
 
 N = 200_000
+
+
+def _block(shape: Sequence[int], sample: int, part: Any) -> tuple[Any, ...]:
+    """The last arguments of an op: all of an array of `shape`, or (sizes, starts, local sizes)."""
+    return sample, *(part or (tuple(shape), (0,) * len(shape), tuple(shape)))
+
+
+def dropout(
+    x: Tensor, seed: Tensor, p: float, key: int, *part: Any, sample: int = -1, first: int = 0
+) -> Tensor:
+    """`merakc::dropout` of all of x, or of the block that `part` says."""
+    args = x, seed, torch.tensor(first), p, key, *_block(x.shape, sample, part)
+    out: Tensor = torch.ops.merakc.dropout(*args)
+    return out
+
+
+def draw(
+    name: str,
+    shape: Sequence[int],
+    *part: Any,
+    seed: int = 0,
+    key: int = 0,
+    sample: int = -1,
+    first: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """`merakc::uniform` or `merakc::normal`."""
+    numbers = torch.tensor(seed), torch.tensor(first), key
+    op = getattr(torch.ops.merakc, name)
+    out: Tensor = op(*numbers, *_block(shape, sample, part), list(shape), dtype)
+    return out
 
 
 def _seed(value: int = 0) -> Tensor:
@@ -74,11 +108,15 @@ def _mix(z: int) -> int:
 def test_mask_is_the_documented_stream(seed: int, key: int) -> None:
     """Masks are part of what a plan means: they may not change between versions and devices."""
     golden = 0x9E3779B97F4A7C15
-    state = _mix(_mix(seed * golden % 2**64) + key * 0xBF58476D1CE4E5B9 & 2**64 - 1)
+    state = _mix(_mix((seed + 1) * golden % 2**64) + key * 0xBF58476D1CE4E5B9 & 2**64 - 1)
     hashes = [_mix((state + i * golden) % 2**64) for i in range(500)]
     signed = [(h + 2**63) % 2**64 - 2**63 for h in hashes]
     expected = [float(h >= round(0.3 * 2**64) - 2**63) for h in signed]
     assert _kept(0.3, seed, key, 500).tolist() == expected
+    sample = _mix((state + 9 * golden) % 2**64)
+    numbers = [_mix((sample + i * golden) % 2**64) >> 11 for i in range(500)]
+    found = draw("uniform", (1, 500), seed=seed, key=key, sample=0, first=9)
+    assert found.flatten().tolist() == [n / 2**53 for n in numbers]
 
 
 def test_values_are_zero_or_scaled() -> None:
@@ -122,6 +160,94 @@ def test_block_is_that_of_the_whole(
     assert torch.equal(local, whole[block].flatten())
 
 
+@settings(max_examples=60, deadline=None)
+@given(_splits(), st.integers(0, 3), st.integers(0, 2**40), st.sampled_from(["uniform", "normal"]))
+def test_block_with_samples_is_that_of_the_whole(
+    split: tuple[list[int], list[int], list[int]], sample: int, first: int, name: str
+) -> None:
+    full, starts, sizes = split
+    sample %= len(full)
+    block = tuple(slice(i, i + n) for i, n in zip(starts, sizes, strict=True))
+    whole = draw(name, full, sample=sample, first=first)
+    local = draw(name, [math.prod(sizes)], full, starts, sizes, sample=sample, first=first)
+    assert torch.equal(local, whole[block].flatten())
+    # The same samples, counted from another first one.
+    sizes[sample], full[sample] = full[sample] - starts[sample], full[sample] - starts[sample]
+    first, starts[sample] = first + starts[sample], 0
+    block = (*block[:sample], slice(-full[sample], None), *block[sample + 1 :])
+    local = draw(name, [math.prod(sizes)], full, starts, sizes, sample=sample, first=first)
+    assert torch.equal(local, whole[block].flatten())
+
+
+def test_a_sample_draws_alike_wherever_its_dim_is() -> None:
+    front = draw("uniform", (3, 5, 7), sample=0, first=4)
+    middle = draw("uniform", (5, 3, 7), sample=1, first=4)
+    last = draw("uniform", (5, 7, 3), sample=2, first=4)
+    assert torch.equal(front, middle.transpose(0, 1))
+    assert torch.equal(front, last.movedim(2, 0))
+    assert torch.equal(front[1], draw("uniform", (1, 35), sample=0, first=5).view(5, 7))
+    assert len(front.unique()) == front.numel()
+
+
+def test_samples_are_independent() -> None:
+    kept = draw("uniform", (2, N // 2), sample=0)
+    for shift in (0, 1, 5):
+        other = kept[1, : N // 2 - shift]
+        assert abs(_correlation(kept[0, shift:], other)) < 5 / math.sqrt(N // 2)
+    assert not torch.equal(kept[0], draw("uniform", (N // 2,)))  # drawn without samples
+
+
+@pytest.mark.parametrize("shape", [(50_001,), (3, 50_001), (50_001, 3), (2, 40_000, 2)])
+@pytest.mark.parametrize("sample", [-1, 0, 1])
+def test_chunks_join_seamlessly(shape: tuple[int, ...], sample: int) -> None:
+    sample = min(sample, len(shape) - 1)
+    whole = draw("uniform", shape, sample=sample, first=1)
+    before, draws._CHUNK = draws._CHUNK, 2**30
+    try:
+        assert torch.equal(whole, draw("uniform", shape, sample=sample, first=1))
+    finally:
+        draws._CHUNK = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_uniform_numbers_fill_their_dtype(dtype: torch.dtype) -> None:
+    bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
+    found = draw("uniform", (N,), dtype=dtype)
+    assert found.dtype == dtype
+    places = found.double() * 2.0**bits
+    assert torch.equal(places, places.floor())
+    assert 0 <= found.min() < 0.01
+    assert 0.99 < found.max() < 1
+    assert (places.long() % 2).double().mean().item() == pytest.approx(0.5, abs=2.5 / math.sqrt(N))
+    share = torch.histc(found.double(), 16, 0.0, 1.0) / N
+    assert (share - 1 / 16).abs().max() < 5 * math.sqrt(1 / 16 / N)
+    assert abs(_correlation(found.double()[1:], found.double()[:-1])) < 5 / math.sqrt(N)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_normal_numbers(dtype: torch.dtype) -> None:
+    found = draw("normal", (N,), dtype=dtype).double()
+    assert abs(found.mean().item()) < 5 / math.sqrt(N)
+    assert found.var().item() == pytest.approx(1.0, abs=5 * math.sqrt(2 / N))
+    below = torch.tensor([(found < x).double().mean().item() for x in (-2.0, -1.0, 0.0, 1.5)])
+    expected = torch.special.ndtr(torch.tensor([-2.0, -1.0, 0.0, 1.5]))
+    assert (below - expected).abs().max() < 5 * 0.5 / math.sqrt(N)
+    assert abs(_correlation(found[1:], found[:-1])) < 5 / math.sqrt(N)
+
+
+def test_seeds_of_steps_do_not_meet() -> None:
+    found = {step_seed(seed, step) for seed in range(-50, 50) for step in range(100)}
+    assert len(found) == 100 * 100
+    assert all(-(2**63) <= seed < 2**63 for seed in found)
+
+
+def test_nothing_is_drawn_for_no_elements() -> None:
+    assert draw("uniform", (3, 0), sample=0).shape == (3, 0)
+    assert draw("normal", (0,)).shape == (0,)
+    assert dropout(torch.ones(0, 2), _seed(), 0.5, 0, sample=0).shape == (0, 2)
+    assert draw("uniform", ()).shape == ()
+
+
 def test_large_blocks_in_chunks() -> None:
     """Arrays over the size that is hashed at a time, in one dim and in several."""
     whole = dropout(torch.ones(3, 50_001), _seed(), 0.5, 0)
@@ -152,8 +278,11 @@ def test_gradient_has_the_forward_mask() -> None:
 
 def test_opcheck() -> None:
     x = torch.randn(3, 4).t().requires_grad_()
-    args = (x, _seed(), 0.5, 1, [4, 6], [0, 3], [4, 3])
+    args = (x, _seed(), _seed(), 0.5, 1, 0, [4, 6], [0, 3], [4, 3])
     torch.library.opcheck(torch.ops.merakc.dropout.default, args)
+    block = (1, 0, [4, 6], [0, 3], [4, 3], [4, 3], torch.float32)
+    for op in (torch.ops.merakc.uniform.default, torch.ops.merakc.normal.default):
+        torch.library.opcheck(op, (_seed(), _seed(), *block))
 
 
 def test_trace_of_forward_and_backward_runs() -> None:

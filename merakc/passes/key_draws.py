@@ -1,0 +1,119 @@
+"""Says of every random draw which dim counts the samples, so that a sample draws by its number.
+
+Samples keep their numbers however the batch is divided, so that micro-batches of any size on any
+number of data-parallel ranks draw what one process draws for the whole batch. The dim is found by
+the factors of the sharding rules: those of a tensor of the batch that is split into micro-batches
+reach a dropout through products and views, and a drop-path's mask through the product with the
+value that it masks.
+
+Where no rule leads to a sample dim, but the value depends on the batch, it is keyed by the number
+of the micro-batch's first sample: the same in layouts whose micro-batches are of one size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+from merakc.ir.graph import Graph, InputKind, Node, Ref
+from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.factors import Factor, leaves
+from merakc.passes.propagate import propagate
+
+Keying = tuple[int, tuple[int, ...]]
+"""Which dim of an array of these sizes counts samples (-1: none); its elements are the value's."""
+
+
+def has_draws(graph: Graph) -> bool:
+    """Whether anything in the graph is random."""
+    return any(n.op in KEY_POSITION for n in graph.nodes)
+
+
+def key_draws(graph: Graph, sampled: Collection[str], wide: Graph | None = None) -> Graph:
+    """The graph with the keying of its draws filled in.
+
+    `sampled` names the tensors of the batch that are split into micro-batches, along dim 0. Of
+    one sample, no dim can be told from another of size 1: `wide` is then the graph of a
+    micro-batch of more, or None where there is none, and every draw counts as the sample's own.
+    """
+    if not has_draws(graph):
+        return graph
+    inputs = [i for i in graph.inputs if i.kind is InputKind.BATCH and i.target in sampled]
+    size = inputs[0].spec.shape[0] if inputs else 0
+    if size == 1:
+        wider = key_draws(wide, sampled) if wide is not None else None
+        found = {n.name: _of_one_sample(n, wider) for n in _draws(graph)}
+    else:
+        dims = propagate(graph)
+        names = {i.name for i in inputs}
+        samples = {f for name in names for f in leaves(dims.of[Ref(name)][0])}
+        depends = _depending(graph, names)
+        found = {
+            n.name: _keying(
+                [f for dim in dims.of[Ref(n.name)] for f in leaves(dim)],
+                samples, n.spec.shape, size, any(r.node in depends for r in n.refs),
+                from_nothing=n.op != "merakc.dropout.default",
+            )
+            for n in _draws(graph)
+        }  # fmt: skip
+    nodes = tuple(_keyed(n, found[n.name]) if n.name in found else n for n in graph.nodes)
+    return replace(graph, nodes=nodes)
+
+
+def _draws(graph: Graph) -> list[Node]:
+    return [n for n in graph.nodes if n.op in KEY_POSITION]
+
+
+def _depending(graph: Graph, names: Collection[str]) -> set[str]:
+    """The names of the values that depend on these inputs."""
+    found = set(names)
+    for node in graph.nodes:
+        if any(r.node in found for r in node.refs):
+            found.add(node.name)
+    return found
+
+
+def _keying(
+    factors: list[Factor],
+    samples: Collection[Factor],
+    shape: tuple[int, ...],
+    size: int,
+    depends: bool,
+    *,
+    from_nothing: bool,
+) -> Keying:
+    """The keying of a value with these factors, for micro-batches of `size` samples."""
+    first = next((k for k, f in enumerate(factors) if f in samples), len(factors))
+    last, inside = first, 1
+    while last < len(factors) and factors[last] in samples and inside < size:
+        inside *= factors[last].size
+        last += 1
+    if first < last and inside == size:
+        before = math.prod(f.size for f in factors[:first])
+        after = math.prod(f.size for f in factors[last:])
+        return (1, (before, size, after)) if before > 1 else (0, (size, after))
+    numel = math.prod(shape)
+    if not depends and not from_nothing:
+        return -1, (numel,)
+    if shape and shape[0] == size:
+        return 0, (size, numel // size)
+    return (0, (1, numel)) if depends else (-1, (numel,))
+
+
+def _of_one_sample(node: Node, wide: Graph | None) -> Keying:
+    """The keying of a draw for micro-batches of one sample."""
+    numel = node.spec.numel
+    key = node.args[KEY_POSITION[node.op]]
+    for other in _draws(wide) if wide is not None else ():
+        at = KEY_POSITION[other.op]
+        if other.op == node.op and other.args[at] == key and other.args[at + 1] < 0:
+            return -1, (numel,)
+    return 0, (1, numel)
+
+
+def _keyed(node: Node, keying: Keying) -> Node:
+    sample, sizes = keying
+    at = KEY_POSITION[node.op] + 1
+    starts = (0,) * len(sizes)
+    return replace(node, args=(*node.args[:at], sample, sizes, starts, sizes, *node.args[at + 4 :]))

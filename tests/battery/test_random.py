@@ -1,0 +1,107 @@
+"""Random numbers do not depend on the layout: all train as one process with the same seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import merakc
+from benchmarks.models import MODELS
+from benchmarks.ranks import run_ranks
+from benchmarks.reference import lifted_casts
+from merakc.cluster import NOMINAL_CPU
+from tests.battery.small_models import Tensors, part, warm_up
+
+SAMPLES = 8
+BOUND = 1e-10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of two steps: the losses, and the gradients of both, added up."""
+
+    losses: list[float]
+    gradients: Tensors
+
+
+Case = Callable[[], tuple[nn.Module, Tensors]]
+
+
+def stock(name: str) -> Case:
+    def case() -> tuple[nn.Module, Tensors]:
+        found = MODELS[name]
+        return found.model(torch.float64, dropout=0.1), found.batch(SAMPLES, torch.float64)
+
+    return case
+
+
+def dinov2() -> tuple[nn.Module, Tensors]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = transformers.Dinov2Config(
+            hidden_size=24, num_hidden_layers=4, num_attention_heads=4, image_size=8, patch_size=4,
+            drop_path_rate=0.4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+            num_labels=5, layerscale_value=0.5,
+        )  # fmt: skip
+        model = transformers.Dinov2ForImageClassification(config).double().train()
+        images = torch.randn(SAMPLES, 3, 8, 8, dtype=torch.float64)
+    return model, {"pixel_values": images, "labels": torch.arange(SAMPLES) % 5}
+
+
+CASES: dict[str, Case] = {
+    "gpt2": stock("gpt2"),
+    "bert": stock("bert"),
+    "dinov2": dinov2,
+}
+
+
+def train(name: str, options: dict[str, Any]) -> Result:
+    model, batch = CASES[name]()
+    dp = options.get("dp", 1)
+    example = {k: v.chunk(dp)[0] for k, v in batch.items()}
+    losses = []
+    with lifted_casts():
+        parallel = merakc.auto_parallel(model, example, cluster=NOMINAL_CPU, **options)
+        for _ in range(2):
+            loss = parallel(**part(batch, parallel))["loss"]
+            loss.backward()
+            losses.append(loss.item())
+    return Result(losses, parallel.full_gradients())
+
+
+LAYOUTS: tuple[dict[str, Any], ...] = (
+    {"micro_batches": 2},
+    {"micro_batches": 4},
+    {"micro_batches": 8},  # of one sample
+    {"dp": 2, "micro_batches": 2},
+    {"dp": 2, "micro_batches": 4},
+    {"tp": 2, "micro_batches": 2},
+    {"pp": 2, "micro_batches": 4},
+    {"pp": 2, "micro_batches": 4, "recompute": "full"},
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_draws_alike(name: str) -> None:
+    alone = train(name, {})
+    assert alone.losses[0] != alone.losses[1]
+    for options in LAYOUTS:
+        ranks = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
+        found = run_ranks(ranks, train, name, options)
+        for each in found:
+            assert each.losses == pytest.approx(alone.losses, rel=BOUND), options
+        scale = max(g.abs().max().item() for g in alone.gradients.values())
+        for key, wanted in alone.gradients.items():  # whole on the first rank
+            error = (found[0].gradients[key] - wanted).abs().max().item()
+            assert error < BOUND * scale, (options, key)

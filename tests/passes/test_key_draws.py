@@ -1,0 +1,150 @@
+"""Which dim of a random draw counts the samples, and that samples draw alike in any micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from merakc.frontend.record import record
+from merakc.ir.graph import Graph
+from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.interpret import interpret
+from merakc.passes.key_draws import has_draws, key_draws
+from tests.frontend.small import Small, linear, randn
+
+LENGTH, WIDTH = 5, 6
+SAMPLED = frozenset({"x"})
+
+
+def drop_path(x: Tensor) -> Tensor:
+    return x * torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), dtype=x.dtype)
+
+
+def heads(x: Tensor) -> Tensor:
+    """[b, s, 6] as [b * 2, s, 3]."""
+    return x.unflatten(-1, (2, 3)).transpose(1, 2).flatten(0, 1)
+
+
+def attend(x: Tensor) -> Tensor:
+    y = x.unflatten(-1, (2, 3)).transpose(1, 2)
+    y = F.scaled_dot_product_attention(y, y, y, dropout_p=0.5)
+    return y.transpose(1, 2).flatten(2)
+
+
+def sort(x: Tensor) -> Tensor:
+    """Through an op that has no sharding rule."""
+    return torch.ops.aten.sort.stable(x, stable=True, dim=-1)[0]
+
+
+TABLE = randn(1, LENGTH, WIDTH)
+# What is drawn from [b, 5, 6], and how it is keyed for b = 4: the samples' dim, and sizes.
+DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, tuple[int, ...]]]] = {
+    "dropout": (lambda x: F.dropout(x, 0.5), (0, (4, 30))),
+    "features": (lambda x: F.dropout1d(x, 0.5), (0, (4, 5))),
+    "attention": (attend, (0, (4, 50))),
+    "batch and heads": (lambda x: F.dropout(heads(x), 0.5), (0, (4, 30))),
+    "tokens": (lambda x: F.dropout(x.flatten(0, 1), 0.5), (0, (4, 30))),
+    "sequence first": (lambda x: F.dropout(x.transpose(0, 1), 0.5), (1, (5, 4, 6))),
+    "heads of sequence first": (
+        lambda x: F.dropout(x.transpose(0, 1).reshape(LENGTH, -1, 3), 0.5), (1, (5, 4, 6))),
+    "samples last": (lambda x: F.dropout(x.movedim(0, -1), 0.5), (1, (30, 4, 1))),
+    "drop path": (drop_path, (0, (4, 1))),
+    "noise": (lambda x: x + torch.randn_like(x), (0, (4, 30))),
+    "noise of tokens": (
+        lambda x: x + torch.randn(x.shape[0] * LENGTH, WIDTH).view_as(x), (0, (4, 30))),
+    "noise levels": (
+        lambda x: x * torch.randint(3, (x.shape[0],))[:, None, None], (0, (4, 1))),
+    "samples in two dims": (
+        lambda x: F.dropout(x.view(-1, min(2, len(x)), LENGTH, WIDTH), 0.5), (0, (4, 30))),
+    "without a rule": (lambda x: F.dropout(sort(x), 0.5), (0, (4, 30))),
+    "positions": (lambda x: x + F.dropout(TABLE, 0.5), (-1, (30,))),
+    "positions of every sample": (
+        lambda x: x + F.dropout(TABLE.expand(x.shape[0], -1, -1) * 2, 0.5), (0, (4, 30))),
+    "one number": (lambda x: x * torch.rand(()), (-1, (1,))),
+    "noise for all": (lambda x: x + torch.randn(LENGTH, WIDTH), (-1, (30,))),
+    "sum over samples": (lambda x: x + F.dropout(x.sum(0), 0.5), (0, (1, 30))),
+}  # fmt: skip
+# Drawn for a micro-batch, and so not for the same samples in all of them.
+PER_MICRO_BATCH = ("sum over samples",)
+
+
+def model(name: str) -> nn.Module:
+    call = DRAWS[name][0]
+    torch.manual_seed(0)
+    return Small(lambda s, x: call(s.layer(x)), layer=linear())
+
+
+def recorded(module: nn.Module, samples: int) -> Graph:
+    batch = {"x": torch.zeros(samples, LENGTH, WIDTH, dtype=torch.float64)}
+    return record(module, (), batch).graph
+
+
+def keyings(graph: Graph) -> list[tuple[int, tuple[int, ...]]]:
+    found = []
+    for node in graph.nodes:
+        if node.op in KEY_POSITION:
+            sample, sizes, starts, local = node.args[KEY_POSITION[node.op] + 1 :][:4]
+            assert sizes == local
+            assert starts == (0,) * len(sizes)
+            found.append((sample, sizes))
+    return found
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_the_dim_of_the_samples_is_found(name: str) -> None:
+    graph = recorded(model(name), 4)
+    assert keyings(key_draws(graph, SAMPLED)) == [DRAWS[name][1]]
+
+
+def run(graph: Graph, module: nn.Module, x: Tensor, first: int) -> Tensor:
+    values: dict[str, Any] = {"seed": torch.tensor(7), "first_sample": torch.tensor(first), "x": x}
+    state = dict(module.named_parameters())
+    values |= {i.name: state[i.target] for i in graph.inputs if i.target in state}
+    (out,) = interpret(graph, {i.name: values[i.name] for i in graph.inputs if i.name in values})
+    assert isinstance(out, Tensor)
+    return out.detach()
+
+
+def by_sample(out: Tensor, name: str, samples: int) -> Tensor:
+    """An output as [samples, elements]."""
+    sample, sizes = DRAWS[name][1]
+    before = sizes[0] if sample == 1 else 1
+    return out.reshape(before, samples, -1).transpose(0, 1).flatten(1)
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("name", [n for n in DRAWS if n not in PER_MICRO_BATCH])
+def test_samples_draw_alike_in_micro_batches_of_any_size(name: str, each: int) -> None:
+    module, x = model(name), randn(4, LENGTH, WIDTH)
+    whole = run(key_draws(recorded(module, 4), SAMPLED), module, x, 4)
+    other = run(key_draws(recorded(module, 4), SAMPLED), module, x, 5)
+    assert torch.equal(other, whole) == (DRAWS[name][1][0] == -1)
+    wide = recorded(module, 2) if each == 1 else None
+    graph = key_draws(recorded(module, each), SAMPLED, wide)
+    for first in range(0, 4, each):
+        part = run(graph, module, x[first : first + each], 4 + first)
+        wanted = by_sample(whole, name, 4)[first : first + each]
+        torch.testing.assert_close(by_sample(part, name, each), wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_one_sample_of_a_model_that_takes_no_two_draws_for_itself() -> None:
+    graph = recorded(model("positions"), 1)
+    assert keyings(key_draws(graph, SAMPLED)) == [(0, (1, 30))]
+    assert keyings(key_draws(graph, SAMPLED, recorded(model("positions"), 2))) == [(-1, (30,))]
+
+
+def test_tensors_that_are_not_split_hold_no_samples() -> None:
+    graph = recorded(model("dropout"), 4)
+    assert keyings(key_draws(graph, frozenset())) == [(-1, (120,))]
+
+
+def test_graphs_without_draws_stay_as_they_are() -> None:
+    graph = recorded(Small(lambda s, x: s.layer(x), layer=linear()), 4)
+    assert not has_draws(graph)
+    assert key_draws(graph, SAMPLED) is graph
+    assert has_draws(recorded(model("noise"), 4))
