@@ -86,7 +86,8 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"micro_batches": 8},  # of one sample
     {"dp": 2, "micro_batches": 2},
     {"dp": 2, "micro_batches": 4},
-    {"tp": 2, "micro_batches": 2},
+    {"tp": 2, "micro_batches": 2, "sequence_parallel": False},
+    {"tp": 2, "micro_batches": 2, "sequence_parallel": True},
     {"pp": 2, "micro_batches": 4},
     {"pp": 2, "micro_batches": 4, "recompute": "full"},
 )

@@ -67,7 +67,7 @@ def test_layers_with_dropout_between(name: str, batch_first: bool) -> None:
     recording = check(model, randn(3, 2, 6), relative=1e-12)
     drops = [n for n in recording.graph.nodes if n.op == "merakc.dropout.default"]
     assert len(drops) == 2
-    assert all(n.args[2] == 1e-300 for n in drops)
+    assert all(n.args[3] == 1e-300 for n in drops)
 
 
 def test_without_dropout_or_in_evaluation_torch_takes_them_apart() -> None:
