@@ -19,6 +19,7 @@ from merakc.ir.program import Chunk, Mesh, Program
 from merakc.passes.differentiate import differentiate
 from merakc.passes.localise import localise
 from merakc.passes.schedule import build_programs
+from merakc.passes.separate_heads import separate_heads
 from merakc.passes.shard import shard
 from merakc.passes.sharding import Sharding
 from merakc.passes.stages import (
@@ -94,8 +95,8 @@ def make_plan(
     Raises `CutError` where the graph does not give `mesh.pp` stages, `ShardError` where it does not
     divide over `mesh.tp` ranks.
     """
-    loss = weigh_loss(training_graph(recording.graph))
-    sharding = shard(loss.graph, mesh.tp, sequence_parallel=sequence_parallel)
+    loss = _weighed(training_graph(recording.graph), mesh.tp)
+    sharding = shard(loss.graph, mesh.tp, cluster=cluster, sequence_parallel=sequence_parallel)
     of, report = assign_stages(loss.graph, sharding, mesh.pp, cluster)
     stages = split_stages(loss.graph, of, mesh.pp, sharding)
     plan = Plan(
@@ -131,7 +132,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = weigh_loss(training_graph(recording.graph))
+    loss = _weighed(training_graph(recording.graph), plan.tp)
     sharding = _sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
@@ -146,7 +147,7 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     plan = lowered.plan
     graph = recording.graph if results else training_graph(recording.graph)
     graph = with_outputs(graph, graph.outputs)
-    loss = weigh_loss(graph)
+    loss = _weighed(graph, plan.tp)
     sharding = _sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
@@ -226,6 +227,12 @@ def _reduce_seconds(local: Graph, dp: int, cluster: Cluster) -> float:
     trained = [i for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad]
     grads_bytes = sum(i.spec.size_bytes for i in trained)
     return cluster.link_latency_s + 2 * (dp - 1) / dp * grads_bytes / cluster.link_bytes_per_s
+
+
+def _weighed(graph: Graph, tp: int) -> WeighedLoss:
+    """The graph that is sharded and cut, with losses of micro-batches that add up."""
+    loss = weigh_loss(graph)
+    return replace(loss, graph=separate_heads(loss.graph, tp))
 
 
 def _sharding(graph: Graph, plan: Plan) -> Sharding:

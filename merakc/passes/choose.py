@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
-from merakc.costs.flops import node_flops
+from merakc.cluster import Cluster
+from merakc.costs.roofline import node_seconds
 from merakc.errors import PlanError, ShardError
 from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
@@ -19,32 +21,21 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.dims import Dims
 from merakc.passes.factors import Dim, Factor, atoms, leaves, segments_of
 
-# FLOPs that a rank does in the time of moving one byte over the tp axis. A low figure: whoever
-# asks for tp has decided to pay for communication, and this decides only where it is spent.
-FLOPS_PER_BYTE = 16
 # Forward and backward together cost three forwards, and each tp collective of the forward has its
 # conjugate in the backward (Megatron-LM, arXiv 1909.08053, section 3).
 PASSES = 3
-# A parameter's gradient and update move its bytes a few times a step, an activation travels once a
-# micro-batch, and a step has a few of them: byte for byte they weigh the same.
-PARAMETER_TRAFFIC = 1
-# What the latency of a collective is worth: 2 to 20 microseconds on links of 50 to 450 GB/s.
-COLLECTIVE_BYTES = 1 << 20
+# What a parameter's bytes cost, in reads or writes a micro-batch: a step of Adam reads and writes
+# parameter, gradient and two numbers of state, and a step has a few micro-batches.
+PARAMETER_TRAFFIC = 4
 MAX_REASONS = 4  # that an error names
 VOCABULARY_OPS = ("aten.embedding.default", "aten.cross_entropy_loss.default")
 
 
-@dataclass(frozen=True, slots=True)
-class Price:
-    """What communication costs, in bytes: a byte, and a collective whatever its size."""
-
-    byte: float
-    collective: float
-
-
-# Tried in turn until something is worth splitting: small models are worth neither the latency nor
-# perhaps the bytes, but whoever asks for tp is to have it.
-PRICES = (Price(1, COLLECTIVE_BYTES), Price(1, 0), Price(0, 0))
+# Small models are worth no communication, but whoever asks for tp is to have it: what the cluster's
+# figures leave whole is split as in a larger model, 16 FLOPs to a byte of the link, and where that
+# splits nothing either, at any price.
+LIKE_LARGE = Cluster("no machine", 16.0, 16.0, 0.0, 0, 0.0, 1.0)
+AT_ANY_PRICE = replace(LIKE_LARGE, link_bytes_per_s=math.inf)
 
 
 @dataclass(slots=True)
@@ -52,18 +43,19 @@ class Candidate:
     """A factor that could be split, and what that saves and costs a micro-batch."""
 
     factor: Factor
-    flops: int = 0
+    work_s: float = 0.0
     parameter_bytes: int = 0
     wire_bytes: int = 0
     collectives: int = 0
     rivals: set[Factor] = field(default_factory=set)
 
-    def gain(self, tp: int, price: Price) -> float:
-        """Saved work less communication, in bytes of the tp link."""
+    def gain_s(self, tp: int, cluster: Cluster) -> float:
+        """Seconds of a micro-batch, forward and backward, that splitting the factor saves."""
         saved = 1 - 1 / tp
-        work = PASSES * self.flops / FLOPS_PER_BYTE + PARAMETER_TRAFFIC * self.parameter_bytes
-        wire = 2 * price.byte * saved * self.wire_bytes  # a ring all-reduce moves them twice
-        return saved * work - wire - price.collective * self.collectives
+        held_s = PARAMETER_TRAFFIC * self.parameter_bytes / cluster.bytes_per_s
+        wire_s = 2 * saved * self.wire_bytes / cluster.link_bytes_per_s  # a ring all-reduce
+        latency_s = self.collectives * cluster.link_latency_s
+        return saved * (PASSES * self.work_s + held_s) - wire_s - latency_s
 
 
 def node_factors(dims: Dims, node: Node) -> set[Factor]:
@@ -72,8 +64,8 @@ def node_factors(dims: Dims, node: Node) -> set[Factor]:
     return {f for ref in refs for dim in dims.of[ref] for f in atoms(dim)}
 
 
-def candidates(dims: Dims, tp: int) -> dict[Factor, Candidate]:
-    """The factors of parameters that may be split in `tp` parts, priced."""
+def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]:
+    """The factors of parameters that may be split in `tp` parts, with what they save and cost."""
     graph = dims.graph
     specs = graph.specs()
     found: dict[Factor, Candidate] = {}
@@ -93,10 +85,10 @@ def candidates(dims: Dims, tp: int) -> dict[Factor, Candidate]:
             found[a].rivals.add(b)
             found[b].rivals.add(a)
         summed = {f for dim in dims.summed.get(node.name, ()) for f in atoms(dim)}
-        flops = node_flops(node, specs) if here else 0
+        work_s = node_seconds(node, specs, cluster) - cluster.op_overhead_s if here else 0.0
         for factor in here:
             candidate = found[factor]
-            candidate.flops += flops
+            candidate.work_s += work_s
             if factor in summed:
                 candidate.wire_bytes += _sum_bytes(node)
                 candidate.collectives += 1
@@ -167,21 +159,31 @@ def _sum_bytes(node: Node) -> int:
     return sum(o.size_bytes for o in node.outputs if o is not None)
 
 
-def choose(dims: Dims, tp: int) -> set[Factor]:
-    """The best set of factors no two of which meet in one op: an exact weighted packing (MILP).
+def choose(dims: Dims, tp: int, cluster: Cluster) -> set[Factor]:
+    """The set of factors that saves most seconds, no two of which meet in one op: a weighted
+    packing, solved exactly; then, among what is left, the best that would pay in a larger model.
 
     Raises `ShardError` where no dim of any parameter can be split in `tp` parts.
     """
     if tp == 1:
         return set()
-    found = list(candidates(dims, tp).values())
-    if not found:
-        raise ShardError(_refusal(dims, tp))
-    for price in PRICES:
-        gains = {c.factor: c.gain(tp, price) for c in found}
-        priced = [c for c in found if gains[c.factor] > 0]
-        if priced:
+    chosen: set[Factor] = set()
+    for prices in (cluster, LIKE_LARGE, AT_ANY_PRICE):
+        found = candidates(dims, tp, prices)
+        if not found:
+            raise ShardError(_refusal(dims, tp))
+        if prices is AT_ANY_PRICE and chosen:
             break
+        free = [c for c in found.values() if c.factor not in chosen and not c.rivals & chosen]
+        gains_s = {c.factor: c.gain_s(tp, prices) for c in free}
+        chosen |= _packed([c for c in free if gains_s[c.factor] > 0], gains_s)
+    return chosen
+
+
+def _packed(priced: list[Candidate], gains_s: Mapping[Factor, float]) -> set[Factor]:
+    """The candidates without a rival among them that together gain most (MILP)."""
+    if not priced:
+        return set()
     index = {c.factor: k for k, c in enumerate(priced)}
     pairs = sorted(
         {tuple(sorted((index[c.factor], index[r]))) for c in priced for r in c.rivals if r in index}
@@ -192,11 +194,13 @@ def choose(dims: Dims, tp: int) -> set[Factor]:
         columns = [c for pair in pairs for c in pair]
         matrix = coo_array((np.ones(len(rows)), (rows, columns)), (len(pairs), len(priced)))
         constraints.append(LinearConstraint(matrix.tocsr(), ub=1))
+    gains = np.array([gains_s[c.factor] for c in priced])
     result = milp(
-        -np.array([gains[c.factor] for c in priced]),
+        -gains / gains.max(),
         integrality=np.ones(len(priced)),
         bounds=Bounds(0, 1),
         constraints=constraints,
+        options={"mip_rel_gap": 0.0},
     )
     assert result.x is not None, result.message
     return {c.factor for c, x in zip(priced, result.x, strict=True) if x > 0.5}
@@ -207,7 +211,7 @@ def _refusal(dims: Dims, tp: int) -> str:
     parameters = [i for i in dims.graph.inputs if i.kind is InputKind.PARAMETER]
     if not parameters:
         return f"tp={tp}: the forward reads no parameter, so that nothing can be split; use tp=1"
-    sizes = {f.size for f in candidates(dims, 2)}
+    sizes = {f.size for f in candidates(dims, 2, LIKE_LARGE)}
     if sizes:
         return (
             f"tp={tp}: the largest dim that can be split has {max(sizes)} parts (heads, columns "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
 from merakc.passes.choose import choose, factors_of
@@ -19,16 +20,17 @@ def shard(
     tp: int,
     splits: Mapping[str, Layout] | None = None,
     *,
+    cluster: Cluster = NOMINAL_GPU,
     sequence_parallel: bool = False,
 ) -> Sharding:
-    """Decides how the graph's values are split over `tp` ranks.
+    """Decides how the graph's values are split over `tp` ranks of a cluster.
 
     With `splits`, those parameters and buffers are split as given (a plan's decision), and
     everything else follows from them. With `sequence_parallel`, what would be computed alike on
     all ranks is computed on parts of sequences. Raises `ShardError` where nothing can be split.
     """
     dims = propagate(graph)
-    chosen = choose(dims, tp) if splits is None else factors_of(dims, splits)
+    chosen = choose(dims, tp, cluster) if splits is None else factors_of(dims, splits)
     sharding = sharding_of(dims, chosen, tp)
     return split_sequences(dims, sharding, chosen) if sequence_parallel else sharding
 

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from merakc.cluster import NOMINAL_GPU
 from merakc.errors import PlanError, ShardError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
@@ -18,6 +19,7 @@ from merakc.ir.layout import parse_layout
 from merakc.passes.choose import candidates, repeated_factors
 from merakc.passes.localise import localise
 from merakc.passes.propagate import propagate
+from merakc.passes.separate_heads import separate_heads
 from merakc.passes.shard import shard
 from merakc.planner import training_graph
 from tests.frontend.small import Small, linear, randn
@@ -93,10 +95,11 @@ def test_llamas_key_value_heads_lead() -> None:
     assert split["model.layers.1.self_attn.o_proj.weight"] == "1024 x 4*·256"
 
 
-def test_with_more_ranks_than_heads_queries_and_keys_stay_whole() -> None:
-    split = shard(realistic("llama"), 8).splits(realistic("llama"))
-    assert not [name for name in split if "q_proj" in name or "k_proj" in name]
-    assert str(split["model.layers.0.self_attn.v_proj.weight"]) == "4·64* x 1024"
+def test_with_more_ranks_than_key_heads_these_stay_whole() -> None:
+    graph = separate_heads(realistic("llama"), 8)
+    split = shard(graph, 8).splits(graph)
+    assert not [name for name in split if "k_proj" in name or "v_proj" in name]
+    assert str(split["model.layers.0.self_attn.q_proj.weight"]) == "16*·64 x 1024"
     assert str(split["model.layers.0.mlp.up_proj.weight"]) == "4096* x 1024"
 
 
@@ -178,4 +181,4 @@ def test_a_recurrence_is_not_split_along_its_own_diagonal() -> None:
     recording = record(model, (randn(4, 6),), {})
     dims = propagate(training_graph(recording.graph))
     assert repeated_factors(dims)
-    assert not repeated_factors(dims) & candidates(dims, 2).keys()
+    assert not repeated_factors(dims) & candidates(dims, 2, NOMINAL_GPU).keys()
