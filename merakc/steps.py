@@ -36,8 +36,8 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.state import Placement, digest
 
 Tensors = dict[str, torch.Tensor]
-# Shapes that one model is compiled for before it says that there are many.
-MANY_SHAPES = 8
+# Compiled steps that one model has before it says that there are many, and that it keeps.
+MANY_SHAPES, MAX_SHAPES = 8, 64
 
 
 @dataclass(frozen=True)
@@ -129,13 +129,16 @@ class Steps:
         """
         key = self.key(args, kwargs, train=train, results=results)
         if key in self.compiled:
+            self.compiled[key] = self.compiled.pop(key)  # the last used stand last
             return self.compiled[key]
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch; pad the "
-                "batches to fewer shapes to save the time",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, and keeps "
+                f"{MAX_SHAPES}; pad the batches to fewer shapes to save the time",
                 stacklevel=2,
             )
+        if len(self.compiled) == MAX_SHAPES:
+            del self.compiled[next(iter(self.compiled))]
         recording = record_part(
             self.source, args, kwargs, self.planned.plan.micro_batches, self.device
         )

@@ -405,6 +405,24 @@ def test_a_mode_that_splits_what_is_held_whole() -> None:
     assert "reads parameter 'extra.weight' as 1 x 16*" in str(failed.value.__cause__)
 
 
+def test_the_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("merakc.steps.MAX_SHAPES", 3)
+    model = parallel(lambda: Words(blocks=1), words(0, 2))
+    model.eval()
+    wanted = {length: model(**words(0, 2, length))["loss"].item() for length in (3, 4)}
+    kept = model._own("_steps").compiled
+    assert len(kept) == 3  # with the planned one
+    model(**words(0, 2, 3))
+    first, last = [list(kept)[k] for k in (1, 2)]  # of length 4 and of length 3
+    for length in (5, 6):
+        model(**words(0, 2, length))
+        assert len(kept) == 3
+    assert first not in kept
+    assert last in kept
+    for length, loss in wanted.items():
+        assert model(**words(0, 2, length))["loss"].item() == loss
+
+
 def test_many_shapes_are_told() -> None:
     model = parallel(lambda: Words(blocks=1), words(0, 2))
     model.eval()
