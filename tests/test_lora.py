@@ -1,0 +1,202 @@
+"""Fine-tuning of a part: adapters of peft, frozen backbones and embeddings, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import merakc
+import merakc.steps
+from benchmarks.layouts import Task, train_layout, worst_difference
+from benchmarks.models import MODELS, ModelCase
+from benchmarks.ranks import run_ranks
+from benchmarks.reference import (
+    Reference,
+    lifted_casts,
+    optimizer_for,
+    split_batch,
+    step_batch,
+    train_reference,
+)
+from merakc.cluster import NOMINAL_CPU
+from merakc.ir.program import Mesh
+from merakc.planner import OPTIMIZER_STATES
+
+# peft asks transformers by a name that transformers will drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+
+RANK, SAMPLES, PARTS, STEPS = 2, 8, 4, 2
+BOUND = 1e-10
+LAYOUTS = (Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(tp=2, pp=2))
+
+# A gradient, and what the optimizer keeps of it: what a frozen parameter does not need.
+TRAINING_COPIES = 1 + OPTIMIZER_STATES
+
+
+def _changed(name: str, change: Callable[[nn.Module], nn.Module]) -> ModelCase:
+    case = MODELS[name]
+    return replace(case, build=lambda dropout: change(case.build(dropout)))
+
+
+def _lora(name: str, **options: Any) -> ModelCase:
+    """Adapters whose second half is not zero at the start, as it would be after training."""
+    config = peft.LoraConfig(r=RANK, lora_dropout=0.0, init_lora_weights=False, **options)
+    return _changed(name, lambda model: peft.get_peft_model(model, config))
+
+
+def _frozen(name: str, *parts: str) -> ModelCase:
+    def freeze(model: nn.Module) -> nn.Module:
+        for part in parts:
+            model.get_submodule(part).requires_grad_(False)
+        return model
+
+    return _changed(name, freeze)
+
+
+CASES = {
+    "lora, llama": _lora("llama", target_modules="all-linear"),
+    # Its projections are stored the other way round, three of them in one.
+    "lora, gpt2": _lora(
+        "gpt2", target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True
+    ),
+    "lora and a whole head, bert": _lora(
+        "bert", target_modules=["query", "value"], modules_to_save=["cls"]
+    ),
+    "frozen embeddings, gpt2": _frozen("gpt2", "transformer.wte", "transformer.wpe"),
+    "frozen and tied, llama": _frozen("llama_tied", "model.embed_tokens"),
+    "frozen backbone, llama": _frozen("llama", "model"),
+    "frozen middle, t5": _frozen("t5", "encoder"),
+}  # fmt: skip
+
+
+@cache
+def _reference(name: str) -> Reference:
+    return train_reference(
+        CASES[name], batch_size=SAMPLES, micro_batches=PARTS, steps=STEPS, lift_casts=True
+    )
+
+
+@pytest.mark.parametrize("mesh", LAYOUTS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_is_trained_as_in_one_process(name: str, mesh: Mesh) -> None:
+    task = Task(CASES[name], mesh, SAMPLES, PARTS, STEPS, lift_casts=True)
+    results = run_ranks(mesh.world_size, train_layout, task)
+    losses = [result.losses for result in results]
+    found = worst_difference(results[0], losses, _reference(name), BOUND)
+    assert found.error < BOUND, found
+    for ours, plain in zip(results[0].gradients, _reference(name).gradients, strict=True):
+        assert ours.keys() == plain.keys()
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one rank holds, and what its step did."""
+
+    coordinates: tuple[int, int, int]  # dp, stage, tp
+    trained: int  # elements
+    frozen: int
+    with_gradient: set[str]
+    with_state: set[str]
+    requiring: set[str]
+    reduced: int  # elements of gradients that other ranks were asked for
+    peak_bytes: int
+
+
+def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
+    """One step on one rank; with `train_all` nothing is frozen."""
+    reduced: list[int] = []
+    plain_reduce = merakc.steps.reduce_tensors
+
+    def reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        reduced.extend(t.numel() for t in tensors)
+        plain_reduce(tensors, group)
+
+    merakc.steps.reduce_tensors = reduce  # in this rank, which is a process of its own
+    model = case.model(torch.float64)
+    for parameter in model.parameters():
+        parameter.requires_grad_(train_all or parameter.requires_grad)
+    batch = split_batch(step_batch(case, SAMPLES, torch.float64, 0), mesh.dp)[0]
+    with lifted_casts():
+        parallel = merakc.auto_parallel(
+            model, batch, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp, micro_batches=PARTS // mesh.dp,
+            schedule="1f1b", recompute="none", cluster=NOMINAL_CPU,
+        )  # fmt: skip
+        optimizer = optimizer_for(parallel)
+        parallel(**batch)["loss"].backward()
+        optimizer.step()
+    rank = dist.get_rank()
+    held = dict(parallel.named_parameters())
+    dp, stage, tp = mesh.coordinates(rank)
+    assert parallel.plan.prediction is not None
+    return _Held(
+        (dp, stage, tp),
+        sum(p.numel() for p in held.values() if p.requires_grad),
+        sum(p.numel() for p in held.values() if not p.requires_grad),
+        {n for n, p in held.items() if p.grad is not None},
+        {n for n, p in held.items() if p in optimizer.state},
+        {n for n, p in held.items() if p.requires_grad},
+        sum(reduced),
+        parallel.plan.prediction.peak_bytes[stage],
+    )
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp=2), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, tp=2)], ids=str)
+@pytest.mark.parametrize("name", ["lora, llama", "lora, gpt2", "frozen and tied, llama"])
+def test_frozen_weights_take_no_gradient_no_optimizer_memory_and_no_reduction(
+    name: str, mesh: Mesh
+) -> None:
+    plain = dict(CASES[name].model().named_parameters())
+    trained = {n for n, p in plain.items() if p.requires_grad}
+    frozen = sum(p.numel() for n, p in plain.items() if n not in trained)
+    ranks = run_ranks(mesh.world_size, _step, CASES[name], mesh)
+    assert set().union(*(rank.requiring for rank in ranks)) == trained
+    for rank in ranks:
+        assert rank.with_gradient == rank.with_state == rank.requiring
+        assert 0 < rank.frozen <= (frozen if mesh.tp == 1 else 0.6 * frozen)
+        assert rank.reduced == (rank.trained if mesh.dp > 1 else 0)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), Mesh(pp=2)], ids=str)
+def test_the_predicted_memory_has_no_gradients_and_states_of_what_is_frozen(mesh: Mesh) -> None:
+    case = CASES["lora, llama"]
+
+    def both() -> tuple[_Held, _Held]:
+        return _step(case, mesh), _step(case, mesh, train_all=True)
+
+    for part, everything in run_ranks(mesh.world_size, both):
+        assert everything.frozen == 0
+        assert everything.trained == part.trained + part.frozen
+        saved_bytes = everything.peak_bytes - part.peak_bytes
+        if part.coordinates[2] == 0:  # a plan predicts for the first tp rank
+            assert saved_bytes >= TRAINING_COPIES * part.frozen * torch.float64.itemsize
+
+
+def _trained(case: ModelCase, mesh: Mesh) -> dict[str, torch.Tensor]:
+    return train_layout(Task(case, mesh, SAMPLES, PARTS, STEPS, lift_casts=True)).weights
+
+
+def test_the_trained_weights_are_pefts_and_can_be_merged() -> None:
+    case = CASES["lora, llama"]
+    weights, *_ = run_ranks(4, _trained, case, Mesh(tp=2, pp=2))
+    ours, plain = case.model(torch.float64), case.model(torch.float64)
+    assert weights.keys() == ours.state_dict().keys()
+    start = peft.get_peft_model_state_dict(plain)
+    ours.load_state_dict(weights)
+    plain.load_state_dict(_reference("lora, llama").weights)
+    adapters = peft.get_peft_model_state_dict(ours)
+    assert adapters.keys() == start.keys()
+    assert len(adapters) == 2 * 7 * 4  # two matrices for each of seven projections of four layers
+    for key, value in adapters.items():
+        assert not torch.equal(value, start[key]), key
+    merged, wanted = (m.merge_and_unload().state_dict() for m in (ours, plain))
+    assert merged.keys() == MODELS["llama"].model().state_dict().keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(merged[key], value, rtol=1e-10, atol=1e-12)
