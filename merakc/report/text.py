@@ -81,9 +81,9 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Table:
 
 
 def _header(plan: Plan) -> Panel:
-    ranks = plan.mesh.world_size
+    mesh = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.mesh.world_size} ranks"
     facts = [
-        ("mesh", f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {ranks} ranks"),
+        ("mesh", mesh + (", sequence parallel" if plan.sequence_parallel else "")),
         ("batch", f"{plan.batch_size} in {plan.micro_batches} micro-batches"),
         ("schedule", plan.schedule),
         ("recompute", plan.recompute),

@@ -95,6 +95,11 @@ def test_golden() -> None:
     assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
 
 
+def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
+    text = plan_text(replace(_plan(), sequence_parallel=True))
+    assert "mesh       dp 1 x tp 2 x pp 2 = 4 ranks, sequence parallel" in text
+
+
 def test_without_prediction_collectives_or_shared_parameters() -> None:
     parameters = {name: stages[:1] for name, stages in _plan().parameters.items()}
     text = plan_text(replace(_plan(), prediction=None, collectives={}, parameters=parameters))
