@@ -6,8 +6,10 @@ the factors of the sharding rules: those of a tensor of the batch that is split 
 reach a dropout through products and views, and a drop-path's mask through the product with the
 value that it masks.
 
-Where no rule leads to a sample dim, but the value depends on the batch, it is keyed by the number
-of the micro-batch's first sample: the same in layouts whose micro-batches are of one size.
+An op without a rule is taken to keep the samples where they are if it keeps the size of dim 0, or
+the shape. Where nothing leads to a sample dim, but the value depends on the batch, it is keyed by
+the number of the micro-batch's first sample: the same in layouts whose micro-batches are of one
+size.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import replace
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.dims import Dims
 from merakc.passes.factors import Factor, leaves
 from merakc.passes.propagate import propagate
 
@@ -47,7 +50,7 @@ def key_draws(graph: Graph, sampled: Collection[str], wide: Graph | None = None)
     else:
         dims = propagate(graph)
         names = {i.name for i in inputs}
-        samples = {f for name in names for f in leaves(dims.of[Ref(name)][0])}
+        samples = _sample_factors(dims, names)
         depends = _depending(graph, names)
         found = {
             n.name: _keying(
@@ -71,6 +74,22 @@ def _depending(graph: Graph, names: Collection[str]) -> set[str]:
     for node in graph.nodes:
         if any(r.node in found for r in node.refs):
             found.add(node.name)
+    return found
+
+
+def _sample_factors(dims: Dims, names: Collection[str]) -> set[Factor]:
+    """The factors of dim 0 of these inputs, and of what ops without a rule make of it."""
+    found = {f for name in names for f in leaves(dims.of[Ref(name)][0])}
+    for node in dims.graph.nodes:
+        given = {f for ref in node.refs for dim in dims.of[ref] for f in leaves(dim)}
+        for index in range(len(node.outputs)):
+            out = Ref(node.name, index)
+            for ref in node.refs if out in dims.of else ():
+                shape, own = dims.shapes[out], dims.shapes[ref]
+                for k in range(len(shape) if shape == own else shape[:1] == own[:1]):
+                    before, after = leaves(dims.of[ref][k]), leaves(dims.of[out][k])
+                    if before and found.issuperset(before) and given.isdisjoint(after):
+                        found.update(after)
     return found
 
 

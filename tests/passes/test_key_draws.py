@@ -10,14 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.models import MODELS
 from merakc.frontend.record import record
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, Ref
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.interpret import interpret
 from merakc.passes.key_draws import has_draws, key_draws
+from merakc.passes.localise import localise
+from merakc.passes.shard import shard
+from merakc.planner import training_graph
 from tests.frontend.small import Small, linear, randn
 
 LENGTH, WIDTH = 5, 6
+COPY_TO = "merakc.copy_to.default"
 SAMPLED = frozenset({"x"})
 
 
@@ -62,6 +67,9 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, tuple[int, ...]]]]
     "samples in two dims": (
         lambda x: F.dropout(x.view(-1, min(2, len(x)), LENGTH, WIDTH), 0.5), (0, (4, 30))),
     "without a rule": (lambda x: F.dropout(sort(x), 0.5), (0, (4, 30))),
+    "heads without a rule": (lambda x: F.dropout(heads(sort(x)), 0.5), (0, (4, 30))),
+    "sequence first without a rule": (
+        lambda x: F.dropout(sort(x.transpose(0, 1)).reshape(LENGTH, -1, 3), 0.5), (1, (5, 4, 6))),
     "positions": (lambda x: x + F.dropout(TABLE, 0.5), (-1, (30,))),
     "positions of every sample": (
         lambda x: x + F.dropout(TABLE.expand(x.shape[0], -1, -1) * 2, 0.5), (0, (4, 30))),
@@ -148,3 +156,24 @@ def test_graphs_without_draws_stay_as_they_are() -> None:
     assert not has_draws(graph)
     assert key_draws(graph, SAMPLED) is graph
     assert has_draws(recorded(model("noise"), 4))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_attention_with_dropout_is_split_by_heads(name: str) -> None:
+    """As without: each rank draws for its own heads, and nothing more is summed."""
+    case = MODELS[name]
+    batch = case.batch(4, torch.float64)
+    collectives = []
+    for dropout in (0.0, 0.1):
+        module = case.model(torch.float64, dropout=dropout)
+        graph = key_draws(training_graph(record(module, (), batch).graph), frozenset(batch))
+        sharding = shard(graph, 2)
+        ops = [n.op for n in localise(graph, sharding, 0).nodes]
+        collectives.append([ops.count("merakc.all_reduce.default"), ops.count(COPY_TO)])
+        weights = [n for n in graph.nodes if n.op in KEY_POSITION and len(n.spec.shape) == 4]
+        assert len(weights) == (4 if dropout else 0)
+        for node in weights:
+            layout = sharding.layouts[Ref(node.name)]
+            assert [f.split for f in layout.dims[1]] == [True], layout
+            assert layout.local_shape(2, 1)[1] == 2
+    assert collectives[0] == collectives[1]
