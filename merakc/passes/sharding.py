@@ -46,6 +46,18 @@ class Sharding:
         lay = part.layouts[ref] if part else self.layouts[ref]
         return TensorSpec(lay.local_shape(self.tp, rank), spec.dtype)
 
+    def node_specs(
+        self, node: Node, specs: Mapping[Ref, TensorSpec], rank: int
+    ) -> dict[Ref, TensorSpec]:
+        """The specs of what the node reads and writes, as tp rank `rank` computes them."""
+        part = next((s for s in self.sequences if node.name in s.nodes), None)
+        layouts = {**self.layouts, **part.layouts} if part else self.layouts
+        outs = (Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)
+        return {
+            ref: TensorSpec(layouts[ref].local_shape(self.tp, rank), specs[ref].dtype)
+            for ref in (*node.refs, *outs)
+        }
+
     def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
         """The same with the values known by other names besides."""
         also = tuple(

@@ -93,7 +93,8 @@ def assign_stages(
     shared, updates = shared_nodes(graph), update_nodes(graph)
     nodes = [n for n in graph.nodes if n.name not in shared and n.name not in updates]
     position = {n.name: k for k, n in enumerate(nodes)}
-    local = {ref: sharding.local_spec(ref, spec, 0) for ref, spec in graph.specs().items()}
+    specs = graph.specs()
+    local = {ref: sharding.local_spec(ref, spec, 0) for ref, spec in specs.items()}
     sizes = {
         n.name: sum(local[Ref(n.name, k)].size_bytes for k, o in enumerate(n.outputs) if o)
         for n in nodes
@@ -104,10 +105,14 @@ def assign_stages(
         for r in n.refs
         if r.node in position
     }
-    weights_s = [node_seconds(n, local, cluster) for n in nodes]
+
+    def seconds(node: Node) -> float:
+        return node_seconds(node, sharding.node_specs(node, specs, 0), cluster)
+
+    weights_s = [seconds(n) for n in nodes]
     for node in graph.nodes:
         if updates.get(node.name) in position:
-            weights_s[position[updates[node.name]]] += node_seconds(node, local, cluster)
+            weights_s[position[updates[node.name]]] += seconds(node)
     problem = CutProblem(tuple(weights_s), tuple(sorted(edges)))
     found, report = cut(problem, stages)
     of = {n.name: s for n, s in zip(nodes, found, strict=True)}

@@ -48,7 +48,7 @@ def test_an_encoder_and_a_decoder_have_a_sequence_each() -> None:
             assert one is other or not one.nodes & other.nodes
 
 
-@pytest.mark.parametrize("name", ["llama", "bart"])
+@pytest.mark.parametrize("name", ["llama", "bart", "mixtral"])
 @pytest.mark.parametrize("tp", [2, 3])
 def test_parts_cross_stage_boundaries(name: str, tp: int) -> None:
     case = eager(name)
