@@ -221,6 +221,9 @@ class Localiser:
             return
         ref = Ref(node.name)
         self.within = self.whole.sequence_of(ref)  # of the sum: its bias goes with it
+        if self.within and bias in self.within.layouts:
+            own = self.within.layouts[bias].local_shape(self.whole.tp, self.rank)
+            view = (*own, *view[1:])
         bias = self.enter(bias) if self.within else self.now.get(bias, bias)
         if len(view) > 1:
             shape = TensorSpec(view, node.spec.dtype)

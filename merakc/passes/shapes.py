@@ -266,11 +266,13 @@ def _stack(dims: Dims, node: Node) -> None:
 
 
 def _pad(dims: Dims, node: Node) -> None:
+    """Padded at both ends, dims from the last on; one cut as much as it is padded is shifted."""
     out = list(dims.of[node.refs[0]])
-    for k, full in enumerate(node.spec.shape):
-        if full != size(out[k]):
-            block(out[k], node.op)
-            out[k] = new_dim(full, node.op)
+    ends = node.args[1]
+    for k, full in enumerate(reversed(node.spec.shape), start=1):
+        if any(ends[2 * k - 2 : 2 * k]):
+            block(out[-k], node.op)
+            out[-k] = new_dim(full, node.op)
     dims.put(node, out)
 
 

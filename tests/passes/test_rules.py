@@ -67,7 +67,7 @@ REDUCTIONS: dict[str, Callable[[Pick], Call]] = {
     "aten.unbind.int": lambda pick: (pick(0, 2),),
     "aten.select.int": lambda pick: (pick(-3, 2), pick(0, 1)),
     "aten.slice.Tensor": lambda pick: (pick(0, 2), 1, 9),
-    "aten.constant_pad_nd.default": lambda pick: ((1, pick(0, 2)), 0.5),
+    "aten.constant_pad_nd.default": lambda pick: ((1, pick(-1, 2)), 0.5),
     "aten.new_ones.default": lambda pick: ((4, pick(2, 6)),),
     "aten.new_zeros.default": lambda pick: ((pick(2, 6),),),
     "aten.new_full.default": lambda pick: ((pick(2, 6),), 2.5),

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.zoo_models import ZOO
 from merakc.cluster import NOMINAL_GPU
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, Ref
 from merakc.ir.program import Mesh
 from merakc.passes.localise import localise
 from merakc.passes.sequence import _Cut
@@ -35,6 +36,15 @@ def test_decoders_get_the_form_of_the_paper(name: str) -> None:
     assert found["gather_to"] == plain["copy_to"]
     assert found["all_reduce"] == found["all_gather"] == 0
     assert found["scatter"] <= 2  # the embeddings, of tokens and of positions
+
+
+@pytest.mark.parametrize("name", ["rwkv", "swin", "unet", "wavenet", "clip", "deberta_v2", "lstm"])
+def test_other_architectures_equal_one_process(name: str) -> None:
+    case = run_eager(ZOO[name].model(torch.float64), ZOO[name].batch(2, torch.float64))
+    graph = training_graph(case.recording.graph)
+    sharding = shard(graph, 3, sequence_parallel=True)
+    assert sharding.sequences
+    compare(case, *run_sharded(case, (graph,), sharding))
 
 
 def test_an_encoder_and_a_decoder_have_a_sequence_each() -> None:
@@ -82,6 +92,27 @@ def test_a_merged_dim_is_split_in_its_inner_part() -> None:
     graph = training_graph(case.recording.graph)
     sharding = shard(graph, 2, sequence_parallel=True)
     assert sharding.sequences
+    compare(case, *run_sharded(case, (graph,), sharding))
+
+
+def test_the_bias_of_a_convolution_is_taken_in_parts() -> None:
+    class Channels(nn.Module):
+        """A residual convolution; its own channels are what is carried."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Conv1d(6, 32, 3, padding=1), nn.Conv1d(32, 6, 3, padding=1)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            for _ in range(2):
+                x = (x + self.down(self.up(x).relu())).tanh()
+            return {"loss": x.square().sum()}
+
+    torch.manual_seed(0)
+    case = run_eager(Channels().double(), {"x": torch.randn(1, 6, 1, dtype=torch.float64)})
+    graph = training_graph(case.recording.graph)
+    sharding = shard(graph, 2, sequence_parallel=True)
+    assert any(Ref("down.bias") in split.layouts for split in sharding.sequences)
     compare(case, *run_sharded(case, (graph,), sharding))
 
 
