@@ -242,6 +242,7 @@ def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
         for dim, factors in zip(dims.of[Ref(item.name)], planned.dims, strict=True):
             found |= _split_of(dim, factors, item.target)
     blocked = [f.blocked for f in found if f.blocked]
+    blocked += ["two dims of one value" for _ in found & repeated_factors(dims)]
     if blocked:
         raise PlanError(f"the plan splits a dim that this graph needs whole, for {blocked}")
     return found

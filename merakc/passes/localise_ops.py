@@ -10,8 +10,12 @@ import torch
 
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.dims import argument
+from merakc.passes.dims import argument, broadcast_shape, given, signature
+from merakc.passes.rows import Loss, Shape
+from merakc.passes.rules import ROWS
 from merakc.passes.sharding import Sharding
+
+MEAN = 1  # at::Reduction
 
 
 class Writer(Protocol):
@@ -61,13 +65,65 @@ def _addmm(out: Writer, node: Node) -> None:
 
 
 def _convolution(out: Writer, node: Node) -> None:
-    args = map_refs(node.args, out.enter)
+    """A rank's groups are its part of the groups of channels."""
+    groups = _outer(out, node.args[0], 1, node.args[8])
+    args = (*map_refs(node.args[:8], out.enter), groups)
     if node.name not in out.sharding.partial:
         out.add(node, args)
         return
     total = out.add_sum(node, node.op, (*args[:2], None, *args[3:]))
     spatial = len(node.spec.shape) - 2
     out.add_bias(node, total, node.args[2], (node.spec.shape[1], *(1,) * spatial))
+
+
+def _group_norm(out: Writer, node: Node) -> None:
+    groups = _outer(out, node.args[0], 1, node.args[1])
+    first, *rest = map_refs((node.args[0], *node.args[2:]), out.enter)
+    out.add(node, (first, groups, *rest))
+
+
+def _outer(out: Writer, ref: Ref, dim: int, parts: int) -> int:
+    """How many of the `parts` equal parts of a dim the rank has."""
+    found = 1
+    for factor in out.sharding.layouts[ref].dims[dim]:
+        if parts == 1:
+            break
+        if parts % factor.size:
+            break  # a factor that is not split, of which the parts are the outer half
+        found *= factor.local_size(out.sharding.tp, out.rank)
+        parts //= factor.size
+    return found * parts
+
+
+def _repeat(out: Writer, node: Node) -> None:
+    """The copies of a dim are its outer factor: the rank makes its part of them."""
+    copies = tuple(_outer(out, Ref(node.name), k, c) for k, c in enumerate(node.args[1]))
+    out.add(node, (*map_refs(node.args[:1], out.enter), copies))
+
+
+def _averaged(out: Writer, node: Node) -> None:
+    """A mean whose parts are weighted by the rank's share of the elements."""
+    args = map_refs(node.args, out.enter)
+    if node.name not in out.sharding.partial:
+        out.add(node, args)
+    elif "reduction" in signature(node.op) and given(node, "reduction") != MEAN:
+        out.add_sum(node, node.op, args)
+    else:
+        part = f"{node.name}.part"
+        spec = TensorSpec(out.local_shape(node), node.spec.dtype)
+        kwargs = tuple((k, map_refs(v, out.enter)) for k, v in node.kwargs)
+        out.nodes.append(replace(node, name=part, args=args, kwargs=kwargs, outputs=(spec,)))
+        out.add_sum(replace(node, kwargs=()), "aten.mul.Tensor", (Ref(part), _share(out, node)))
+
+
+def _share(out: Writer, node: Node) -> float:
+    """The rank's part of the elements that make one element of a mean."""
+    lays = [out.sharding.layouts[ref] for ref in node.refs]
+    full = torch.Size(broadcast_shape([lay.shape for lay in lays])).numel()
+    local = [lay.local_shape(out.sharding.tp, out.rank) for lay in lays]
+    own = torch.Size(broadcast_shape(local)).numel()
+    results = torch.Size(out.local_shape(node)).numel()
+    return own * node.spec.numel / (full * results)
 
 
 def _shaped(out: Writer, node: Node) -> None:
@@ -211,6 +267,10 @@ SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
     "aten.linear.default": _linear,
     "aten.addmm.default": _addmm,
     "aten.convolution.default": _convolution,
+    "aten.group_norm.default": _group_norm,
+    "aten.repeat.default": _repeat,
+    "aten.mean.default": _averaged,
+    "aten.mean.dim": _averaged,
     "aten.reshape.default": _shaped,
     "aten.expand.default": _shaped,
     "aten.squeeze.default": _squeeze,
@@ -219,16 +279,11 @@ SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
     "aten.slice.Tensor": _slice,
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
+    "aten.unsafe_split.Tensor": _split,
+    "aten.unsafe_split_with_sizes.default": _split,
     "aten.embedding.default": _embedding,
     "aten.cross_entropy_loss.default": _cross_entropy,
+    **{op: _fresh for op, row in ROWS.items() if row == Shape("fresh")},
+    **{op: _averaged for op, row in ROWS.items() if row == Loss()},
     **dict.fromkeys(KEY_POSITION, _draw),
-    **dict.fromkeys(
-        (
-            "aten.arange.default", "aten.arange.start", "aten.arange.start_step",
-            "aten.full.default", "aten.zeros.default", "aten.ones.default",
-            "aten.scalar_tensor.default", "aten.new_ones.default", "aten.new_zeros.default",
-            "aten.new_full.default",
-        ),
-        _fresh,
-    ),
-}  # fmt: skip
+}

@@ -7,17 +7,32 @@ where reshapes, splits and products divide and join dims.
 from __future__ import annotations
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref
-from merakc.passes.dims import Dims, argument, broadcast, opaque
-from merakc.passes.factors import Dim, block, size, unify
-from merakc.passes.rules import POINTWISE, Along, Reduce, row_of
+from merakc.kernels.ops import resolve_op
+from merakc.passes.compute_shapes import COMPUTE_SHAPES
+from merakc.passes.dims import (
+    Dims,
+    argument,
+    broadcast,
+    broadcast_dims,
+    given,
+    merged,
+    named_dims,
+    opaque,
+)
+from merakc.passes.factors import Dim, block, new_dim, size, unify
+from merakc.passes.rows import POINTWISE, Along, Last, Loss, Reduce, Row, Whole
+from merakc.passes.rules import row_of
 from merakc.passes.shapes import SHAPES
 
 WHOLE = "!"
+TENSORS = ("Tensor", "Optional[Tensor]")  # the types of an einsum's arguments, in a schema
 
 
 def propagate(graph: Graph) -> Dims:
     """The factors of every value of the graph."""
-    dims = Dims(graph, {ref: spec.shape for ref, spec in graph.specs().items()})
+    specs = graph.specs()
+    shapes = {ref: spec.shape for ref, spec in specs.items()}
+    dims = Dims(graph, shapes, {ref: spec.dtype for ref, spec in specs.items()})
     for item in graph.inputs:
         whole = "a dim of the batch" if item.kind is InputKind.BATCH else ""
         dims.fresh(Ref(item.name), whole)
@@ -26,17 +41,29 @@ def propagate(graph: Graph) -> Dims:
         if row is None:
             dims.opaque.append(node)
             opaque(dims, node)
-        elif row == POINTWISE:
-            _pointwise(dims, node)
-        elif isinstance(row, str):
-            _einsum(dims, node, row)
-        elif isinstance(row, Along):
-            _along(dims, node, row)
-        elif isinstance(row, Reduce):
-            _reduce(dims, node, row)
         else:
-            SHAPES[row.name](dims, node)
+            _apply(dims, node, row)
     return dims
+
+
+def _apply(dims: Dims, node: Node, row: Row) -> None:
+    if row == POINTWISE:
+        _pointwise(dims, node)
+    elif isinstance(row, str):
+        _einsum(dims, node, row)
+    elif isinstance(row, Along):
+        _along(dims, node, row)
+    elif isinstance(row, Last):
+        _last(dims, node, row)
+    elif isinstance(row, Reduce):
+        _reduce(dims, node, row)
+    elif isinstance(row, Loss):
+        _loss(dims, node)
+    elif isinstance(row, Whole):
+        opaque(dims, node, f"{row.why}: {node.op}")
+    else:
+        rule = SHAPES.get(row.name) or COMPUTE_SHAPES[row.name]
+        rule(dims, node)
 
 
 def _pointwise(dims: Dims, node: Node) -> None:
@@ -45,64 +72,93 @@ def _pointwise(dims: Dims, node: Node) -> None:
             dims.put(node, broadcast(dims, list(node.refs), spec.shape), index)
 
 
+def tensor_arguments(op: str) -> list[tuple[int, str]]:
+    """Position and name of the arguments that are tensors, in order."""
+    arguments = resolve_op(op)._schema.arguments  # type: ignore[attr-defined]
+    return [(k, a.name) for k, a in enumerate(arguments) if str(a.type) in TENSORS]
+
+
 def _einsum(dims: Dims, node: Node, row: str) -> None:
     left, right = row.split("->")
     letters: dict[str, Dim] = {}
-    dots: list[Dim] = []
-    for k, part in enumerate(left.split(",")):
-        arg = node.args[k] if k < len(node.args) else None
-        if not isinstance(arg, Ref):
-            assert "?" in part, f"{node}: argument {k} is missing"
+    leads: list[list[Dim]] = []
+    for part, (k, name) in zip(left.split(","), tensor_arguments(node.op), strict=False):
+        arg = argument(node, k, name)
+        if arg is None:
+            assert "?" in part, f"{node}: argument {name} is missing"
             continue
         names = part.replace("?", "").split()
         own = dims.of[arg]
-        lead = len(own) - len(names) + 1 if names[0] == "..." else 0
-        if names[0] == "...":
-            dots, names = own[:lead], names[1:]
-        for name, dim in zip(names, own[lead:], strict=True):
+        if names[:1] == ["..."]:
+            names = names[1:]
+            leads.append(own[: len(own) - len(names)])
+            own = own[len(own) - len(names) :]
+        for name, dim in zip(names, own, strict=True):
             letter = name.rstrip(WHOLE)
-            before = letters.get(letter, [])
-            if size(before) == 1:
-                letters[letter] = dim
-            elif size(dim) > 1:
-                unify(before, dim)
+            letters[letter] = merged(letters.get(letter, []), dim)
             if name.endswith(WHOLE):
                 block(dim, node.op)
-    out: list[Dim] = []
-    for name in right.split():
-        out += dots if name == "..." else [letters[name.rstrip(WHOLE)]]
-    dims.put(node, out)
-    kept = set(right.split())
+    dots = broadcast_dims(leads, max(map(len, leads), default=0))
+    kept: set[str] = set()
+    for index, part in enumerate(right.split(",")):
+        out: list[Dim] = []
+        for name in part.split():
+            out += dots if name == "..." else [letters[name]]
+        kept.update(part.split())
+        dims.put(node, out, index)
     dims.summed[node.name] = [dim for letter, dim in letters.items() if letter not in kept]
 
 
 def _along(dims: Dims, node: Node, row: Along) -> None:
-    """All tensor arguments have the output's rank; the named dims are needed whole."""
-    named = node.args[row.argument] if len(node.args) > row.argument else row.default
+    """Arguments of another rank than the first (indices) are needed whole."""
+    first = dims.of[node.refs[0]]
+    chosen = named_dims(node, row.argument, len(first))
+    alike = []
     for ref in node.refs:
         own = dims.of[ref]
-        for k in named if isinstance(named, tuple) else (named,):
-            block(own[k], node.op)
-    first = node.refs[0]
-    rank = len(dims.of[first])
-    chosen = {k % rank for k in (named if isinstance(named, tuple) else (named,))}
-    for ref in node.refs[1:]:
-        for k, dim in enumerate(dims.of[ref]):
-            if k not in chosen:
-                unify(dims.of[first][k], dim)
+        if len(own) == len(first):
+            alike.append(own)
+        for k, dim in enumerate(own):
+            if k in chosen or len(own) != len(first):
+                block(dim, node.op)
+    out = list(first)
+    for k in set(range(len(first))) - chosen:
+        if len({size(own[k]) for own in alike}) > 1:  # the first of the larger one are meant
+            for own in alike:
+                block(own[k], node.op)
+        else:
+            for own in alike[1:]:
+                unify(first[k], own[k])
     for index, spec in enumerate(node.outputs):
         if spec is not None:
-            dims.put(node, list(dims.of[first]), index)
+            same = [size(d) == full for d, full in zip(out, spec.shape, strict=True)]
+            fresh = [new_dim(full, node.op) for full in spec.shape]
+            dims.put(node, [d if s else f for d, s, f in zip(out, same, fresh, strict=True)], index)
+
+
+def _last(dims: Dims, node: Node, row: Last) -> None:
+    leads = [dims.of[ref][: -row.count] for ref in node.refs]
+    if len({tuple(map(size, lead)) for lead in leads}) > 1:
+        opaque(dims, node)
+        return
+    for ref, lead in zip(node.refs, leads, strict=True):
+        for dim in dims.of[ref][-row.count :]:
+            block(dim, node.op)
+        for mine, first in zip(lead, leads[0], strict=True):
+            unify(first, mine)
+    for index, spec in enumerate(node.outputs):
+        if spec is not None:
+            rest = spec.shape[len(leads[0]) :]
+            dims.put(node, [*leads[0], *(new_dim(full, node.op) for full in rest)], index)
 
 
 def _reduce(dims: Dims, node: Node, row: Reduce) -> None:
     own = dims.of[node.refs[0]]
-    named = argument(node, 1, "dim")
-    if named is None or named == ():
-        named = tuple(range(len(own)))
-    chosen = {k % max(len(own), 1) for k in (named if isinstance(named, tuple) else (named,))}
+    chosen = named_dims(node, "dim", len(own))
     gone = [d for k, d in enumerate(own) if k in chosen]
-    if row.partial:
+    for ref in node.refs[1:]:
+        gone += dims.of[ref]
+    if row.combine:
         dims.summed[node.name] = gone
     else:
         for dim in gone:
@@ -113,3 +169,12 @@ def _reduce(dims: Dims, node: Node, row: Reduce) -> None:
         keep = len(spec.shape) == len(own)
         out = [[] if k in chosen else d for k, d in enumerate(own) if keep or k not in chosen]
         dims.put(node, out, index)
+
+
+def _loss(dims: Dims, node: Node) -> None:
+    owns = [dims.of[ref] for ref in node.refs]
+    every = broadcast_dims(owns, max(map(len, owns)))
+    if given(node, "reduction"):
+        dims.summed[node.name] = every
+        every = []
+    dims.put(node, every)

@@ -1,4 +1,4 @@
-"""The sharding rules that are no einsum: each op's dims, in terms of its arguments' dims."""
+"""The sharding rules of views and of parts of dims: their dims, in terms of their arguments'."""
 
 from __future__ import annotations
 
@@ -6,129 +6,22 @@ import math
 from collections.abc import Callable
 from itertools import accumulate
 
+import torch
+
 from merakc.ir.graph import Node, Ref
-from merakc.passes.dims import Dims, argument, broadcast, opaque
-from merakc.passes.factors import Dim, Factor, block, new_dim, piece, regroup, size, unify
-
-
-def _addmm(dims: Dims, node: Node) -> None:
-    bias, x, w = (dims.of[a] for a in node.args[:3])
-    unify(x[1], w[0])
-    out = [x[0], w[1]]
-    for dim, target in zip(reversed(bias), reversed(out), strict=False):
-        if size(dim) > 1:
-            unify(dim, target)
-    dims.put(node, out)
-    dims.summed[node.name] = [x[1]]
-
-
-def _matmul(dims: Dims, node: Node) -> None:
-    x, y = (dims.of[a] for a in node.args[:2])
-    if len(x) < 2 or len(y) < 2:
-        opaque(dims, node)
-        return
-    unify(x[-1], y[-2])
-    dims.summed[node.name] = [x[-1]]
-    lead: list[Dim] = []
-    rank = max(len(x), len(y)) - 2
-    for k in range(-rank - 2, -2):
-        a = x[k] if -k <= len(x) else []
-        b = y[k] if -k <= len(y) else []
-        if size(a) > 1 and size(b) > 1:
-            unify(a, b)
-        lead.append(a if size(a) > 1 else b)
-    dims.put(node, [*lead, x[-2], y[-1]])
-
-
-def _attention(dims: Dims, node: Node) -> None:
-    query, key, value = (dims.of[a] for a in node.args[:3])
-    for first, second in ((query[0], key[0]), (key[0], value[0]), (key[1], value[1])):
-        unify(first, second)
-    heads, groups = size(query[1]), size(key[1])
-    if heads == groups:
-        unify(query[1], key[1])
-    elif groups > 1:
-        shared, repeats = Factor(groups), Factor(heads // groups)
-        unify(query[1], [shared, repeats])
-        unify([shared], key[1])
-    unify(key[2], value[2])
-    unify(query[3], key[3])
-    for dim in (query[2], key[2], query[3]):
-        block(dim, node.op)
-    if isinstance(node.args[3], Ref):
-        mask = dims.of[node.args[3]]
-        scores = [query[0], query[1], query[2], key[2]]
-        for dim, target in zip(reversed(mask), reversed(scores), strict=False):
-            if size(dim) > 1:
-                unify(dim, target)
-    dims.put(node, [query[0], query[1], query[2], value[3]])
-    dims.put(node, query[:3], 1)
-
-
-def _convolution(dims: Dims, node: Node) -> None:
-    x, w = dims.of[node.args[0]], dims.of[node.args[1]]
-    groups = node.args[8]
-    spec = node.spec
-    for dim in (*x[2:], *w[2:]):
-        block(dim, node.op)
-    spatial = [new_dim(s, node.op) for s in spec.shape[2:]]
-    if groups > 1 or node.args[6]:
-        for dim in (x[1], w[0], w[1]):
-            block(dim, "grouped or transposed convolution")
-        out = new_dim(spec.shape[1], "grouped or transposed convolution")
-    else:
-        unify(x[1], w[1])
-        dims.summed[node.name] = [x[1]]
-        out = w[0]
-    if isinstance(node.args[2], Ref):
-        unify(dims.of[node.args[2]][0], out)
-    dims.put(node, [x[0], out, *spatial])
-
-
-def _embedding(dims: Dims, node: Node) -> None:
-    table, ids = dims.of[node.args[0]], dims.of[node.args[1]]
-    if argument(node, 3, "scale_grad_by_freq", False):
-        block(table[0], "embedding with gradients scaled by frequency")
-    dims.put(node, [*ids, table[1]])
-    dims.summed[node.name] = [table[0]]
-
-
-def _cross_entropy(dims: Dims, node: Node) -> None:
-    logits, target = dims.of[node.args[0]], dims.of[node.args[1]]
-    weight = argument(node, 2, "weight")
-    classes = logits[1] if len(logits) > 1 else logits[0]
-    if weight is not None or len(target) == len(logits) or len(logits) != 2:
-        block(classes, "cross-entropy with class weights, class probabilities or extra dims")
-    else:
-        unify(logits[0], target[0])
-        dims.summed[node.name] = [classes]
-    for dim in (*logits[:1], *logits[2:], *target):
-        if dim is not classes:
-            block(dim, "the samples of a loss")
-    dims.fresh(Ref(node.name), "a loss")
-
-
-def _norm(dims: Dims, node: Node) -> None:
-    x = dims.of[node.args[0]]
-    normalised = x[-len(node.args[1]) :]
-    for dim in normalised:
-        block(dim, node.op)
-    for arg in node.args[2:4]:
-        if isinstance(arg, Ref):
-            for own, dim in zip(dims.of[arg], normalised, strict=True):
-                unify(own, dim)
-    dims.put(node, list(x))
-
-
-def _batch_norm(dims: Dims, node: Node) -> None:
-    x = dims.of[node.args[0]]
-    for k, dim in enumerate(x):
-        if k != 1:
-            block(dim, node.op)
-    for arg in node.args[1:5]:
-        if isinstance(arg, Ref):
-            unify(dims.of[arg][0], x[1])
-    dims.put(node, list(x))
+from merakc.passes.dims import Dims, argument, broadcast, broadcast_dims, given, opaque
+from merakc.passes.factors import (
+    Dim,
+    Factor,
+    block,
+    leaves,
+    new_dim,
+    piece,
+    regroup,
+    segments_of,
+    size,
+    unify,
+)
 
 
 def _reshape(dims: Dims, node: Node) -> None:
@@ -208,19 +101,118 @@ def _select(dims: Dims, node: Node) -> None:
 
 
 def _index(dims: Dims, node: Node) -> None:
-    """Neighbouring dims that tensors of integers pick from; the other dims stay."""
+    """Dims that tensors of integers pick from; the other dims stay."""
+    found = _picked(dims, node)
+    if found is None:
+        opaque(dims, node)
+    else:
+        before, chosen, after = found
+        dims.put(node, [*before, *chosen, *after])
+
+
+def _picked(dims: Dims, node: Node) -> tuple[list[Dim], list[Dim], list[Dim]] | None:
+    """The dims of `x[indices]`: before, in the place of, and behind the dims picked from.
+
+    Where these are no neighbours, torch puts what they become first. None where a mask picks.
+    """
     own = dims.of[node.args[0]]
     picked = [k for k, index in enumerate(node.args[1]) if index is not None]
     indices = [node.args[1][k] for k in picked]
-    if picked != list(range(picked[0], picked[-1] + 1)):
-        opaque(dims, node)
-        return
+    if not picked or any(dims.dtypes[r] in (torch.bool, torch.uint8) for r in indices):
+        return None
     for k in picked:
         block(own[k], f"an index at {node.source}")
-    ranks = [len(dims.shapes[r]) for r in indices]
-    shape = node.spec.shape[picked[0] : picked[0] + max(ranks)]
-    out = broadcast(dims, indices, shape)
-    dims.put(node, [*own[: picked[0]], *out, *own[picked[-1] + 1 :]])
+    owns = [dims.of[r] for r in indices]
+    chosen = broadcast_dims(owns, max(map(len, owns)))
+    first, last = picked[0], picked[-1]
+    if picked != list(range(first, last + 1)):
+        return [], chosen, [d for k, d in enumerate(own) if k not in picked]
+    return own[:first], chosen, own[last + 1 :]
+
+
+def _index_put(dims: Dims, node: Node) -> None:
+    """The values are those of `x[indices]`; which places they go to is needed whole."""
+    found = _picked(dims, node)
+    if found is None:
+        opaque(dims, node)
+        return
+    before, chosen, after = found
+    for dim in chosen:
+        block(dim, f"an index at {node.source}")
+    values, places = dims.of[node.args[2]], [*before, *chosen, *after]
+    broadcast_dims([places, values], len(places))
+    dims.put(node, list(dims.of[node.args[0]]))
+
+
+def _index_select(dims: Dims, node: Node) -> None:
+    out = list(dims.of[node.args[0]])
+    (index,) = dims.of[given(node, "index")] or [[]]
+    if not out:
+        dims.put(node, out)
+        return
+    dim = given(node, "dim") % len(out)
+    block(out[dim], f"an index at {node.source}")
+    out[dim] = index
+    dims.put(node, out)
+
+
+def _select_scatter(dims: Dims, node: Node) -> None:
+    own = dims.of[node.args[0]]
+    dim = given(node, "dim") % len(own)
+    block(own[dim], f"an index at {node.source}")
+    rest = [d for k, d in enumerate(own) if k != dim]
+    for first, second in zip(rest, dims.of[given(node, "src")], strict=True):
+        unify(first, second)
+    dims.put(node, list(own))
+
+
+def _diagonal(dims: Dims, node: Node) -> None:
+    own = dims.of[node.args[0]]
+    gone = {given(node, name) % len(own) for name in ("dim1", "dim2")}
+    for k in gone:
+        block(own[k], node.op)
+    rest = [d for k, d in enumerate(own) if k not in gone]
+    dims.put(node, [*rest, new_dim(node.spec.shape[-1], node.op)])
+
+
+def _unfold(dims: Dims, node: Node) -> None:
+    """Windows along one dim: how many stays in its place, the window comes last."""
+    out = list(dims.of[node.args[0]])
+    dim = given(node, "dimension") % max(len(out), 1)
+    if not out:
+        opaque(dims, node)
+        return
+    block(out[dim], node.op)
+    out[dim] = new_dim(node.spec.shape[dim], node.op)
+    dims.put(node, [*out, new_dim(node.spec.shape[-1], node.op)])
+
+
+def _glu(dims: Dims, node: Node) -> None:
+    """The two halves of a dim, each with the result's dims."""
+    out = list(dims.of[node.refs[0]])
+    dim = given(node, "dim") % len(out)
+    half = new_dim(node.spec.shape[dim])
+    unify(out[dim], [*new_dim(2, node.op), *half])
+    out[dim] = half
+    dims.put(node, out)
+
+
+def _repeat(dims: Dims, node: Node) -> None:
+    """Each dim becomes its copies times itself; new dims are copies alone."""
+    own, copies = dims.of[node.refs[0]], node.args[1]
+    new = len(copies) - len(own)
+    padded: list[Dim] = [[] for _ in range(new)] + list(own)
+    dims.put(node, [[*new_dim(c), *dim] for c, dim in zip(copies, padded, strict=True)])
+
+
+def _view_as_real(dims: Dims, node: Node) -> None:
+    dims.put(node, [*dims.of[node.refs[0]], new_dim(2, node.op)])
+
+
+def _view_as_complex(dims: Dims, node: Node) -> None:
+    *out, parts = dims.of[node.refs[0]]
+    block(parts, node.op)
+    dims.put(node, out)
 
 
 def _split(dims: Dims, node: Node) -> None:
@@ -244,17 +236,24 @@ def _split(dims: Dims, node: Node) -> None:
 
 
 def _cat(dims: Dims, node: Node) -> None:
-    refs = [r for r in node.args[0] if math.prod(dims.shapes[r])]
-    dim = argument(node, 1, "dim", 0) % len(node.spec.shape)
+    """The parts are segments of the joined dim, split each on its own."""
+    refs = [r for r in node.args[0] if math.prod(dims.shapes[r])] or list(node.args[0])[:1]
+    dim = given(node, "dim") % len(node.spec.shape)
     out = list(dims.of[refs[0]])
-    for ref in refs:
-        own = dims.of[ref]
-        block(own[dim], f"a concatenation at {node.source}")
-        for k, other in enumerate(own):
+    for ref in refs[1:]:
+        for k, other in enumerate(dims.of[ref]):
             if k != dim:
                 unify(out[k], other)
-    out[dim] = new_dim(node.spec.shape[dim], f"a concatenation at {node.source}")
+    if len(refs) > 1:
+        joined = Factor(node.spec.shape[dim])
+        joined.segments = [s for ref in refs for s in _segments(dims.of[ref][dim])]
+        out[dim] = [joined]
     dims.put(node, out)
+
+
+def _segments(dim: Dim) -> list[Dim]:
+    own = leaves(dim)
+    return segments_of(own[0]) if len(own) == 1 else [own]
 
 
 def _stack(dims: Dims, node: Node) -> None:
@@ -282,28 +281,28 @@ def _fresh(dims: Dims, node: Node) -> None:
 
 
 SHAPES: dict[str, Callable[[Dims, Node], None]] = {
-    "addmm": _addmm,
-    "attention": _attention,
-    "batch_norm": _batch_norm,
     "cat": _cat,
-    "convolution": _convolution,
-    "cross_entropy": _cross_entropy,
-    "embedding": _embedding,
+    "diagonal": _diagonal,
     "expand": _expand,
-    "index": _index,
     "fresh": _fresh,
-    "matmul": _matmul,
-    "norm": _norm,
-    "opaque": opaque,
+    "glu": _glu,
+    "index": _index,
+    "index_put": _index_put,
+    "index_select": _index_select,
     "pad": _pad,
     "permute": _permute,
+    "repeat": _repeat,
     "reshape": _reshape,
     "select": _select,
+    "select_scatter": _select_scatter,
     "slice": _slice,
     "split": _split,
     "squeeze": _squeeze,
     "stack": _stack,
     "t": _t,
     "transpose": _transpose,
+    "unfold": _unfold,
     "unsqueeze": _unsqueeze,
+    "view_as_complex": _view_as_complex,
+    "view_as_real": _view_as_real,
 }

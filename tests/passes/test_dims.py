@@ -13,7 +13,7 @@ def dims_of(**shapes: tuple[int, ...]) -> Dims:
     inputs = tuple(
         Input(n, InputKind.PARAMETER, TensorSpec(s, torch.float32)) for n, s in shapes.items()
     )
-    dims = Dims(Graph(inputs, (), ()), {Ref(n): s for n, s in shapes.items()})
+    dims = Dims(Graph(inputs, (), ()), {Ref(n): s for n, s in shapes.items()}, {})
     for name in shapes:
         dims.fresh(Ref(name))
     return dims

@@ -15,7 +15,8 @@ from merakc.passes.localise_ops import SPECIAL, refined
 from merakc.passes.propagate import propagate
 from merakc.passes.rules import row_of
 from merakc.passes.shard import sharding_of
-from tests.passes.test_rules import build, randn
+from tests.passes.rule_cases import randn
+from tests.passes.test_rules import build
 
 
 def local_nodes(split: tuple[str, int], rank: int, op: str, *call: Any) -> list[str]:

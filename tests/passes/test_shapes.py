@@ -11,7 +11,8 @@ from merakc.ir.graph import Ref
 from merakc.passes.dims import Dims
 from merakc.passes.factors import leaves
 from merakc.passes.propagate import propagate
-from tests.passes.test_rules import build, randn
+from tests.passes.rule_cases import randn
+from tests.passes.test_rules import build
 
 
 def dims_of(op: str, *call: Any) -> Dims:
@@ -59,14 +60,28 @@ def test_class_weights_keep_the_classes_whole() -> None:
     assert free(weighed, "x0") == [False, False]
 
 
-def test_grouped_convolutions_keep_their_channels_whole() -> None:
-    def conv(groups: int, inner: int) -> Dims:
-        x, w = randn(2, 4, 6), randn(4, inner, 3)
-        rest = (None, (1,), (1,), (1,), False, (0,), groups)
+def test_groups_of_a_convolution_are_a_factor_of_its_channels() -> None:
+    def conv(groups: int, inner: int, transposed: bool = False) -> Dims:
+        x, w = randn(2, 6, 8), randn(6, inner, 3)
+        rest = (None, (1,), (1,), (1,), transposed, (0,), groups)
         return dims_of("aten.convolution.default", x, w, *rest)
 
-    assert free(conv(1, 4), "x1") == [True, True, False]
-    assert free(conv(2, 2), "x1") == [False, False, False]
+    assert free(conv(1, 6), "x1") == [True, True, False]
+    grouped = conv(3, 2)
+    assert free(grouped, "x1") == [True, True, False]
+    assert out(grouped)[1] == [3, 2]
+    assert leaves(grouped.of[Ref("x0")][1])[0] is leaves(grouped.of[Ref("y")][1])[0]
+    depthwise = conv(6, 1)
+    assert leaves(depthwise.of[Ref("x0")][1]) == leaves(depthwise.of[Ref("y")][1])
+    assert depthwise.summed["y"] == [[]]  # nothing
+    assert out(conv(3, 5, transposed=True))[1] == [3, 5]
+
+
+def test_groups_of_a_norm_are_free_and_the_channels_of_one_are_not() -> None:
+    dims = dims_of("aten.group_norm.default", randn(2, 6, 5), 3, randn(6), randn(6))
+    channels = leaves(dims.of[Ref("x1")][0])
+    assert [(f.size, not f.blocked) for f in channels] == [(3, True), (2, False)]
+    assert out(dims)[1] == [3, 2]
 
 
 def test_an_index_leaves_the_other_dims_alone() -> None:
@@ -75,7 +90,22 @@ def test_an_index_leaves_the_other_dims_alone() -> None:
     assert out(dims) == [[4], [2], [3], [6]]
     assert free(dims, "x0") == [True, False, True]
     apart = dims_of("aten.index.Tensor", randn(4, 5, 6), (picked, None, picked))
-    assert free(apart, "x0") == [False, False, False]
+    assert out(apart) == [[2], [3], [5]]
+    assert free(apart, "x0") == [False, True, False]
+
+
+def test_a_mask_as_an_index_keeps_all_whole() -> None:
+    mask = torch.ones(4, dtype=torch.bool)
+    dims = dims_of("aten.index_put.default", randn(4, 5), (mask,), randn(5))
+    assert free(dims, "x0") == [False, False]
+
+
+def test_the_parts_of_a_concatenation_are_segments() -> None:
+    dims = dims_of("aten.cat.default", (randn(2, 4), randn(2, 6)), 1)
+    (joined,) = leaves(dims.of[Ref("y")][1])
+    assert [leaves(s) for s in joined.segments] == [
+        leaves(dims.of[Ref(name)][1]) for name in ("x0", "x1")
+    ]
 
 
 def test_a_reshape_that_does_not_divide_is_whole() -> None:
