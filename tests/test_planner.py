@@ -85,8 +85,14 @@ def test_the_plan_counts_its_collectives_and_names_its_holders() -> None:
 
 
 def test_ops_that_every_rank_computes_whole_are_named() -> None:
-    plan, _ = planned(Mesh(tp=2), "mixtral")
-    assert any(text.startswith("aten.topk.default at ") for text in plan.whole_ops)
+    class Clipped(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.renorm(self[1](self[0](x)), 2, 0, 1.0).sum()
+
+    model = Clipped(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
+    clipped = record(model, (torch.randn(4, 4),), {})
+    plan, _ = make_plan(clipped, Mesh(tp=2), MICRO_BATCHES, NOMINAL_CPU)
+    assert [text.partition(" at ")[0] for text in plan.whole_ops] == ["aten.renorm.default"]
     assert planned(Mesh(tp=2))[0].whole_ops == ()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor, nn
 
+from merakc.frontend.record import record
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.passes.propagate import propagate
 from merakc.passes.shard import shard, sharding_of
@@ -44,10 +46,27 @@ def test_partial_sums_follow_from_the_chosen_factors() -> None:
     assert ops.count("aten.cross_entropy_loss.default") == 1
 
 
-def test_ops_on_masks_alone_are_not_reported() -> None:
-    graph = training_graph(eager("whisper").recording.graph)
+class Clipped(nn.Module):
+    """An op without a rule on a value that is trained, and on one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clip, self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        kept = torch.renorm(x, 2, 0, 1.0)
+        return {"loss": (torch.renorm(self.clip(kept), 2, 0, 1.0) + self.down(self.up(x))).sum()}
+
+
+def test_ops_without_a_rule_are_reported_where_they_are_trained_through() -> None:
+    graph = training_graph(record(Clipped(), (), {"x": torch.randn(4, 6)}).graph)
     sharding = shard(graph, 2)
-    assert {n.op for n in sharding.opaque} >= {"aten.select_scatter.default"}
-    assert not [text for text in sharding.whole_ops(graph) if "select_scatter" in text]
-    mixed = training_graph(eager("mixtral").recording.graph)
-    assert [text for text in shard(mixed, 2).whole_ops(mixed) if text.startswith("aten.topk")]
+    assert [n.op for n in sharding.opaque] == ["aten.renorm.default"] * 2
+    (text,) = sharding.whole_ops(graph)
+    assert text.startswith("aten.renorm.default at ")
+
+
+def test_what_is_kept_whole_on_purpose_is_not_reported() -> None:
+    graph = training_graph(eager("mixtral").recording.graph)
+    assert "aten.topk.default" in {n.op for n in graph.nodes}
+    assert shard(graph, 2).whole_ops(graph) == ()
