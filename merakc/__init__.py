@@ -5,6 +5,7 @@ from merakc.cluster import Cluster
 from merakc.errors import MerakError
 from merakc.ir.plan import Plan, load_plan
 from merakc.model import ParallelModel
+from merakc.passes.register import register_sharding
 from merakc.version import __version__
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "__version__",
     "auto_parallel",
     "load_plan",
+    "register_sharding",
 ]

@@ -15,6 +15,10 @@ class ShardError(MerakError):
     """A tensor-parallel degree that the model's graph does not allow."""
 
 
+class RuleError(MerakError):
+    """A sharding rule that is malformed, or does not fit its op."""
+
+
 class CutError(MerakError):
     """A number of pipeline stages that the graph cannot give."""
 

@@ -6,6 +6,7 @@ where reshapes, splits and products divide and join dims.
 
 from __future__ import annotations
 
+from merakc.errors import RuleError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.kernels.ops import resolve_op
 from merakc.passes.compute_shapes import COMPUTE_SHAPES
@@ -20,12 +21,12 @@ from merakc.passes.dims import (
     opaque,
 )
 from merakc.passes.factors import Dim, block, new_dim, size, unify
+from merakc.passes.notation import TENSORS
 from merakc.passes.rows import POINTWISE, Along, Last, Loss, Reduce, Row, Whole
-from merakc.passes.rules import row_of
+from merakc.passes.rules import is_registered, row_of
 from merakc.passes.shapes import SHAPES
 
 WHOLE = "!"
-TENSORS = ("Tensor", "Optional[Tensor]")  # the types of an einsum's arguments, in a schema
 
 
 def propagate(graph: Graph) -> Dims:
@@ -41,9 +42,23 @@ def propagate(graph: Graph) -> Dims:
         if row is None:
             dims.opaque.append(node)
             opaque(dims, node)
+        elif is_registered(node.op):
+            try:
+                _apply(dims, node, row)
+            except (AssertionError, IndexError, TypeError, ValueError) as error:
+                raise _misfit(dims, node, row) from error
         else:
             _apply(dims, node, row)
     return dims
+
+
+def _misfit(dims: Dims, node: Node, row: Row) -> RuleError:
+    given = ", ".join(str(list(dims.shapes[ref])) for ref in node.refs)
+    made = ", ".join(str(list(o.shape)) for o in node.outputs if o is not None)
+    return RuleError(
+        f"{node.source}: the sharding rule of {node.op}, {row!r}, does not fit this call: "
+        f"{given} -> {made}; register one that does, or 'whole(why)'"
+    )
 
 
 def _apply(dims: Dims, node: Node, row: Row) -> None:

@@ -194,3 +194,8 @@ def add_row(op: str, row: Row) -> None:
     """Adds the row of an op that has none."""
     assert row_of(op) in (None, row), op
     _registered[op] = row
+
+
+def is_registered(op: str) -> bool:
+    """Whether a user gave the op its row."""
+    return op in _registered
