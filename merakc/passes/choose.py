@@ -98,15 +98,26 @@ def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]
                     entered.add((ref, factor))
                     candidate.wire_bytes += specs[ref].size_bytes
                     candidate.collectives += 1
-    for factor in uneven_factors(dims) | repeated_factors(dims):
+    for factor in refused_factors(dims):
         found.pop(factor, None)
-    for node in graph.nodes:
-        if node.op in VOCABULARY_OPS:
-            for dim in dims.summed.get(node.name, ()):
-                if not _is_plain(dim):  # rows of a shard would not be consecutive
-                    for factor in atoms(dim):
-                        found.pop(factor, None)
     return found
+
+
+def refused_factors(dims: Dims) -> set[Factor]:
+    """The factors that no rule blocks, and that cannot be split all the same."""
+    return uneven_factors(dims) | repeated_factors(dims) | _scattered_rows(dims)
+
+
+def _scattered_rows(dims: Dims) -> set[Factor]:
+    """The factors of vocabularies of which a shard's rows would not be consecutive."""
+    return {
+        factor
+        for node in dims.graph.nodes
+        if node.op in VOCABULARY_OPS
+        for dim in dims.summed.get(node.name, ())
+        if not _is_plain(dim)
+        for factor in atoms(dim)
+    }
 
 
 def _is_plain(dim: Dim) -> bool:
@@ -242,7 +253,7 @@ def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
         for dim, factors in zip(dims.of[Ref(item.name)], planned.dims, strict=True):
             found |= _split_of(dim, factors, item.target)
     blocked = [f.blocked for f in found if f.blocked]
-    blocked += ["two dims of one value" for _ in found & repeated_factors(dims)]
+    blocked += ["another part of a value" for _ in found & refused_factors(dims)]
     if blocked:
         raise PlanError(f"the plan splits a dim that this graph needs whole, for {blocked}")
     return found

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import resolve_op
-from merakc.passes.choose import repeated_factors, uneven_factors
+from merakc.passes.choose import refused_factors
 from merakc.passes.dims import Dims
 from merakc.passes.factors import Factor, atoms
 from merakc.passes.interpret import interpret
@@ -156,13 +156,10 @@ def check(graph: Graph, values: dict[str, Tensor], sharding: Sharding) -> None:
 
 
 def splittable(dims: Dims, tp: int) -> list[set[Factor]]:
-    """What the rules leave free, in the order of the values: factors, each to be split alone.
-
-    Factors of all segments of a dim are split together.
-    """
+    """What the rules leave free, in the order of the values: factors, each to be split alone."""
     every = [f for own in dims.of.values() for dim in own for f in atoms(dim)]
     free = [f for f in dict.fromkeys(every) if not f.blocked and f.size >= tp]
-    refused = uneven_factors(dims) | repeated_factors(dims)
+    refused = refused_factors(dims)
     return [{f} for f in free if f not in refused]
 
 
