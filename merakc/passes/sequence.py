@@ -85,8 +85,9 @@ class Problem:
         for node in self.graph.nodes:
             if self.is_exit(node):
                 for dim in reversed(self.dims.of[Ref(node.name)]):
-                    for factor in atoms(dim):
-                        if factor not in self.chosen and factor.size >= self.sharding.tp:
+                    for factor in leaves(dim):
+                        whole = self.chosen.isdisjoint(atoms([factor]))
+                        if whole and factor.size >= self.sharding.tp:
                             sizes[factor] += node.spec.size_bytes
         return [factor for factor, _ in sizes.most_common()]
 
@@ -100,6 +101,11 @@ class Problem:
                     found.append((k, outer))
                 outer *= own.size
         return found[0] if len(found) == 1 else None
+
+    def is_without(self, ref: Ref, factor: Factor) -> bool:
+        """Whether the value has neither the factor nor segments of it."""
+        parts = {factor, *atoms([factor])}
+        return not any({*leaves(dim), *atoms(dim)} & parts for dim in self.dims.of[ref])
 
     def splits(self, ref: Ref) -> bool:
         """Whether the value is split over tp."""
@@ -116,8 +122,7 @@ class Problem:
         summed = {f for dim in rule.summed.get("node", ()) for f in atoms(dim)}
         reached: set[Factor] = set()
         for ref, alias in zip(dict.fromkeys(node.refs), _aliases(node).values(), strict=True):
-            has = sum(factor in atoms(d) for d in self.dims.of[ref])
-            if not has:
+            if self.is_without(ref, factor):
                 continue
             own = self._covering(rule.of[alias], self.place(ref, factor), factor.size)
             if own is None or own.blocked or own.segments or own in summed:

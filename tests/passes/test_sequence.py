@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.models import MODELS
 from benchmarks.zoo_models import ZOO
 from merakc.cluster import NOMINAL_GPU
+from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Ref
 from merakc.ir.program import Mesh
 from merakc.passes.localise import localise
@@ -45,6 +47,19 @@ def test_other_architectures_equal_one_process(name: str) -> None:
     sharding = shard(graph, 3, sequence_parallel=True)
     assert sharding.sequences
     compare(case, *run_sharded(case, (graph,), sharding))
+
+
+def test_a_sequence_that_is_cut_elsewhere_is_still_one() -> None:
+    """Without a mask given, a Llama looks for packed sequences in slices of its positions."""
+    case = MODELS["llama"]
+    batch = case.batch(1)
+    batch.pop("attention_mask")
+    recording = record(case.model(), (), batch)
+    graph = training_graph(recording.graph)
+    assert any(n.op == "aten.slice.Tensor" and n.args[1:] == (-1, 1, 13) for n in graph.nodes)
+    found = collectives(graph, 2)
+    assert found["all_gather"] == 0
+    assert found["scatter"] == 1
 
 
 def test_an_encoder_and_a_decoder_have_a_sequence_each() -> None:
