@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from merakc.cluster import Cluster
@@ -13,7 +14,7 @@ from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
-from merakc.ir.layout import parse_layout
+from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import Plan, Prediction
 from merakc.ir.program import Chunk, Mesh, Program
 from merakc.passes.differentiate import differentiate
@@ -99,6 +100,8 @@ def make_plan(
     sharding = shard(loss.graph, mesh.tp, cluster=cluster, sequence_parallel=sequence_parallel)
     of, report = assign_stages(loss.graph, sharding, mesh.pp, cluster)
     stages = split_stages(loss.graph, of, mesh.pp, sharding)
+    splits = sharding.splits(loss.graph)
+    splits |= _splits_of_results(recording.graph, splits, mesh.tp)
     plan = Plan(
         model=recording.model_name,
         dp=mesh.dp,
@@ -111,7 +114,7 @@ def make_plan(
         graph=fingerprint(recording.graph),
         stages=stage_runs(loss.graph, of),
         parameters=_holders(stages.graphs),
-        splits={name: str(lay) for name, lay in sharding.splits(loss.graph).items()},
+        splits={name: str(layout) for name, layout in splits.items()},
         collectives=_collectives(stages),
         cut=report,
         whole_ops=sharding.whole_ops(loss.graph),
@@ -233,6 +236,20 @@ def _weighed(graph: Graph, tp: int) -> WeighedLoss:
     """The graph that is sharded and cut, with losses of micro-batches that add up."""
     loss = weigh_loss(graph)
     return replace(loss, graph=separate_heads(loss.graph, tp))
+
+
+def _splits_of_results(graph: Graph, splits: Mapping[str, Layout], tp: int) -> dict[str, Layout]:
+    """The layouts of the split tensors that only the results read, as the given splits demand."""
+    trained = {i.target for i in training_graph(graph).inputs}
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER)
+    if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
+        return {}
+    whole = _weighed(graph, tp).graph
+    try:
+        found = shard(whole, tp, splits).splits(whole)
+    except PlanError:  # the results need whole what training splits: `predict` refuses them
+        return {}
+    return {name: layout for name, layout in found.items() if name not in trained}
 
 
 def _sharding(graph: Graph, plan: Plan) -> Sharding:

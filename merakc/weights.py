@@ -9,7 +9,7 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.ir.graph import InputKind, OutputKind, Ref
-from merakc.ir.layout import DimFactor, Layout
+from merakc.ir.layout import DimFactor, Layout, parse_layout
 from merakc.planner import Lowered
 from merakc.runtime.groups import Groups
 from merakc.runtime.state import Placement, same_everywhere
@@ -21,8 +21,8 @@ STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     """Where every parameter and buffer of the model lives, by its first name.
 
-    What training does not read is whole on the stage of its module's other tensors, or on the
-    last; what counts labels is on all stages.
+    What training does not read is on the stage of its module's other tensors, or on the last;
+    what counts labels is on all stages.
     """
     graph, stages, sharding = lowered.loss.graph, lowered.stages.graphs, lowered.stages.sharding
     counting = lowered.loss.counts
@@ -38,9 +38,11 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     homes = {name.rpartition(".")[0]: min(held) for name, held in holders.items()}
     found: dict[str, Placement] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        split = lowered.plan.splits.get(name)
+        planned = parse_layout(split) if split else whole(tuple(tensor.shape))
         held = holders.get(name, {homes.get(name.rpartition(".")[0], len(stages) - 1)})
         found[name] = Placement(
-            sharding.layouts[refs[name]] if name in refs else whole(tuple(tensor.shape)),
+            sharding.layouts[refs[name]] if name in refs else planned,
             tensor.dtype,
             tuple(range(len(stages)) if name in everywhere else sorted(held)),
             isinstance(tensor, nn.Parameter),

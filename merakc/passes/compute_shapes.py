@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from merakc.ir.graph import Node, Ref
-from merakc.passes.dims import Dims, argument, broadcast_dims, given
+from merakc.passes.dims import Dims, argument, broadcast_dims, given, need_whole
 from merakc.passes.factors import Dim, Factor, block, new_dim, size, unify
 
 
@@ -47,7 +47,7 @@ def _attention(dims: Dims, node: Node) -> None:
     unify(key[2], value[2])
     unify(query[3], key[3])
     for dim in (query[2], key[2], query[3]):
-        block(dim, node.op)
+        need_whole(dim, node)
     if isinstance(node.args[3], Ref):
         mask = dims.of[node.args[3]]
         scores = [query[0], query[1], query[2], key[2]]
@@ -63,7 +63,7 @@ def _convolution(dims: Dims, node: Node) -> None:
     x, w = dims.of[node.args[0]], dims.of[node.args[1]]
     transposed, groups = given(node, "transposed"), given(node, "groups")
     for dim in (*x[2:], *w[2:]):
-        block(dim, node.op)
+        need_whole(dim, node)
     spatial = [new_dim(s, node.op) for s in node.spec.shape[2:]]
     group: Dim = new_dim(groups)
     inner = new_dim(size(x[1]) // groups)
@@ -109,7 +109,7 @@ def _norm(dims: Dims, node: Node) -> None:
     x = dims.of[node.args[0]]
     lead = len(x) - len(node.args[1])
     for dim in x[lead:]:
-        block(dim, node.op)
+        need_whole(dim, node)
     for arg in node.args[2:4]:
         if isinstance(arg, Ref):
             for own, dim in zip(dims.of[arg], x[lead:], strict=True):
@@ -126,7 +126,7 @@ def _group_norm(dims: Dims, node: Node) -> None:
     each = new_dim(size(x[1]) // groups, node.op)
     unify(x[1], [*new_dim(groups), *each])
     for dim in x[2:]:
-        block(dim, node.op)
+        need_whole(dim, node)
     for name in ("weight", "bias"):
         if isinstance(given(node, name), Ref):
             unify(dims.of[given(node, name)][0], x[1])
@@ -137,7 +137,7 @@ def _batch_norm(dims: Dims, node: Node) -> None:
     x = dims.of[node.args[0]]
     for k, dim in enumerate(x):
         if k != 1:
-            block(dim, node.op)
+            need_whole(dim, node)
     for arg in node.args[1:5]:
         if isinstance(arg, Ref):
             unify(dims.of[arg][0], x[1])
@@ -152,7 +152,7 @@ def _weight_norm(dims: Dims, node: Node) -> None:
         if k == kept:
             unify(dim, scale)
         else:
-            block(dim, node.op)
+            need_whole(dim, node)
     dims.put(node, list(v))
     dims.put(node, list(g), 1)
 
@@ -162,7 +162,7 @@ def _im2col(dims: Dims, node: Node) -> None:
     x = dims.of[node.args[0]]
     *lead, channels, height, width = x
     for dim in (height, width):
-        block(dim, node.op)
+        need_whole(dim, node)
     *_, rows, places = node.spec.shape
     window = new_dim(rows // size(channels), node.op)
     dims.put(node, [*lead, [*channels, *window], new_dim(places, node.op)])
@@ -174,7 +174,7 @@ def _col2im(dims: Dims, node: Node) -> None:
     *_, channels, height, width = node.spec.shape
     out = new_dim(channels)
     unify(rows, [*out, *new_dim(size(rows) // channels, node.op)])
-    block(places, node.op)
+    need_whole(places, node)
     dims.put(node, [*lead, out, new_dim(height, node.op), new_dim(width, node.op)])
 
 
@@ -185,7 +185,7 @@ def _pixel_shuffle(dims: Dims, node: Node) -> None:
     out = new_dim(channels)
     unify(rows, [*out, *new_dim(size(rows) // channels, node.op)])
     for dim in (height, width):
-        block(dim, node.op)
+        need_whole(dim, node)
     dims.put(node, [*lead, out, new_dim(tall, node.op), new_dim(wide, node.op)])
 
 
@@ -194,7 +194,7 @@ def _pixel_unshuffle(dims: Dims, node: Node) -> None:
     *lead, channels, tall, wide = dims.of[node.args[0]]
     *_, rows, height, width = node.spec.shape
     for dim in (tall, wide):
-        block(dim, node.op)
+        need_whole(dim, node)
     out = [*channels, *new_dim(rows // size(channels), node.op)]
     dims.put(node, [*lead, out, new_dim(height, node.op), new_dim(width, node.op)])
 

@@ -67,6 +67,11 @@ def named_dims(node: Node, name: str, rank: int) -> set[int]:
     return {k % max(rank, 1) for k in each}
 
 
+def need_whole(dim: Dim, node: Node) -> None:
+    """Says that the node needs the dim whole."""
+    block(dim, f"{node.op} at {node.source}")
+
+
 def opaque(dims: Dims, node: Node, why: str = "") -> None:
     """Everything whole."""
     why = f"{why or node.op} at {node.source}"

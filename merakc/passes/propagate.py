@@ -18,9 +18,10 @@ from merakc.passes.dims import (
     given,
     merged,
     named_dims,
+    need_whole,
     opaque,
 )
-from merakc.passes.factors import Dim, block, new_dim, size, unify
+from merakc.passes.factors import Dim, new_dim, size, unify
 from merakc.passes.notation import TENSORS
 from merakc.passes.rows import POINTWISE, Along, Last, Loss, Reduce, Row, Whole
 from merakc.passes.rules import is_registered, row_of
@@ -112,7 +113,7 @@ def _einsum(dims: Dims, node: Node, row: str) -> None:
             letter = name.rstrip(WHOLE)
             letters[letter] = merged(letters.get(letter, []), dim)
             if name.endswith(WHOLE):
-                block(dim, node.op)
+                need_whole(dim, node)
     dots = broadcast_dims(leads, max(map(len, leads), default=0))
     kept: set[str] = set()
     for index, part in enumerate(right.split(",")):
@@ -135,12 +136,12 @@ def _along(dims: Dims, node: Node, row: Along) -> None:
             alike.append(own)
         for k, dim in enumerate(own):
             if k in chosen or len(own) != len(first):
-                block(dim, node.op)
+                need_whole(dim, node)
     out = list(first)
     for k in set(range(len(first))) - chosen:
         if len({size(own[k]) for own in alike}) > 1:  # the first of the larger one are meant
             for own in alike:
-                block(own[k], node.op)
+                need_whole(own[k], node)
         else:
             for own in alike[1:]:
                 unify(first[k], own[k])
@@ -158,7 +159,7 @@ def _last(dims: Dims, node: Node, row: Last) -> None:
         return
     for ref, lead in zip(node.refs, leads, strict=True):
         for dim in dims.of[ref][-row.count :]:
-            block(dim, node.op)
+            need_whole(dim, node)
         for mine, first in zip(lead, leads[0], strict=True):
             unify(first, mine)
     for index, spec in enumerate(node.outputs):
@@ -177,7 +178,7 @@ def _reduce(dims: Dims, node: Node, row: Reduce) -> None:
         dims.summed[node.name] = gone
     else:
         for dim in gone:
-            block(dim, node.op)
+            need_whole(dim, node)
     for index, spec in enumerate(node.outputs):
         if spec is None:
             continue

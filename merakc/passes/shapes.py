@@ -9,7 +9,15 @@ from itertools import accumulate
 import torch
 
 from merakc.ir.graph import Node, Ref
-from merakc.passes.dims import Dims, argument, broadcast, broadcast_dims, given, opaque
+from merakc.passes.dims import (
+    Dims,
+    argument,
+    broadcast,
+    broadcast_dims,
+    given,
+    need_whole,
+    opaque,
+)
 from merakc.passes.factors import (
     Dim,
     Factor,
@@ -94,7 +102,7 @@ def _from_front(start: int | None, full: int) -> int:
 def _select(dims: Dims, node: Node) -> None:
     out = list(dims.of[node.refs[0]])
     dim = argument(node, 1, "dim", 0) % len(out)
-    block(out[dim], f"an index at {node.source}")
+    need_whole(out[dim], node)
     del out[dim]
     for index in range(len(node.outputs)):
         dims.put(node, out, index)
@@ -121,7 +129,7 @@ def _picked(dims: Dims, node: Node) -> tuple[list[Dim], list[Dim], list[Dim]] | 
     if not picked or any(dims.dtypes[r] in (torch.bool, torch.uint8) for r in indices):
         return None
     for k in picked:
-        block(own[k], f"an index at {node.source}")
+        need_whole(own[k], node)
     owns = [dims.of[r] for r in indices]
     chosen = broadcast_dims(owns, max(map(len, owns)))
     first, last = picked[0], picked[-1]
@@ -138,7 +146,7 @@ def _index_put(dims: Dims, node: Node) -> None:
         return
     before, chosen, after = found
     for dim in chosen:
-        block(dim, f"an index at {node.source}")
+        need_whole(dim, node)
     values, places = dims.of[node.args[2]], [*before, *chosen, *after]
     broadcast_dims([places, values], len(places))
     dims.put(node, list(dims.of[node.args[0]]))
@@ -151,7 +159,7 @@ def _index_select(dims: Dims, node: Node) -> None:
         dims.put(node, out)
         return
     dim = given(node, "dim") % len(out)
-    block(out[dim], f"an index at {node.source}")
+    need_whole(out[dim], node)
     out[dim] = index
     dims.put(node, out)
 
@@ -159,7 +167,7 @@ def _index_select(dims: Dims, node: Node) -> None:
 def _select_scatter(dims: Dims, node: Node) -> None:
     own = dims.of[node.args[0]]
     dim = given(node, "dim") % len(own)
-    block(own[dim], f"an index at {node.source}")
+    need_whole(own[dim], node)
     rest = [d for k, d in enumerate(own) if k != dim]
     for first, second in zip(rest, dims.of[given(node, "src")], strict=True):
         unify(first, second)
@@ -170,7 +178,7 @@ def _diagonal(dims: Dims, node: Node) -> None:
     own = dims.of[node.args[0]]
     gone = {given(node, name) % len(own) for name in ("dim1", "dim2")}
     for k in gone:
-        block(own[k], node.op)
+        need_whole(own[k], node)
     rest = [d for k, d in enumerate(own) if k not in gone]
     dims.put(node, [*rest, new_dim(node.spec.shape[-1], node.op)])
 
@@ -182,7 +190,7 @@ def _unfold(dims: Dims, node: Node) -> None:
     if not out:
         opaque(dims, node)
         return
-    block(out[dim], node.op)
+    need_whole(out[dim], node)
     out[dim] = new_dim(node.spec.shape[dim], node.op)
     dims.put(node, [*out, new_dim(node.spec.shape[-1], node.op)])
 
@@ -211,7 +219,7 @@ def _view_as_real(dims: Dims, node: Node) -> None:
 
 def _view_as_complex(dims: Dims, node: Node) -> None:
     *out, parts = dims.of[node.refs[0]]
-    block(parts, node.op)
+    need_whole(parts, node)
     dims.put(node, out)
 
 
@@ -270,7 +278,7 @@ def _pad(dims: Dims, node: Node) -> None:
     ends = node.args[1]
     for k, full in enumerate(reversed(node.spec.shape), start=1):
         if any(ends[2 * k - 2 : 2 * k]):
-            block(out[-k], node.op)
+            need_whole(out[-k], node)
             out[-k] = new_dim(full, node.op)
     dims.put(node, out)
 
