@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from merakc.kernels import attention, collectives, draws, vocabulary
+from merakc.kernels import attention, collectives, draws, opaque, vocabulary
 
 # Ops of ours that are Python functions over other ops; make_fx traces through them.
 COMPOSITES: Mapping[str, Callable[..., Any]] = {
@@ -17,11 +17,13 @@ COMPOSITES: Mapping[str, Callable[..., Any]] = {
 # What a compiled step calls in place of an op: the same, past the dispatcher and autograd.
 DIRECT: Mapping[str, Callable[..., Any]] = {
     "merakc.all_reduce.default": collectives.all_reduce_now,
+    "merakc.opaque.default": opaque.opaque,
+    "merakc.opaque_backward.default": opaque.opaque_backward,
     # Traced where a copy stood in between that the compiler has removed since: what was
     # contiguous then may need a copy now.
     "aten.view.default": torch.ops.aten.reshape.default,
 }
-REGISTERED = (attention, collectives, draws)  # imported for the ops that they register
+REGISTERED = (attention, collectives, draws, opaque)  # imported for the ops that they register
 
 
 def resolve_op(op: str) -> Callable[..., Any]:

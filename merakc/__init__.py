@@ -2,7 +2,7 @@
 
 from merakc.api import auto_parallel
 from merakc.cluster import Cluster
-from merakc.errors import MerakError
+from merakc.errors import MerakError, MerakWarning
 from merakc.ir.plan import Plan, load_plan
 from merakc.model import ParallelModel
 from merakc.passes.register import register_sharding
@@ -11,6 +11,7 @@ from merakc.version import __version__
 __all__ = [
     "Cluster",
     "MerakError",
+    "MerakWarning",
     "ParallelModel",
     "Plan",
     "__version__",

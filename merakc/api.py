@@ -6,6 +6,7 @@ import atexit
 import gc
 import hashlib
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,7 +26,7 @@ from merakc.batches import (
     with_tensor_specs,
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakWarning
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
@@ -141,6 +142,8 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int) -> ParallelModel
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
     groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
+    if groups.rank == 0:
+        _warn_of_opaque(lowered.plan)
     _, stage, tp_rank = groups.coordinates
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
@@ -155,6 +158,19 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int) -> ParallelModel
     prediction, simulation = _simulated(steps, step, made.machines, measured=cluster is None)
     steps.planned = replace(lowered, plan=replace(lowered.plan, prediction=prediction))
     return ParallelModel(steps, recording.aliases, simulation)
+
+
+def _warn_of_opaque(plan: Plan) -> None:
+    """Says once for each module what runs as it is."""
+    for module in plan.opaque_modules:
+        warnings.warn(
+            f"module '{module.name}' cannot be recorded and runs as it is, whole on one stage and "
+            f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
+            f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
+            "the backward",
+            MerakWarning,
+            stacklevel=3,
+        )
 
 
 def _device(device: torch.device | str | None) -> torch.device:

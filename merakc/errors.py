@@ -37,3 +37,7 @@ class ConfigError(MerakError):
 
 class MismatchError(MerakError):
     """Ranks that do not hold the same model, plan or versions."""
+
+
+class MerakWarning(UserWarning):
+    """Something that works, at a cost that the user should know of."""

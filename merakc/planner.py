@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from merakc.cluster import Cluster
+from merakc.costs.flops import graph_flops
 from merakc.costs.memory import backward_live_bytes, live_bytes, saved_bytes
 from merakc.costs.roofline import graph_seconds
 from merakc.errors import PlanError
@@ -15,8 +16,9 @@ from merakc.frontend.record import Recording
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
 from merakc.ir.layout import Layout, parse_layout
-from merakc.ir.plan import Plan, Prediction
+from merakc.ir.plan import OpaqueModule, Plan, Prediction
 from merakc.ir.program import Chunk, Mesh, Program
+from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.differentiate import differentiate
 from merakc.passes.localise import localise
 from merakc.passes.schedule import build_programs
@@ -117,7 +119,8 @@ def make_plan(
         splits={name: str(layout) for name, layout in splits.items()},
         collectives=_collectives(stages),
         cut=report,
-        whole_ops=sharding.whole_ops(loss.graph),
+        whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
+        opaque_modules=_opaque_modules(loss.graph),
         sequence_parallel=bool(sharding.sequences),
         merakc_version=__version__,
     )
@@ -264,6 +267,20 @@ def _holders(graphs: tuple[Graph, ...]) -> dict[str, tuple[int, ...]]:
             if item.kind is InputKind.PARAMETER:
                 holders.setdefault(item.target, []).append(stage)
     return {name: tuple(stages) for name, stages in holders.items()}
+
+
+def _opaque_modules(graph: Graph) -> tuple[OpaqueModule, ...]:
+    """The modules that run as they are, each once, with what all their calls compute."""
+    total = max(graph_flops(graph), 1)
+    calls = [find(node.args[-1]) for node in graph.nodes if node.op == OPAQUE]
+    flops: Counter[str] = Counter()
+    for call in calls:
+        flops[call.module] += call.flops
+    seen = {c.module: c for c in reversed(calls)}
+    return tuple(
+        OpaqueModule(name, seen[name].source, seen[name].reason, flops[name] / total)
+        for name in dict.fromkeys(c.module for c in calls)
+    )
 
 
 def _collectives(stages: Stages) -> dict[str, int]:

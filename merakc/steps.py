@@ -181,7 +181,7 @@ class Steps:
         self._bind()
         try:
             return step.executor.measure()
-        except (IndexError, RuntimeError):
+        except (ArithmeticError, LookupError, RuntimeError, ValueError):
             return None
 
     def _bind(self) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from merakc import errors
 
-ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+ERRORS = [cls for cls in CLASSES if not issubclass(cls, Warning)]
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -23,3 +24,8 @@ def test_an_error_crosses_processes(error: type[Exception]) -> None:
     back = pickle.loads(pickle.dumps(error("dp (3) does not divide the batch (8)")))
     assert type(back) is error
     assert str(back) == "dp (3) does not divide the batch (8)"
+
+
+def test_what_is_no_error_is_a_warning_of_the_user() -> None:
+    assert set(CLASSES) - set(ERRORS) == {errors.MerakWarning}
+    assert issubclass(errors.MerakWarning, UserWarning)

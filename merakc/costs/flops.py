@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
 
 # Ops that move no data.
 FREE = frozenset(
@@ -36,6 +37,10 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
         return 4 * specs[node.args[0]].numel * specs[node.args[1]].shape[-2]
     if node.op == "merakc.attention_backward.default":
         return 10 * specs[node.args[1]].numel * specs[node.args[2]].shape[-2]
+    if node.op == OPAQUE:
+        return find(node.args[-1]).flops
+    if node.op == OPAQUE_BACKWARD:  # its forward again, and twice as much
+        return 3 * find(node.args[-2]).flops
     if not node.op.startswith("aten."):
         return 0
     formula = flop_registry.get(getattr(torch.ops.aten, node.op.split(".")[1]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ class GraphBuilder:
         self.nodes: list[Node] = []
         self.outputs: list[Output] = []
         self.constants: dict[str, torch.Tensor] = {}
-        self.functions: dict[str, functools.partial[Any]] = {}
+        self.functions: dict[str, Callable[..., Any]] = {}
         self.aliases = Aliases(lambda op, args, spec: self._add(op, args, {}, (spec,)))
         self.states: list[tuple[Slot, Alias]] = []
         self.modules: list[str] = []

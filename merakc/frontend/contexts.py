@@ -38,12 +38,13 @@ def _containers(module: torch.nn.Module) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a module holds a parameter or buffer, and the fake tensor put there."""
+    """Where a module holds a parameter or buffer, it, and the fake tensor put there."""
 
     states: dict[str, Any]
     key: str
     name: str
     fake: torch.Tensor
+    real: torch.Tensor
     is_parameter: bool
 
 
@@ -60,7 +61,7 @@ def put_fakes(model: torch.nn.Module, fake_mode: FakeTensorMode) -> list[Slot]:
                     fake = fakes[id(tensor)] = _fake(tensor, fake_mode)
                     name = f"{path}.{key}" if path else key
                     is_parameter = isinstance(tensor, torch.nn.Parameter)
-                    slots.append(Slot(states, key, name, fake, is_parameter))
+                    slots.append(Slot(states, key, name, fake, tensor, is_parameter))
                 states[key] = fakes[id(tensor)]
     return slots
 
@@ -126,6 +127,17 @@ def exporting() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._check_tensor_all_with = check
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Undoes `exporting` inside it: libraries do what they do when the model runs."""
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = False
+    try:
+        yield
+    finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 

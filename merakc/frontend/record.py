@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
 from merakc.frontend.contexts import put_fakes, untouched
+from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.recorder import Recorder
 from merakc.ir.graph import Graph
 
@@ -39,17 +40,32 @@ class Recording:
 def record(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
-    Raises `RecordError`, with the user's line, for control flow that depends on the data, for
-    random ops that cannot be reproduced on every layout, and for whatever a graph cannot say:
-    writes to parameters, hooks on gradients, higher-order ops.
+    A module whose control flow depends on the data becomes one node, which runs it as it is. Raises
+    `RecordError`, with the user's line, where that would be the model itself, for random ops that
+    cannot be reproduced on every layout, and for whatever a graph cannot say: writes to parameters,
+    hooks on gradients, higher-order ops.
     """
+    _check_modules(model)
+    fallbacks = Fallbacks(dict(model.named_modules()))
+    while True:
+        try:
+            return _record(model, args, kwargs, fallbacks)
+        except UntraceableError as error:
+            fallbacks.add(error)
+
+
+def _record(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], fallbacks: Fallbacks
+) -> Recording:
+    """One attempt, with some modules kept whole."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    _check_modules(model)
     with untouched(model):
         for slot in put_fakes(model, fake_mode):
             recorder.state_input(slot)
+        for path, cause in fallbacks.causes.items():
+            recorder.keep_whole(path, fallbacks.modules[path], cause)
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,10 +30,17 @@ from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, function_calls, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.generators import GeneratorWatch
+from merakc.frontend.opaque import (
+    CannotBeNodeError,
+    UntraceableError,
+    module_call,
+    try_out,
+)
 from merakc.frontend.source import user_line
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws  # noqa: F401  registers their ops
+from merakc.kernels.opaque import OPAQUE, Call, enter
 
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
@@ -55,6 +62,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.paused = False
         self.draws = Draws(self._error, self.inputs, self.nodes)
+        self.opaques = 0
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[None]:
@@ -63,6 +71,8 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             watch = GeneratorWatch()
 
             def passing() -> None:
+                if self.paused:
+                    return
                 with _disable_current_modes():
                     watch.check(self.modules[-1], model.get_submodule(self.modules[-1]))
 
@@ -78,23 +88,84 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 error.add_note(RECORDING_NOTE)
                 raise
 
+    # ------------------------------------------------------------------ modules as they are
+
+    def keep_whole(self, path: str, module: torch.nn.Module, cause: UntraceableError) -> None:
+        """Makes every call of a module one node; until its attributes are put back."""
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.paused:
+                return forward(*args, **kwargs)
+            self.paused = True
+            try:
+                return self._whole(path, module, forward, cause, args, kwargs)
+            except CannotBeNodeError as error:
+                raise UntraceableError(
+                    str(cause), self.modules[:-1], cause.source, str(error), refused=path
+                ) from error
+            finally:
+                self.paused = False
+
+        module.forward = call
+
+    def _whole(
+        self,
+        path: str,
+        module: torch.nn.Module,
+        forward: Callable[..., Any],
+        cause: UntraceableError,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Tries a module's call out, and writes its node."""
+        call, given = module_call(module, forward, args, kwargs)
+        real = {id(slot.fake): slot.real for slot, _ in self.states}
+        held = given[len(given) - len(call.parameters) - len(call.buffers) :]
+        state = [real[id(t)] if id(t) in real else t.to("meta") for t in held]
+        specs = [(tuple(t.shape), t.dtype) for t in given[: len(given) - len(held)]]
+        result, flops = try_out(call, specs, state)
+        self.opaques += 1
+        outputs = result.form[0]
+        entry = Call(call, outputs, path, cause.source, cause.reason, flops, self.opaques)
+        key = enter(entry)
+        self.functions[key] = entry  # held as long as the graph is
+        outs = [torch.empty(shape, dtype=dtype) for shape, dtype in outputs]
+        self.draws.prepare(self._scalar)
+        seeds = self._args(self.draws.scalars)
+        ref = self._emit(OPAQUE, (self._args(given), seeds, key), {}, outs)
+        for index, out in enumerate(outs):
+            self.aliases.add(out, Ref(ref.node, index))
+        after = outs[len(outs) - len(call.buffers) :]
+        for (name, *_), out in zip(call.buffers, after, strict=True):
+            value = self._emit("aten.detach.default", (self._ref(out),), {}, (out,))
+            self.aliases.write(self._alias(module.get_buffer(name)), value, self.grads)
+        tensors = iter(outs)
+        leaves = [next(tensors) if x is torch.Tensor else x for x in result.leaves]
+        return pytree.tree_unflatten(leaves, result.structure)
+
     # ------------------------------------------------------------------ calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             return self._dispatch(func, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self._error(
+            raise self._untraceable(
                 f"the model's control flow depends on the data ({error})",
                 "merakc compiles one graph for all batches: compute the value from shapes, or use "
                 "torch.where",
             ) from error
         except UnsupportedOperatorException as error:
-            raise self._error(f"no shape rule for {error}", "give the op a fake kernel") from error
+            remedy = "give the op a fake kernel"
+            raise self._untraceable(f"no shape rule for {error}", remedy) from error
 
     def _error(self, what: str, remedy: str) -> RecordError:
         module = self.modules[-1] if self.modules else ""
         return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
+
+    def _untraceable(self, what: str, remedy: str) -> UntraceableError:
+        text = str(self._error(what, remedy))
+        return UntraceableError(text, self.modules, user_line(), what)
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func)
@@ -225,7 +296,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         (cls,) = apply.args
         base = name = f"function.{cls.__name__}.{cls.__module__}"
         number = 1
-        while self.functions.setdefault(name, apply).args != apply.args:
+        while getattr(self.functions.setdefault(name, apply), "args", ()) != apply.args:
             number += 1
             name = f"{base}.{number}"
         return name

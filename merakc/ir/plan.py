@@ -61,6 +61,20 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class OpaqueModule:
+    """A module that runs as it is, whole on one stage and on every tp rank.
+
+    `source` is the line of it that could not be recorded and `reason` why; `flops_share` is its
+    part of the forward's arithmetic, as a trial run counted it.
+    """
+
+    name: str
+    source: str
+    reason: str
+    flops_share: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A way to train one model on one number of ranks.
 
@@ -86,6 +100,7 @@ class Plan:
     collectives: dict[str, int]
     cut: CutReport
     whole_ops: tuple[str, ...] = ()
+    opaque_modules: tuple[OpaqueModule, ...] = ()
     sequence_parallel: bool = False
     prediction: Prediction | None = None
     merakc_version: str = ""

@@ -148,8 +148,10 @@ class _Weigher:
 
     def _stacked(self, node: Node) -> tuple[Ref, ...]:
         """The scalars that a sum or mean is taken of, where they were stacked for it."""
-        source = self.producers.get(node.args[0].node) if node.refs else None
-        if node.op not in ("aten.sum.default", "aten.mean.default") or source is None:
+        if node.op not in ("aten.sum.default", "aten.mean.default"):
+            return ()
+        source = self.producers.get(node.args[0].node)
+        if source is None:
             return ()
         parts = source.args[0] if source.op == STACK else ()
         whole = all(r in self.grads and self.specs[r].numel == 1 for r in parts)

@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from merakc.ir.plan import CutReport, Plan, Prediction
+from merakc.ir.plan import CutReport, OpaqueModule, Plan, Prediction
 
 _LAYER_INDEX = re.compile(r"(?:(?<=\.)|^)\d+(?=\.|$)")
 
@@ -37,6 +37,8 @@ def plan_table(plan: Plan) -> Group:
         parts.append(_collectives(plan.collectives))
     if plan.whole_ops:
         parts.append(_whole_ops(plan.whole_ops))
+    if plan.opaque_modules:
+        parts.append(_opaque(plan.opaque_modules))
     parts.append(_cut(plan.cut, plan.pp))
     return Group(*parts)
 
@@ -44,6 +46,18 @@ def plan_table(plan: Plan) -> Group:
 def _whole_ops(ops: tuple[str, ...]) -> Group:
     rows = [op.split(" at ", 1) for op in ops]
     return _table("Run whole on every tp rank: no sharding rule", {"op": False, "at": False}, rows)
+
+
+def _opaque(modules: tuple[OpaqueModule, ...]) -> Group:
+    """Modules of one pattern and reason share a row, with the sum of their shares."""
+    shares: dict[tuple[str, str, str], list[float]] = {}
+    for m in modules:
+        shares.setdefault((_pattern(m.name), m.source, m.reason), []).append(m.flops_share)
+    rows = [
+        (*key, str(len(own)), f"{sum(own):.0%}" if sum(own) else "-") for key, own in shares.items()
+    ]
+    columns = {"module": False, "at": False, "why": False, "count": True, "of all flops": True}
+    return _table("Run as they are, whole on one stage: not recordable", columns, rows)
 
 
 def format_bytes(size_bytes: float) -> str:

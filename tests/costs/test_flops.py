@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.reference import lifted_casts
 from merakc.costs.flops import graph_flops, node_bytes, node_flops
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, Call, enter
 from merakc.passes.differentiate import differentiate
 from merakc.planner import training_graph
 from tests.passes.whole_models import Eager, eager
@@ -69,3 +70,12 @@ def test_bytes_count_each_argument_once_and_views_not_at_all() -> None:
     assert node_bytes(square, specs) == 64 + 64
     view = Node("z", "aten.t.default", (Ref("x"),), (), (TensorSpec((8, 4), HALF),))
     assert node_bytes(view, specs) == 0
+
+
+def test_a_module_that_runs_as_it_is_has_the_flops_of_its_trial() -> None:
+    call = Call(lambda inputs: [inputs[0]], (((2,), HALF),), flops=7)
+    x, specs = Ref("x"), {Ref("x"): TensorSpec((2,), HALF)}
+    forward = Node("y", OPAQUE, ((x,), (), enter(call)), (), (specs[x],))
+    backward = Node("g", OPAQUE_BACKWARD, ((x,), (x,), (), enter(call), (True,)), (), (specs[x],))
+    assert node_flops(forward, specs) == 7
+    assert node_flops(backward, specs) == 21  # its forward runs again

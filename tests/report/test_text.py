@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from merakc.ir.plan import CutReport, GraphId, Plan, Prediction, StageRun
+from merakc.ir.plan import CutReport, GraphId, OpaqueModule, Plan, Prediction, StageRun
 from merakc.report.text import format_bytes, format_seconds, plan_text
 
 LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")
@@ -139,3 +140,14 @@ def test_ops_kept_whole_are_named_with_their_lines() -> None:
     assert "aten.sort.default" in text
     assert "model.py:12" in text
     assert "no sharding rule" not in plan_text(_plan())
+
+
+def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
+    modules = tuple(
+        OpaqueModule(f"layers.{k}.mlp", "model.py:12", "depends on the data", 0.125)
+        for k in range(2)
+    )
+    assert "as they are" not in plan_text(_plan())
+    text = plan_text(replace(_plan(), opaque_modules=modules))
+    assert "Run as they are, whole on one stage" in text
+    assert re.search(r"layers\.\*\.mlp +model.py:12 +depends on the data +2 +25%\n", text)
