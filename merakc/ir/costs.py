@@ -13,15 +13,20 @@ class StageCost:
     `saved_bytes` live from the forward of a micro-batch to the end of its backward;
     `forward_peak_bytes` and `backward_peak_bytes` are what an action allocates at its highest
     point, over what was alive before it (what it leaves behind included); `static_bytes` are
-    parameters, buffers, gradients and optimizer state.
+    parameters, buffers, gradients and optimizer state. Where a micro-batch is recomputed, the
+    forward leaves `checkpoint_bytes` behind, and the recomputation makes them `saved_bytes`. Where
+    the backward is split, `deferred_bytes` live from the input gradient to the weight gradient.
     """
 
     forward_s: float
     backward_s: float
     input_grad_s: float = 0.0
     weight_grad_s: float = 0.0
+    recompute_s: float = 0.0
     reduce_s: float = 0.0
     saved_bytes: int = 0
+    checkpoint_bytes: int = 0
+    deferred_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
     static_bytes: int = 0

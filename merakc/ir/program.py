@@ -2,8 +2,8 @@
 
 The simulator and the runtime execute the same lists. Notation of an action, after
 `torch.distributed.pipelining`: `2F0` is the forward of stage 2 on micro-batch 0, `2B0` its
-backward, `2I0`/`2W0` its input- and weight-gradient halves, `send 2F0 add_7 -> 3` and
-`recv 1F0 add_3 <- 1` messages with a peer rank.
+backward, `2I0`/`2W0` its input- and weight-gradient halves, `2R0` its forward once more for what
+the backward reads, `send 2F0 add_7 -> 3` and `recv 1F0 add_3 <- 1` messages with a peer rank.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class ActionKind(StrEnum):
     BACKWARD = "B"  # input and weight gradients together
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
+    RECOMPUTE = "R"  # the forward again, for what was not kept
     SEND = "send"
     RECV = "recv"
     REDUCE = "reduce"  # gradients over dp and over the holders of tied parameters
