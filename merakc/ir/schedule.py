@@ -12,10 +12,9 @@ class Schedule:
     """The compute actions of every pipeline rank, in order.
 
     `rank_of` gives the pipeline rank of each stage; a rank may hold several stages, as interleaved
-    and V-shaped placements do. Where a stage recomputes a micro-batch, there is a `RECOMPUTE` action:
-    its forward then keeps the checkpoint alone. Without one its forward keeps all that the
-    backward reads. Each micro-batch has one `BACKWARD` a stage, or an `INPUT_GRAD` and, later, a
-    `WEIGHT_GRAD`.
+    and V-shaped placements do. A micro-batch that a stage recomputes has a `RECOMPUTE` action, and
+    its forward keeps the checkpoint alone; any other forward keeps all that the backward reads.
+    Each micro-batch has one `BACKWARD` a stage, or an `INPUT_GRAD` and later a `WEIGHT_GRAD`.
     """
 
     name: str
