@@ -360,8 +360,6 @@ _CASES = (
             dropouts=("attention_dropout",),
             num_local_experts=4,
             num_experts_per_tok=2,
-            # "eager" loops over the experts that were hit, which depends on the data.
-            experts_implementation="batched_mm",
             **GROUPED,
         ),
         causal_batch(EVEN_VOCABULARY),

@@ -129,8 +129,16 @@ class _LiftedCasts(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _grouped_mm(*args[:2], (kwargs or {})["offs"])
         lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
         return func(*map(_lift, args), **lifted)
+
+
+def _grouped_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """`F.grouped_mm` of rows in groups, which torch does not compute in float64."""
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    return torch.cat([rows @ own for rows, own in zip(x.split(sizes), w, strict=True)])
 
 
 def _lift(value: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from merakc.kernels import attention, collectives, draws, opaque, vocabulary
+from merakc.kernels import attention, collectives, draws, grouped_mm, opaque, vocabulary
 
 # Ops of ours that are Python functions over other ops; make_fx traces through them.
 COMPOSITES: Mapping[str, Callable[..., Any]] = {
@@ -23,7 +23,8 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     # contiguous then may need a copy now.
     "aten.view.default": torch.ops.aten.reshape.default,
 }
-REGISTERED = (attention, collectives, draws, opaque)  # imported for the ops that they register
+# imported for the ops that they register
+REGISTERED = (attention, collectives, draws, grouped_mm, opaque)
 
 
 def resolve_op(op: str) -> Callable[..., Any]:

@@ -25,8 +25,6 @@ _HEAD = HIDDEN // HEADS
 _EXPERTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": HIDDEN,
-    # "eager" loops over the experts that were hit, which depends on the data.
-    "experts_implementation": "batched_mm",
 }
 _ATTENTION = ("attention_dropout",)
 

@@ -31,8 +31,10 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     linear and matmul (2 m n k) and attention (4 b h s t d forward, 10 backward with the scores
     made again, as in FlashAttention, arXiv 2205.14135).
     """
-    if node.op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm" in node.op:
+    if node.op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm." in node.op:
         return 2 * node.spec.numel * specs[node.args[0]].shape[-1]
+    if node.op == "merakc.grouped_mm_weights.default":
+        return 2 * specs[node.args[0]].numel * specs[node.args[1]].shape[-1]
     if node.op == "merakc.attention.default":
         return 4 * specs[node.args[0]].numel * specs[node.args[1]].shape[-2]
     if node.op == "merakc.attention_backward.default":

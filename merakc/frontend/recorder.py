@@ -39,7 +39,7 @@ from merakc.frontend.opaque import (
 from merakc.frontend.source import user_line
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
-from merakc.kernels import attention, draws  # noqa: F401  registers their ops
+from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
 from merakc.kernels.opaque import OPAQUE, Call, enter
 
 # Calls whose answer is known where the tensor was made outside the forward.
@@ -255,7 +255,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             return out
         if all(any(o is t for t in tensors) for o in outs):
             return out
-        name = normalise.RENAMED.get(str(func), str(func))
+        name = normalise.recorded_name(func, args)
         if name.startswith("aten.lift_fresh"):
             self.aliases.add(out, self._ref(args[0]))
             return out

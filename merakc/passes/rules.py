@@ -44,6 +44,7 @@ ROWS: Final[dict[str, Row]] = {
     "aten.addr.default": "m n, m, n -> m n",
     "aten._cdist_forward.default": "... m d!, ... n d! -> ... m n",
     "aten.matmul.default": Shape("matmul"),
+    "merakc.grouped_mm.default": "r! i, g! i o, g! -> r o",
     "merakc.attention.default": Shape("attention"),
     "aten.convolution.default": Shape("convolution"),
     # tables
@@ -155,6 +156,8 @@ ROWS: Final[dict[str, Row]] = {
            "as_strided as_strided_scatter view.dtype view"),
     **_all(Whole("bags are sums over rows of any place"),
            "_embedding_bag _embedding_bag_forward_only segment_reduce"),
+    **_all(Whole("groups of columns, or of matrices: groups of rows are merakc.grouped_mm"),
+           "_grouped_mm"),
     **_all(Whole("all pairs of all rows"), "_pdist_forward _euclidean_dist"),
     **_all(Whole("values are looked up in all of the others"),
            "searchsorted.Tensor searchsorted.Scalar isin.Tensor_Tensor _unique2"),

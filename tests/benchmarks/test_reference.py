@@ -66,3 +66,11 @@ def test_lifted_casts_reach_every_spelling() -> None:
         assert x.to(torch.int32).dtype == torch.int32
     assert {t.dtype for t in lifted} == {torch.float64}
     assert x.float().dtype == torch.float32
+
+
+def test_products_of_groups_are_there_in_float64() -> None:
+    x, w = torch.randn(5, 4, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    with lifted_casts():
+        found = F.grouped_mm(x, w, offs=offs)
+    assert torch.equal(found, torch.cat([x[:2] @ w[0], x[2:] @ w[1]]))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.integrations import moe
 
 from merakc.frontend.normalise import KEPT, RENAMED, decomposes
 from merakc.frontend.record import record
@@ -123,6 +124,27 @@ def test_batch_norm_in_eval_mode_writes_nothing() -> None:
     graph = check(model.eval(), randn(4, 6)).graph
     assert [o.kind for o in graph.outputs] == [OutputKind.LOSS]
     assert [n.op for n in graph.nodes][1] == "aten.batch_norm.default"
+
+
+@pytest.mark.parametrize("experts", ["torch", "transformers"])
+def test_products_of_groups_of_rows_are_one_op_of_our_own(experts: str) -> None:
+    # Whichever a library calls, torch's is recorded on a GPU and computed on a CPU.
+    call = {"torch": F.grouped_mm, "transformers": moe._grouped_mm}[experts]
+
+    def forward(s: Any, x: Tensor, offs: Tensor) -> Tensor:
+        return call(x, s.w, offs=offs).float().sum()
+
+    model = Small(forward, w=nn.Parameter(torch.randn(2, 8, 16, dtype=torch.bfloat16)))
+    for dtype in (torch.bfloat16, torch.float64)[: 1 + (experts == "transformers")]:
+        args = torch.randn(4, 8, dtype=dtype), torch.tensor([1, 4], dtype=torch.int32)
+        ops = [n.op for n in record(model.to(dtype), args, {}).graph.nodes]
+        assert ops[0] == "merakc.grouped_mm.default"
+
+
+def test_other_products_of_groups_stay_torchs() -> None:
+    x = torch.randn(2, 8, 8, dtype=torch.bfloat16)
+    model = Small(lambda s, x: F.grouped_mm(x, s.w), w=nn.Parameter(x))
+    assert [n.op for n in record(model, (x,), {}).graph.nodes] == ["aten._grouped_mm.default"]
 
 
 def test_views_of_whole_tensors_are_reshapes() -> None:

@@ -232,6 +232,8 @@ CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
     "aten.addmm.default": lambda pick, b, m, n, i: (
         randn(n) if pick(0, 1) else randn(1, n), randn(m, i), randn(i, n)),
     "aten.mm.default": lambda pick, b, m, n, i: (randn(m, i), randn(i, n)),
+    "merakc.grouped_mm.default": lambda pick, b, m, n, i: (
+        randn(m + n, i), randn(2, i, b), torch.tensor([pick(0, m), pick(m, m + n)])),
     "aten.bmm.default": lambda pick, b, m, n, i: (randn(b, m, i), randn(b, i, n)),
     "aten.baddbmm.default": lambda pick, b, m, n, i: (
         randn(b, m, n), randn(b, m, i), randn(b, i, n)),

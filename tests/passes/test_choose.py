@@ -23,7 +23,7 @@ from merakc.passes.separate_heads import separate_heads
 from merakc.passes.shard import shard
 from merakc.planner import training_graph
 from tests.frontend.small import Small, linear, randn
-from tests.passes.whole_models import eager
+from tests.passes.whole_models import Eager, compare, eager, run_eager, run_sharded
 
 LAYERS = 2
 SIZES: dict[str, Any] = {
@@ -118,6 +118,55 @@ def test_a_split_that_the_graph_does_not_have_is_refused() -> None:
         shard(graph, 2, {name: parse_layout("32 x 32*")})
     with pytest.raises(PlanError, match="needs whole"):
         shard(graph, 2, {"transformer.ln_f.weight": parse_layout("32*")})
+
+
+class DenseExperts(nn.Module):
+    """Experts as a dim of their weights; tokens that are not dispatched to one are zeros."""
+
+    def __init__(self, width: int, hidden: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        self.up = nn.Parameter(torch.randn(experts, width, hidden))
+        self.down = nn.Parameter(torch.randn(experts, hidden, width))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        gates = self.gate(x).sigmoid()
+        tokens = torch.einsum("bse,bsd->ebsd", (gates > 0.4).to(x.dtype), x)
+        inner = torch.einsum("ebsd,edh->ebsh", tokens, self.up).relu()
+        out = torch.einsum("bse,ebsh,ehd->bsd", gates, inner, self.down)
+        return {"loss": (out - y).square().mean()}
+
+
+def dense_experts(width: int, hidden: int, experts: int) -> Eager:
+    model = DenseExperts(width, hidden, experts).double()
+    return run_eager(model, {"x": randn(2, 8, width), "y": randn(2, 8, width)})
+
+
+def test_experts_that_are_a_dim_of_products_are_split() -> None:
+    case = dense_experts(8, 3, 6)  # hidden units too few to be split in four
+    graph = training_graph(case.recording.graph)
+    sharding = shard(graph, 4)
+    split = {name: str(lay) for name, lay in sharding.splits(graph).items()}
+    assert split["up"] == "6* x 8 x 3"
+    assert split["down"] == "6* x 3 x 8"
+    compare(case, *run_sharded(case, (graph,), sharding))
+
+
+@pytest.mark.parametrize("name", ["up", "down"])
+def test_experts_or_their_hidden_units_may_be_split(name: str) -> None:
+    case = dense_experts(4, 6, 3)
+    graph = training_graph(case.recording.graph)
+    for text in {"up": ("3* x 4 x 6", "3 x 4 x 6*"), "down": ("3* x 6 x 4", "3 x 6* x 4")}[name]:
+        sharding = shard(graph, 2, {name: parse_layout(text)})
+        assert len(sharding.splits(graph)) > 1
+        compare(case, *run_sharded(case, (graph,), sharding))
+
+
+def test_the_hidden_units_of_experts_are_split_where_rows_stand_in_their_order() -> None:
+    graph = training_graph(eager("mixtral").recording.graph)
+    split = {name: str(lay) for name, lay in shard(graph, 2).splits(graph).items()}
+    assert split["model.layers.0.mlp.experts.gate_up_proj"] == "4 x 2·64* x 32"
+    assert split["model.layers.0.mlp.experts.down_proj"] == "4 x 32 x 64*"
 
 
 class Sorted(nn.Module):
