@@ -1,0 +1,254 @@
+"""When a schedule's actions start and end, and how many bytes its ranks hold, from stage costs.
+
+An order is run with durations in place of kernels. A rank does one action after the other, so the
+bytes that it holds follow from its order alone, and the times from a longest path. Reductions and
+buffers of messages are left to `merakc.simulate`, which runs whole Programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from merakc.ir.costs import StageCost
+from merakc.ir.program import Action
+from merakc.ir.schedule import Schedule
+from merakc.schedules.check import check_schedule
+from merakc.schedules.work import (
+    BACKWARD,
+    FORWARD,
+    INPUT_GRAD,
+    RECOMPUTE,
+    WEIGHT_GRAD,
+    Orders,
+    Work,
+    count_micro_batches,
+    encode,
+)
+
+Seconds = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """What the times of an order depend on.
+
+    `link_s` are the seconds from each stage to the next, one fewer than there are stages; between
+    stages of one rank they must be 0.
+    """
+
+    rank_of: tuple[int, ...]
+    costs: tuple[StageCost, ...]
+    micro_batches: int
+    link_s: Seconds
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.rank_of)
+
+    @property
+    def ranks(self) -> int:
+        """Number of pipeline ranks."""
+        return 1 + max(self.rank_of)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Start and end of each action, in seconds since the step began, rank by rank in order.
+
+    `peak_bytes` are a rank's, static bytes included; `span_s` is the longest time from a rank's
+    first start to its last end, which is what a step costs where the optimizer of one rank does
+    not wait for another.
+    """
+
+    start_s: tuple[Seconds, ...]
+    end_s: tuple[Seconds, ...]
+    busy_s: Seconds
+    peak_bytes: tuple[int, ...]
+    makespan_s: float
+    span_s: float
+
+
+def make_pipeline(
+    rank_of: Sequence[int],
+    costs: Sequence[StageCost],
+    micro_batches: int,
+    latency_s: float | Sequence[float] = 0.0,
+) -> Pipeline:
+    """The pipeline of these stages, with one latency for all links between ranks or one each."""
+    stages = len(rank_of)
+    assert len(costs) == stages, f"{len(costs)} costs of {stages} stages"
+    each = [latency_s] * (stages - 1) if isinstance(latency_s, int | float) else latency_s
+    assert len(each) == stages - 1, f"{len(each)} latencies between {stages} stages"
+    links = tuple(
+        float(s) if a != b else 0.0 for s, a, b in zip(each, rank_of, rank_of[1:], strict=False)
+    )
+    return Pipeline(tuple(rank_of), tuple(costs), micro_batches, links)
+
+
+def time_schedule(
+    schedule: Schedule, costs: Sequence[StageCost], latency_s: float | Sequence[float] = 0.0
+) -> Timing:
+    """The times and the peak memory of a schedule.
+
+    A forward waits for that of the stage before, a backward or input gradient for that of the
+    stage after, `latency_s` later where another rank made it. A recomputation waits for nothing.
+
+    Raises `ProgramError` as `check_schedule` does.
+    """
+    check_schedule(schedule)
+    m = count_micro_batches(schedule)
+    pipeline = make_pipeline(schedule.rank_of, costs, m, latency_s)
+    orders = encode(schedule)
+    ends = run_orders(pipeline, orders)
+    assert ends is not None, "a checked schedule ran into a deadlock"
+    seconds = durations(pipeline.costs)
+    starts = [
+        tuple(end - seconds[kind][unit // m] for end, (kind, unit) in zip(e, o, strict=True))
+        for e, o in zip(ends, orders, strict=True)
+    ]
+    spans = (e[-1] - s[0] for e, s in zip(ends, starts, strict=True) if e)
+    return Timing(
+        start_s=tuple(starts),
+        end_s=tuple(map(tuple, ends)),
+        busy_s=tuple(sum(seconds[kind][unit // m] for kind, unit in order) for order in orders),
+        peak_bytes=tuple(peak_bytes(pipeline, r, order) for r, order in enumerate(orders)),
+        makespan_s=max((e[-1] for e in ends if e), default=0.0),
+        span_s=max(spans, default=0.0),
+    )
+
+
+def durations(costs: Sequence[StageCost]) -> tuple[Seconds, ...]:
+    """Seconds by kind of work and stage."""
+    return (
+        tuple(c.forward_s for c in costs),
+        tuple(c.backward_s for c in costs),
+        tuple(c.input_grad_s for c in costs),
+        tuple(c.weight_grad_s for c in costs),
+        tuple(c.recompute_s for c in costs),
+    )
+
+
+def late_recomputation(
+    costs: Sequence[StageCost], stages: Collection[int]
+) -> tuple[StageCost, ...]:
+    """Costs where these stages recompute when the gradient has come, as stock checkpointing does.
+
+    The recomputation is then a part of the backward, and nothing of it can run ahead.
+    """
+    return tuple(
+        replace(
+            c,
+            backward_s=c.backward_s + c.recompute_s,
+            input_grad_s=c.input_grad_s + c.recompute_s,
+            recompute_s=0.0,
+        )
+        if s in stages
+        else c
+        for s, c in enumerate(costs)
+    )
+
+
+def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
+    """The end of each work, or None where ranks wait for each other in a circle.
+
+    Each rank runs as far as it can; one that waits is woken by what it waits for.
+    """
+    m, last = pipeline.micro_batches, (pipeline.stages - 1) * pipeline.micro_batches
+    seconds, links = durations(pipeline.costs), pipeline.link_s
+    arrival = [[-1.0] * (last + m), [-1.0] * (last + m)]  # of a unit's input, and its gradient
+    arrival[0][:m] = arrival[1][last:] = [0.0] * m
+    waiting: dict[tuple[int, int], int] = {}
+    ends: list[list[float]] = [[] for _ in orders]
+    ready = list(range(len(orders)))
+    while ready:
+        rank = ready.pop()
+        end = ends[rank]
+        now = end[-1] if end else 0.0
+        order = orders[rank]
+        for position in range(len(end), len(order)):
+            kind, unit = order[position]
+            stage = unit // m
+            if kind == FORWARD:
+                came = arrival[0][unit]
+                if came < 0.0:
+                    waiting[0, unit] = rank
+                    break
+                now = (came if came > now else now) + seconds[kind][stage]
+                if unit < last:
+                    arrival[0][unit + m] = now + links[stage]
+                    if (0, unit + m) in waiting:
+                        ready.append(waiting.pop((0, unit + m)))
+            elif kind <= INPUT_GRAD:
+                came = arrival[1][unit]
+                if came < 0.0:
+                    waiting[1, unit] = rank
+                    break
+                now = (came if came > now else now) + seconds[kind][stage]
+                if unit >= m:
+                    arrival[1][unit - m] = now + links[stage - 1]
+                    if (1, unit - m) in waiting:
+                        ready.append(waiting.pop((1, unit - m)))
+            else:
+                now += seconds[kind][stage]
+            end.append(now)
+    return None if waiting else ends
+
+
+def recomputed_units(order: Sequence[Work]) -> set[int]:
+    """The units of an order whose forward keeps a checkpoint alone."""
+    return {unit for kind, unit in order if kind == RECOMPUTE}
+
+
+def peak_bytes(pipeline: Pipeline, rank: int, order: Sequence[Work]) -> int:
+    """The most bytes that a rank holds: static ones, what is kept, and an action's own peak."""
+    m, costs = pipeline.micro_batches, pipeline.costs
+    recomputed = recomputed_units(order)
+    live = sum(c.static_bytes for c, r in zip(costs, pipeline.rank_of, strict=True) if r == rank)
+    peak = live
+    for kind, unit in order:
+        own, kept = _footprint(kind, costs[unit // m], unit in recomputed)
+        peak = max(peak, live + max(own, kept))
+        live += kept
+    return peak
+
+
+def _footprint(kind: int, cost: StageCost, recomputed: bool) -> tuple[int, int]:
+    """What a work allocates at its highest point, and what it leaves behind: less than 0, frees."""
+    if kind == FORWARD:
+        kept = cost.checkpoint_bytes if recomputed else cost.saved_bytes
+        return cost.forward_peak_bytes, kept
+    if kind == RECOMPUTE:
+        return cost.forward_peak_bytes, cost.saved_bytes - cost.checkpoint_bytes
+    freed = {
+        BACKWARD: cost.saved_bytes,
+        INPUT_GRAD: cost.saved_bytes - cost.deferred_bytes,
+        WEIGHT_GRAD: cost.deferred_bytes,
+    }
+    return cost.backward_peak_bytes, -freed[kind]
+
+
+def with_recomputation(orders: Orders, units: Collection[int]) -> list[list[Work]]:
+    """The orders with a recomputation of these units in front of their backwards."""
+    return [
+        [
+            step
+            for kind, unit in order
+            for step in (
+                [(RECOMPUTE, unit), (kind, unit)]
+                if kind in (BACKWARD, INPUT_GRAD) and unit in units
+                else [(kind, unit)]
+            )
+        ]
+        for order in orders
+    ]
+
+
+def action_times(schedule: Schedule, timing: Timing) -> dict[Action, tuple[float, float]]:
+    """Start and end by action."""
+    return {
+        action: (start, end)
+        for order, starts, ends in zip(schedule.orders, timing.start_s, timing.end_s, strict=True)
+        for action, start, end in zip(order, starts, ends, strict=True)
+    }

@@ -1,0 +1,36 @@
+"""Stages of one second a forward, input gradient, weight gradient and recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from merakc.ir.costs import StageCost
+from merakc.ir.schedule import Schedule
+from merakc.schedules.placement import split_stages
+from merakc.schedules.timing import Timing, time_schedule
+
+KEPT = 1000  # bytes of one micro-batch of one rank
+UNIT = StageCost(
+    forward_s=1.0,
+    backward_s=2.0,
+    input_grad_s=1.0,
+    weight_grad_s=1.0,
+    recompute_s=1.0,
+    saved_bytes=KEPT,
+    checkpoint_bytes=KEPT // 20,
+    deferred_bytes=KEPT,
+)
+
+
+def unit_costs(ranks: int, chunks: int = 1) -> tuple[StageCost, ...]:
+    return split_stages([UNIT] * ranks, chunks)
+
+
+def unit_time(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> Timing:
+    chunks = schedule.stages // schedule.ranks
+    return time_schedule(schedule, costs or unit_costs(schedule.ranks, chunks))
+
+
+def peak(timing: Timing) -> float:
+    """In micro-batches of one rank."""
+    return max(timing.peak_bytes) / KEPT
