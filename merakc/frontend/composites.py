@@ -13,6 +13,8 @@ def part_by_part(op: str, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What computes the same as the composite op `op` called with `args`, in plain ops; or None."""
     if op.startswith("aten.adaptive_avg_pool") and all(size == 1 for size in args[1]):
         return _mean_pool
+    if op == "aten.cosine_similarity.default":
+        return _cosine_similarity
     if op in RECURRENT and args[4] > 1 and args[5] > 0.0 and args[6]:
         return RECURRENT[op]
     return None
@@ -21,6 +23,16 @@ def part_by_part(op: str, args: Sequence[Any]) -> Callable[..., Any] | None:
 def _mean_pool(x: Tensor, output_size: Sequence[int]) -> Tensor:
     """Adaptive average pooling of the last dims to size 1: torch's changes its strides in place."""
     return x.mean([-k for k in range(len(output_size), 0, -1)], keepdim=True)
+
+
+def _cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    """`F.cosine_similarity`, in which torch clamps the norms in place, unseen by autograd."""
+    dtype = torch.promote_types(x.dtype, y.dtype)
+    found = []
+    for part in torch.broadcast_tensors(x.to(dtype), y.to(dtype)):
+        norm = torch.linalg.vector_norm(part, dim=dim, keepdim=True)
+        found.append(part / (norm + (norm.clamp_min(eps) - norm).detach()))
+    return (found[0] * found[1]).sum(dim)
 
 
 # torch's decompositions (2.13) of recurrent ops leave out the dropout between their layers.

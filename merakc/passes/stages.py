@@ -116,11 +116,26 @@ def assign_stages(
     problem = CutProblem(tuple(weights_s), tuple(sorted(edges)))
     found, report = cut(problem, stages)
     of = {n.name: s for n, s in zip(nodes, found, strict=True)}
-    for node in graph.nodes:
-        if node.name in updates and node.name not in shared:
-            beside = of.get(updates[node.name], 0)
-            of[node.name] = max([beside, *(of[r.node] for r in node.refs if r.node in of)])
+    beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}
+    while _place_updates(graph, of, beside):
+        pass
     return {n.name: of[n.name] for n in graph.nodes if n.name in of}, report
+
+
+def _place_updates(graph: Graph, of: dict[str, int], beside: Mapping[str, int]) -> bool:
+    """Puts updates of buffers no earlier than `beside`, than what they read, and than the last
+    update of a buffer that they read; whether a buffer's last update was moved by that.
+
+    A module that is called twice, on both sides of a cut, updates its buffers on the later side.
+    """
+    written = {o.name: o.ref.node for o in graph.outputs if o.kind is OutputKind.BUFFER}
+    last = {i.name: written[i.target] for i in graph.inputs if i.target in written}
+    before = {name: of.get(name, 0) for name in last.values()}
+    for node in graph.nodes:
+        if node.name in beside:
+            reads = {r.node for r in node.refs} | {last.get(r.node, "") for r in node.refs}
+            of[node.name] = max(beside[node.name], *(of.get(name, 0) for name in reads))
+    return before != {name: of.get(name, 0) for name in before}
 
 
 def stage_runs(graph: Graph, of: Mapping[str, int]) -> tuple[StageRun, ...]:

@@ -81,3 +81,17 @@ def test_an_lstm_in_float32_is_the_same_on_every_device() -> None:
     model = Small(lambda s, x: s.layer(x)[0].sum(), layer=nn.LSTM(6, 5))
     graph = record(model, (torch.ones(3, 2, 6),), {}).graph
     assert not any("mkldnn" in n.op for n in graph.nodes)
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_cosine_similarity(dim: int) -> None:
+    torch.manual_seed(0)
+    x, y = randn(2, 4, 6), randn(2, 1, 6)
+    x[0, 1] = 0.0  # shorter than eps
+
+    def forward(s: Any, x: Tensor, y: Tensor) -> Tensor:
+        found = torch.nn.functional.cosine_similarity(s.scale * x, s.scale + y, dim, 0.5)
+        total: Tensor = found.pow(2).sum()
+        return total
+
+    check(Small(forward, scale=nn.Parameter(randn(6))), x, y, relative=1e-13)

@@ -22,7 +22,8 @@ from merakc.passes.stages import (
     update_nodes,
 )
 from merakc.planner import training_graph, with_outputs
-from tests.passes.whole_models import compare, eager, run_sharded
+from tests.frontend.small import randn
+from tests.passes.whole_models import compare, eager, run_eager, run_sharded
 
 MODELS = ("gpt2", "t5", "bart", "resnet", "llama_tied", "vit")
 
@@ -184,6 +185,30 @@ def test_a_buffer_written_by_one_stage_and_read_by_another_is_refused() -> None:
             of[node.name] = 1
     with pytest.raises(CutError, match="buffer 'seen' is written by stage 0 and read by stages"):
         split_stages(graph, of, 2, sharding)
+
+
+class Twice(nn.Module):
+    """A network with running statistics, called on both of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": (self.net(x) - self.net(self.net(y))).square().mean()}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_module_on_both_sides_of_a_cut_updates_its_buffers_on_the_later(stages: int) -> None:
+    torch.manual_seed(0)
+    case = run_eager(Twice().double(), {"x": randn(6, 8), "y": randn(6, 8)})
+    graph = training_graph(case.recording.graph)
+    sharding = shard(graph, 1)
+    of, _ = assign_stages(graph, sharding, stages, NOMINAL_CPU)
+    norms = [n.name for n in graph.nodes if n.op == "aten.batch_norm.default"]
+    assert len({of[name] for name in norms}) > 1
+    split = split_stages(graph, of, stages, sharding)
+    compare(case, *run_sharded(case, split.graphs, split.sharding))
 
 
 def test_too_many_stages_are_refused() -> None:
