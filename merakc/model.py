@@ -23,6 +23,7 @@ from merakc.steps import CompiledStep, Steps
 Tensors = dict[str, torch.Tensor]
 # Outputs that are handed on as they are.
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+NOTHING = "no_parameters_on_this_rank"  # the name of an empty parameter there
 
 
 class NotComputed:
@@ -71,6 +72,9 @@ class ParallelModel(nn.Module):
         for alias, name in aliases.items():
             if name in steps.state:
                 self._adopt(alias, steps.state[name])
+        if not self._trained and any(p.requires_grad for p in steps.placements.values()):
+            # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
+            self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
         super().train(steps.source.training)  # its modules keep the modes that they have
 
     @property

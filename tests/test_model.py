@@ -249,3 +249,35 @@ def test_a_child_may_be_named_as_a_property() -> None:
     model = merakc.auto_parallel(build(Names), x, cluster=NOMINAL_CPU)
     assert model.rank == 0
     assert set(model.state_dict()) == {"plan.weight", "plan.bias", "rank.weight", "rank.bias"}
+
+
+class LateWork(nn.Module):
+    """All parameters in front of all the work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 64)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = self.first(x)
+        for _ in range(20):
+            y = torch.sin(y @ y.mT @ y)
+        return {"loss": y.square().mean()}
+
+
+def test_a_stage_without_parameters_has_an_optimizer_all_the_same() -> None:
+    batch = {"x": torch.randn(4, 6, WIDTH)}
+
+    def step() -> tuple[set[str], Tensors]:
+        torch.manual_seed(0)
+        model = merakc.auto_parallel(LateWork(), batch, pp=2, cluster=NOMINAL_CPU)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(**batch)["loss"].backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        return set(model.state_dict()), model.full_state_dict()
+
+    (first, full), (second, _) = run_ranks(2, step)
+    assert first == {"first.weight", "first.bias"}
+    assert second == {"no_parameters_on_this_rank"}
+    assert full.keys() == first

@@ -29,10 +29,12 @@ def _cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) ->
     """`F.cosine_similarity`, in which torch clamps the norms in place, unseen by autograd."""
     dtype = torch.promote_types(x.dtype, y.dtype)
     found = []
-    for part in torch.broadcast_tensors(x.to(dtype), y.to(dtype)):
+    shape = torch.broadcast_shapes(x.shape, y.shape)  # type: ignore[no-untyped-call]
+    for part in (x.to(dtype).expand(shape), y.to(dtype).expand(shape)):
         norm = torch.linalg.vector_norm(part, dim=dim, keepdim=True)
         found.append(part / (norm + (norm.clamp_min(eps) - norm).detach()))
-    return (found[0] * found[1]).sum(dim)
+    out: Tensor = (found[0] * found[1]).sum(dim)
+    return out
 
 
 # torch's decompositions (2.13) of recurrent ops leave out the dropout between their layers.

@@ -79,7 +79,12 @@ def _trace(
         grads = torch.autograd.grad(
             [out for out, _ in reached], leaves, [seed for _, seed in reached], allow_unused=True
         )
-        pairs = [(i.name, g) for i, g in zip(wanted, grads, strict=True) if g is not None]
+        every = dict(zip([i.name for i in wanted], grads, strict=True))
+        for item in wanted:
+            if item.kind is InputKind.ACTIVATION and every[item.name] is None:
+                # A stage before this one waits for the gradient of what it sent.
+                every[item.name] = torch.zeros_like(given[item.name])
+        pairs = [(name, g) for name, g in every.items() if g is not None]
         found.extend(name for name, _ in pairs)
         return [*outs, *(g for _, g in pairs)]
 

@@ -225,7 +225,7 @@ def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sha
     ends = {o: of.get(o.ref.node, stages - 1) for o in graph.outputs}
     readers, kept = _reads(graph, of, ends, stages)
     _check_buffers(graph, ends, kept)
-    specs, grads = graph.specs(), graph.grad_values() & _reach_loss(graph)
+    specs, differentiated = graph.specs(), _differentiated(graph, of, ends)
     graphs, transfers = [], []
     for stage in range(stages):
         arriving = [r for r, to in readers.items() if stage in to]
@@ -233,7 +233,7 @@ def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sha
         names = {r: Ref(value_name(r)) for r in arriving}
         own = tuple(i for i in graph.inputs if i.name in kept[stage])
         own += tuple(
-            Input(to.node, InputKind.ACTIVATION, specs[r], to.node, r in grads)
+            Input(to.node, InputKind.ACTIVATION, specs[r], to.node, (r, stage) in differentiated)
             for r, to in names.items()
         )
         nodes = tuple(n for n in graph.nodes if of.get(n.name) == stage or n.name in kept[stage])
@@ -244,7 +244,7 @@ def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sha
         for ref in sent:
             size_bytes = sharding.local_spec(ref, specs[ref], 0).size_bytes
             transfers += [
-                Transfer(value_name(ref), stage, to, size_bytes, ref in grads)
+                Transfer(value_name(ref), stage, to, size_bytes, (ref, to) in differentiated)
                 for to in sorted(readers[ref])
             ]
     named = sharding.renamed({r: Ref(value_name(r)) for r in readers})
@@ -296,12 +296,16 @@ def value_name(ref: Ref) -> str:
     return f"act:{ref.node}" if ref.index == 0 else f"act:{ref.node}:{ref.index}"
 
 
-def _reach_loss(graph: Graph) -> set[Ref]:
-    """The values that the loss depends on through differentiable calls."""
-    found = {o.ref for o in graph.outputs if o.kind is OutputKind.LOSS}
-    needed = {r.node for r in found}
+def _differentiated(
+    graph: Graph, of: Mapping[str, int], ends: Mapping[Output, int]
+) -> set[tuple[Ref, int]]:
+    """The values that have a gradient, each with the stages whose own nodes give it a part."""
+    grads = graph.grad_values()
+    found = {(o.ref, s) for o, s in ends.items() if o.kind is OutputKind.LOSS and o.ref in grads}
+    needed = {ref.node for ref, _ in found}
     for node in reversed(graph.nodes):
         if node.name in needed and node.grad and ".detach" not in node.op:
-            found.update(node.refs)
-            needed.update(r.node for r in node.refs)
+            reads = grads.intersection(node.refs)
+            needed.update(ref.node for ref in reads)
+            found.update((ref, of.get(node.name, -1)) for ref in reads)
     return found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +54,36 @@ def test_a_stage_is_given_tangents_and_gives_the_gradients_of_what_it_received()
     gradients = dict(zip([o.name for o in chunk.backward.outputs], found, strict=True))
     assert torch.equal(gradients["w"], tangent * x)
     assert torch.equal(gradients["x"], tangent * w)
+
+
+class _Forgetful(torch.autograd.Function):
+    """Has a gradient for one of its two arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (x,) = ctx.saved_tensors
+        return None, grad * x
+
+
+def test_what_was_received_has_a_gradient_be_it_of_nothing() -> None:
+    model = Small(lambda s, x: _Forgetful.apply(x, s.w).sum(), w=nn.Parameter(randn(4)))
+    graph = record(model, (randn(4),), {}).graph
+    inputs = [
+        replace(i, kind=InputKind.ACTIVATION, requires_grad=True)
+        if i.kind is InputKind.BATCH else i for i in graph.inputs
+    ]  # fmt: skip
+    chunk = differentiate(replace(graph, inputs=tuple(inputs)))
+    assert chunk.backward is not None
+    given = {i.name: torch.ones(i.spec.shape, dtype=F64) for i in chunk.backward.inputs}
+    found = dict(zip([o.name for o in chunk.backward.outputs], interpret(chunk.backward, given),
+                     strict=True))  # fmt: skip
+    (received,) = [i.name for i in inputs if i.kind is InputKind.ACTIVATION]
+    assert torch.equal(found[received], torch.zeros(4, dtype=F64))
 
 
 def test_a_frozen_parameter_has_no_gradient() -> None:

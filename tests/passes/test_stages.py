@@ -211,6 +211,37 @@ def test_a_module_on_both_sides_of_a_cut_updates_its_buffers_on_the_later(stages
     compare(case, *run_sharded(case, split.graphs, split.sharding))
 
 
+class StraightThrough(nn.Module):
+    """Codes that stand in for values (VQ-VAE): what is sent on is read detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.codes, self.last = nn.Linear(8, 8), nn.Embedding(5, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.first(x)
+        code = self.codes(torch.cdist(y, self.codes.weight).argmin(1))
+        loss = (code - y.detach()).square().mean()
+        return {"loss": loss + self.last(y + (code - y).detach()).square().mean()}
+
+
+def test_a_value_is_given_a_gradient_only_by_stages_that_have_one() -> None:
+    torch.manual_seed(0)
+    case = run_eager(StraightThrough().double(), {"x": randn(6, 8)})
+    graph = training_graph(case.recording.graph)
+    sharding = shard(graph, 1)
+    nodes = [n for n in graph.nodes if n.name not in shared_nodes(graph)]
+    found = {n.op: n.name for n in nodes}
+    first = next(k for k, n in enumerate(nodes) if n.op == "aten.argmin.default")
+    last = next(k for k, n in enumerate(nodes) if n.name == found["aten.sub.Tensor"])
+    of = {n.name: (k >= first) + (k >= last) for k, n in enumerate(nodes)}
+    split = split_stages(graph, of, 3, sharding)
+    flags = {(t.value, t.target_stage): t.grad for t in split.transfers}
+    assert not flags["act:embedding", 2]
+    assert flags["act:linear", 2]
+    compare(case, *run_sharded(case, split.graphs, split.sharding))
+
+
 def test_too_many_stages_are_refused() -> None:
     graph = small(Small())
     with pytest.raises(CutError, match="at most"):
