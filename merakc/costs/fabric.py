@@ -1,0 +1,81 @@
+"""Seconds of collectives on a cluster of nodes: fast links inside a node, a network between them.
+
+The alpha-beta model (Hockney 1994; Thakur et al. 2005, section 3): a step of a collective takes a
+latency and its bytes over the bandwidth. A ring over several nodes is as fast as its slowest link,
+and the groups of a node that communicate at once share the network of the node.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """The links of a cluster.
+
+    `local_bytes_per_s` is what one rank sends to others of its node, a direction;
+    `network_bytes_per_s` what all ranks of a node together send to other nodes. Latencies are of
+    one step of a collective.
+    """
+
+    ranks_per_node: int
+    local_bytes_per_s: float
+    network_bytes_per_s: float
+    local_latency_s: float
+    network_latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks of a collective: how many, how many of them a node, how many such groups a node."""
+
+    size: int
+    per_node: int = 1
+    groups_per_node: int = 1
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are of one node."""
+        return self.size <= self.per_node
+
+
+def shard_group(shards: int, before: int, fabric: Fabric, stride: int = 1) -> Group:
+    """The group over which a tensor in `before` shards is brought into `shards` shards.
+
+    Its members are `before * stride` ranks apart, with `stride` ranks between neighbours of the dp
+    axis (tp ranks, which lie inside dp).
+    """
+    size, apart = shards // before, before * stride
+    per_node = max(1, min(size, fabric.ranks_per_node // apart))
+    return Group(size, per_node, max(1, fabric.ranks_per_node // per_node))
+
+
+def all_gather_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
+    """A ring all-gather to, or a reduce-scatter of, `size_bytes` on every rank."""
+    if group.size == 1:
+        return 0.0
+    latency_s, bytes_per_s = _link(group, fabric)
+    steps = group.size - 1
+    return steps * latency_s + steps / group.size * size_bytes / bytes_per_s
+
+
+def all_reduce_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
+    """An all-reduce of `size_bytes`: a ring, or a double tree where latency counts more.
+
+    The tree is that of Sanders, Speck and Träff (2009), full bandwidth at a logarithmic latency.
+    """
+    if group.size == 1:
+        return 0.0
+    latency_s, bytes_per_s = _link(group, fabric)
+    tree_s = 2 * math.ceil(math.log2(group.size)) * latency_s + 2 * size_bytes / bytes_per_s
+    return min(2 * all_gather_seconds(size_bytes, group, fabric), tree_s)
+
+
+def _link(group: Group, fabric: Fabric) -> tuple[float, float]:
+    """Latency of a step, and bytes a second of the slowest link."""
+    if group.is_local:
+        return fabric.local_latency_s, fabric.local_bytes_per_s
+    share = fabric.network_bytes_per_s / group.groups_per_node
+    return fabric.network_latency_s, min(fabric.local_bytes_per_s, share)

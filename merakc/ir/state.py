@@ -1,0 +1,60 @@
+"""How a stage's parameters, gradients and optimizer state are sharded over the dp axis."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from merakc.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StateShards:
+    """The number of shards of parameters, gradients and optimizer state (AMSP, arXiv 2311.00257).
+
+    Each divides the next, and gradients are as many as one of the two others. 1, 1, 1 is data
+    parallelism; of n ranks 1, 1, n is ZeRO-1, 1, n, n ZeRO-2 and n, n, n ZeRO-3 or FSDP, and
+    n / k, n / k, n / k MiCS or HSDP. A shard's holders are neighbours on the dp axis, so that
+    shards stay inside a node first; the dp / shards groups of holders are replicas.
+
+    Raises `ConfigError` where the numbers do not follow that order.
+    """
+
+    parameters: int = 1
+    gradients: int = 1
+    optimizer: int = 1
+
+    def __post_init__(self) -> None:
+        counts = self.parameters, self.gradients, self.optimizer
+        if min(counts) < 1:
+            raise ConfigError(f"{self} shards: each number must be 1 or more")
+        if self.gradients not in (self.parameters, self.optimizer):
+            raise ConfigError(
+                f"{self} shards of parameters, gradients and optimizer state: gradients must be "
+                f"sharded like parameters ({self.parameters}) or optimizer state ({self.optimizer})"
+            )
+        if self.gradients % self.parameters or self.optimizer % self.gradients:
+            raise ConfigError(
+                f"{self} shards of parameters, gradients and optimizer state: each number must "
+                "divide the next"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.parameters}, {self.gradients}, {self.optimizer}"
+
+    def check(self, dp: int) -> None:
+        """Raises `ConfigError` where the shards do not divide over `dp` ranks."""
+        if dp % self.optimizer:
+            raise ConfigError(
+                f"{self} shards of parameters, gradients and optimizer state: {self.optimizer} "
+                f"must divide dp={dp}"
+            )
+
+
+def lattice(dp: int) -> Iterator[StateShards]:
+    """Every way to shard the state over `dp` ranks, the least sharded first."""
+    divisors = [d for d in range(1, dp + 1) if dp % d == 0]
+    for optimizer in divisors:
+        for parameters in (d for d in divisors if optimizer % d == 0):
+            for gradients in sorted({parameters, optimizer}):
+                yield StateShards(parameters, gradients, optimizer)

@@ -1,0 +1,54 @@
+"""The alpha-beta model on nodes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from merakc.costs.fabric import (
+    Fabric,
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    shard_group,
+)
+
+FABRIC = Fabric(8, 100e9, 40e9, 1e-6, 1e-5)
+
+
+def test_groups_lie_inside_a_node_first() -> None:
+    assert shard_group(4, 1, FABRIC) == Group(4, 4, 2)
+    assert shard_group(8, 1, FABRIC) == Group(8, 8, 1)
+    assert shard_group(32, 1, FABRIC) == Group(32, 8, 1)
+    # From 4 to 16 shards: members are 4 ranks apart, two of them in each node.
+    assert shard_group(16, 4, FABRIC) == Group(4, 2, 4)
+    # Replicas of 8 shards: one of each node.
+    assert shard_group(64, 8, FABRIC) == Group(8, 1, 8)
+    # tp ranks stand between neighbours.
+    assert shard_group(8, 1, FABRIC, stride=4) == Group(8, 2, 4)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert all_gather_seconds(1e9, Group(1), FABRIC) == 0
+    assert all_reduce_seconds(1e9, Group(1), FABRIC) == 0
+
+
+def test_a_ring_inside_a_node() -> None:
+    assert all_gather_seconds(8e9, Group(8, 8), FABRIC) == pytest.approx(7e-6 + 7e9 / 100e9)
+
+
+def test_groups_of_a_node_share_its_network() -> None:
+    alone = all_gather_seconds(8e9, Group(4, 2, 1), FABRIC)
+    shared = all_gather_seconds(8e9, Group(4, 2, 4), FABRIC)
+    assert alone == pytest.approx(3e-5 + 6e9 / 40e9)
+    assert shared == pytest.approx(3e-5 + 6e9 / 10e9)
+
+
+def test_an_all_reduce_is_a_ring_or_a_tree() -> None:
+    group = Group(1024, 8)
+    large = all_reduce_seconds(1e13, group, FABRIC)
+    assert large == pytest.approx(2 * all_gather_seconds(1e13, group, FABRIC))
+    assert all_reduce_seconds(1e3, group, FABRIC) == pytest.approx(
+        2 * math.log2(1024) * 1e-5 + 2e3 / 40e9
+    )

@@ -1,0 +1,53 @@
+"""The lattice of state sharding."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from merakc.errors import ConfigError
+from merakc.ir.state import StateShards, lattice
+
+
+def test_the_named_points_are_in_the_lattice() -> None:
+    found = list(lattice(8))
+    ddp, zero1, zero2, zero3 = (1, 1, 1), (1, 1, 8), (1, 8, 8), (8, 8, 8)
+    for counts in (ddp, zero1, zero2, zero3, (4, 4, 4), (2, 2, 8), (2, 8, 8)):
+        assert StateShards(*counts) in found
+    assert found[0] == StateShards()
+
+
+@given(st.integers(1, 96))
+def test_the_lattice_is_all_that_is_allowed(dp: int) -> None:
+    found = set(lattice(dp))
+    for shards in found:
+        shards.check(dp)
+    divisors = [d for d in range(1, dp + 1) if dp % d == 0]
+    allowed = {
+        (p, g, o)
+        for p in divisors
+        for g in divisors
+        for o in divisors
+        if g in (p, o) and g % p == 0 and o % g == 0
+    }
+    assert {(s.parameters, s.gradients, s.optimizer) for s in found} == allowed
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ((0, 1, 1), "must be 1 or more"),
+        ((1, 2, 4), r"gradients must be sharded like parameters \(1\) or optimizer state \(4\)"),
+        ((4, 4, 2), "must divide the next"),
+        ((2, 3, 3), "must divide the next"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(counts: tuple[int, int, int], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        StateShards(*counts)
+
+
+def test_shards_divide_over_the_ranks() -> None:
+    with pytest.raises(ConfigError, match="4 must divide dp=6"):
+        StateShards(2, 2, 4).check(6)
