@@ -9,8 +9,15 @@ import torch
 
 from merakc.kernels import attention, collectives, draws, grouped_mm, opaque, vocabulary
 
+
+def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """`x`, of which every tp rank has all of `dim`."""
+    return x
+
+
 # Ops of ours that are Python functions over other ops; make_fx traces through them.
 COMPOSITES: Mapping[str, Callable[..., Any]] = {
+    "composite.gathered": gathered,
     "composite.vocab_parallel_embedding": vocabulary.vocab_parallel_embedding,
     "composite.vocab_parallel_cross_entropy": vocabulary.vocab_parallel_cross_entropy,
 }

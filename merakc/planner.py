@@ -20,6 +20,7 @@ from merakc.ir.plan import OpaqueModule, Plan, Prediction
 from merakc.ir.program import Chunk, Mesh, Program
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.differentiate import differentiate
+from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
 from merakc.passes.schedule import build_programs
 from merakc.passes.separate_heads import separate_heads
@@ -103,7 +104,8 @@ def make_plan(
     of, report = assign_stages(loss.graph, sharding, mesh.pp, cluster)
     stages = split_stages(loss.graph, of, mesh.pp, sharding)
     splits = sharding.splits(loss.graph)
-    splits |= _splits_of_results(recording.graph, splits, mesh.tp)
+    gathered = gathers(loss.graph)
+    splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathered)
     plan = Plan(
         model=recording.model_name,
         dp=mesh.dp,
@@ -153,7 +155,7 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     plan = lowered.plan
     graph = recording.graph if results else training_graph(recording.graph)
     graph = with_outputs(graph, graph.outputs)
-    loss = _weighed(graph, plan.tp)
+    loss = _weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
     sharding = _sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
@@ -235,19 +237,29 @@ def _reduce_seconds(local: Graph, dp: int, cluster: Cluster) -> float:
     return cluster.link_latency_s + 2 * (dp - 1) / dp * grads_bytes / cluster.link_bytes_per_s
 
 
-def _weighed(graph: Graph, tp: int) -> WeighedLoss:
-    """The graph that is sharded and cut, with losses of micro-batches that add up."""
+def _weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:
+    """The graph that is sharded and cut, with losses of micro-batches that add up.
+
+    `gathered` says whether its products are to be gathered; where it is None, the graph does.
+    """
     loss = weigh_loss(graph)
-    return replace(loss, graph=separate_heads(loss.graph, tp))
+    found = separate_heads(loss.graph, tp)
+    if gathered is None:
+        found = gather_products(found, tp)
+    elif gathered:
+        found = gather_all(found)
+    return replace(loss, graph=found)
 
 
-def _splits_of_results(graph: Graph, splits: Mapping[str, Layout], tp: int) -> dict[str, Layout]:
+def _splits_of_results(
+    graph: Graph, splits: Mapping[str, Layout], tp: int, *, gathered: bool
+) -> dict[str, Layout]:
     """The layouts of the split tensors that only the results read, as the given splits demand."""
     trained = {i.target for i in training_graph(graph).inputs}
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
     if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
         return {}
-    whole = _weighed(graph, tp).graph
+    whole = _weighed(graph, tp, gathered=gathered).graph
     try:
         found = shard(whole, tp, splits).splits(whole)
     except PlanError:  # the results need whole what training splits: `predict` refuses them

@@ -20,6 +20,7 @@ from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.dims import Dims
 from merakc.passes.factors import Dim, Factor, atoms, leaves, segments_of
+from merakc.passes.rules import GATHERED
 
 # Forward and backward together cost three forwards, and each tp collective of the forward has its
 # conjugate in the backward (Megatron-LM, arXiv 1909.08053, section 3).
@@ -91,6 +92,9 @@ def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]
             candidate.work_s += work_s
             if factor in summed:
                 candidate.wire_bytes += _sum_bytes(node)
+                candidate.collectives += 1
+            if node.op == GATHERED and factor in atoms(dims.of[node.args[0]][node.args[1]]):
+                candidate.wire_bytes += node.spec.size_bytes // 2  # half an all-reduce
                 candidate.collectives += 1
             for ref in node.refs:
                 own = {f for dim in dims.of[ref] for f in atoms(dim)}

@@ -33,6 +33,14 @@ def _matmul(dims: Dims, node: Node) -> None:
     dims.put(node, [*lead, *x[-2:-1], *columns])
 
 
+def _gathered(dims: Dims, node: Node) -> None:
+    """A product of which the columns may be split before and not behind."""
+    out = list(dims.of[node.args[0]])
+    dim = node.args[1]
+    out[dim] = new_dim(node.spec.shape[dim], f"the gathered product at {node.source}")
+    dims.put(node, out)
+
+
 def _attention(dims: Dims, node: Node) -> None:
     query, key, value = (dims.of[a] for a in node.args[:3])
     for first, second in ((query[0], key[0]), (key[0], value[0]), (key[1], value[1])):
@@ -217,6 +225,7 @@ COMPUTE_SHAPES: dict[str, Callable[[Dims, Node], None]] = {
     "convolution": _convolution,
     "cross_entropy": _cross_entropy,
     "embedding": _embedding,
+    "gathered": _gathered,
     "group_norm": _group_norm,
     "im2col": _im2col,
     "matmul": _matmul,

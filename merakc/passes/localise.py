@@ -28,6 +28,7 @@ from merakc.ir.graph import (
 )
 from merakc.ir.layout import Layout
 from merakc.passes.localise_ops import SPECIAL
+from merakc.passes.rules import GATHERED
 from merakc.passes.sharding import SequenceSplit, Sharding
 
 AXIS = "tp"
@@ -123,6 +124,9 @@ class Localiser:
 
     def write(self, node: Node) -> None:
         """Adds the local form of a node."""
+        if node.op == GATHERED:
+            self.gather(node)
+            return
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
         if not any(self.is_split(r) for r in (*node.refs, *outs)):
             self.add(node, map_refs(node.args, self.read))
@@ -136,6 +140,13 @@ class Localiser:
                 self.add_sum(node, node.op, args)
             else:
                 self.add(node, args)
+
+    def gather(self, node: Node) -> None:
+        """A product that is whole behind its gather; nothing where its columns are not split."""
+        ref, dim = node.args
+        lay, whole = self.sharding.layouts[ref], Ref(node.name)
+        is_split = any(f.split for f in lay.dims[dim])
+        self.now[whole] = self.move(ref, lay, "all_gather") if is_split else self.now.get(ref, ref)
 
     def add(self, node: Node, args: Any, op: str | None = None) -> None:
         """Adds a node under its own name with local outputs."""

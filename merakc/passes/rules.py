@@ -29,6 +29,7 @@ def _all(row: Row, ops: str) -> dict[str, Row]:
     return {f"aten.{name}": row for name in names}
 
 
+GATHERED: Final = "composite.gathered"  # a product that is whole behind it
 ROWS: Final[dict[str, Row]] = {
     # products
     "aten.linear.default": "... i, o i, ?o -> ... o",
@@ -46,6 +47,7 @@ ROWS: Final[dict[str, Row]] = {
     "aten.matmul.default": Shape("matmul"),
     "merakc.grouped_mm.default": "r! i, g! i o, g! -> r o",
     "merakc.attention.default": Shape("attention"),
+    GATHERED: Shape("gathered"),
     "aten.convolution.default": Shape("convolution"),
     # tables
     "aten.embedding.default": Shape("embedding"),

@@ -234,6 +234,7 @@ CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
     "aten.mm.default": lambda pick, b, m, n, i: (randn(m, i), randn(i, n)),
     "merakc.grouped_mm.default": lambda pick, b, m, n, i: (
         randn(m + n, i), randn(2, i, b), torch.tensor([pick(0, m), pick(m, m + n)])),
+    "composite.gathered": lambda pick, b, m, n, i: (randn(b, m, n), pick(0, 2)),
     "aten.bmm.default": lambda pick, b, m, n, i: (randn(b, m, i), randn(b, i, n)),
     "aten.baddbmm.default": lambda pick, b, m, n, i: (
         randn(b, m, n), randn(b, m, i), randn(b, i, n)),
