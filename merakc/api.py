@@ -167,7 +167,8 @@ def _warn_of_opaque(plan: Plan) -> None:
             f"module '{module.name}' cannot be recorded and runs as it is, whole on one stage and "
             f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
             f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward",
+            "the backward; parameters that it does not use for a batch have gradients of zeros "
+            "where they would have none, which weight decay and momentum act on",
             MerakWarning,
             stacklevel=3,
         )

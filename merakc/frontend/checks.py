@@ -94,7 +94,15 @@ def _answer(test: ast.expr, wanted: bool) -> bool | None:
         asks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         if isinstance(node, _OTHER_USES) or (asks and node.func.id in _ASKING):  # type: ignore[attr-defined]
             return None
+        if isinstance(node, (ast.Compare, ast.BinOp)) and _asks_by_item(node):
+            return None
     return wanted
+
+
+def _asks_by_item(part: ast.expr) -> bool:
+    """Whether a part of a test is about what a call of `item` gives."""
+    calls = (node.func for node in ast.walk(part) if isinstance(node, ast.Call))
+    return any(isinstance(func, ast.Attribute) and func.attr == "item" for func in calls)
 
 
 def _asks_nothing(part: ast.expr) -> bool:

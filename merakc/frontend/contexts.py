@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from merakc.errors import RecordError
+from merakc.frontend.source import user_line
+
 
 @contextlib.contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
@@ -159,3 +162,29 @@ def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         base.apply = original
+
+
+@contextlib.contextmanager
+def fixed_dtypes() -> Iterator[None]:
+    """Refuses `module.to(...)` in a forward that changes something; what changes nothing passes.
+
+    torch would put new parameters in the place of the fake ones, which it cannot.
+    """
+    original = torch.nn.Module._apply
+
+    def apply(module: torch.nn.Module, change: Callable[..., Any], recurse: bool = True) -> Any:
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            changed = change(tensor)
+            if changed.dtype != tensor.dtype or changed.device != tensor.device:
+                raise RecordError(
+                    f"{user_line()}: a forward that casts its own {type(module).__name__}, of "
+                    f"which '{name}' is {tensor.dtype}, to {changed.dtype}; cast it before merakc "
+                    "sees the model"
+                )
+        return module
+
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = original  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ from merakc.errors import RecordError
 from merakc.frontend import composites, normalise
 from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
-from merakc.frontend.contexts import exporting, function_calls, module_names
+from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.generators import GeneratorWatch
 from merakc.frontend.opaque import (
@@ -42,6 +42,8 @@ from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
 from merakc.kernels.opaque import OPAQUE, Call, enter
 
+# Calls that ask for a tensor's truth; the second also for numbers.
+TRUTHS = ("aten.is_nonzero.default", "aten._local_scalar_dense.default")
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
 RECORDING_NOTE = (
@@ -78,6 +80,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
 
             stack.enter_context(module_names(model, self.modules, passing))
             stack.enter_context(exporting())
+            stack.enter_context(fixed_dtypes())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
@@ -184,7 +187,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             if outcome is not None:
                 with unset_fake_temporarily():
                     return torch.full(args[0].shape, outcome)
-        if name == "aten.is_nonzero.default":
+        if name in TRUTHS and (name == TRUTHS[0] or args[0].dtype == torch.bool):
             answer = harmless_answer()
             if answer is not None:
                 return answer

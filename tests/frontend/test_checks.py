@@ -42,12 +42,17 @@ def assertion(s: Any, y: Tensor) -> Tensor:
     return y
 
 
+def by_item(s: Any, y: Tensor) -> Tensor:
+    assert torch.all(y < 1e3).item(), "too large"
+    return y
+
+
 def distribution(s: Any, y: Tensor) -> Tensor:
     return torch.distributions.Normal(y, torch.ones_like(y)).log_prob(y * 2)
 
 
 @pytest.mark.parametrize(
-    "forward", [raise_if, raise_unless, raise_in_an_elif, assertion, distribution]
+    "forward", [raise_if, raise_unless, raise_in_an_elif, assertion, by_item, distribution]
 )
 def test_checks_are_passed(forward: Any) -> None:
     torch.manual_seed(0)
@@ -95,8 +100,21 @@ def both_ways(s: Any, y: Tensor) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize("forward", [chooses, warns_first, caught, asked_inside,
-                                     asked_by_a_builtin, both_ways])  # fmt: skip
+def item_compared(s: Any, y: Tensor) -> Tensor:
+    assert (y > 1e3).any().item() is not True
+    return y
+
+
+def item_of_a_number(s: Any, y: Tensor) -> Tensor:
+    assert y.max().item()
+    return y
+
+
+OTHER = (chooses, item_compared, item_of_a_number, warns_first, caught, asked_inside,
+         asked_by_a_builtin, both_ways)  # fmt: skip
+
+
+@pytest.mark.parametrize("forward", OTHER)
 def test_other_questions_are_refused(forward: Any) -> None:
     model = Small(lambda s, x: forward(s, s.layer(x)).pow(2).sum(), layer=nn.Linear(6, 6))
     with pytest.raises(RecordError, match="control flow depends on the data"):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from merakc.errors import RecordError
 from merakc.frontend.contexts import (
     exporting,
     function_calls,
@@ -17,7 +18,9 @@ from merakc.frontend.contexts import (
     put_fakes,
     untouched,
 )
-from tests.frontend.small import Small
+from merakc.frontend.record import record
+from tests.frontend.against_eager import check
+from tests.frontend.small import Small, linear, randn
 
 
 class Holds(nn.Module):
@@ -156,3 +159,15 @@ def test_calls_of_custom_functions_are_handed_over() -> None:
     with function_calls(handle):
         assert Double.apply(x).item() == 3
     assert Double.apply(x).item() == 2
+
+
+def test_a_module_may_be_cast_to_what_it_is() -> None:
+    cast = Small(lambda s, x: s.layer.to(torch.float64).cpu()(x).pow(2).sum(), layer=linear())
+    check(cast, randn(4, 6))
+    before = nn.Module._apply
+    wrong = Small(lambda s, x: s.layer.to(torch.float32)(x.float()).sum(), layer=linear())
+    with pytest.raises(RecordError, match=r"test_contexts.py:\d+: a forward that casts its own "
+                       "Linear, of which 'weight' is torch.float64"):  # fmt: skip
+        record(wrong, (randn(4, 6),), {})
+    assert nn.Module._apply is before
+    assert wrong.layer.weight.dtype == torch.float64
