@@ -119,6 +119,7 @@ def assign_stages(
     beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}
     while _place_updates(graph, of, beside):
         pass
+    _join_states(graph, of)
     return {n.name: of[n.name] for n in graph.nodes if n.name in of}, report
 
 
@@ -136,6 +137,28 @@ def _place_updates(graph: Graph, of: dict[str, int], beside: Mapping[str, int]) 
             reads = {r.node for r in node.refs} | {last.get(r.node, "") for r in node.refs}
             of[node.name] = max(beside[node.name], *(of.get(name, 0) for name in reads))
     return before != {name: of.get(name, 0) for name in before}
+
+
+def _join_states(graph: Graph, of: dict[str, int]) -> None:
+    """Puts what makes the new value of a buffer where its old value is first read, if no batch is
+    in it: the power iterations of spectral norms, run once for each call.
+    """
+    producers = {n.name: n for n in graph.nodes}
+    kinds = {i.name: i for i in graph.inputs}
+    for out in graph.outputs:
+        behind, pending = set[str](), [out.ref.node]
+        while pending and out.kind is OutputKind.BUFFER:
+            name = pending.pop()
+            if name not in behind:
+                behind.add(name)
+                pending += [r.node for r in producers[name].refs] if name in producers else []
+        inputs = [kinds[name] for name in behind if name in kinds]
+        own = next((i.name for i in inputs if i.target == out.name), None)
+        if own is None or any(i.kind is InputKind.BATCH for i in inputs):
+            continue
+        reading = [of[n.name] for n in graph.nodes if n.name in of and Ref(own) in n.refs]
+        for name in behind & of.keys():
+            of[name] = min([of[name], *reading])
 
 
 def stage_runs(graph: Graph, of: Mapping[str, int]) -> tuple[StageRun, ...]:

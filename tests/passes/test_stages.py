@@ -211,6 +211,29 @@ def test_a_module_on_both_sides_of_a_cut_updates_its_buffers_on_the_later(stages
     compare(case, *run_sharded(case, split.graphs, split.sharding))
 
 
+class Spectral(nn.Module):
+    """A spectral norm called on both sides of a cut: two power iterations a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.ReLU(),
+            nn.Linear(8, 8),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(self.net(self.net(x))).square().mean()}
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_states_that_follow_from_parameters_are_written_where_they_are_read(stages: int) -> None:
+    torch.manual_seed(0)
+    case = run_eager(Spectral().double(), {"x": randn(6, 8)})
+    split = stages_of(training_graph(case.recording.graph), stages)
+    assert all(n for n in (len(graph.nodes) for graph in split.graphs))
+    compare(case, *run_sharded(case, split.graphs, split.sharding))
+
+
 class StraightThrough(nn.Module):
     """Codes that stand in for values (VQ-VAE): what is sent on is read detached."""
 

@@ -103,7 +103,9 @@ def run_sharded(
 ) -> tuple[list[Tensor], Tensors, Tensors]:
     """Loss of every rank, and joined gradients and buffers."""
     tp = sharding.tp
-    layouts = {i.target: sharding.layouts[Ref(i.name)] for g in graphs for i in g.inputs}
+    written = [o for g in graphs for o in g.outputs if o.kind is OutputKind.BUFFER]
+    layouts = {o.name: sharding.layouts[o.ref] for o in written}  # some are never read
+    layouts |= {i.target: sharding.layouts[Ref(i.name)] for g in graphs for i in g.inputs}
     local = [[localise(g, sharding, rank) for g in graphs] for rank in range(tp)]
     ranks = in_lockstep(tp, lambda rank: run_stages(case, local[rank], layouts, tp, rank))
 
