@@ -26,6 +26,7 @@ from merakc.batches import (
     with_tensor_specs,
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.costs.stage import stage_cost, with_seconds
 from merakc.errors import ConfigError, MerakWarning
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
@@ -33,17 +34,17 @@ from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan, Prediction, load_plan
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
-from merakc.planner import Lowered, apply_plan, predict, stage_cost
+from merakc.planner import Lowered, apply_plan, predict
+from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import measure_link, memory_bytes
-from merakc.search import Request, meshes, micro_batches_for, search
+from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 from merakc.simulate import Simulation
 from merakc.steps import CompiledStep, Steps, record_part
 from merakc.version import __version__
 from merakc.weights import find_placements, take_over
 
-SCHEDULES = ("auto", "1f1b", "gpipe")
-RECOMPUTE = ("auto", "none", "full")
+RECOMPUTE = ("auto", "none", "full", "selective")
 _living: WeakSet[Steps] = WeakSet()
 
 
@@ -56,47 +57,47 @@ def auto_parallel(
     tp: int | None = None,
     pp: int | None = None,
     micro_batches: int | None = None,
-    schedule: str = "auto",
+    schedule: str | Path = "auto",
     recompute: str = "auto",
     sequence_parallel: bool | None = None,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
+    timeout_s: float = TIMEOUT_S,
 ) -> ParallelModel:
     """Makes a model train on all ranks that were started (`torchrun`), or on one process.
 
     Args:
-        model: any module whose forward returns a loss: as `.loss`, `["loss"]`, the first of a
-            tuple, or alone. It is taken over: its weights (rank 0's, where ranks differ) move to
-            the ranks that hold them. On the meta device its own initialisers give them.
+        model: any module whose forward returns a loss: as `.loss`, `["loss"]`, first of a tuple, or
+            alone. It is taken over: its weights (rank 0's, or made here) move to where they belong.
         batch: one dp rank's example batch: a mapping (called by keyword), a sequence (by
             position) or a tensor. Other ranks' batches and later ones may have other shapes.
         plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
-        dp: data-parallel degree; chosen if None, as are tp (tensor-parallel) and pp (stages).
-        tp: see dp.
-        pp: see dp.
+        dp: data-parallel degree; chosen if None, as are tp and pp.
+        tp: tensor-parallel degree.
+        pp: pipeline ranks.
         micro_batches: the parts that a dp rank's batch is run in.
-        schedule: "1f1b", "gpipe" or "auto".
-        recompute: "none", "full" (each stage's forward again before its backward) or "auto"
-            (full only where the memory does not suffice).
-        sequence_parallel: whether norms, dropout and residual sums run on parts of sequences
-            where tp leaves them whole (arXiv 2205.05198); where that is faster or needed if None.
+        schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
+        recompute: "none", "full" (a stage's whole forward again before its backward), "selective"
+            (only what is cheap for its bytes) or "auto" (where the memory does not suffice).
+        sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         cluster: the machines. Where None the plan is made with nominal figures, so that it does
             not change from run to run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
-        seed: of dropout and of all that the forward draws, the same numbers in every layout where
-            all dp ranks' batches are of one size, other ones in every training step, whatever
-            torch's own generator holds; and of the weights of a model on the meta device.
+        seed: of all that the forward draws and of the weights of a model on the meta device.
+        timeout_s: how long a rank waits for a message of another before it says so.
 
-    Raises `ConfigError` for arguments that contradict each other, the batch or the number of
-    ranks, `RecordError` for a forward that cannot be recorded, `CutError` for too many stages,
-    `PlanError` for a plan that does not fit, `MismatchError` where another rank differs or fails.
+    Raises `ConfigError` for arguments that contradict each other, `RecordError` for a forward that
+    cannot be recorded, `CutError` for too many stages, `PlanError` for a plan that does not fit,
+    `ProgramError` for an order that cannot run, `MismatchError` where another rank differs.
     """
     device = _device(device)
     _start_distributed(device)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    fixed = Request(world, 0, dp, tp, pp, micro_batches, schedule, recompute, sequence_parallel)
-    return _build(_decide(model, batch, fixed, plan, cluster, device, seed), cluster, seed)
+    given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
+    fixed = Request(*given)
+    made = _decide(model, batch, fixed, plan, cluster, device, seed)
+    return _build(made, cluster, seed, timeout_s)
 
 
 @dataclass(frozen=True)
@@ -138,23 +139,22 @@ def _decide(
     return _Decision(model, device, example(), recording, lowered, machines)
 
 
-def _build(made: _Decision, cluster: Cluster | None, seed: int) -> ParallelModel:
+def _build(made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
     groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
     if groups.rank == 0:
         _warn_of_opaque(lowered.plan)
-    _, stage, tp_rank = groups.coordinates
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     lowered = replace(lowered, plan=replace(lowered.plan, parameters=held))
-    chunk = cache(lambda: lowered.chunk(stage, tp_rank))
-    together(lambda: bool(chunk()))  # a rank that cannot differentiate its part says so to all
+    chunks = cache(lambda: lowered.chunks(groups.rank))
+    together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     state = take_over(model, placements, groups, made.device, seed)
-    steps = Steps(model, lowered, placements, groups, made.device, state, seed)
+    steps = Steps(model, lowered, placements, groups, made.device, state, seed, timeout_s)
     _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
-    step = steps.add(key, recording, lowered, chunk(), train=True)
+    step = steps.add(key, recording, lowered, chunks(), train=True)
     prediction, simulation = _simulated(steps, step, made.machines, measured=cluster is None)
     steps.planned = replace(lowered, plan=replace(lowered.plan, prediction=prediction))
     return ParallelModel(steps, recording.aliases, simulation)
@@ -218,12 +218,11 @@ def _requested(
 
     Everything that can be refused before the model is looked at is refused here.
     """
-    for name, value, known in (
-        ("schedule", fixed.schedule, SCHEDULES),
-        ("recompute", fixed.recompute, RECOMPUTE),
-    ):
-        if value not in known:
-            raise ConfigError(f"{name} {value!r} is not known; choose one of {', '.join(known)}")
+    if fixed.recompute not in RECOMPUTE:
+        raise ConfigError(
+            f"recompute {fixed.recompute!r} is not known; choose one of {', '.join(RECOMPUTE)}"
+        )
+    fixed = with_schedule(fixed)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     args, kwargs = call_arguments(batch)
     request = replace(fixed, batch_size=batch_size_of(args, kwargs))
@@ -236,10 +235,10 @@ def _requested(
 
 def _check_plan(fixed: Request, given: Plan) -> None:
     for name in (
-        "dp", "tp", "pp", "micro_batches", "schedule", "recompute", "sequence_parallel"
+        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel"
     ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", planned):
+        if value not in (None, "auto", (), planned):
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
@@ -305,18 +304,18 @@ def _simulated(
     ranks at once, as they train; without, they are the cluster's.
     """
     lowered = step.lowered
-    cost = stage_cost(step.chunk, cluster, lowered.plan)
+    own = {s: stage_cost(chunk, cluster) for s, chunk in step.chunks.items()}
     if measured:
         seconds = steps.measure(step)
         if seconds is not None:
-            forward_s, backward_s = seconds
-            again_s = forward_s if lowered.plan.recompute == "full" else 0.0
-            cost = replace(cost, forward_s=forward_s, backward_s=backward_s + again_s)
+            own = {s: with_seconds(cost, seconds[s]) for s, cost in own.items()}
         latency_s, bytes_per_s = measure_link(steps.device)
         cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
-    costs = together(lambda: cost)
-    mesh = lowered.plan.mesh
-    return predict(lowered, cluster, tuple(costs[mesh.rank(0, s, 0)] for s in range(mesh.pp)))
+    costs = together(lambda: own)
+    mesh, rank_of = lowered.plan.mesh, lowered.plan.rank_of
+    return predict(
+        lowered, cluster, tuple(costs[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of))
+    )
 
 
 def _nominal(device: torch.device) -> Cluster:

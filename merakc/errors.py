@@ -39,5 +39,9 @@ class MismatchError(MerakError):
     """Ranks that do not hold the same model, plan or versions."""
 
 
+class StuckError(MerakError):
+    """A rank that waited for a message longer than allowed, or whose peer has gone."""
+
+
 class MerakWarning(UserWarning):
     """Something that works, at a cost that the user should know of."""

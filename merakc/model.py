@@ -207,12 +207,12 @@ class ParallelModel(nn.Module):
                 f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or infinite"
             )
         groups = self._own("_steps").groups
-        _, stage, tp = groups.coordinates
+        _, pipeline_rank, tp = groups.coordinates
         placements, state = self._own("_steps").placements, self._own("_steps").state
         counted = []
         for name, place in placements.items():
             grad = state[name].grad if name in state else None
-            first = place.owner == stage and (tp == 0 or place.layout.is_split)
+            first = place.owner == pipeline_rank and (tp == 0 or place.layout.is_split)
             if grad is not None and first:
                 counted.append(grad)
         norms = [torch.linalg.vector_norm(g, norm_type).double() for g in counted]

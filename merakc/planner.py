@@ -5,27 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
 
-from merakc.cluster import Cluster
+from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
-from merakc.costs.memory import backward_live_bytes, live_bytes, saved_bytes
-from merakc.costs.roofline import graph_seconds
-from merakc.errors import PlanError
+from merakc.costs.stage import rough_stage_cost
+from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import OpaqueModule, Plan, Prediction
-from merakc.ir.program import Chunk, Mesh, Program
+from merakc.ir.program import ActionKind, Chunk, Mesh, Program
+from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.differentiate import differentiate
 from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
+from merakc.passes.recompute import checkpointed, selective, within_bytes
 from merakc.passes.schedule import build_programs
 from merakc.passes.separate_heads import separate_heads
 from merakc.passes.shard import shard
 from merakc.passes.sharding import Sharding
+from merakc.passes.split_backward import split_backward
 from merakc.passes.stages import (
     Stages,
     assign_stages,
@@ -35,13 +39,10 @@ from merakc.passes.stages import (
     transfer_stages,
 )
 from merakc.passes.weigh_loss import WeighedLoss, weigh_loss
+from merakc.schedules.registry import make_schedule, stage_ranks
+from merakc.schedules.text import parse_schedule
 from merakc.simulate import Simulation, simulate
 from merakc.version import __version__
-
-# Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
-OPTIMIZER_STATES = 2
-# A backward is about two forwards: the gradients of both arguments of every product.
-BACKWARD_PER_FORWARD = 2.0
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,84 @@ class Lowered:
     loss: WeighedLoss
     stages: Stages
 
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of work."""
+        return planned_schedule(self.plan)
+
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
-        """The executable graphs of one rank; without `train` no backward."""
+        """The executable graphs of one rank and stage, with the pieces that the schedule runs;
+        without `train` no backward.
+        """
         local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
         if not train:
             frozen = tuple(replace(i, requires_grad=False) for i in local.inputs)
-            local = replace(local, inputs=frozen)
-        return differentiate(local)
+            return differentiate(replace(local, inputs=frozen))
+        return self._with_pieces(stage, differentiate(local))
+
+    def _with_pieces(self, stage: int, chunk: Chunk) -> Chunk:
+        order = self.schedule.orders[self.schedule.rank_of[stage]]
+        kinds = {a.kind for a in order if a.stage == stage}
+        if ActionKind.INPUT_GRAD in kinds and chunk.backward is not None:
+            input_grad, weight_grad = split_backward(chunk)
+            chunk = replace(chunk, input_grad=input_grad, weight_grad=weight_grad)
+        if ActionKind.RECOMPUTE not in kinds:
+            return chunk
+        if self.plan.recompute == "selective":
+            return checkpointed(chunk, selective(chunk))
+        if self.plan.recompute == "solved":
+            budget_bytes = self.plan.keep_bytes[stage]
+            # Of the machines only the ratio of arithmetic to traffic matters, and a plan must mean
+            # the same everywhere.
+            return checkpointed(chunk, within_bytes(chunk, budget_bytes, NOMINAL_GPU))
+        return checkpointed(chunk, ())
+
+    def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
+        """The chunks of all stages of one rank of the mesh."""
+        _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
+        stages = (s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank)
+        return {s: self.chunk(s, tp_rank, train=train) for s in stages}
 
     def programs(self, *, forward_only: bool = False) -> tuple[Program, ...]:
         """The actions of every rank."""
-        plan = self.plan
         return build_programs(
-            plan.mesh, plan.schedule, plan.micro_batches, self.stages.transfers,
-            forward_only=forward_only,
+            self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only
+        )
+
+
+def planned_schedule(plan: Plan) -> Schedule:
+    """The order of work that a plan describes.
+
+    Raises `ConfigError` where it cannot be: an order of other micro-batches or ranks, or one that
+    recomputes where nothing is to be.
+    """
+    if not plan.order:
+        chunks = len(plan.rank_of) // plan.pp
+        return make_schedule(
+            plan.schedule, plan.pp, plan.micro_batches, recompute=_recomputed(plan),
+            chunks=chunks if chunks > 1 else None,
         )  # fmt: skip
+    schedule = parse_schedule("\n".join(plan.order), plan.schedule)
+    found = {a.micro_batch for order in schedule.orders for a in order}
+    if len(found) != plan.micro_batches or schedule.ranks != plan.pp:
+        raise ConfigError(
+            f"schedule '{plan.schedule}' is an order of {len(found)} micro-batches on "
+            f"{schedule.ranks} ranks, and the plan has {plan.micro_batches} on {plan.pp}; write "
+            "the order for these, or give micro_batches and pp to fit it"
+        )
+    again = any(a.kind is ActionKind.RECOMPUTE for order in schedule.orders for a in order)
+    if again and plan.recompute == "none":
+        raise ConfigError(
+            f"schedule '{plan.schedule}' recomputes, and recompute is 'none'; leave out one"
+        )
+    return schedule
+
+
+def _recomputed(plan: Plan) -> Literal["none", "full"] | tuple[int, ...]:
+    """The stages that recompute, in the form of `make_schedule`."""
+    if plan.recompute == "solved":
+        return tuple(s for s, size in enumerate(plan.keep_bytes) if size >= 0)
+    return "none" if plan.recompute == "none" else "full"
 
 
 def training_graph(graph: Graph) -> Graph:
@@ -91,18 +155,22 @@ def make_plan(
     *,
     batch_size: int = 0,
     schedule: str = "1f1b",
+    order: tuple[str, ...] = (),
+    chunks: int | None = None,
     recompute: str = "none",
     sequence_parallel: bool = False,
 ) -> tuple[Plan, Lowered]:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
-    Raises `CutError` where the graph does not give `mesh.pp` stages, `ShardError` where it does not
-    divide over `mesh.tp` ranks.
+    The stages are as many as `schedule` has with `chunks` a rank, or as `order` has, the text of
+    an order of work. Raises `CutError` where the graph does not give them, `ShardError` where it
+    does not divide over `mesh.tp` ranks.
     """
     loss = _weighed(training_graph(recording.graph), mesh.tp)
     sharding = shard(loss.graph, mesh.tp, cluster=cluster, sequence_parallel=sequence_parallel)
-    of, report = assign_stages(loss.graph, sharding, mesh.pp, cluster)
-    stages = split_stages(loss.graph, of, mesh.pp, sharding)
+    placement = _placement(mesh, schedule, order, chunks)
+    of, report = assign_stages(loss.graph, sharding, len(placement), cluster)
+    stages = split_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
     gathered = gathers(loss.graph)
     splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathered)
@@ -124,9 +192,20 @@ def make_plan(
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
         sequence_parallel=bool(sharding.sequences),
+        placement=placement if len(placement) > mesh.pp else (),
+        order=order,
         merakc_version=__version__,
     )
     return plan, Lowered(plan, loss, stages)
+
+
+def _placement(
+    mesh: Mesh, schedule: str, order: tuple[str, ...], chunks: int | None
+) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    if order:
+        return parse_schedule("\n".join(order), schedule).rank_of
+    return stage_ranks(schedule, mesh.pp, chunks)
 
 
 def apply_plan(plan: Plan, recording: Recording) -> Lowered:
@@ -143,7 +222,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
     loss = _weighed(training_graph(recording.graph), plan.tp)
     sharding = _sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
-    return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
+    return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
 
 
 def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowered:
@@ -158,56 +237,7 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     loss = _weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
     sharding = _sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
-    return Lowered(plan, loss, split_stages(loss.graph, of, plan.pp, sharding))
-
-
-def stage_cost(chunk: Chunk, cluster: Cluster, plan: Plan) -> StageCost:
-    """The cost of a stage from its own graphs, forward and backward."""
-    forward_s = graph_seconds(chunk.forward, cluster)
-    backward_s = graph_seconds(chunk.backward, cluster) if chunk.backward else 0.0
-    forward, saved = live_bytes(chunk.forward), saved_bytes(chunk)
-    backward_peak = backward_live_bytes(chunk).peak_bytes
-    if plan.recompute == "full":
-        held = [i for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION]
-        inputs = sum(i.spec.size_bytes for i in held)
-        backward_s += forward_s
-        backward_peak += saved - inputs
-        saved = inputs
-    return StageCost(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        saved_bytes=saved,
-        forward_peak_bytes=forward.peak_bytes,
-        backward_peak_bytes=backward_peak,
-        static_bytes=static_bytes(chunk.forward),
-    )
-
-
-def rough_stage_cost(local: Graph, cluster: Cluster, plan: Plan) -> StageCost:
-    """The cost of a stage from its forward alone: for planning, where nothing is differentiated."""
-    forward_s = graph_seconds(local, cluster)
-    specs = [spec for n in local.nodes for spec in n.outputs if spec is not None]
-    everything = sum(spec.size_bytes for spec in specs)
-    received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
-    full = plan.recompute == "full"
-    return StageCost(
-        forward_s=forward_s,
-        backward_s=forward_s * (BACKWARD_PER_FORWARD + full),
-        saved_bytes=received if full else everything,
-        forward_peak_bytes=live_bytes(local).peak_bytes if full else everything,
-        backward_peak_bytes=everything if full else live_bytes(local).peak_bytes,
-        static_bytes=static_bytes(local),
-    )
-
-
-def static_bytes(graph: Graph) -> int:
-    """Parameters, buffers and constants; gradients and optimizer state of the trained ones."""
-    total = 0
-    for item in graph.inputs:
-        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT):
-            copies = 2 + OPTIMIZER_STATES if item.requires_grad else 1
-            total += copies * item.spec.size_bytes
-    return total
+    return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
 
 
 def predict(
@@ -215,7 +245,7 @@ def predict(
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step. Without `costs` of the stages, rough ones are used."""
     if costs is None:
-        costs = tuple(rough_stage_cost(g, cluster, lowered.plan) for g in lowered.stages.local)
+        costs = tuple(rough_stage_cost(g, cluster) for g in lowered.stages.local)
     dp = lowered.plan.dp
     costs = tuple(
         replace(c, reduce_s=_reduce_seconds(g, dp, cluster))
@@ -224,7 +254,7 @@ def predict(
     table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s)
     simulation = simulate(lowered.programs(), table)
     mesh = lowered.plan.mesh
-    peaks = tuple(simulation.peak_bytes[mesh.rank(0, s, 0)] for s in range(mesh.pp))
+    peaks = tuple(simulation.peak_bytes[mesh.rank(0, r, 0)] for r in range(mesh.pp))
     return Prediction(simulation.step_s, simulation.bubble_share, peaks), simulation
 
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from merakc.cluster import Cluster
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
-from merakc.ir.program import Mesh
+from merakc.ir.program import ActionKind, Mesh
 from merakc.planner import Lowered, make_plan, predict
+from merakc.schedules.registry import NAMES
+from merakc.schedules.text import format_schedule, parse_schedule
 
 # Micro-batches a stage beyond which the pipeline's bubble is small: (p - 1) / (m + p - 1) < 20 %.
 MICRO_BATCHES_PER_STAGE = 4
+ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
+# Schedules that are made for recomputation.
+ALWAYS_RECOMPUTES = ("merak",)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the user fixed; None is open. `batch_size` is one dp rank's."""
+    """What the user fixed; None is open. `batch_size` is one dp rank's.
+
+    `order` is an order of work of the user's own, which `schedule` then names.
+    """
 
     world_size: int
     batch_size: int
@@ -27,8 +37,30 @@ class Request:
     pp: int | None = None
     micro_batches: int | None = None
     schedule: str = "auto"
+    order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
     recompute: str = "auto"
     sequence_parallel: bool | None = None
+
+
+def with_schedule(request: Request) -> Request:
+    """The request with its schedule understood: a known name, or an order as text or in a file.
+
+    Raises `ConfigError` for what is none of these and `ProgramError` for an order that cannot run.
+    """
+    text = request.schedule
+    if text == "auto" or text in NAMES:
+        return request
+    name = "custom"
+    if not ACTION.search(text):
+        path = Path(text)
+        if not path.is_file():
+            raise ConfigError(
+                f"schedule {text!r} is not known, and no file; choose one of auto, "
+                f"{', '.join(NAMES)}, or give an order of work such as '0F0 0B0; 1F0 1B0'"
+            )
+        text, name = path.read_text(), path.stem
+    order = format_schedule(parse_schedule(text, name)).splitlines()
+    return replace(request, schedule=name, order=tuple(order))
 
 
 def meshes(request: Request) -> list[Mesh]:
@@ -116,10 +148,11 @@ def _plan(
     micro_batches = micro_batches_for(request, mesh)
     recording = record(micro_batches)
     schedule = "1f1b" if request.schedule == "auto" else request.schedule
-    choices = ("none", "full") if request.recompute == "auto" else (request.recompute,)
+    choices = _recomputations(request)
     plan, lowered = make_plan(
         recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
-        schedule=schedule, recompute=choices[0], sequence_parallel=sequence_parallel,
+        schedule=schedule, order=request.order, recompute=choices[0],
+        sequence_parallel=sequence_parallel,
     )  # fmt: skip
     for choice in choices:
         plan = replace(plan, recompute=choice)
@@ -130,6 +163,17 @@ def _plan(
         if max(prediction.peak_bytes) <= cluster.memory_bytes:
             break
     return plan, lowered
+
+
+def _recomputations(request: Request) -> tuple[str, ...]:
+    """What to try until the memory suffices."""
+    if request.recompute != "auto":
+        return (request.recompute,)
+    if request.order:
+        orders = parse_schedule("\n".join(request.order)).orders
+        kinds = {a.kind for order in orders for a in order}
+        return ("full",) if ActionKind.RECOMPUTE in kinds else ("none",)
+    return ("full",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "full")
 
 
 def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:

@@ -1,24 +1,18 @@
 """The simulator: checks the Programs of a step, then runs them with costs in place of kernels.
 
-A rank runs its actions in order. A send is posted and forgotten; a receive waits. That makes the
-ranks a network of processes that are joined by queues alone, whose result does not depend on who
-runs first (Kahn 1974). So there is no queue of events in time order here: each rank runs as far
-as it can, and a rank that waits is woken by the send that it waits for.
+There is no queue of events in time order here: each rank runs as far as it can (`merakc.verify`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
-from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import Action, ActionKind, Event, Program
-
-_GRADIENT_KINDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
+from merakc.verify import Channel, Work, run_programs, trains, verify_programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +31,6 @@ class Simulation:
     peak_bytes: tuple[int, ...]
 
 
-def verify_programs(programs: Sequence[Program]) -> None:
-    """Checks that the Programs of all ranks run to their end together and miss no work.
-
-    Every send has one receive at its peer and the other way round, in the same order per ordered
-    pair of ranks; no ranks wait for each other in a circle, sends being buffered; every stage runs
-    each micro-batch forward once and, unless nothing in the step runs backward, backward once
-    after that, whole or as input and weight gradients; gradients are reduced after the last of
-    them. That a message arrives before the compute that reads it is the caller's affair.
-
-    Raises `ProgramError`, which names the rank and the action.
-    """
-    ranks = Counter(p.rank for p in programs)
-    for rank, count in ranks.items():
-        if count > 1:
-            raise ProgramError(f"rank {rank} has {count} programs; it needs exactly one")
-    _verify_messages(programs)
-    _verify_progress(programs)
-    _verify_compute(programs)
-
-
 def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     """The times, the waits and the peak memory of one step. Verifies the Programs first.
 
@@ -64,44 +38,58 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     ranks share one link: each takes size / `p2p_bytes_per_s` of it, after the one before, and
     arrives `p2p_latency_s` later. A reduction takes `reduce_s` and waits for nobody.
 
+    A message of a rank to itself takes no time, and memory only at the receiving stage.
+
     Live bytes of a rank: static ones; what a micro-batch saves, from its forward to the end of
-    its backward or weight gradient; a received activation until its forward has run, which from
+    its backward, of which a recomputed one's forward leaves the checkpoint alone and a weight
+    gradient holds the deferred ones; a received activation until its forward has run, which from
     then on counts among the saved; a received gradient until its backward has ended; a sent
     message until it has arrived. An action's own peak stands on top.
 
     Raises `ProgramError` as `verify_programs` does.
     """
     verify_programs(programs)
-    trains = _trains(programs)
-    states = {p.rank: _Rank(p.rank, costs, _static_bytes(p, costs), trains) for p in programs}
+    training = trains(programs)
+    states = {
+        p.rank: _Rank(p.rank, costs, _static_bytes(p, costs), training, _recomputed(p))
+        for p in programs
+    }
     link_free_s: dict[tuple[int, int], float] = {}
-    arrivals_s: dict[tuple[int, int], deque[float]] = defaultdict(deque)
+    arrivals_s: dict[Channel, deque[float]] = defaultdict(deque)
 
     def post(rank: int, action: Action) -> None:
         pair, state = (rank, action.peer), states[rank]
+        if action.peer == rank:
+            arrivals_s[rank, rank, action.is_grad].append(state.now_s)
+            state.hand_over(action)
+            return
         start_s = max(state.now_s, link_free_s.get(pair, 0.0))
         link_free_s[pair] = start_s + action.size_bytes / costs.p2p_bytes_per_s
         arrival_s = link_free_s[pair] + costs.p2p_latency_s
-        arrivals_s[pair].append(arrival_s)
+        arrivals_s[rank, action.peer, action.is_grad].append(arrival_s)
         state.send(action, arrival_s)
 
     def receive(rank: int, action: Action) -> None:
-        states[rank].receive(action, arrivals_s[action.peer, rank].popleft())
+        states[rank].receive(action, arrivals_s[action.peer, rank, action.is_grad].popleft())
 
     def compute(rank: int, action: Action) -> None:
         states[rank].compute(action)
 
-    stuck = _run(programs, post, receive, compute)
+    stuck = run_programs(programs, post, receive, compute)
     assert not stuck, "verified programs ran into a deadlock"
-    step_s = max((s.now_s for s in states.values()), default=0.0)
-    busy_s = tuple(s.busy_s for s in states.values())
+    return _result(list(states.values()))
+
+
+def _result(states: Sequence[_Rank]) -> Simulation:
+    step_s = max((s.now_s for s in states), default=0.0)
+    busy_s = tuple(s.busy_s for s in states)
     total_s = len(states) * step_s
     return Simulation(
         step_s=step_s,
-        events=tuple(e for s in states.values() for e in s.events),
+        events=tuple(e for s in states for e in s.events),
         busy_s=busy_s,
         bubble_share=1.0 - sum(busy_s) / total_s if total_s else 0.0,
-        peak_bytes=tuple(s.peak_bytes for s in states.values()),
+        peak_bytes=tuple(s.peak_bytes for s in states),
     )
 
 
@@ -112,7 +100,8 @@ class _Rank:
     rank: int
     costs: CostTable
     live_bytes: int
-    trains: bool
+    training: bool
+    recomputed: frozenset[Work]
     now_s: float = 0.0
     busy_s: float = 0.0
     peak_bytes: int = field(init=False)
@@ -122,6 +111,9 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.peak_bytes = self.live_bytes
+
+    def hand_over(self, action: Action) -> None:
+        self._advance(action, 0.0)
 
     def send(self, action: Action, arrival_s: float) -> None:
         heapq.heappush(self.in_flight, (arrival_s, action.size_bytes))
@@ -138,14 +130,24 @@ class _Rank:
     def compute(self, action: Action) -> None:
         cost, kind = self.costs.stages[action.stage], action.kind
         work = action.stage, action.micro_batch
-        saved_bytes = cost.saved_bytes if self.trains else 0
-        if kind is ActionKind.FORWARD:
-            self._touch(cost.forward_peak_bytes)
-            self.live_bytes += saved_bytes - self.received_bytes.pop((*work, False), 0)
-        elif kind in _GRADIENT_KINDS:
-            self._touch(cost.backward_peak_bytes)
-            if kind is not ActionKind.INPUT_GRAD:
-                self.live_bytes -= saved_bytes + self.received_bytes.pop((*work, True), 0)
+        again = work in self.recomputed
+        match kind:
+            case ActionKind.FORWARD:
+                self._touch(cost.checkpoint_peak_bytes if again else cost.forward_peak_bytes)
+                kept_bytes = cost.checkpoint_bytes if again else cost.saved_bytes
+                self.live_bytes += kept_bytes if self.training else 0
+                self.live_bytes -= self.received_bytes.pop((*work, False), 0)
+            case ActionKind.RECOMPUTE:
+                self._touch(cost.recompute_peak_bytes)
+                self.live_bytes += cost.saved_bytes - cost.checkpoint_bytes
+            case ActionKind.BACKWARD | ActionKind.INPUT_GRAD:
+                self._touch(cost.backward_peak_bytes)
+                deferred_bytes = cost.deferred_bytes if kind is ActionKind.INPUT_GRAD else 0
+                self.live_bytes += deferred_bytes - cost.saved_bytes
+                self.live_bytes -= self.received_bytes.pop((*work, True), 0)
+            case ActionKind.WEIGHT_GRAD:
+                self._touch(cost.weight_peak_bytes)
+                self.live_bytes -= cost.deferred_bytes
         duration_s = _duration_s(cost, kind)
         self.busy_s += duration_s
         self._advance(action, duration_s)
@@ -171,6 +173,8 @@ def _duration_s(cost: StageCost, kind: ActionKind) -> float:
             return cost.input_grad_s
         case ActionKind.WEIGHT_GRAD:
             return cost.weight_grad_s
+        case ActionKind.RECOMPUTE:
+            return cost.recompute_s
         case ActionKind.REDUCE:
             return cost.reduce_s
         case _:
@@ -182,166 +186,7 @@ def _static_bytes(program: Program, costs: CostTable) -> int:
     return sum(costs.stages[s].static_bytes for s in stages)
 
 
-def _trains(programs: Iterable[Program]) -> bool:
-    kinds = {a.kind for p in programs for a in p.actions}
-    return not kinds.isdisjoint((*_GRADIENT_KINDS, ActionKind.REDUCE))
-
-
-def _run(
-    programs: Sequence[Program],
-    post: Callable[[int, Action], None],
-    receive: Callable[[int, Action], None],
-    compute: Callable[[int, Action], None],
-) -> dict[int, Action]:
-    """Runs every rank as far as it comes; returns the receive at which each stuck one waits."""
-    actions = {p.rank: p.actions for p in programs}
-    position = dict.fromkeys(actions, 0)
-    posted: Counter[tuple[int, int]] = Counter()
-    waiting: dict[int, Action] = {}
-    ready = deque(actions)
-    while ready:
-        rank = ready.popleft()
-        mine = actions[rank]
-        while position[rank] < len(mine):
-            action = mine[position[rank]]
-            if action.kind is ActionKind.RECV:
-                if not posted[action.peer, rank]:
-                    waiting[rank] = action
-                    break
-                posted[action.peer, rank] -= 1
-                receive(rank, action)
-            elif action.kind is ActionKind.SEND:
-                post(rank, action)
-                posted[rank, action.peer] += 1
-                if action.peer in waiting and waiting[action.peer].peer == rank:
-                    del waiting[action.peer]
-                    ready.append(action.peer)
-            else:
-                compute(rank, action)
-            position[rank] += 1
-    return waiting
-
-
-def _verify_messages(programs: Sequence[Program]) -> None:
-    ranks = {p.rank for p in programs}
-    sends: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    for program in programs:
-        for action in program.actions:
-            if action.kind not in (ActionKind.SEND, ActionKind.RECV):
-                continue
-            if action.peer not in ranks or action.peer == program.rank:
-                raise ProgramError(
-                    f"rank {program.rank}, {action}: rank {action.peer} is no peer; "
-                    f"the programs are of ranks {sorted(ranks)}"
-                )
-            if action.kind is ActionKind.SEND:
-                sends[program.rank, action.peer].append(action)
-            else:
-                receives[action.peer, program.rank].append(action)
-    for pair in sends.keys() | receives.keys():
-        _verify_pair(*pair, sends[pair], receives[pair])
-
-
-def _verify_pair(
-    source: int, target: int, sends: Sequence[Action], receives: Sequence[Action]
-) -> None:
-    sent = Counter(a.message for a in sends)
-    received = Counter(a.message for a in receives)
-    for rank, peer, mine, others, twin in (
-        (source, target, sends, received, "receive"),
-        (target, source, receives, sent, "send"),
-    ):
-        left = Counter(others)
-        for action in mine:
-            left[action.message] -= 1
-            if left[action.message] < 0:
-                raise ProgramError(f"rank {rank}, {action}: rank {peer} has no matching {twin}")
-    for k, (send, recv) in enumerate(zip_longest(sends, receives)):
-        if send.message != recv.message:
-            raise ProgramError(
-                f"rank {source}, {send}: message {k} from rank {source} to rank {target}, where "
-                f"rank {target} expects '{recv}'; both must post in the same order"
-            )
-        if send.size_bytes != recv.size_bytes:
-            raise ProgramError(
-                f"rank {source}, {send}: sends {send.size_bytes} bytes, but rank {target}, "
-                f"{recv} expects {recv.size_bytes}"
-            )
-
-
-def _ignore(rank: int, action: Action) -> None:
-    del rank, action
-
-
-def _verify_progress(programs: Sequence[Program]) -> None:
-    waiting = _run(programs, _ignore, _ignore, _ignore)
-    if not waiting:
-        return
-    # Every receive has its send, so each stuck rank waits for another stuck one.
-    cycle = [min(waiting)]
-    while (peer := waiting[cycle[-1]].peer) not in cycle:
-        cycle.append(peer)
-    cycle = cycle[cycle.index(peer) :]
-    circle = "; ".join(f"rank {r} waits at '{waiting[r]}'" for r in cycle)
-    raise ProgramError(f"deadlock, each rank waits for the next: {circle}")
-
-
-def _verify_compute(programs: Sequence[Program]) -> None:
-    trains = _trains(programs)
-    actions = [a for p in programs for a in p.actions]
-    reduces = any(a.kind is ActionKind.REDUCE for a in actions)
-    forwards = [a.micro_batch for a in actions if a.kind is ActionKind.FORWARD]
-    micro_batches = 1 + max(forwards, default=-1)
-    for program in programs:
-        done = _verify_rank(program)
-        for stage in dict.fromkeys(a.stage for a in program.actions):
-            if reduces and Action(ActionKind.REDUCE, stage) not in program.actions:
-                raise ProgramError(f"rank {program.rank}, reduce {stage}: is missing")
-            for j in range(micro_batches):
-                kinds = done[stage, j]
-                if ActionKind.FORWARD not in kinds:
-                    raise ProgramError(f"rank {program.rank}, {stage}F{j}: is missing")
-                if trains and not _is_differentiated(kinds):
-                    kind = ActionKind.WEIGHT_GRAD if len(kinds) > 1 else ActionKind.BACKWARD
-                    raise ProgramError(f"rank {program.rank}, {stage}{kind}{j}: is missing")
-
-
-def _is_differentiated(kinds: set[ActionKind]) -> bool:
-    return ActionKind.BACKWARD in kinds or ActionKind.WEIGHT_GRAD in kinds
-
-
-def _verify_rank(program: Program) -> dict[tuple[int, int], set[ActionKind]]:
-    """Checks the order of the compute of one rank; returns what it did per stage, micro-batch."""
-    done: dict[tuple[int, int], set[ActionKind]] = defaultdict(set)
-    reduced: set[int] = set()
-    for action in program.actions:
-        if action.kind in (ActionKind.SEND, ActionKind.RECV):
-            continue
-        if action.stage in reduced:
-            raise ProgramError(
-                f"rank {program.rank}, {action}: stands after the reduction of its stage"
-            )
-        if action.kind is ActionKind.REDUCE:
-            reduced.add(action.stage)
-            continue
-        kinds = done[action.stage, action.micro_batch]
-        if fault := _fault(action.kind, kinds):
-            raise ProgramError(f"rank {program.rank}, {action}: {fault}")
-        kinds.add(action.kind)
-    return done
-
-
-def _fault(kind: ActionKind, before: set[ActionKind]) -> str:
-    """What is wrong with this compute of a micro-batch after the ones before it, if anything."""
-    if kind in before:
-        return "runs a second time"
-    if kind is not ActionKind.FORWARD and ActionKind.FORWARD not in before:
-        return "stands before its forward"
-    if kind is ActionKind.WEIGHT_GRAD and ActionKind.INPUT_GRAD not in before:
-        return "stands before its input gradient"
-    if kind is ActionKind.INPUT_GRAD and ActionKind.BACKWARD in before:
-        return "its gradients are made by its backward already"
-    if kind is ActionKind.BACKWARD and ActionKind.INPUT_GRAD in before:
-        return "its gradients are made by its input and weight gradients already"
-    return ""
+def _recomputed(program: Program) -> frozenset[Work]:
+    """What the rank runs forward once more."""
+    again = (a for a in program.actions if a.kind is ActionKind.RECOMPUTE)
+    return frozenset((a.stage, a.micro_batch) for a in again)

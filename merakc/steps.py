@@ -24,14 +24,14 @@ from merakc.batches import (
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.passes.key_draws import has_draws, key_draws
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.runtime.codegen import Compiled, compile_graph
-from merakc.runtime.executor import Executor, StepResult
+from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.state import Placement, digest
 
@@ -44,12 +44,12 @@ MANY_SHAPES, MAX_SHAPES = 8, 64
 class CompiledStep:
     """One compiled form of the step: for one mode and one shape of batch.
 
-    `state` is the rank's parameters and buffers, with the constants of this form.
+    `state` is the rank's parameters and buffers, with the constants of what counts labels.
     """
 
     recording: Recording
     lowered: Lowered
-    chunk: Chunk
+    chunks: Mapping[int, Chunk]
     executor: Executor
     state: Tensors
     counts: Compiled | None
@@ -61,11 +61,11 @@ class CompiledStep:
 
     @property
     def result_specs(self) -> dict[str, tuple[int, TensorSpec]]:
-        """The stage and the spec of every result of one micro-batch."""
+        """The pipeline rank and the spec of every result of one micro-batch."""
         graph = self.lowered.loss.graph
         specs = graph.specs()
         return {
-            o.name: (stage, specs[o.ref])
+            o.name: (self.lowered.plan.rank_of[stage], specs[o.ref])
             for stage, part in enumerate(self.lowered.stages.graphs)
             for o in graph.outputs
             if o.kind is OutputKind.RESULT and any(p.name == o.name for p in part.outputs)
@@ -86,6 +86,7 @@ class Steps:
     device: torch.device
     state: Tensors
     seed: int
+    timeout_s: float = TIMEOUT_S  # of a message
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
@@ -99,23 +100,29 @@ class Steps:
         return signature(args, kwargs), modes, _autocast(self.device), train, results
 
     def add(
-        self, key: Any, recording: Recording, lowered: Lowered, chunk: Chunk, *, train: bool
+        self,
+        key: Any,
+        recording: Recording,
+        lowered: Lowered,
+        chunks: Mapping[int, Chunk],
+        *,
+        train: bool,
     ) -> CompiledStep:
-        """Compiles this rank's chunk and keeps it under `key`."""
+        """Compiles this rank's chunks and keeps them under `key`."""
         counting = lowered.loss.counts
-        constants = {**chunk.forward.constants, **(counting.constants if counting else {})}
+        constants = counting.constants if counting else {}
         state = self.state | {name: value.to(self.device) for name, value in constants.items()}
         executor = Executor(
             lowered.programs(forward_only=not train)[self.groups.rank],
-            chunk,
+            chunks,
             state,
             self.device,
-            recompute=lowered.plan.recompute == "full",
             reduce=self._reducer(lowered) if train else None,
-            groups=(self.groups.axis("pp"), self.groups.axis("pp", copy=1)),
+            channels=self.groups.channels(lowered.plan.rank_of),
+            timeout_s=self.timeout_s,
         )
         counts = compile_graph(counting, self.device) if counting else None
-        step = CompiledStep(recording, lowered, chunk, executor, state, counts)
+        step = CompiledStep(recording, lowered, chunks, executor, state, counts)
         self.compiled[key] = step
         return step
 
@@ -146,21 +153,21 @@ class Steps:
         train, results = train and has_loss, results or not has_loss
         lowered = adapt_plan(self.planned, recording, results=results)
         self._check_held(lowered)
-        _, stage, tp = self.groups.coordinates
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
-            chunk = lowered.chunk(stage, tp, train=train)
-        return self.add(key, recording, lowered, chunk, train=train)
+            chunks = lowered.chunks(self.groups.rank, train=train)
+        return self.add(key, recording, lowered, chunks, train=train)
 
     def _check_held(self, lowered: Lowered) -> None:
         """Refuses a recording that wants parameters elsewhere than they are."""
         tp, layouts = lowered.plan.tp, lowered.stages.sharding.layouts
+        rank_of = lowered.plan.rank_of
         for stage, graph in enumerate(lowered.stages.graphs):
             for item in graph.inputs:
                 if item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
                     continue
                 place, layout = self.placements[item.target], layouts[Ref(item.name)]
                 same = place.layout.local_shape(tp, 0) == layout.local_shape(tp, 0)
-                if stage not in place.stages or not same:
+                if rank_of[stage] not in place.ranks or not same:
                     raise PlanError(
                         f"with this batch or mode stage {stage} reads {item.kind} "
                         f"'{item.target}' as {layout}; by the plan stages {list(place.stages)} "
@@ -172,8 +179,8 @@ class Steps:
         self.compiled.clear()
         self.groups.made.clear()
 
-    def measure(self, step: CompiledStep) -> tuple[float, float] | None:
-        """Measured seconds of this rank's forward and backward of a micro-batch; collective.
+    def measure(self, step: CompiledStep) -> dict[int, dict[ActionKind, float]] | None:
+        """Measured seconds of this rank's computes of a micro-batch, by stage; collective.
 
         None where the graph does not run on the zeros that stand in for a batch: an index made
         from them may be out of range. All ranks of a tp group fail alike.
@@ -207,8 +214,8 @@ class Steps:
         ]
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs)
-        written = [o for o in step.chunk.forward.outputs if o.kind is OutputKind.BUFFER]
-        self.stale.update(o.name for o in written)
+        for chunk in step.chunks.values():
+            self.stale |= chunk.written
         return result
 
     def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -248,15 +255,15 @@ class Steps:
         """The results of all micro-batches of `size` samples, joined, on every rank of this dp
         replica.
         """
-        dp, stage, tp = self.groups.coordinates
+        dp, own, tp = self.groups.coordinates
         group = self.groups.axis("pp")
         found: Tensors = {}
         for name, (owner, spec) in step.result_specs.items():
-            parts = [r[name] for r in result.results] if owner == stage else []
+            parts = [r[name] for r in result.results] if owner == own else []
             if group is not None:
                 source = self.groups.mesh.rank(dp, owner, tp)
                 for k in range(len(result.results)):
-                    if owner != stage:
+                    if owner != own:
                         empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                         parts.append(empty)
                     parts[k] = parts[k].contiguous()
@@ -270,9 +277,10 @@ class Steps:
         """
         group = self.groups.axis("dp")
         if group is not None:
-            _, stage, tp = self.groups.coordinates
+            _, pipeline_rank, tp = self.groups.coordinates
+            source = self.groups.mesh.rank(0, pipeline_rank, tp)
             for name in sorted(self.stale):
-                dist.broadcast(self.state[name], self.groups.mesh.rank(0, stage, tp), group=group)
+                dist.broadcast(self.state[name], source, group=group)
         self.stale.clear()
 
     def _scalars(self, step: CompiledStep, batches: Sequence[Tensors], size: int) -> list[Tensors]:
@@ -319,15 +327,15 @@ class Steps:
         return weights | {n: 1 / value for n, value in zip(names, total, strict=True)}
 
     def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
-        """Sums gradients over dp, and over the stages that share a tied parameter."""
+        """Sums gradients over dp, and over the ranks that share a tied parameter."""
         trained = _trained(lowered.loss.graph)
-        _, stage, _ = self.groups.coordinates
+        _, own, _ = self.groups.coordinates
         dp_group = self.groups.axis("dp")
         tied: list[tuple[dist.ProcessGroup, list[str]]] = []
-        for stages in sorted({p.stages for p in self.placements.values() if len(p.stages) > 1}):
-            group = self.groups.holders(stages)  # all ranks make every group
-            if group is not None and stage in stages:
-                held = [n for n, p in self.placements.items() if p.stages == stages]
+        for ranks in sorted({p.ranks for p in self.placements.values() if len(p.ranks) > 1}):
+            group = self.groups.holders(ranks)  # all ranks make every group
+            if group is not None and own in ranks:
+                held = [n for n, p in self.placements.items() if p.ranks == ranks]
                 tied.append((group, sorted(trained.intersection(held))))
 
         def reduce(gradients: Tensors) -> None:

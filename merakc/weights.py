@@ -41,10 +41,12 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
         split = lowered.plan.splits.get(name)
         planned = parse_layout(split) if split else whole(tuple(tensor.shape))
         held = holders.get(name, {homes.get(name.rpartition(".")[0], len(stages) - 1)})
+        held = set(range(len(stages))) if name in everywhere else held
         found[name] = Placement(
             sharding.layouts[refs[name]] if name in refs else planned,
             tensor.dtype,
-            tuple(range(len(stages)) if name in everywhere else sorted(held)),
+            tuple(sorted(held)),
+            tuple(sorted({lowered.plan.rank_of[s] for s in held})),
             isinstance(tensor, nn.Parameter),
             tensor.requires_grad,
         )
@@ -71,11 +73,11 @@ def take_over(
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         initialise(model, seed)
     same_everywhere([*model.parameters(), *model.buffers()])
-    _, stage, tp_rank = groups.coordinates
+    _, pipeline_rank, tp_rank = groups.coordinates
     state: Tensors = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         place = placements[name]
-        if stage in place.stages:
+        if pipeline_rank in place.ranks:
             part = place.layout.take(tensor.detach(), groups.mesh.tp, tp_rank).to(device)
             if place.is_parameter:
                 part = nn.Parameter(part, requires_grad=place.requires_grad)

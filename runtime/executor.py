@@ -1,28 +1,28 @@
 """Executes one rank's Program on torch.distributed.
 
 Receives are posted a few compute actions ahead, sends are asynchronous, gradients are added up in
-the parameters' own dtype and reduced once, at the end of the step.
+the parameters' own dtype and reduced once, at the end of the step. Sums have one order whatever
+the schedule: the loss by micro-batch, a gradient by the order of its stage's backwards and then by
+stage, the gradients of a value that several stages read by stage.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 
-from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref, TensorSpec
+from merakc.ir.graph import Input, InputKind, OutputKind
 from merakc.ir.program import Action, ActionKind, Chunk, Event, Program
-from merakc.kernels.ops import returns_view
-from merakc.runtime.codegen import compile_graph
+from merakc.runtime.messages import Channels, Messages
+from merakc.runtime.pieces import Piece, Stage, Work
 
 Tensors = dict[str, torch.Tensor]
-# Receives posted ahead of need: the next compute action's and the one after.
-LOOKAHEAD = 2
-COMPUTE = (ActionKind.FORWARD, ActionKind.BACKWARD)
+TIMEOUT_S = 600.0
+Value = tuple[int, str, bool]  # stage, name, whether its gradient is meant
 
 
 @dataclass(slots=True)
@@ -40,81 +40,95 @@ class StepResult:
 
 
 @dataclass(slots=True)
-class _MicroBatch:
-    """What is alive of one micro-batch."""
+class _Live:
+    """What is alive of one micro-batch on one stage.
+
+    `values` are received activations, saved values and summed tangents by the names under which
+    pieces read them; `tangents` gradients as they came, by value and the stage that they are from;
+    `outgoing` what is still to be sent, with the number of sends.
+    """
 
     inputs: Tensors  # batch tensors and scalars, by input name
-    activations: Tensors = field(default_factory=dict)  # received, by value name
-    outgoing: Tensors = field(default_factory=dict)  # computed, to be sent
-    saved: Tensors = field(default_factory=dict)
-    tangents: Tensors = field(default_factory=dict)  # received gradients, added up
+    values: Tensors = field(default_factory=dict)
+    tangents: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+    outgoing: dict[tuple[str, bool], tuple[torch.Tensor, int]] = field(default_factory=dict)
 
 
 class Executor:
     """Runs a Program again and again, on new micro-batches.
 
-    `state` holds the parameters, buffers and constants by the graph's input names; buffers are
-    written in place. `reduce` is called once a step with the gradients. `groups` are those that
-    activations and gradients are sent over: two, since NCCL starts the messages of two ranks in
-    the order of the calls, and a receive posted ahead must not hold up a send the other way.
+    `chunks` are those of the rank's stages. `state` holds the parameters and buffers by the names
+    of the model; buffers are written in place. `reduce` is called once a step with the
+    gradients. `channels` are what messages are sent over. A message that does not come within
+    `timeout_s` raises `StuckError`.
     """
 
     def __init__(
         self,
         program: Program,
-        chunk: Chunk,
+        chunks: Mapping[int, Chunk],
         state: Tensors,
         device: torch.device,
         *,
-        recompute: bool = False,
         reduce: Callable[[Tensors], None] | None = None,
-        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
+        channels: Channels | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.program, self.chunk, self.state, self.device = program, chunk, state, device
-        self.recompute, self.reduce, self.groups = recompute, reduce, groups
-        self.forward = compile_graph(chunk.forward, device)
-        self.backward = compile_graph(chunk.backward, device) if chunk.backward else None
-        self.targets = {i.name: i.target for i in chunk.forward.inputs}
-        self.specs = _message_specs(chunk)
-        self.tags = _message_tags(program)
-        self.kept = {i.name for i in chunk.backward.inputs} if chunk.backward else set()
-        written = {o.name for o in chunk.forward.outputs if o.kind is OutputKind.BUFFER}
-        self.rewritten = [
-            i.name
-            for i in chunk.forward.inputs
-            if i.target in written and (recompute or i.name in self.kept)
-        ]
-        self.owned = _owned_gradients(chunk.backward) if chunk.backward else set()
+        self.program, self.state, self.device = program, state, device
+        self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
+        self.stages = {s: Stage(s, chunk, program, device) for s, chunk in chunks.items()}
+        self.specs = {
+            (number, name): spec
+            for number, stage in self.stages.items()
+            for name, spec in stage.specs.items()
+        }
+        sends = (a for a in program.actions if a.kind is ActionKind.SEND)
+        per_batch = {(a.stage, a.value, a.is_grad, a.peer_stage) for a in sends}
+        self.readers: Counter[Value] = Counter(k[:3] for k in per_batch)
+        last = [k for k, a in enumerate(program.actions) if a.kind is ActionKind.REDUCE]
+        self.reduce_at = max(last, default=-1)
 
-    def measure(self, repeats: int = 2) -> tuple[float, float]:
-        """Seconds of this rank's forward and of its backward, on values of no meaning.
+    def measure(self, repeats: int = 2) -> dict[int, dict[ActionKind, float]]:
+        """Seconds of each compute of a micro-batch, by stage, on values of no meaning.
 
         The first run of each warms up and does not count, the fastest does. All ranks of a tp
-        group must call it together: the graphs hold their collectives.
+        group must call it together: the graphs hold their collectives. Where a stage treats
+        micro-batches differently, all ways are measured and the longest forward counts.
         """
-        forward, backward = self.chunk.forward, self.chunk.backward
-        times: list[tuple[float, float]] = []
+        found: dict[int, dict[ActionKind, float]] = {}
         with torch.no_grad():
-            for _ in range(repeats + 1):
-                values = {i.name: self._stand_in(i) for i in forward.inputs}
-                start = self._now()
-                outs = self.forward(list(values.values()))
-                middle = self._now()
-                if backward is not None and self.backward is not None:
-                    saved = {o.name: v for o, v in zip(forward.outputs, outs, strict=True)}
-                    del outs
-                    self.backward(
-                        [
-                            saved.pop(i.target) if i.kind is InputKind.SAVED
-                            else values.get(i.name, self._stand_in(i))
-                            for i in backward.inputs
-                        ]
-                    )  # fmt: skip
-                times.append((middle - start, self._now() - middle))
-        return min(f for f, _ in times[1:]), min(b for _, b in times[1:])
+            for number, stage in self.stages.items():
+                for order in dict.fromkeys(stage.orders.values()):
+                    runs = [self._time(stage, order) for _ in range(repeats + 1)][1:]
+                    own = found.setdefault(number, {})
+                    for kind in order:
+                        own[kind] = max(own.get(kind, 0.0), min(run[kind] for run in runs))
+        return found
 
-    def _stand_in(self, item: Input) -> torch.Tensor:
-        """A parameter or buffer itself, and zeros for what a step would bring."""
+    def _time(self, stage: Stage, order: Sequence[ActionKind]) -> dict[ActionKind, float]:
+        """Seconds of the computes of one micro-batch."""
+        held: Tensors = {}
+        found: dict[ActionKind, float] = {}
+        for kind in order:
+            piece = stage.pieces[tuple(order), kind]
+            start_s = self._now()
+            if piece is not None:
+                given = [
+                    held[i.key] if i.kind is InputKind.SAVED else self._stand_in(stage, i)
+                    for i in piece.graph.inputs
+                ]
+                held = {name: v for name, v in held.items() if name in piece.leaves}
+                outs = piece.run(given)
+                saved = zip(piece.graph.outputs, outs, strict=True)
+                held |= {o.name: v for o, v in saved if o.kind is OutputKind.SAVED}
+                del outs, saved
+            found[kind] = self._now() - start_s
+        return found
+
+    def _stand_in(self, stage: Stage, item: Input) -> torch.Tensor:
+        """A parameter, buffer or constant itself, and zeros for what a step would bring."""
+        if item.name in stage.constants:
+            return stage.constants[item.name]
         if (item.target or item.name) in self.state:
             return self.state[item.target or item.name]
         return torch.zeros(item.spec.shape, dtype=item.spec.dtype, device=self.device)
@@ -125,228 +139,188 @@ class Executor:
         return time.perf_counter()
 
     def run(self, micro_batches: Sequence[Tensors]) -> StepResult:
-        """One step. `micro_batches[j]` maps input names to the tensors of micro-batch j."""
-        step = _Step(self, [_MicroBatch(dict(m)) for m in micro_batches])
-        with torch.no_grad():
-            step.run()
-        return StepResult(step.loss, step.gradients, step.results, tuple(step.events))
+        """One step. `micro_batches[j]` maps input names to the tensors of micro-batch j.
+
+        Raises `StuckError` where a message does not come.
+        """
+        step = _Step(self, micro_batches)
+        try:
+            with torch.no_grad():
+                step.run()
+        finally:
+            step.messages.close()
+        return StepResult(step.loss(), step.gradients, step.results, tuple(step.events))
 
 
 class _Step:
     """The state of one step."""
 
-    def __init__(self, executor: Executor, micro_batches: list[_MicroBatch]) -> None:
-        self.of, self.micro_batches = executor, micro_batches
-        self.loss: torch.Tensor | None = None
+    def __init__(self, executor: Executor, micro_batches: Sequence[Tensors]) -> None:
+        self.of = executor
+        self.program = executor.program
+        self.live: dict[Work, _Live] = {
+            (s, j): _Live(dict(inputs))
+            for s in executor.stages
+            for j, inputs in enumerate(micro_batches)
+        }
+        self.messages = Messages(
+            executor.program, executor.specs, executor.device, executor.channels,
+            executor.timeout_s,
+        )  # fmt: skip
+        self.handed: dict[object, torch.Tensor] = {}  # between two stages of this rank
+        self.losses: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, Tensors] = {s: {} for s in executor.stages}
         self.gradients: Tensors = {}
         self.results: list[Tensors] = [{} for _ in micro_batches]
         self.events: list[Event] = []
-        self.sends: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self.receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        self.posted = 0
 
     def run(self) -> None:
         """All actions in order."""
-        actions = self.of.program.actions
         origin = time.perf_counter()
-        for k, action in enumerate(actions):
+        for k, action in enumerate(self.program.actions):
             start = time.perf_counter()
-            self._post_receives(k)
-            HANDLERS[action.kind](self, k, action)
+            self.messages.post_receives(k)
+            if action.kind is ActionKind.SEND:
+                self.send(k, action)
+            elif action.kind is ActionKind.RECV:
+                self.receive(k, action)
+            elif action.kind is not ActionKind.REDUCE:
+                self.compute(action)
+            elif k == self.of.reduce_at:
+                self.reduce()
             end = time.perf_counter()
             if action.kind is not ActionKind.SEND:
                 self.events.append(
-                    Event(self.of.program.rank, str(action), action.kind, start - origin,
-                          end - origin)
-                )  # fmt: skip
-        for work, _ in self.sends:
-            work.wait()
+                    Event(self.program.rank, str(action), action.kind, start - origin, end - origin)
+                )
+        if self.of.reduce_at < 0:
+            self._merge()
+        self.messages.finish()
 
-    def _post_receives(self, now: int) -> None:
-        """Posts every receive up to the `LOOKAHEAD`-th compute action from here."""
-        actions = self.of.program.actions
-        computes = 0
-        position = now
-        while position < len(actions) and computes < LOOKAHEAD:
-            action = actions[position]
-            computes += action.kind in COMPUTE
-            if action.kind is ActionKind.RECV and position >= self.posted:
-                spec = self.of.specs[action.value]
-                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.of.device)
-                group, tag = self.of.groups[action.is_grad], self.of.tags[position]
-                work = dist.irecv(buffer, action.peer, group, tag)
-                assert work is not None
-                self.receives[position] = (work, buffer)
-            position += 1
-        self.posted = max(self.posted, position)
+    def loss(self) -> torch.Tensor | None:
+        """The sum over the micro-batches, in their order."""
+        values = [self.losses[j] for j in sorted(self.losses)]
+        return torch.stack(values).sum(0) if values else None
 
-    def forward(self, _position: int, action: Action) -> None:
-        """The forward of a micro-batch."""
-        mb = self.micro_batches[action.micro_batch]
-        graph = self.of.chunk.forward
-        for name in self.of.rewritten:  # its backward wants the value from before this forward
-            mb.inputs[name] = self._input(mb, name).clone()
-        outs = self.of.forward([self._input(mb, i.name) for i in graph.inputs])
-        self._take_outputs(graph, outs, mb, action.micro_batch)
-        for name in list(mb.activations):
-            if self.of.backward is None or (not self.of.recompute and name not in self.of.kept):
-                del mb.activations[name]
-
-    def _take_outputs(
-        self, graph: Graph, outs: list[torch.Tensor], mb: _MicroBatch, index: int
-    ) -> None:
-        for out, value in zip(graph.outputs, outs, strict=True):
+    def compute(self, action: Action) -> None:
+        """Runs a piece of a chunk on a micro-batch."""
+        stage, work = self.of.stages[action.stage], (action.stage, action.micro_batch)
+        live, piece = self.live[work], stage.piece(action.kind, action.micro_batch)
+        if piece is None:
+            live.values.clear()
+            live.tangents.clear()
+            return
+        if action.kind is ActionKind.FORWARD:
+            for name in stage.rewritten:
+                live.values[name] = self._input(stage, live, name).clone()
+        elif action.kind.sends_gradients:
+            self._sum_tangents(live)
+        outs = piece.run(self._given(stage, live, piece))
+        found: Tensors = {}
+        for out, value in zip(piece.graph.outputs, outs, strict=True):
             if out.kind is OutputKind.LOSS:
-                self.loss = value.clone() if self.loss is None else self.loss + value
+                self.losses[action.micro_batch] = value.clone()
             elif out.kind is OutputKind.RESULT:
-                self.results[index][out.name] = value
+                self.results[action.micro_batch][out.name] = value
             elif out.kind is OutputKind.BUFFER:
                 self.of.state[out.name].copy_(value)
-            elif out.kind is OutputKind.ACTIVATION:
-                mb.outgoing[out.name] = value
-            elif not self.of.recompute:
-                mb.saved[out.name] = value
-
-    def backward(self, _position: int, action: Action) -> None:
-        """The backward of a micro-batch; with recomputation, its forward again before that."""
-        mb = self.micro_batches[action.micro_batch]
-        graph = self.of.chunk.backward
-        if graph is None or self.of.backward is None:
-            return
-        if self.of.recompute:
-            forward = self.of.chunk.forward
-            outs = self.of.forward([self._input(mb, i.name) for i in forward.inputs])
-            for out, value in zip(forward.outputs, outs, strict=True):
-                if out.kind is OutputKind.SAVED:
-                    mb.saved[out.name] = value
-            del outs
-        given = [self._backward_input(mb, i.name, i.kind, i.target, i.spec) for i in graph.inputs]
-        mb.saved.clear()
-        mb.activations.clear()
-        mb.tangents.clear()
-        found: Tensors = {}
-        for out, value in zip(graph.outputs, self.of.backward(given), strict=True):
-            if out.name in self.of.specs:
-                mb.outgoing[out.name] = value
+            elif out.kind is OutputKind.SAVED:
+                live.values[out.name] = value
+            elif out.kind is OutputKind.ACTIVATION or out.name in stage.specs:
+                is_grad = out.kind is OutputKind.GRADIENT
+                readers = self.of.readers[action.stage, out.name, is_grad]
+                if readers:
+                    live.outgoing[out.name, is_grad] = value, readers
             else:
                 found[out.name] = value
-        self._accumulate(found)
+        del outs
+        self._accumulate(stage, piece, found)
 
-    def _accumulate(self, gradients: Tensors) -> None:
-        """Adds a micro-batch's gradients.
+    def _given(self, stage: Stage, live: _Live, piece: Piece) -> list[torch.Tensor]:
+        """The inputs of a piece; what no later one reads is held by nobody else from here on."""
+        given = [
+            self._tangent(stage, live, i)
+            if i.kind is InputKind.TANGENT
+            else self._input(stage, live, i.key)
+            for i in piece.graph.inputs
+        ]
+        live.values = {name: v for name, v in live.values.items() if name in piece.leaves}
+        return given
+
+    def _input(self, stage: Stage, live: _Live, name: str) -> torch.Tensor:
+        for values in (live.values, live.inputs, stage.constants):
+            if name in values:
+                return values[name]
+        return self.of.state[stage.targets[name] or name]
+
+    def _tangent(self, stage: Stage, live: _Live, item: Input) -> torch.Tensor:
+        if item.key in live.values:
+            return live.values[item.key]
+        # The loss counts once; a sent value that no one differentiates counts nothing.
+        fill = 0.0 if item.target in stage.specs else 1.0
+        return torch.full(item.spec.shape, fill, dtype=item.spec.dtype, device=self.of.device)
+
+    def _sum_tangents(self, live: _Live) -> None:
+        for name, parts in live.tangents.items():
+            first, *others = (parts[s] for s in sorted(parts))
+            for other in others:
+                first = first + other
+            live.values[name] = first
+        live.tangents.clear()
+
+    def _accumulate(self, stage: Stage, piece: Piece, gradients: Tensors) -> None:
+        """Adds a micro-batch's gradients to those of its stage.
 
         The first ones are kept as they are where nothing else lives in their memory.
         """
-        targets = self.of.targets
-        old = [name for name in gradients if targets[name] in self.gradients]
+        sums = self.sums[stage.number]
+        named = {stage.targets[name]: (name, value) for name, value in gradients.items()}
+        old = [target for target in named if target in sums]
         if old:
-            torch._foreach_add_(
-                [self.gradients[targets[n]] for n in old], [gradients[n] for n in old]
-            )
-        for name in (n for n in gradients if n not in set(old)):
-            value = gradients[name]
-            if name not in self.of.owned:
+            torch._foreach_add_([sums[t] for t in old], [named[t][1] for t in old])
+        for target, (name, value) in named.items():
+            if target in sums:
+                continue
+            if name not in piece.owned:
                 value = value.clone(memory_format=torch.contiguous_format)
-            self.gradients[targets[name]] = value
-
-    def _input(self, mb: _MicroBatch, name: str) -> torch.Tensor:
-        for values in (mb.inputs, mb.activations):
-            if name in values:
-                return values[name]
-        return self.of.state[self.of.targets[name] or name]
-
-    def _backward_input(
-        self, mb: _MicroBatch, name: str, kind: InputKind, target: str, spec: TensorSpec
-    ) -> torch.Tensor:
-        if kind is InputKind.SAVED:
-            return mb.saved.pop(target)
-        if kind is not InputKind.TANGENT:
-            return self._input(mb, name)
-        if target in mb.tangents:
-            return mb.tangents.pop(target)
-        # The loss counts once; a sent value that no one differentiates counts nothing.
-        fill = 0.0 if target in self.of.specs else 1.0
-        return torch.full(spec.shape, fill, dtype=spec.dtype, device=self.of.device)
+            sums[target] = value
 
     def send(self, position: int, action: Action) -> None:
-        """Starts a message; what is done already is let go."""
-        mb = self.micro_batches[action.micro_batch]
-        later = any(
-            a.kind is ActionKind.SEND and a.message == action.message
-            for a in self.of.program.actions[position + 1 : position + 1 + SENDS_APART]
-        )
-        value = mb.outgoing[action.value] if later else mb.outgoing.pop(action.value)
+        """Starts a message, or hands it over to another stage of this rank."""
+        outgoing = self.live[action.stage, action.micro_batch].outgoing
+        value, readers = outgoing.pop((action.value, action.is_grad))
+        if readers > 1:
+            outgoing[action.value, action.is_grad] = value, readers - 1
         value = value.contiguous()
-        group, tag = self.of.groups[action.is_grad], self.of.tags[position]
-        work = dist.isend(value, action.peer, group, tag)
-        assert work is not None
-        self.sends.append((work, value))
-        while self.sends and self.sends[0][0].is_completed():
-            self.sends.popleft()
+        if action.peer == self.program.rank:
+            self.handed[action.message] = value
+        else:
+            self.messages.send(position, action, value)
 
     def receive(self, position: int, action: Action) -> None:
         """Waits for a message."""
-        work, buffer = self.receives.pop(position)
-        work.wait()
-        mb = self.micro_batches[action.micro_batch]
-        if not action.is_grad:
-            mb.activations[action.value] = buffer
-        elif action.value in mb.tangents:
-            mb.tangents[action.value] += buffer
+        if action.peer == self.program.rank:
+            value = self.handed.pop(action.message)
         else:
-            mb.tangents[action.value] = buffer
+            value = self.messages.receive(position, action)
+        live = self.live[action.stage, action.micro_batch]
+        if action.is_grad:
+            live.tangents.setdefault(action.value, {})[action.peer_stage] = value
+        else:
+            live.values[action.value] = value
 
-    def reduce(self, _position: int, _action: Action) -> None:
-        """Adds up the gradients over the ranks that hold the same parameters."""
+    def reduce(self) -> None:
+        """Adds up the gradients over the stages and ranks that hold the same parameters."""
+        self._merge()
         if self.of.reduce is not None:
             self.of.reduce(self.gradients)
 
-
-# The sends of one value to several stages stand together: at most this many apart.
-SENDS_APART = 64
-HANDLERS: Mapping[ActionKind, Callable[[_Step, int, Action], None]] = {
-    ActionKind.FORWARD: _Step.forward,
-    ActionKind.BACKWARD: _Step.backward,
-    ActionKind.SEND: _Step.send,
-    ActionKind.RECV: _Step.receive,
-    ActionKind.REDUCE: _Step.reduce,
-}
-
-
-def _message_specs(chunk: Chunk) -> dict[str, TensorSpec]:
-    """The shape of every value that this stage exchanges; a gradient has its value's shape."""
-    specs = chunk.forward.specs()
-    found = {i.name: i.spec for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION}
-    for out in chunk.forward.outputs:
-        if out.kind is OutputKind.ACTIVATION:
-            found[out.name] = specs[out.ref]
-    return found
-
-
-def _owned_gradients(backward: Graph) -> set[str]:
-    """The gradients in memory of their own: made by a call that returns no view, and no other
-    output is the same value or a view of it.
-    """
-    memory = {Ref(i.name): {Ref(i.name)} for i in backward.inputs}
-    made: set[Ref] = set()
-    for node in backward.nodes:
-        own = {Ref(node.name, k) for k in range(len(node.outputs))}
-        if returns_view(node.op):
-            shared = set().union(*(memory[r] for r in node.refs))
-            memory |= dict.fromkeys(own, shared)
-        else:
-            memory |= {ref: {ref} for ref in own}
-            made |= own
-    times = Counter(ref for o in backward.outputs for ref in memory[o.ref])
-    return {o.name for o in backward.outputs if o.ref in made and times[o.ref] == 1}
-
-
-def _message_tags(program: Program) -> dict[int, int]:
-    """A tag for each message: its turn among those from one rank to the other."""
-    turns: dict[tuple[int, ActionKind], int] = {}
-    tags: dict[int, int] = {}
-    for k, action in enumerate(program.actions):
-        if action.kind in (ActionKind.SEND, ActionKind.RECV):
-            key = action.peer, action.kind
-            tags[k] = turns[key] = turns.get(key, -1) + 1
-    return tags
+    def _merge(self) -> None:
+        """Adds up the gradients of this rank's stages, in their order."""
+        for number in sorted(self.sums):
+            for name, value in self.sums[number].items():
+                if name in self.gradients:
+                    self.gradients[name] += value
+                else:
+                    self.gradients[name] = value
+        self.sums.clear()

@@ -62,12 +62,23 @@ class Groups:
             families.setdefault(rest[name], []).append(rank)
         return self.group(families.values(), copy)
 
-    def holders(self, stages: Sequence[int]) -> dist.ProcessGroup | None:
-        """The ranks of these stages that hold the same shards as this one, in its dp replica."""
+    def holders(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """These pipeline ranks' ranks with the same shards as this one, in its dp replica."""
         mesh = self.mesh
         return self.group(
-            [mesh.rank(dp, s, tp) for s in stages] for dp in range(mesh.dp) for tp in range(mesh.tp)
+            [mesh.rank(dp, r, tp) for r in ranks] for dp in range(mesh.dp) for tp in range(mesh.tp)
         )
+
+    def channels(self, rank_of: Sequence[int]) -> dict[tuple[bool, bool], dist.ProcessGroup | None]:
+        """The groups of messages, by whether gradients travel and whether to a higher rank.
+
+        `rank_of` are the pipeline ranks of the stages: where those of later stages are never lower,
+        activations go up and gradients down, and two groups do.
+        """
+        one_way = list(rank_of) == sorted(rank_of)
+        kinds = [(False, True), (True, False)]
+        kinds += [] if one_way else [(False, False), (True, True)]
+        return {kind: self.axis("pp", copy=k) for k, kind in enumerate(kinds)}
 
 
 def agree(facts: Callable[[], Mapping[str, str]]) -> None:

@@ -17,18 +17,21 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one parameter or buffer lives: its layout over tp, the stages that hold it."""
+    """Where one parameter or buffer lives: its layout over tp, the stages that read it, and the
+    pipeline ranks that hold it.
+    """
 
     layout: Layout
     dtype: torch.dtype
     stages: tuple[int, ...]
+    ranks: tuple[int, ...]
     is_parameter: bool
     requires_grad: bool
 
     @property
     def owner(self) -> int:
-        """The stage whose copy counts where one is needed: once in a norm, for the whole model."""
-        return self.stages[0]
+        """The rank whose copy counts where one is needed: once in a norm, for the whole model."""
+        return self.ranks[0]
 
 
 def same_everywhere(tensors: Sequence[torch.Tensor]) -> None:
@@ -60,8 +63,9 @@ def gather_full(
 
     `local` holds this rank's parts; a name that no owner holds is left out. Only dp rank 0 sends.
     """
-    dp, stage, _ = mesh.coordinates(rank)
-    own = {n for n, p in placements.items() if dp == 0 and p.owner == stage and n in local}
+    dp, pipeline_rank, _ = mesh.coordinates(rank)
+    owned = {n for n, p in placements.items() if p.owner == pipeline_rank}
+    own = {n for n in owned if dp == 0 and n in local}
     present = [own]
     if mesh.world_size > 1:
         present = [set() for _ in range(mesh.world_size)]

@@ -27,8 +27,8 @@ from benchmarks.reference import (
     train_reference,
 )
 from merakc.cluster import NOMINAL_CPU
+from merakc.costs.stage import OPTIMIZER_STATES
 from merakc.ir.program import Mesh
-from merakc.planner import OPTIMIZER_STATES
 
 # peft asks transformers by a name that transformers will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU, Cluster
-from merakc.errors import PlanError
+from merakc.costs.stage import stage_cost
+from merakc.errors import ConfigError, PlanError
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan, load_plan
@@ -21,10 +22,11 @@ from merakc.planner import (
     adapt_plan,
     apply_plan,
     make_plan,
+    planned_schedule,
     predict,
-    rough_stage_cost,
-    stage_cost,
 )
+from merakc.schedules.registry import make_schedule
+from merakc.schedules.text import format_schedule
 
 LAYOUTS = (Mesh(), Mesh(tp=2), Mesh(pp=2), Mesh(pp=4), Mesh(2, 2, 2), Mesh(tp=3, pp=2))
 MICRO_BATCHES = 4
@@ -105,36 +107,79 @@ def test_no_rank_holds_more_than_tp_rank_0() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_the_predicted_peak_is_that_of_a_replay(schedule: str, recompute: str) -> None:
-    plan, lowered = planned(Mesh(), schedule=schedule, recompute=recompute)
-    cost = stage_cost(lowered.chunk(0, 0), NOMINAL_CPU, plan)
+    _, lowered = planned(Mesh(), schedule=schedule, recompute=recompute)
+    cost = stage_cost(lowered.chunk(0, 0), NOMINAL_CPU)
     prediction, simulation = predict(lowered, NOMINAL_CPU, (cost,))
+    full = recompute == "full"
+    kept = cost.checkpoint_bytes if full else cost.saved_bytes
+    effects = {  # the highest point over what was alive, and what is alive after more than before
+        ActionKind.FORWARD: (
+            cost.checkpoint_peak_bytes if full else cost.forward_peak_bytes, kept
+        ),
+        ActionKind.RECOMPUTE: (cost.recompute_peak_bytes, cost.saved_bytes - kept),
+        ActionKind.BACKWARD: (cost.backward_peak_bytes, -cost.saved_bytes),
+        ActionKind.INPUT_GRAD: (cost.backward_peak_bytes, cost.deferred_bytes - cost.saved_bytes),
+        ActionKind.WEIGHT_GRAD: (cost.weight_peak_bytes, -cost.deferred_bytes),
+        ActionKind.REDUCE: (0, 0),
+    }  # fmt: skip
     alive = peak = cost.static_bytes
     for action in lowered.programs()[0].actions:
-        if action.kind is ActionKind.FORWARD:
-            peak = max(peak, alive + cost.forward_peak_bytes)
-            alive += cost.saved_bytes
-        if action.kind is ActionKind.BACKWARD:
-            peak = max(peak, alive + cost.backward_peak_bytes)
-            alive -= cost.saved_bytes
+        most, more = effects[action.kind]
+        peak = max(peak, alive + most)
+        alive += more
+    assert alive == cost.static_bytes
     assert prediction.peak_bytes == simulation.peak_bytes == (peak,)
-    seconds = MICRO_BATCHES * (cost.forward_s + cost.backward_s)
-    assert prediction.step_s == pytest.approx(seconds)
+    each_s = cost.forward_s + (cost.recompute_s if full else 0.0)
+    each_s += cost.input_grad_s + cost.weight_grad_s if schedule == "zb-h1" else cost.backward_s
+    assert prediction.step_s == pytest.approx(MICRO_BATCHES * each_s)
 
 
-def test_recomputation_trades_seconds_for_bytes() -> None:
+def test_a_schedule_says_how_many_stages_there_are() -> None:
+    plan, lowered = planned(Mesh(tp=2, pp=2), schedule="zb-v")
+    assert plan.placement == plan.rank_of == (0, 1, 1, 0)
+    assert {run.stage for run in plan.stages} == {0, 1, 2, 3}
+    assert set(lowered.chunks(0)) == {0, 3}
+    assert set(lowered.chunks(3)) == {1, 2}
+    chunk = lowered.chunks(0)[3]
+    assert chunk.input_grad is not None
+    assert chunk.checkpoint is None
+    more, _ = make_plan(
+        recording(), Mesh(pp=2), MICRO_BATCHES, NOMINAL_CPU, schedule="interleaved-1f1b", chunks=3
+    )
+    assert more.placement == (0, 1, 0, 1, 0, 1)
+    assert planned(Mesh(pp=2))[0].placement == ()
+
+
+def test_an_order_of_the_users_own(tmp_path: Path) -> None:
+    text = format_schedule(make_schedule("gpipe", 2, MICRO_BATCHES))
+    plan, lowered = make_plan(
+        recording(), Mesh(pp=2), MICRO_BATCHES, NOMINAL_CPU, schedule="mine",
+        order=tuple(text.splitlines()),
+    )  # fmt: skip
+    assert lowered.programs() == planned(Mesh(pp=2), schedule="gpipe")[1].programs()
+    plan.save(tmp_path / "plan.json")
+    again = apply_plan(load_plan(tmp_path / "plan.json"), recording())
+    assert again.programs() == lowered.programs()
+    wrong = dataclasses.replace(plan, micro_batches=2)
+    with pytest.raises(ConfigError, match="'mine' is an order of 4 micro-batches on 2 ranks"):
+        planned_schedule(wrong)
+    again_text = format_schedule(make_schedule("gpipe", 2, MICRO_BATCHES, recompute="full"))
+    with pytest.raises(ConfigError, match="recomputes, and recompute is 'none'"):
+        planned_schedule(dataclasses.replace(plan, order=tuple(again_text.splitlines())))
+
+
+def test_each_stage_keeps_what_the_plan_lets_it() -> None:
     plan, lowered = planned(Mesh(pp=2))
-    full = dataclasses.replace(plan, recompute="full")
-    for stage in range(2):
-        chunk, local = lowered.chunk(stage, 0), lowered.stages.local[stage]
-        kept, dropped = (stage_cost(chunk, NOMINAL_CPU, p) for p in (plan, full))
-        assert dropped.saved_bytes < kept.saved_bytes
-        assert dropped.backward_s == pytest.approx(kept.backward_s + kept.forward_s)
-        rough, roughly = (rough_stage_cost(local, NOMINAL_CPU, p) for p in (plan, full))
-        assert roughly.saved_bytes == dropped.saved_bytes
-        assert rough.static_bytes == kept.static_bytes
-        assert rough.saved_bytes >= kept.saved_bytes  # without the backward it is an upper bound
+    solved = dataclasses.replace(plan, recompute="solved", keep_bytes=(40_000, -1))
+    lowered = dataclasses.replace(lowered, plan=solved)
+    first, last = lowered.chunk(0, 0), lowered.chunk(1, 0)
+    assert last.recompute is None
+    cost = stage_cost(first, NOMINAL_CPU)
+    assert 20_000 < cost.checkpoint_bytes <= 40_000 < cost.saved_bytes
+    kinds = [{a.kind for a in p.actions} for p in lowered.programs()]
+    assert [ActionKind.RECOMPUTE in k for k in kinds] == [True, False]
 
 
 def test_data_parallel_ranks_reduce_their_gradients() -> None:

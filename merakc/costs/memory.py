@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from merakc.costs.flops import FREE
-from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
-from merakc.ir.program import Chunk
+from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
+from merakc.ir.program import ActionKind, Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +60,104 @@ def live_bytes(graph: Graph, handed: Mapping[str, Memory] | None = None) -> Live
     return LiveBytes(peak, sum(sizes[r] for r in kept - held - given.keys()))
 
 
-def backward_live_bytes(chunk: Chunk) -> LiveBytes:
-    """The backward over what was alive before it: it frees the saved values as it goes."""
-    if chunk.backward is None:
-        return LiveBytes(0, 0)
-    owner = _owners(chunk.forward)
-    inputs = {i.name: i for i in chunk.forward.inputs}
-    specs = chunk.forward.specs()
-    saved = {o.name: owner[o.ref] for o in chunk.forward.outputs if o.kind is OutputKind.SAVED}
-    handed: dict[str, Memory] = {}
-    for item in chunk.backward.inputs:
-        ref = saved.get(item.target) if item.kind is InputKind.SAVED else Ref(item.name)
-        assert ref is not None
-        source = inputs.get(ref.node)
-        arrived = source is not None and source.kind is InputKind.ACTIVATION
-        if arrived or (item.kind is InputKind.SAVED and source is None):
-            handed[item.name] = Memory(f"handed:{ref}", specs[ref].size_bytes)
-    return live_bytes(chunk.backward, handed)
+@dataclass(frozen=True, slots=True)
+class ActionBytes:
+    """What one compute of a micro-batch on a stage does to memory.
+
+    `peak_bytes` is its highest point over what was alive before, what it reads included there.
+    After it, `held_bytes` are alive for later computes of the micro-batch, received values among
+    them, `sent_bytes` for its messages alone, and `gradient_bytes` are gradients of parameters.
+    """
+
+    peak_bytes: int
+    held_bytes: int
+    sent_bytes: int
+    gradient_bytes: int
 
 
-def saved_bytes(chunk: Chunk) -> int:
-    """What a micro-batch holds from its forward to its backward, received activations included."""
-    if chunk.backward is None:
-        return 0
-    owner = _owners(chunk.forward)
-    inputs = {i.name for i in chunk.forward.inputs}
-    specs = chunk.forward.specs()
-    saved = {owner[o.ref] for o in chunk.forward.outputs if o.kind is OutputKind.SAVED}
-    own = sum(specs[r].size_bytes for r in saved if r.node not in inputs)
-    held = {i.name for i in chunk.backward.inputs if i.kind is InputKind.ACTIVATION}
-    held |= {r.node for r in saved}
-    arrived = [i for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION]
-    return own + sum(i.spec.size_bytes for i in arrived if i.name in held)
+def order_bytes(chunk: Chunk, order: Sequence[ActionKind]) -> tuple[ActionBytes, ...]:
+    """The bytes of each compute of a micro-batch, run on a stage in this order.
+
+    A value is let go of by the last piece that reads it, at its last reader there.
+    """
+    pieces = chunk.pieces(order)
+    later = [frozenset[str]()]
+    for piece in reversed(pieces[1:]):
+        later.append(later[-1] | (chunk.taken(piece) if piece else frozenset()))
+    held = {i.name: _memory(i, "received") for i in chunk.forward.inputs if _is_received(i)}
+    for item in chunk.forward.inputs:
+        if item.name in later[-1] and item.target in chunk.written:
+            held[item.name] = _memory(item, "copied")
+    found = []
+    for kind, piece, leaves in zip(order, pieces, reversed(later), strict=True):
+        if kind.sends_gradients and piece is not None:
+            whole = [*piece.inputs, *(chunk.weight_grad.inputs if chunk.weight_grad else ())]
+            received = {o.name for o in chunk.forward.outputs if o.kind is OutputKind.ACTIVATION}
+            tangents = (i for i in whole if i.kind is InputKind.TANGENT and i.target in received)
+            held |= {i.key: _memory(i, "tangent") for i in tangents}
+        bytes_, held = _run_piece(chunk, kind, piece, held, leaves)
+        found.append(bytes_)
+    return tuple(found)
+
+
+def _is_received(item: Input) -> bool:
+    return item.kind is InputKind.ACTIVATION
+
+
+def _memory(item: Input, what: str) -> Memory:
+    return Memory(f"{what} {item.name}", item.spec.size_bytes)
+
+
+def _total(held: Mapping[str, Memory]) -> int:
+    return sum({m.owner: m.size_bytes for m in held.values()}.values())
+
+
+def _run_piece(
+    chunk: Chunk,
+    kind: ActionKind,
+    piece: Graph | None,
+    held: Mapping[str, Memory],
+    leaves: Collection[str],
+) -> tuple[ActionBytes, dict[str, Memory]]:
+    """What running a piece does, and what the micro-batch holds after it."""
+    kept = {k: m for k, m in held.items() if k in leaves}
+    if piece is None:
+        return ActionBytes(0, _total(kept), 0, 0), kept
+    owners = {m.owner for m in kept.values()}
+    given = {i.name: held[i.key] for i in piece.inputs if i.key in held}
+    read = {m.owner for m in given.values()}
+    unread = {k: m for k, m in held.items() if m.owner not in owners | read}
+    handed = {name: m for name, m in given.items() if m.owner not in owners}
+    peak_bytes = live_bytes(piece, handed).peak_bytes - _total(unread)
+    home = _owners(piece, {name: Ref(m.owner) for name, m in given.items()})
+    specs = piece.specs()
+    known = {m.owner: m for m in given.values()}
+    inputs = {i.name for i in piece.inputs} - given.keys()
+
+    def memory(ref: Ref) -> Memory | None:
+        owner = home[ref]
+        if owner.node in known:
+            return known[owner.node]
+        if owner.node in inputs:  # a parameter, a part of the batch
+            return None
+        return Memory(f"{kind} {owner}", specs[owner].size_bytes)
+
+    sent: dict[str, Memory] = {}
+    gradient_bytes = 0
+    received = {i.name for i in chunk.forward.inputs if _is_received(i)}
+    for out in piece.outputs:
+        own = memory(out.ref)
+        if out.kind is OutputKind.SAVED and own is not None:
+            if out.name in leaves:
+                kept[out.name] = own
+        elif out.kind is OutputKind.ACTIVATION or out.name in received:
+            if own is not None:
+                sent[out.name] = own
+        elif out.kind is OutputKind.GRADIENT:
+            gradient_bytes += specs[out.ref].size_bytes
+    held_owners = {m.owner for m in kept.values()}
+    sent = {k: m for k, m in sent.items() if m.owner not in held_owners}
+    return ActionBytes(peak_bytes, _total(kept), _total(sent), gradient_bytes), kept
 
 
 def _owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:

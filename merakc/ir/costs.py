@@ -16,6 +16,8 @@ class StageCost:
     parameters, buffers, gradients and optimizer state. Where a micro-batch is recomputed, the
     forward leaves `checkpoint_bytes` behind, and the recomputation makes them `saved_bytes`. Where
     the backward is split, `deferred_bytes` live from the input gradient to the weight gradient.
+    `checkpoint_peak_bytes`, `recompute_peak_bytes` and `weight_peak_bytes` are the highest points
+    of a forward that leaves a checkpoint, of a recomputation and of a weight gradient.
     """
 
     forward_s: float
@@ -29,6 +31,9 @@ class StageCost:
     deferred_bytes: int = 0
     forward_peak_bytes: int = 0
     backward_peak_bytes: int = 0
+    checkpoint_peak_bytes: int = 0
+    recompute_peak_bytes: int = 0
+    weight_peak_bytes: int = 0
     static_bytes: int = 0
 
 

@@ -99,6 +99,11 @@ class Input:
     target: str = ""
     requires_grad: bool = False
 
+    @property
+    def key(self) -> str:
+        """The name under which a micro-batch holds it between two pieces of a chunk."""
+        return self.target if self.kind in (InputKind.SAVED, InputKind.TANGENT) else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Node:

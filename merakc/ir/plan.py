@@ -13,7 +13,7 @@ import pydantic
 from merakc.errors import PlanError
 from merakc.ir.program import Mesh
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class CutReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator expects of one step; `peak_bytes` per pipeline stage."""
+    """What the simulator expects of one step; `peak_bytes` per pipeline rank."""
 
     step_s: float
     bubble_share: float
@@ -83,6 +83,11 @@ class Plan:
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
     that each tp rank computes whole because there is no rule to split them. With
     `sequence_parallel`, what tp leaves whole runs on parts of sequences.
+
+    `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
+    the order of work of each pipeline rank, where the name of the schedule does not say it.
+    `keep_bytes` is what a micro-batch may keep on each stage from its forward to its backward where
+    `recompute` is "solved"; at -1 it keeps all.
     """
 
     model: str
@@ -102,6 +107,9 @@ class Plan:
     whole_ops: tuple[str, ...] = ()
     opaque_modules: tuple[OpaqueModule, ...] = ()
     sequence_parallel: bool = False
+    placement: tuple[int, ...] = ()
+    order: tuple[str, ...] = ()
+    keep_bytes: tuple[int, ...] = ()
     prediction: Prediction | None = None
     merakc_version: str = ""
     schema_version: int = SCHEMA_VERSION
@@ -110,6 +118,11 @@ class Plan:
     def mesh(self) -> Mesh:
         """The grid of ranks."""
         return Mesh(self.dp, self.tp, self.pp)
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return self.placement or tuple(range(self.pp))
 
     @property
     def hash(self) -> str:

@@ -3,15 +3,17 @@
 The simulator and the runtime execute the same lists. Notation of an action, after
 `torch.distributed.pipelining`: `2F0` is the forward of stage 2 on micro-batch 0, `2B0` its
 backward, `2I0`/`2W0` its input- and weight-gradient halves, `2R0` its forward once more for what
-the backward reads, `send 2F0 add_7 -> 3` and `recv 1F0 add_3 <- 1` messages with a peer rank.
+the backward reads, `send 2F0 add_7 -> 3` and `recv 1F0 add_3 <- 1` messages with a peer rank. A
+message of a rank to itself is handed over in memory, from one of its stages to another.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, InputKind, OutputKind
 
 
 class ActionKind(StrEnum):
@@ -25,6 +27,21 @@ class ActionKind(StrEnum):
     SEND = "send"
     RECV = "recv"
     REDUCE = "reduce"  # gradients over dp and over the holders of tied parameters
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is an end of a message."""
+        return self in (ActionKind.SEND, ActionKind.RECV)
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it runs a graph on a micro-batch."""
+        return not self.is_message and self is not ActionKind.REDUCE
+
+    @property
+    def sends_gradients(self) -> bool:
+        """Whether it ends with the gradients that other stages wait for."""
+        return self in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +79,11 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One entry of a rank's list. `value`, `peer`, `size_bytes` are those of a message."""
+    """One entry of a rank's list.
+
+    `stage` is the acting rank's. The other fields are those of a message: `peer` and `peer_stage`
+    are the rank and the stage at its other end.
+    """
 
     kind: ActionKind
     stage: int
@@ -71,11 +92,16 @@ class Action:
     peer: int = -1
     size_bytes: int = 0
     is_grad: bool = False  # the message is the gradient of `value`
+    peer_stage: int = -1
 
     @property
-    def message(self) -> tuple[str, bool, int]:
-        """What a send and its receive must agree on, beside the two ranks."""
-        return self.value, self.is_grad, self.micro_batch
+    def message(self) -> tuple[str, bool, int, int, int]:
+        """What a send and its receive must agree on, beside the two ranks: value, whether it is a
+        gradient, micro-batch, sending stage, receiving stage.
+        """
+        ends = (self.stage, self.peer_stage)
+        source, target = ends if self.kind is ActionKind.SEND else ends[::-1]
+        return self.value, self.is_grad, self.micro_batch, source, target
 
     def __str__(self) -> str:
         if self.kind is ActionKind.REDUCE:
@@ -96,10 +122,54 @@ class Chunk:
     of the forward's inputs, the saved values (inputs of kind `SAVED`, whose target is the name of
     the forward's output) and the tangents (whose target is the differentiated output) to
     gradients, named after the forward's inputs. It is None where nothing requires a gradient.
+
+    The other pieces are there where a schedule wants them. `checkpoint` is the forward that saves
+    less, `recompute` makes the rest of what `forward` saves from the chunk's inputs and from what
+    `checkpoint` has saved. `input_grad` and `weight_grad` are the halves of `backward`. Whatever
+    passes between pieces is an output of kind `SAVED` of the one and the target of an input of
+    that kind of the other.
     """
 
     forward: Graph
     backward: Graph | None
+    checkpoint: Graph | None = None
+    recompute: Graph | None = None
+    input_grad: Graph | None = None
+    weight_grad: Graph | None = None
+
+    def piece(self, kind: ActionKind, *, again: bool = False) -> Graph | None:
+        """The graph of a kind of compute; `again` says that a recomputation follows a forward."""
+        match kind:
+            case ActionKind.FORWARD:
+                return self.checkpoint if again else self.forward
+            case ActionKind.BACKWARD:
+                return self.backward
+            case ActionKind.INPUT_GRAD:
+                return self.input_grad
+            case ActionKind.WEIGHT_GRAD:
+                return self.weight_grad
+            case ActionKind.RECOMPUTE:
+                return self.recompute
+            case _:
+                raise AssertionError(f"{kind} runs no graph")
+
+    def pieces(self, order: Sequence[ActionKind]) -> tuple[Graph | None, ...]:
+        """The graphs that a micro-batch runs for these computes, from its forward on."""
+        again = ActionKind.RECOMPUTE in order
+        return tuple(self.piece(kind, again=again) for kind in order)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the buffers that the forward writes."""
+        outputs = self.forward.outputs
+        return frozenset(o.name for o in outputs if o.kind is OutputKind.BUFFER)
+
+    def taken(self, piece: Graph) -> frozenset[str]:
+        """The keys of what a piece after the forward takes from its micro-batch, and not from the
+        batch or the state; of a buffer that the forward writes it takes the value from before.
+        """
+        held = (InputKind.SAVED, InputKind.ACTIVATION, InputKind.TANGENT)
+        return frozenset(i.key for i in piece.inputs if i.kind in held or i.target in self.written)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,125 +1,154 @@
-"""The order of work: which micro-batch a stage runs when, and the messages around it.
+"""From an order of work to Programs: the messages around the compute of every rank.
 
-Every stage runs the micro-batches in ascending order, forward and backward. So two ranks that
-exchange several values post them in the same order on both sides, which NCCL, having no tags,
-depends on.
+NCCL has no tags: what one rank sends to another over one channel arrives in the order of the
+calls, so both ends must post in that order, whatever the order of their own work. A channel is an
+ordered pair of ranks, once for activations and once for gradients. The sender's order rules: it
+sends what a compute has made right after it. The receiver takes, before a compute, what that reads
+and whatever came over the same channel before. It waits for nothing longer through that, since
+what was sent before has arrived before.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from merakc.errors import ConfigError
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
+from merakc.ir.schedule import Schedule
 
-Order = tuple[tuple[ActionKind, int], ...]
-
-_F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
-
-
-def _gpipe(stage: int, stages: int, micro_batches: int) -> Order:
-    """All forwards, then all backwards (Huang et al. 2019, section 2.2)."""
-    del stage, stages  # every stage runs the same order
-    return tuple((kind, j) for kind in (_F, _B) for j in range(micro_batches))
-
-
-def _one_f_one_b(stage: int, stages: int, micro_batches: int) -> Order:
-    """PipeDream-flush (Narayanan et al. 2021, section 2.2.1).
-
-    Stage s of p opens with p - s - 1 forwards, so it holds at most p - s micro-batches.
-    """
-    warmup = min(micro_batches, stages - stage - 1)
-    steady = micro_batches - warmup
-    order = [(_F, j) for j in range(warmup)]
-    for j in range(steady):
-        order += [(_F, warmup + j), (_B, j)]
-    order += [(_B, j) for j in range(steady, micro_batches)]
-    return tuple(order)
-
-
-_SCHEDULES: dict[str, Callable[[int, int, int], Order]] = {"gpipe": _gpipe, "1f1b": _one_f_one_b}
-
-
-def compute_order(schedule: str, stage: int, stages: int, micro_batches: int) -> Order:
-    """The forwards and backwards of one stage in one step: pairs of kind and micro-batch.
-
-    Raises `ConfigError` for a schedule of no known name and for fewer than one micro-batch.
-    """
-    assert 0 <= stage < stages, f"stage {stage} of {stages}"
-    if schedule not in _SCHEDULES:
-        raise ConfigError(
-            f"schedule {schedule!r} is not known; choose one of {', '.join(sorted(_SCHEDULES))}"
-        )
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches is {micro_batches}; a step needs at least 1")
-    return _SCHEDULES[schedule](stage, stages, micro_batches)
+Channel = tuple[int, bool]  # into a rank: the sender, and whether gradients travel
 
 
 def build_programs(
     mesh: Mesh,
-    schedule: str,
-    micro_batches: int,
+    schedule: Schedule,
     transfers: Sequence[Transfer],
     *,
     forward_only: bool = False,
 ) -> tuple[Program, ...]:
-    """One Program per rank, in rank order. The rank with pp coordinate s runs stage s.
+    """One Program per rank, in rank order; a rank runs the stages of its pp coordinate.
 
-    Ranks that exchange messages share their dp and tp coordinates. `Action.stage` is always the
-    stage of the acting rank, that of the receiver in a receive. Transfers may skip stages;
-    messages of one micro-batch between two ranks travel in the order of `transfers`. With
-    `forward_only` there are no backwards, no gradients and no reduction.
+    Ranks that exchange messages share their dp and tp coordinates. Transfers may skip stages;
+    those between two stages of one rank are messages of the rank to itself. With `forward_only`
+    there are no backwards, no gradients and no reduction.
 
-    Raises `ConfigError` as `compute_order` does.
+    Raises `ConfigError` where the schedule is for another number of ranks. Whether the Programs
+    run to their end is for `verify_programs` to say.
     """
-    inbound: dict[int, list[Transfer]] = defaultdict(list)
-    outbound: dict[int, list[Transfer]] = defaultdict(list)
-    for transfer in transfers:
-        assert 0 <= transfer.source_stage < transfer.target_stage < mesh.pp, transfer
-        inbound[transfer.target_stage].append(transfer)
-        outbound[transfer.source_stage].append(transfer)
-    orders = [compute_order(schedule, s, mesh.pp, micro_batches) for s in range(mesh.pp)]
+    if schedule.ranks != mesh.pp:
+        raise ConfigError(
+            f"schedule '{schedule.name}' is for {schedule.ranks} pipeline ranks, the mesh has "
+            f"{mesh.pp}; give an order for each"
+        )
     if forward_only:
-        orders = [tuple(item for item in order if item[0] is _F) for order in orders]
-    programs = []
-    for rank in range(mesh.world_size):
-        dp, stage, tp = mesh.coordinates(rank)
-        peers = [mesh.rank(dp, other, tp) for other in range(mesh.pp)]
-        actions: list[Action] = []
-        for kind, j in orders[stage]:
-            actions += _with_messages(kind, stage, j, inbound[stage], outbound[stage], peers)
+        orders = [[a for a in o if a.kind is ActionKind.FORWARD] for o in schedule.orders]
+        schedule = replace(schedule, orders=tuple(map(tuple, orders)))
+    routes = _Routes(schedule.rank_of, transfers)
+    arriving = _arriving(schedule, routes)
+    lists = []
+    for rank, order in enumerate(schedule.orders):
+        actions = _with_messages(order, arriving[rank], routes)
         if not forward_only:
-            actions.append(Action(ActionKind.REDUCE, stage))
-        programs.append(Program(rank, tuple(actions)))
-    return tuple(programs)
+            stages = (s for s, holder in enumerate(schedule.rank_of) if holder == rank)
+            actions += [Action(ActionKind.REDUCE, stage) for stage in stages]
+        lists.append(actions)
+    return tuple(_placed(rank, mesh, lists) for rank in range(mesh.world_size))
+
+
+def _placed(rank: int, mesh: Mesh, lists: Sequence[Sequence[Action]]) -> Program:
+    """The Program of one rank of the mesh, its peers in its own dp and tp."""
+    dp, pipeline_rank, tp = mesh.coordinates(rank)
+    return Program(
+        rank,
+        tuple(
+            replace(a, peer=mesh.rank(dp, a.peer, tp)) if a.kind.is_message else a
+            for a in lists[pipeline_rank]
+        ),
+    )
+
+
+class _Routes:
+    """What enters and leaves every stage. Peers are pipeline ranks here."""
+
+    def __init__(self, rank_of: Sequence[int], transfers: Sequence[Transfer]) -> None:
+        self.rank_of = rank_of
+        self.inbound: dict[int, list[Transfer]] = defaultdict(list)
+        self.outbound: dict[int, list[Transfer]] = defaultdict(list)
+        for transfer in transfers:
+            assert 0 <= transfer.source_stage < transfer.target_stage < len(rank_of), transfer
+            self.inbound[transfer.target_stage].append(transfer)
+            self.outbound[transfer.source_stage].append(transfer)
+
+    def sends(self, action: Action) -> Iterator[Action]:
+        """What a compute sends when it has ended."""
+        if action.kind is ActionKind.FORWARD:
+            yield from self._messages(ActionKind.SEND, action, is_grad=False)
+        elif action.kind.sends_gradients:
+            yield from self._messages(ActionKind.SEND, action, is_grad=True)
+
+    def receives(self, action: Action) -> Iterator[Action]:
+        """What a compute reads."""
+        if action.kind is ActionKind.FORWARD:
+            yield from self._messages(ActionKind.RECV, action, is_grad=False)
+        elif action.kind.sends_gradients:
+            yield from self._messages(ActionKind.RECV, action, is_grad=True)
+
+    def _messages(self, kind: ActionKind, action: Action, *, is_grad: bool) -> Iterator[Action]:
+        downstream = (kind is ActionKind.SEND) is not is_grad  # the peer stage is a later one
+        for transfer in (self.outbound if downstream else self.inbound)[action.stage]:
+            if is_grad and not transfer.grad:
+                continue
+            other = transfer.target_stage if downstream else transfer.source_stage
+            yield Action(
+                kind,
+                action.stage,
+                action.micro_batch,
+                value=transfer.value,
+                peer=self.rank_of[other],
+                size_bytes=transfer.size_bytes,
+                is_grad=is_grad,
+                peer_stage=other,
+            )
 
 
 def _with_messages(
-    kind: ActionKind,
-    stage: int,
-    micro_batch: int,
-    inbound: Sequence[Transfer],
-    outbound: Sequence[Transfer],
-    peers: Sequence[int],
-) -> Iterator[Action]:
-    """The receives that a forward or backward waits for, itself, and the sends of its results."""
-    is_grad = kind is _B
-    arriving, leaving = (outbound, inbound) if is_grad else (inbound, outbound)
+    order: Sequence[Action], arriving: Mapping[Channel, Sequence[Action]], routes: _Routes
+) -> list[Action]:
+    """A rank's compute, with the receives before and the sends behind each action."""
+    turns = {
+        channel: {receive.message: k for k, receive in enumerate(receives)}
+        for channel, receives in arriving.items()
+    }
+    taken = dict.fromkeys(arriving, 0)
+    actions: list[Action] = []
+    for action in order:
+        for receive in routes.receives(action):
+            channel = receive.peer, receive.is_grad
+            turn = turns.get(channel, {}).get(receive.message)
+            if turn is None:  # nobody sends it: the check of the Programs says so
+                actions.append(receive)
+            elif turn >= taken[channel]:
+                actions += arriving[channel][taken[channel] : turn + 1]
+                taken[channel] = turn + 1
+        actions.append(action)
+        actions += routes.sends(action)
+    return actions
 
-    def message(message_kind: ActionKind, transfer: Transfer) -> Action:
-        ends = {transfer.source_stage, transfer.target_stage}
-        (other,) = ends - {stage}
-        return Action(
-            message_kind,
-            stage,
-            micro_batch,
-            value=transfer.value,
-            peer=peers[other],
-            size_bytes=transfer.size_bytes,
-            is_grad=is_grad,
-        )
 
-    yield from (message(ActionKind.RECV, t) for t in arriving if t.grad or not is_grad)
-    yield Action(kind, stage, micro_batch)
-    yield from (message(ActionKind.SEND, t) for t in leaving if t.grad or not is_grad)
+def _arriving(schedule: Schedule, routes: _Routes) -> list[dict[Channel, list[Action]]]:
+    """For each rank the receives of all that is sent to it, per channel in the sender's order."""
+    found: list[dict[Channel, list[Action]]] = [defaultdict(list) for _ in schedule.orders]
+    for sender, order in enumerate(schedule.orders):
+        for action in order:
+            for send in routes.sends(action):
+                receive = replace(
+                    send,
+                    kind=ActionKind.RECV,
+                    stage=send.peer_stage,
+                    peer=sender,
+                    peer_stage=send.stage,
+                )
+                found[send.peer][sender, send.is_grad].append(receive)
+    return found

@@ -50,7 +50,7 @@ ARGUMENTS: dict[str, Case] = {
     "negative degree": ({"dp": -2, "tp": -1}, ConfigError, ("dp is -2", "at least 1")),
     "zero micro-batches": ({"micro_batches": 0}, ConfigError, ("0 micro-batches",)),
     "unknown schedule": (
-        {"schedule": "2f2b"}, ConfigError, ("schedule '2f2b'", "auto, 1f1b, gpipe")),
+        {"schedule": "2f2b"}, ConfigError, ("schedule '2f2b'", "auto, gpipe, 1f1b")),
     "unknown recompute": (
         {"recompute": "some"}, ConfigError, ("recompute 'some'", "auto, none, full")),
     "missing plan": ({"plan": "no/such/plan.json"}, PlanError, ("no/such/plan.json",)),

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merakc.costs.memory import live_bytes, saved_bytes
+from merakc.costs.memory import live_bytes, order_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import ActionKind, Chunk
 
 VIEW, CALL = "aten.alias.default", "aten.add.Tensor"
 
@@ -66,5 +66,6 @@ def test_saved_bytes_are_the_saved_values_and_the_received_activations_that_they
     saved = tuple(Output(n, OutputKind.SAVED, Ref(n)) for n in ("y", "v", "w"))
     forward = Graph((x, unread, weight), (y, z, view), saved)
     backward = Graph((x, weight, Input("saved:%y", InputKind.SAVED, spec(7), "y")), (), ())
-    assert saved_bytes(Chunk(forward, backward)) == 7 + 4
-    assert saved_bytes(Chunk(forward, None)) == 0
+    order = ActionKind.FORWARD, ActionKind.BACKWARD
+    assert [b.held_bytes for b in order_bytes(Chunk(forward, backward), order)] == [7 + 4, 0]
+    assert order_bytes(Chunk(forward, None), order)[0].held_bytes == 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,8 +58,8 @@ def test_text_form_of_a_program() -> None:
 
 
 def test_a_send_and_its_receive_carry_the_same_message() -> None:
-    send = Action(ActionKind.SEND, 0, 2, "h", peer=1, size_bytes=64)
-    recv = Action(ActionKind.RECV, 1, 2, "h", peer=0, size_bytes=64)
-    gradient = Action(ActionKind.RECV, 1, 2, "h", peer=0, size_bytes=64, is_grad=True)
+    send = Action(ActionKind.SEND, 0, 2, "h", peer=1, size_bytes=64, peer_stage=1)
+    recv = Action(ActionKind.RECV, 1, 2, "h", peer=0, size_bytes=64, peer_stage=0)
+    gradient = replace(recv, is_grad=True)
     assert send.message == recv.message
     assert send.message != gradient.message

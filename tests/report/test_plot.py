@@ -13,11 +13,12 @@ from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import ActionKind, Event, Mesh
 from merakc.passes.schedule import build_programs
 from merakc.report.plot import plot_losses, plot_timeline
+from merakc.schedules.registry import make_schedule
 from merakc.simulate import simulate
 
 
 def _events(stages: int, micro_batches: int) -> tuple[Event, ...]:
-    programs = build_programs(Mesh(pp=stages), "gpipe", micro_batches, ())
+    programs = build_programs(Mesh(pp=stages), make_schedule("gpipe", stages, micro_batches), ())
     costs = CostTable((StageCost(1e-3, 2e-3, reduce_s=1e-3),) * stages, 0.0, 1.0)
     return simulate(programs, costs).events
 

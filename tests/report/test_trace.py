@@ -13,6 +13,7 @@ from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import ActionKind, Event, Mesh, Transfer
 from merakc.passes.schedule import build_programs
 from merakc.report.trace import write_trace
+from merakc.schedules.registry import make_schedule
 from merakc.simulate import simulate
 
 STAGES, MICRO_BATCHES = 3, 4
@@ -20,7 +21,9 @@ STAGES, MICRO_BATCHES = 3, 4
 
 def _events(p2p_latency_s: float = 1e-5) -> tuple[Event, ...]:
     transfers = [Transfer(f"h{s}", s, s + 1, 1000, True) for s in range(STAGES - 1)]
-    programs = build_programs(Mesh(pp=STAGES), "1f1b", MICRO_BATCHES, transfers)
+    programs = build_programs(
+        Mesh(pp=STAGES), make_schedule("1f1b", STAGES, MICRO_BATCHES), transfers
+    )
     stage = StageCost(1e-3 / 3, 2e-3 / 3, reduce_s=1e-3 / 7)
     return simulate(programs, CostTable((stage,) * STAGES, p2p_latency_s, 1e9)).events
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,9 +9,11 @@ import torch.distributed as dist
 from benchmarks.ranks import run_ranks
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Action, ActionKind, Chunk, Mesh, Transfer
+from merakc.passes.recompute import checkpointed
 from merakc.passes.schedule import build_programs
 from merakc.runtime.executor import Executor
 from merakc.runtime.groups import Groups
+from merakc.schedules.registry import make_schedule
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((3,), torch.float64)
@@ -66,15 +70,19 @@ def batches() -> list[dict[str, torch.Tensor]]:
 W, V = torch.tensor([1.0, 2.0, 3.0]).double(), torch.tensor([0.5, -1.0, 2.0]).double()
 
 
-def two_stages(schedule: str, recompute: bool) -> dict[str, object]:
+def two_stages(schedule: str, recompute: Literal["none", "full"]) -> dict[str, object]:
     rank, mesh = dist.get_rank(), Mesh(pp=2)
     groups = Groups(mesh, rank)
-    program = build_programs(mesh, schedule, MICRO_BATCHES, [Transfer("y", 0, 1, 24, True)])[rank]
+    program = build_programs(
+        mesh,
+        make_schedule(schedule, 2, MICRO_BATCHES, recompute=recompute),
+        [Transfer("y", 0, 1, 24, True)],
+    )[rank]
     reduced: list[int] = []
     executor = Executor(
-        program, [first_stage, last_stage][rank](), [{"w": W}, {"v": V}][rank], CPU,
-        recompute=recompute, reduce=lambda grads: reduced.append(len(grads)),
-        groups=(groups.axis("pp"), groups.axis("pp", copy=1)),
+        program, {rank: checkpointed([first_stage, last_stage][rank](), ())},
+        [{"w": W}, {"v": V}][rank], CPU, reduce=lambda grads: reduced.append(len(grads)),
+        channels=groups.channels((0, 1)),
     )  # fmt: skip
     executor.run(batches())
     result = executor.run(batches())
@@ -84,8 +92,8 @@ def two_stages(schedule: str, recompute: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_two_stages(schedule: str, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_two_stages(schedule: str, recompute: Literal["none", "full"]) -> None:
     first, last = run_ranks(2, two_stages, schedule, recompute)
     x = torch.stack([b["x"] for b in batches()])
     w, v = W.clone().requires_grad_(), V.clone().requires_grad_()
@@ -97,7 +105,10 @@ def test_two_stages(schedule: str, recompute: bool) -> None:
     for k, result in enumerate(last["result"].results):
         torch.testing.assert_close(result["vy"], W * V * x[k])
     assert first["labels"][-1] == "reduce 0"
-    computed = [label for label in first["labels"] if label[0] == "0"]
+    computed = [label for label in first["labels"] if label[0] == "0" and label[1] != "R"]
+    assert sum("R" in label for label in first["labels"]) == (
+        MICRO_BATCHES if recompute == "full" else 0
+    )
     if schedule == "gpipe":
         assert computed == ["0F0", "0F1", "0F2", "0F3", "0B0", "0B1", "0B2", "0B3"]
     else:
@@ -108,9 +119,9 @@ def skipping_stages() -> dict[str, torch.Tensor]:
     """Stage 0 sends one value to stages 1 and 2, whose gradients for it are added."""
     rank, mesh = dist.get_rank(), Mesh(pp=3)
     transfers = [Transfer("y", 0, 1, 24, True), Transfer("y", 0, 2, 24, True)]
-    program = build_programs(mesh, "1f1b", MICRO_BATCHES, transfers)[rank]
+    program = build_programs(mesh, make_schedule("1f1b", mesh.pp, MICRO_BATCHES), transfers)[rank]
     chunk = first_stage() if rank == 0 else last_stage()
-    executor = Executor(program, chunk, {"w": W, "v": V}, CPU)
+    executor = Executor(program, {rank: chunk}, {"w": W, "v": V}, CPU)
     return executor.run(batches()).gradients
 
 
@@ -123,9 +134,11 @@ def test_a_value_that_several_stages_read() -> None:
 def undifferentiated() -> dict[str, torch.Tensor]:
     """Stage 1 reads the value and sends no gradient back."""
     rank, mesh = dist.get_rank(), Mesh(pp=2)
-    program = build_programs(mesh, "1f1b", MICRO_BATCHES, [Transfer("y", 0, 1, 24, False)])[rank]
+    program = build_programs(
+        mesh, make_schedule("1f1b", mesh.pp, MICRO_BATCHES), [Transfer("y", 0, 1, 24, False)]
+    )[rank]
     chunk = first_stage() if rank == 0 else Chunk(last_stage().forward, None)
-    return Executor(program, chunk, {"w": W, "v": V}, CPU).run(batches()).gradients
+    return Executor(program, {rank: chunk}, {"w": W, "v": V}, CPU).run(batches()).gradients
 
 
 def test_a_value_that_is_not_differentiated_by_counts_nothing() -> None:
@@ -135,8 +148,9 @@ def test_a_value_that_is_not_differentiated_by_counts_nothing() -> None:
 
 
 def alone(chunk: Chunk, state: dict[str, torch.Tensor], *, recompute: bool = False) -> Executor:
-    program = build_programs(Mesh(), "1f1b", 2, [])[0]
-    return Executor(program, chunk, state, CPU, recompute=recompute)
+    schedule = make_schedule("1f1b", 1, 2, recompute="full" if recompute else "none")
+    program = build_programs(Mesh(), schedule, [])[0]
+    return Executor(program, {0: checkpointed(chunk, ())}, state, CPU)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -196,7 +210,9 @@ def test_gradients_share_no_memory_with_anything() -> None:
     given = batches()[:2]
     kept = given[0]["x"].clone()
     executor = alone(Chunk(forward, backward), dict.fromkeys(names, V))
-    assert executor.owned == set()  # each would be changed, or sent, under another's feet
+    piece = executor.stages[0].piece(ActionKind.BACKWARD, 0)
+    assert piece is not None
+    assert piece.owned == frozenset()  # each would be changed, or sent, under another's feet
     found = executor.run(given).gradients
     total = given[0]["x"] + given[1]["x"]
     for name, value in zip(
@@ -208,10 +224,10 @@ def test_gradients_share_no_memory_with_anything() -> None:
 
 
 def test_forward_only_keeps_nothing() -> None:
-    program = build_programs(Mesh(), "1f1b", 2, [], forward_only=True)[0]
+    program = build_programs(Mesh(), make_schedule("1f1b", 1, 2), [], forward_only=True)[0]
     assert {a.kind for a in program.actions} == {ActionKind.FORWARD}
     chunk = Chunk(last_stage().forward, None)
-    result = Executor(program, chunk, {"v": V, "y": W}, CPU).run([{}, {}])
+    result = Executor(program, {0: chunk}, {"v": V, "y": W}, CPU).run([{}, {}])
     torch.testing.assert_close(result.loss, 2 * (V * W).sum())
     assert result.gradients == {}
     assert [set(r) for r in result.results] == [{"vy"}] * 2
@@ -219,9 +235,9 @@ def test_forward_only_keeps_nothing() -> None:
 
 def test_measuring_changes_nothing() -> None:
     executor = alone(last_stage(), {"v": V.clone(), "y": W})
-    forward_s, backward_s = executor.measure()
-    assert forward_s > 0
-    assert backward_s > 0
+    (seconds,) = executor.measure().values()
+    assert set(seconds) == {ActionKind.FORWARD, ActionKind.BACKWARD}
+    assert all(s > 0 for s in seconds.values())
     assert torch.equal(executor.state["v"], V)
 
 

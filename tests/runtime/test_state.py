@@ -10,11 +10,11 @@ from merakc.runtime.state import Placement, digest, gather_full, same_everywhere
 
 MESH = Mesh(dp=2, tp=2, pp=2)
 PLACES = {
-    "uneven": Placement(parse_layout("5* x 2"), torch.float64, (1,), True, True),
-    "packed": Placement(parse_layout("3·4*"), torch.float32, (0,), True, True),
-    "tied": Placement(parse_layout("3"), torch.int64, (0, 1), False, False),
-    "absent": Placement(parse_layout("7"), torch.float32, (1,), True, True),
-    "number": Placement(parse_layout(""), torch.int64, (1,), False, False),
+    "uneven": Placement(parse_layout("5* x 2"), torch.float64, (1,), (1,), True, True),
+    "packed": Placement(parse_layout("3·4*"), torch.float32, (0,), (0,), True, True),
+    "tied": Placement(parse_layout("3"), torch.int64, (0, 1), (0, 1), False, False),
+    "absent": Placement(parse_layout("7"), torch.float32, (1,), (1,), True, True),
+    "number": Placement(parse_layout(""), torch.int64, (1,), (1,), False, False),
 }
 FULL = {
     "uneven": torch.arange(10).view(5, 2).double(),
@@ -47,7 +47,7 @@ def test_gathering_on_rank_0() -> None:
 
 
 def test_one_rank_gathers_copies() -> None:
-    place = Placement(parse_layout("3"), torch.float32, (0,), True, True)
+    place = Placement(parse_layout("3"), torch.float32, (0,), (0,), True, True)
     local = {"w": torch.ones(3)}
     found = gather_full(local, {"w": place}, Mesh(), 0)
     found["w"].zero_()

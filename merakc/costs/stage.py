@@ -1,0 +1,104 @@
+"""What the computes of a stage cost, from its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from merakc.cluster import Cluster
+from merakc.costs.memory import live_bytes, order_bytes
+from merakc.costs.roofline import graph_seconds
+from merakc.ir.costs import StageCost
+from merakc.ir.graph import Graph, InputKind
+from merakc.ir.program import ActionKind, Chunk
+
+# Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
+OPTIMIZER_STATES = 2
+# A backward is about two forwards: the gradients of both arguments of every product.
+BACKWARD_PER_FORWARD = 2.0
+_F, _B, _I, _W, _R = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRAD,
+    ActionKind.WEIGHT_GRAD,
+    ActionKind.RECOMPUTE,
+)
+
+
+def stage_cost(chunk: Chunk, cluster: Cluster) -> StageCost:
+    """The cost of a stage from its own graphs; of pieces that were not made, nothing."""
+
+    def seconds(graph: Graph | None) -> float:
+        return graph_seconds(graph, cluster) if graph else 0.0
+
+    forward, backward = order_bytes(chunk, (_F, _B))
+    again = order_bytes(chunk, (_F, _R, _B)) if chunk.checkpoint else None
+    split = order_bytes(chunk, (_F, _I, _W)) if chunk.weight_grad else None
+    return StageCost(
+        forward_s=seconds(chunk.forward),
+        backward_s=seconds(chunk.backward),
+        input_grad_s=seconds(chunk.input_grad),
+        weight_grad_s=seconds(chunk.weight_grad),
+        recompute_s=seconds(chunk.recompute),
+        saved_bytes=forward.held_bytes,
+        checkpoint_bytes=again[0].held_bytes if again else 0,
+        deferred_bytes=split[1].held_bytes if split else 0,
+        forward_peak_bytes=forward.peak_bytes,
+        backward_peak_bytes=max(backward.peak_bytes, split[1].peak_bytes if split else 0),
+        checkpoint_peak_bytes=again[0].peak_bytes if again else 0,
+        recompute_peak_bytes=again[1].peak_bytes if again else 0,
+        weight_peak_bytes=split[2].peak_bytes if split else 0,
+        static_bytes=static_bytes(chunk.forward),
+    )
+
+
+def with_seconds(cost: StageCost, seconds: Mapping[ActionKind, float]) -> StageCost:
+    """The cost with the times of some computes replaced, by measured ones."""
+    return replace(
+        cost,
+        forward_s=seconds.get(_F, cost.forward_s),
+        backward_s=seconds.get(_B, cost.backward_s),
+        input_grad_s=seconds.get(_I, cost.input_grad_s),
+        weight_grad_s=seconds.get(_W, cost.weight_grad_s),
+        recompute_s=seconds.get(_R, cost.recompute_s),
+    )
+
+
+def rough_stage_cost(local: Graph, cluster: Cluster) -> StageCost:
+    """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
+
+    Everything that the forward makes is taken for saved, half of it for deferred from the input to
+    the weight gradient; a recomputation starts from what the stage has received.
+    """
+    forward_s = graph_seconds(local, cluster)
+    specs = [spec for n in local.nodes for spec in n.outputs if spec is not None]
+    everything = sum(spec.size_bytes for spec in specs)
+    received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
+    peak_bytes = live_bytes(local).peak_bytes
+    half_s = forward_s * BACKWARD_PER_FORWARD / 2
+    return StageCost(
+        forward_s=forward_s,
+        backward_s=2 * half_s,
+        input_grad_s=half_s,
+        weight_grad_s=half_s,
+        recompute_s=forward_s,
+        saved_bytes=everything,
+        checkpoint_bytes=received,
+        deferred_bytes=everything // 2,
+        forward_peak_bytes=everything,
+        backward_peak_bytes=peak_bytes,
+        checkpoint_peak_bytes=peak_bytes,
+        recompute_peak_bytes=everything,
+        weight_peak_bytes=peak_bytes,
+        static_bytes=static_bytes(local),
+    )
+
+
+def static_bytes(graph: Graph) -> int:
+    """Parameters, buffers and constants; gradients and optimizer state of the trained ones."""
+    total = 0
+    for item in graph.inputs:
+        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT):
+            copies = 2 + OPTIMIZER_STATES if item.requires_grad else 1
+            total += copies * item.spec.size_bytes
+    return total

@@ -1,0 +1,198 @@
+"""Messages of one step: receives that are posted ahead, sends that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from queue import SimpleQueue
+
+import torch
+import torch.distributed as dist
+
+from merakc.errors import StuckError
+from merakc.ir.graph import TensorSpec
+from merakc.ir.program import Action, ActionKind, Program
+
+# Receives posted ahead of need: the next compute action's and the one after.
+LOOKAHEAD = 2
+# Process groups by (whether gradients travel, whether to a higher rank). NCCL starts what two ranks
+# exchange over one group in the order of their calls, and a receive that is posted ahead must not
+# hold up a send the other way. None is the default group.
+Channels = Mapping[tuple[bool, bool], dist.ProcessGroup | None]
+
+
+class Messages:
+    """The messages of one rank in one step.
+
+    `specs` gives the shape of every value by (stage, value name). Waits longer than `timeout_s`
+    raise `StuckError` on CPU ranks; on GPUs the watchdog of the process group sees to it, since a
+    wait there only orders streams.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        specs: Mapping[tuple[int, str], TensorSpec],
+        device: torch.device,
+        channels: Channels,
+        timeout_s: float,
+    ) -> None:
+        self.program, self.specs, self.device = program, specs, device
+        self.channels, self.timeout_s = channels, timeout_s
+        self.tags = message_tags(program)
+        self.receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
+        self.posted = 0
+        on_cpu = device.type == "cpu"
+        self.sends: _WaitedSends | _PolledSends = _WaitedSends() if on_cpu else _PolledSends()
+
+    def post_receives(self, now: int) -> None:
+        """Posts every receive up to the `LOOKAHEAD`-th compute action from position `now`."""
+        actions = self.program.actions
+        computes, position = 0, now
+        while position < len(actions) and computes < LOOKAHEAD:
+            action = actions[position]
+            computes += action.kind.is_compute
+            remote = action.kind is ActionKind.RECV and action.peer != self.program.rank
+            if remote and position >= self.posted:
+                spec = self.specs[action.stage, action.value]
+                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                try:
+                    group, tag = self._group(action), self.tags[position]
+                    work = dist.irecv(buffer, action.peer, group, tag)
+                except RuntimeError as error:
+                    raise self._stuck(action, error) from error
+                assert work is not None
+                self.receives[position] = (work, buffer)
+            position += 1
+        self.posted = max(self.posted, position)
+
+    def receive(self, position: int, action: Action) -> torch.Tensor:
+        """Waits for the message of a receive."""
+        work, buffer = self.receives.pop(position)
+        try:
+            if self.device.type == "cpu":
+                work.wait(timedelta(seconds=self.timeout_s))
+            else:
+                work.wait()
+        except RuntimeError as error:
+            raise self._stuck(action, error) from error
+        return buffer
+
+    def send(self, position: int, action: Action, value: torch.Tensor) -> None:
+        """Starts a message. The value must not be written any more."""
+        try:
+            work = dist.isend(value, action.peer, self._group(action), self.tags[position])
+        except RuntimeError as error:
+            raise self._stuck(action, error) from error
+        assert work is not None
+        self.sends.add(work, value, action)
+
+    def finish(self) -> None:
+        """Waits until everything that was sent is there."""
+        self.sends.close()
+        left = self.sends.finish(self.timeout_s)
+        if left is not None:
+            action, error = left
+            raise self._stuck(action, error) from error
+
+    def close(self) -> None:
+        """Nothing more is sent, after a failure too."""
+        self.sends.close()
+
+    def _group(self, action: Action) -> dist.ProcessGroup | None:
+        upward = (action.peer > self.program.rank) is (action.kind is ActionKind.SEND)
+        return self.channels.get((action.is_grad, upward))
+
+    def _stuck(self, action: Action, error: RuntimeError | None) -> StuckError:
+        place = next((k for k, a in enumerate(self.program.actions) if a is action), -1)
+        computes = [a for a in self.program.actions[: place + 1] if a.kind.is_compute]
+        done = f"after '{computes[-1]}'" if computes else "before any compute"
+        fault = "did not send it" if action.kind is ActionKind.RECV else "did not take it"
+        text = f" ({error})" if error else ""
+        return StuckError(
+            f"rank {self.program.rank} waited at '{action}', action {place} of "
+            f"{len(self.program.actions)}, {done}: rank {action.peer} {fault} within "
+            f"{self.timeout_s:g} s, or has gone{text}. See what rank {action.peer} reports; where "
+            "it is only slow, raise timeout_s of auto_parallel"
+        )
+
+
+class _PolledSends:
+    """Sends whose end can be asked for."""
+
+    def __init__(self) -> None:
+        self.left: deque[tuple[dist.Work, torch.Tensor]] = deque()
+
+    def add(self, work: dist.Work, value: torch.Tensor, _action: Action) -> None:
+        self.left.append((work, value))
+        while self.left and self.left[0][0].is_completed():
+            self.left.popleft()
+
+    def close(self) -> None:
+        """Nothing runs beside."""
+
+    def finish(self, _timeout_s: float) -> tuple[Action, RuntimeError | None] | None:
+        for work, _ in self.left:
+            work.wait()
+        return None
+
+
+class _WaitedSends:
+    """Sends of gloo, which says that one has ended to nobody but who waits for it: a thread.
+
+    It lets go of each value as soon as it has left.
+    """
+
+    def __init__(self) -> None:
+        self.queue: SimpleQueue[tuple[dist.Work, torch.Tensor, Action] | None] = SimpleQueue()
+        self.at: Action | None = None  # the send that is being waited for
+        self.error: RuntimeError | None = None
+        self.thread: threading.Thread | None = None
+
+    def add(self, work: dist.Work, value: torch.Tensor, action: Action) -> None:
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._wait, daemon=True)
+            self.thread.start()
+        self.queue.put((work, value, action))
+
+    def _wait(self) -> None:
+        while self._wait_for_next():
+            pass
+
+    def _wait_for_next(self) -> bool:
+        """Waits for one send; what it sent is let go of on return."""
+        item = self.queue.get()
+        if item is None:
+            return False
+        work, _, self.at = item
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.error = error
+        return self.error is None
+
+    def close(self) -> None:
+        self.queue.put(None)
+
+    def finish(self, timeout_s: float) -> tuple[Action, RuntimeError | None] | None:
+        if self.thread is None:
+            return None
+        self.thread.join(timeout_s)
+        if self.error is None and not self.thread.is_alive():
+            return None
+        assert self.at is not None
+        return self.at, self.error
+
+
+def message_tags(program: Program) -> dict[int, int]:
+    """A tag for each message: its turn on its channel, odd for gradients."""
+    turns: dict[tuple[int, ActionKind, bool], int] = {}
+    tags: dict[int, int] = {}
+    for k, action in enumerate(program.actions):
+        if action.kind.is_message:
+            key = action.peer, action.kind, action.is_grad
+            turns[key] = turns.get(key, -1) + 1
+            tags[k] = 2 * turns[key] + action.is_grad
+    return tags

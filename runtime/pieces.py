@@ -1,0 +1,103 @@
+"""The compiled graphs of one stage: one for each kind of compute that a Program asks of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
+from merakc.ir.program import ActionKind, Chunk, Program
+from merakc.kernels.ops import returns_view
+from merakc.runtime.codegen import Compiled, compile_graph
+
+Work = tuple[int, int]  # stage, micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A graph of a chunk, compiled. `owned` are its gradients in memory of their own.
+
+    `leaves` are the keys of what later pieces of the micro-batch take; all else that the
+    micro-batch holds is let go of while this one runs.
+    """
+
+    graph: Graph
+    run: Compiled
+    owned: frozenset[str]
+    leaves: frozenset[str]
+
+
+class Stage:
+    """One stage of a rank: its chunk, and its pieces as a Program runs them.
+
+    `rewritten` are the buffers of which a micro-batch keeps the value from before its forward,
+    since a later piece reads them and the forward writes them.
+    """
+
+    def __init__(self, number: int, chunk: Chunk, program: Program, device: torch.device) -> None:
+        self.number, self.chunk = number, chunk
+        self.targets = {i.name: i.target for i in chunk.forward.inputs}
+        self.constants = {name: c.to(device) for name, c in chunk.forward.constants.items()}
+        self.specs = message_specs(chunk)
+        mine = [a for a in program.actions if a.stage == number and a.kind.is_compute]
+        orders: dict[int, list[ActionKind]] = {}
+        for action in mine:
+            orders.setdefault(action.micro_batch, []).append(action.kind)
+        self.orders = {j: tuple(order) for j, order in orders.items()}
+        compiled: dict[int, tuple[Compiled, frozenset[str]]] = {}
+        self.pieces: dict[tuple[tuple[ActionKind, ...], ActionKind], Piece | None] = {}
+        rewritten: set[str] = set()
+        for order in dict.fromkeys(self.orders.values()):
+            later: frozenset[str] = frozenset()
+            graphs = chunk.pieces(order)
+            for kind, graph in reversed(list(zip(order, graphs, strict=True))):
+                if graph is None:  # nothing in the chunk requires a gradient
+                    assert kind is not ActionKind.FORWARD, "a forward that was not made"
+                    self.pieces[order, kind] = None
+                    continue
+                if id(graph) not in compiled:
+                    compiled[id(graph)] = compile_graph(graph, device), owned_gradients(graph)
+                run, owned = compiled[id(graph)]
+                self.pieces[order, kind] = Piece(graph, run, owned, later)
+                if kind is not ActionKind.FORWARD:
+                    later |= chunk.taken(graph)
+                    rewritten |= {i.name for i in graph.inputs if i.target in chunk.written}
+        self.rewritten = tuple(sorted(rewritten))
+
+    def piece(self, kind: ActionKind, micro_batch: int) -> Piece | None:
+        """What an action of the Program runs; None where there is nothing to differentiate."""
+        return self.pieces[self.orders[micro_batch], kind]
+
+
+def message_specs(chunk: Chunk) -> dict[str, TensorSpec]:
+    """The shape of every value that a stage exchanges; a gradient has its value's shape."""
+    specs = chunk.forward.specs()
+    found = {i.name: i.spec for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION}
+    for out in chunk.forward.outputs:
+        if out.kind is OutputKind.ACTIVATION:
+            found[out.name] = specs[out.ref]
+    return found
+
+
+def owned_gradients(graph: Graph) -> frozenset[str]:
+    """The gradients in memory of their own: made by a call that returns no view, and no other
+    output is the same value or a view of it.
+    """
+    memory = {Ref(i.name): {Ref(i.name)} for i in graph.inputs}
+    made: set[Ref] = set()
+    for node in graph.nodes:
+        own = {Ref(node.name, k) for k in range(len(node.outputs))}
+        if returns_view(node.op):
+            shared = set().union(*(memory[r] for r in node.refs))
+            memory |= dict.fromkeys(own, shared)
+        else:
+            memory |= {ref: {ref} for ref in own}
+            made |= own
+    times = Counter(ref for o in graph.outputs for ref in memory[o.ref])
+    return frozenset(
+        o.name
+        for o in graph.outputs
+        if o.kind is OutputKind.GRADIENT and o.ref in made and times[o.ref] == 1
+    )

@@ -1,0 +1,62 @@
+"""What the computes of a stage cost, and that rough figures bound those of the real graphs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.models import MODELS
+from merakc.cluster import NOMINAL_CPU
+from merakc.costs.stage import rough_stage_cost, stage_cost, static_bytes, with_seconds
+from merakc.frontend.record import record
+from merakc.ir.program import ActionKind, Mesh
+from merakc.planner import Lowered, make_plan
+
+
+@cache
+def lowered(schedule: str, recompute: str) -> Lowered:
+    case = MODELS["gpt2"]
+    recording = record(case.model(), (), case.batch(2))
+    return make_plan(recording, Mesh(pp=2), 4, NOMINAL_CPU, schedule=schedule, recompute=recompute)[
+        1
+    ]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_recomputation_trades_seconds_for_bytes(stage: int) -> None:
+    none, full, some = (
+        stage_cost(lowered("1f1b", how).chunk(stage, 0), NOMINAL_CPU)
+        for how in ("none", "full", "selective")
+    )
+    assert none.recompute_s == none.checkpoint_bytes == 0
+    assert full.checkpoint_bytes < some.checkpoint_bytes < none.saved_bytes
+    assert full.saved_bytes >= some.saved_bytes >= none.saved_bytes
+    assert 0 < some.recompute_s < full.recompute_s <= full.forward_s
+    assert full.checkpoint_peak_bytes < none.forward_peak_bytes
+    assert full.backward_s == none.backward_s
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_halves_of_a_backward_take_as_long_as_the_whole(stage: int) -> None:
+    cost = stage_cost(lowered("zb-h1", "none").chunk(stage, 0), NOMINAL_CPU)
+    assert cost.input_grad_s + cost.weight_grad_s == pytest.approx(cost.backward_s)
+    assert 0 < cost.deferred_bytes <= cost.saved_bytes + cost.backward_peak_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rough_costs(stage: int) -> None:
+    made = lowered("1f1b", "full")
+    cost = stage_cost(made.chunk(stage, 0), NOMINAL_CPU)
+    rough = rough_stage_cost(made.stages.local[stage], NOMINAL_CPU)
+    assert rough.checkpoint_bytes == cost.checkpoint_bytes
+    assert rough.static_bytes == cost.static_bytes == static_bytes(made.stages.local[stage])
+    assert rough.saved_bytes >= cost.saved_bytes  # without the backward it is an upper bound
+    assert rough.input_grad_s + rough.weight_grad_s == rough.backward_s == 2 * rough.forward_s
+
+
+def test_measured_seconds_replace_those_of_the_formula() -> None:
+    cost = stage_cost(lowered("1f1b", "full").chunk(0, 0), NOMINAL_CPU)
+    found = with_seconds(cost, {ActionKind.BACKWARD: 7.0, ActionKind.RECOMPUTE: 3.0})
+    assert (found.forward_s, found.backward_s, found.recompute_s) == (cost.forward_s, 7.0, 3.0)
+    assert found.saved_bytes == cost.saved_bytes

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import torch
+
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
+from merakc.ir.program import ActionKind, Chunk, Mesh
+from merakc.passes.differentiate import differentiate
+from merakc.passes.recompute import checkpointed
+from merakc.passes.schedule import build_programs
+from merakc.passes.split_backward import split_backward
+from merakc.runtime.pieces import Stage, message_specs, owned_gradients
+from merakc.schedules.text import parse_schedule
+
+CPU = torch.device("cpu")
+SPEC = TensorSpec((4, 4), torch.float64)
+
+
+def chunk() -> Chunk:
+    """y = sin(x a) b of a received x, with all pieces; it counts its calls in a buffer."""
+    received = Input("x", InputKind.ACTIVATION, SPEC, "x", True)
+    weights = [Input(n, InputKind.PARAMETER, SPEC, n, True) for n in "ab"]
+    scale = Input("s", InputKind.BUFFER, SPEC, "s")
+    nodes = (
+        Node("scaled", "aten.mul.Tensor", (Ref("x"), Ref("s")), (), (SPEC,)),
+        Node("xa", "aten.mm.default", (Ref("scaled"), Ref("a")), (), (SPEC,)),
+        Node("sin", "aten.sin.default", (Ref("xa"),), (), (SPEC,)),
+        Node("y", "aten.mm.default", (Ref("sin"), Ref("b")), (), (SPEC,)),
+        Node("more", "aten.mul.Tensor", (Ref("s"), Ref("s")), (), (SPEC,)),
+    )
+    outputs = (
+        Output("y", OutputKind.ACTIVATION, Ref("y")),
+        Output("s", OutputKind.BUFFER, Ref("more")),
+    )
+    made = checkpointed(differentiate(Graph((received, *weights, scale), nodes, outputs)), ())
+    input_grad, weight_grad = split_backward(made)
+    return Chunk(
+        made.forward, made.backward, made.checkpoint, made.recompute, input_grad, weight_grad
+    )
+
+
+def leaves(text: str) -> dict[str, set[str]]:
+    """What later computes of micro-batch 0 take, for each of its computes, saved values as one."""
+    stage = Stage(0, chunk(), build_programs(Mesh(), parse_schedule(text), [])[0], CPU)
+    found = {}
+    for kind in stage.orders[0]:
+        piece = stage.piece(kind, 0)
+        assert piece is not None
+        found[str(kind)] = {"saved" if k.startswith("%") else k for k in piece.leaves}
+    return found
+
+
+def test_what_is_left_for_later_pieces() -> None:
+    assert leaves("0F0 0B0") == {"F": {"saved", "s", "y"}, "B": set()}
+    again = leaves("0F0 0R0 0B0")
+    assert again == {"F": {"saved", "x", "s", "y"}, "R": {"saved", "s", "y"}, "B": set()}
+    split = leaves("0F0 0I0 0W0")
+    assert split == {"F": {"saved", "s", "y"}, "I": {"saved", "y"}, "W": set()}
+
+
+def test_only_pieces_that_run_are_compiled() -> None:
+    program = build_programs(Mesh(), parse_schedule("0F0 0I0 0W0 0F1 0R1 0B1"), [])[0]
+    stage = Stage(0, chunk(), program, CPU)
+    first, second = stage.piece(ActionKind.FORWARD, 0), stage.piece(ActionKind.FORWARD, 1)
+    assert first is not None
+    assert second is not None
+    assert first.graph is stage.chunk.forward
+    assert second.graph is stage.chunk.checkpoint
+    assert (stage.orders[0], ActionKind.BACKWARD) not in stage.pieces
+    assert stage.rewritten == ("s",)
+
+
+def test_a_chunk_without_a_backward_runs_nothing_for_it() -> None:
+    program = build_programs(Mesh(), parse_schedule("0F0 0B0"), [])[0]
+    stage = Stage(0, Chunk(chunk().forward, None), program, CPU)
+    assert stage.piece(ActionKind.BACKWARD, 0) is None
+    assert stage.rewritten == ()
+
+
+def test_the_shapes_of_messages() -> None:
+    assert message_specs(chunk()) == {"x": SPEC, "y": SPEC}
+
+
+def test_gradients_that_are_views_are_not_owned() -> None:
+    x = Input("x", InputKind.BATCH, SPEC, "x")
+    nodes = (
+        Node("own", "aten.sin.default", (Ref("x"),), (), (SPEC,)),
+        Node("base", "aten.cos.default", (Ref("x"),), (), (SPEC,)),
+        Node("view", "aten.t.default", (Ref("base"),), (), (SPEC,)),
+    )
+    outputs = tuple(Output(n, OutputKind.GRADIENT, Ref(n)) for n in ("own", "base", "view"))
+    assert owned_gradients(Graph((x,), nodes, outputs)) == {"own"}
