@@ -247,9 +247,10 @@ def train_gpt(schedule: str, steps: int) -> tuple[float, float]:
 
 def results_table(results: Sequence[Result]) -> Table:
     """A row a case."""
-    table = Table(title="Makespans, simulated and measured", box=box.SIMPLE_HEAD)
+    title = "Makespans in ms; m micro-batches"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("schedule", no_wrap=True)
-    for name in ("ranks", "m", "simulated ms", "measured ms", "error", "limit"):
+    for name in ("ranks", "m", "simulated", "measured", "error", "limit"):
         table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
@@ -282,7 +283,7 @@ def main(
             progress.update(bar, description=f"GPT, {schedule}")
             found = run_ranks(2, train_gpt, schedule, runs)
             predicted_s, measured_s = found[0]
-            name = f"GPT, real kernels, {schedule}"
+            name = f"GPT-2, computing, {schedule}"
             results.append(Result(name, 2, 8, predicted_s, measured_s, MAX_REAL_ERROR))
             progress.advance(bar)
     console.print(results_table(results))
