@@ -34,7 +34,8 @@ class Rules:
     gradients, that of the lowest micro-batch, else of the latest stage. More than `max_pending`
     weight gradients go before forwards. Gaps shorter than `patience` of the work that would
     fill them are left open when a gradient is about to come. `max_in_flight` of each stage bounds
-    its begun micro-batches.
+    its begun micro-batches. After a `burst` of micro-batches one more may enter the pipeline every
+    `pace_s`: forwards that come no faster than gradients return hold memory for a shorter time.
     """
 
     split: bool = True
@@ -43,6 +44,8 @@ class Rules:
     max_pending: float = inf
     patience: float = 0.0
     max_in_flight: tuple[int, ...] = ()
+    burst: int = 1
+    pace_s: float = 0.0
 
 
 def list_schedule(
@@ -92,17 +95,19 @@ class _Scheduler:
         self.gradients = [0] * p.stages
         self.input_s = [[inf] * m for _ in range(p.stages)]  # arrivals, once known
         self.gradient_s = [[inf] * m for _ in range(p.stages)]
-        self.input_s[0] = [0.0] * m
+        self.input_s[0] = [max(0, j + 1 - rules.burst) * rules.pace_s for j in range(m)]
         self.in_flight = rules.max_in_flight or (m,) * p.stages
         self.ranks = []
         for rank in range(p.ranks):
             own = tuple(s for s in range(p.stages) if p.rank_of[s] == rank)
             self.ranks.append(_Rank(own, capacity_bytes[rank] - self._overhead_bytes(own)))
         self.events = [(0.0, rank) for rank in range(p.ranks)]
+        self.events += [(when_s, p.rank_of[0]) for when_s in self.input_s[0] if when_s > 0.0]
+        heapq.heapify(self.events)
 
     def _overhead_bytes(self, stages: Sequence[int]) -> float:
         """What a rank holds beside what it keeps: static bytes, and the most of an action's own."""
-        own = 0
+        own = 0.0
         again = {unit // self.m for unit in self.recomputed}
         for stage in stages:
             cost, checkpoint = self.costs[stage], self.checkpoint[stage]

@@ -19,7 +19,6 @@ from merakc.schedules.work import (
     FORWARD,
     INPUT_GRAD,
     RECOMPUTE,
-    WEIGHT_GRAD,
     Orders,
     Work,
     count_micro_batches,
@@ -203,30 +202,41 @@ def recomputed_units(order: Sequence[Work]) -> set[int]:
 
 def peak_bytes(pipeline: Pipeline, rank: int, order: Sequence[Work]) -> int:
     """The most bytes that a rank holds: static ones, what is kept, and an action's own peak."""
-    m, costs = pipeline.micro_batches, pipeline.costs
-    recomputed = recomputed_units(order)
-    live = sum(c.static_bytes for c, r in zip(costs, pipeline.rank_of, strict=True) if r == rank)
+    costs, holders = pipeline.costs, pipeline.rank_of
+    live = sum(c.static_bytes for c, r in zip(costs, holders, strict=True) if r == rank)
     peak = live
-    for kind, unit in order:
-        own, kept = _footprint(kind, costs[unit // m], unit in recomputed)
-        peak = max(peak, live + max(own, kept))
+    for own, kept in zip(*footprints(pipeline, order), strict=True):
+        peak = max(peak, live + own, live + kept)
         live += kept
     return peak
 
 
-def _footprint(kind: int, cost: StageCost, recomputed: bool) -> tuple[int, int]:
-    """What a work allocates at its highest point, and what it leaves behind: less than 0, frees."""
-    if kind == FORWARD:
-        kept = cost.checkpoint_bytes if recomputed else cost.saved_bytes
-        return cost.forward_peak_bytes, kept
-    if kind == RECOMPUTE:
-        return cost.forward_peak_bytes, cost.saved_bytes - cost.checkpoint_bytes
-    freed = {
-        BACKWARD: cost.saved_bytes,
-        INPUT_GRAD: cost.saved_bytes - cost.deferred_bytes,
-        WEIGHT_GRAD: cost.deferred_bytes,
-    }
-    return cost.backward_peak_bytes, -freed[kind]
+def footprints(pipeline: Pipeline, order: Sequence[Work]) -> tuple[list[int], list[int]]:
+    """What each work allocates at its highest point, and leaves behind: less than 0, it frees."""
+    m = pipeline.micro_batches
+    recomputed = recomputed_units(order)
+    tables = [_stage_footprints(cost) for cost in pipeline.costs]
+    own, kept = [], []
+    for kind, unit in order:
+        table = tables[unit // m]
+        entry = table[-1] if kind == FORWARD and unit in recomputed else table[kind]
+        own.append(entry[0])
+        kept.append(entry[1])
+    return own, kept
+
+
+def _stage_footprints(cost: StageCost) -> tuple[tuple[int, int], ...]:
+    """By kind of work; last, a forward that keeps a checkpoint alone."""
+    forth, back = cost.forward_peak_bytes, cost.backward_peak_bytes
+    saved, checkpoint, deferred = cost.saved_bytes, cost.checkpoint_bytes, cost.deferred_bytes
+    return (
+        (forth, saved),
+        (back, -saved),
+        (back, deferred - saved),
+        (back, -deferred),
+        (forth, saved - checkpoint),
+        (forth, checkpoint),
+    )
 
 
 def with_recomputation(orders: Orders, units: Collection[int]) -> list[list[Work]]:
