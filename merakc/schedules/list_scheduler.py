@@ -105,15 +105,17 @@ class _Scheduler:
         self.events += [(when_s, p.rank_of[0]) for when_s in self.input_s[0] if when_s > 0.0]
         heapq.heapify(self.events)
 
-    def _overhead_bytes(self, stages: Sequence[int]) -> float:
+    def _overhead_bytes(self, stages: Sequence[int]) -> int:
         """What a rank holds beside what it keeps: static bytes, and the most of an action's own."""
-        own = 0.0
+        own = 0
         again = {unit // self.m for unit in self.recomputed}
         for stage in stages:
             cost, checkpoint = self.costs[stage], self.checkpoint[stage]
-            left = min(checkpoint, self.kept[stage] - checkpoint, self.kept[stage])
-            kept = left if stage in again else self.kept[stage]
-            own = max(own, cost.forward_peak_bytes - kept, cost.backward_peak_bytes)
+            own = max(own, cost.backward_peak_bytes, cost.weight_peak_bytes)
+            own = max(own, cost.forward_peak_bytes - cost.saved_bytes)
+            if stage in again:
+                own = max(own, cost.checkpoint_peak_bytes - checkpoint)
+                own = max(own, cost.recompute_peak_bytes - cost.saved_bytes + checkpoint)
         return own + sum(self.costs[s].static_bytes for s in stages)
 
     def run(self) -> list[list[Work]] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Literal
 
 from merakc.ir.costs import StageCost
@@ -31,22 +31,12 @@ def split_stages(costs: Sequence[StageCost], chunks: int) -> tuple[StageCost, ..
     assert chunks >= 1, chunks
     if chunks == 1:
         return tuple(costs)
-    return tuple(
-        replace(
-            cost,
-            forward_s=cost.forward_s / chunks,
-            backward_s=cost.backward_s / chunks,
-            input_grad_s=cost.input_grad_s / chunks,
-            weight_grad_s=cost.weight_grad_s / chunks,
-            recompute_s=cost.recompute_s / chunks,
-            reduce_s=cost.reduce_s / chunks,
-            saved_bytes=-(-cost.saved_bytes // chunks),
-            checkpoint_bytes=-(-cost.checkpoint_bytes // chunks),
-            deferred_bytes=-(-cost.deferred_bytes // chunks),
-            forward_peak_bytes=-(-cost.forward_peak_bytes // chunks),
-            backward_peak_bytes=-(-cost.backward_peak_bytes // chunks),
-            static_bytes=-(-cost.static_bytes // chunks),
-        )
-        for cost in costs
-        for _ in range(chunks)
+    return tuple(_part(cost, chunks) for cost in costs for _ in range(chunks))
+
+
+def _part(cost: StageCost, chunks: int) -> StageCost:
+    """One of so many equal parts; bytes are rounded up."""
+    whole = asdict(cost)
+    return StageCost(
+        **{name: -(-x // chunks) if isinstance(x, int) else x / chunks for name, x in whole.items()}
     )

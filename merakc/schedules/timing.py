@@ -227,15 +227,14 @@ def footprints(pipeline: Pipeline, order: Sequence[Work]) -> tuple[list[int], li
 
 def _stage_footprints(cost: StageCost) -> tuple[tuple[int, int], ...]:
     """By kind of work; last, a forward that keeps a checkpoint alone."""
-    forth, back = cost.forward_peak_bytes, cost.backward_peak_bytes
     saved, checkpoint, deferred = cost.saved_bytes, cost.checkpoint_bytes, cost.deferred_bytes
     return (
-        (forth, saved),
-        (back, -saved),
-        (back, deferred - saved),
-        (back, -deferred),
-        (forth, saved - checkpoint),
-        (forth, checkpoint),
+        (cost.forward_peak_bytes, saved),
+        (cost.backward_peak_bytes, -saved),
+        (cost.backward_peak_bytes, deferred - saved),
+        (cost.weight_peak_bytes, -deferred),
+        (cost.recompute_peak_bytes, saved - checkpoint),
+        (cost.checkpoint_peak_bytes, checkpoint),
     )
 
 

@@ -30,6 +30,9 @@ def stage_costs(draw: st.DrawFn) -> StageCost:
         deferred_bytes=draw(st.integers(0, saved)),
         forward_peak_bytes=draw(st.integers(0, 60)),
         backward_peak_bytes=draw(st.integers(0, 60)),
+        checkpoint_peak_bytes=draw(st.integers(0, 60)),
+        recompute_peak_bytes=draw(st.integers(0, 60)),
+        weight_peak_bytes=draw(st.integers(0, 60)),
         static_bytes=draw(st.integers(0, 9)),
     )
 
@@ -57,7 +60,7 @@ def test_any_costs_under_any_cap(data: st.DataObject) -> None:
     need = [
         (1 + more) * sum(c.saved_bytes for c in own)
         + sum(c.static_bytes for c in own)
-        + max(c.forward_peak_bytes + c.backward_peak_bytes for c in own)
+        + max(getattr(c, f) for c in own for f in StageCost.__slots__ if f.endswith("peak_bytes"))
         for own in _by_rank(costs, rank_of)
     ]
     orders = list_schedule(pipeline, need, rules, recomputed)

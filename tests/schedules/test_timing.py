@@ -57,9 +57,12 @@ def test_bytes_of_each_action() -> None:
     assert peak("0F0 0I0 0F1 0W0 0B1") == 160
     assert peak("0F0 0I0 0W0 0F1 0B1") == 100
     assert peak("0F0 0B0", forward_peak_bytes=130) == 130
-    assert peak("0F0 0R0 0B0", forward_peak_bytes=130) == 140
+    assert peak("0F0 0R0 0B0", recompute_peak_bytes=130) == 140
+    assert peak("0F0 0R0 0B0", forward_peak_bytes=130) == 100
+    assert peak("0F0 0R0 0B0", checkpoint_peak_bytes=130) == 130
     assert peak("0F0 0B0", backward_peak_bytes=130) == 230
     assert peak("0F0 0I0 0W0", backward_peak_bytes=130) == 230
+    assert peak("0F0 0I0 0W0", weight_peak_bytes=130) == 190
 
 
 @pytest.mark.parametrize("name", NAMES)
