@@ -1,0 +1,202 @@
+"""`python -m benchmarks.zero_study`: ZeRO's stages on encoder-decoders, from one node to eight.
+
+The mT5 models of 580M to 13B parameters (arXiv 2010.11934, with one between the two largest) are
+recorded without weights, and a step in each stage of ZeRO is predicted on nodes of eight A100s:
+seconds, the share of them that waits for communication, memory, and whether it fits. Exits with 1
+where stage 2 is not faster than stage 3 for the largest model on any number of nodes, as was
+published for it (arXiv 2310.05350).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from merakc.cluster import Cluster
+from merakc.costs.fabric import Fabric
+from merakc.costs.layers import graph_layers
+from merakc.costs.memory import live_bytes
+from merakc.costs.state import DpGroup, Layer, state_cost
+from merakc.frontend.record import record
+from merakc.ir.graph import InputKind
+from merakc.ir.state import StateShards
+from merakc.report.text import format_bytes
+
+# NVIDIA's data sheet of the A100 80 GB: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s a direction; half
+# the peak rate of products, and 70 % of a link. A node has 4 x 200 Gb/s to the others.
+A100 = Cluster("A100", 1.56e14, 2.04e12, 5e-6, 80 * 10**9, 1e-5, 2.1e11)
+FABRIC = Fabric(8, 0.7 * 300e9, 0.7 * 100e9, 1e-5, 3e-5)
+OVERLAP = 0.37  # of a collective's speed while kernels run: fitted by benchmarks.state_model
+SAMPLES, SOURCE_TOKENS, TARGET_TOKENS, MICRO_BATCHES = 4, 512, 128, 4
+BUCKET_BYTES = 100 << 20
+RESERVED_SHARE = 0.05  # the allocator's, the communication library's and temporaries'
+VOCABULARY = 250112
+NODES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A model's sizes: of its parameters, and its configuration's."""
+
+    name: str
+    hidden_size: int
+    ffn_size: int
+    layers: int
+    heads: int
+
+
+SIZES = (
+    Size("580M", 768, 2048, 12, 12),
+    Size("1.2B", 1024, 2816, 24, 16),
+    Size("3.7B", 2048, 5120, 24, 32),
+    Size("7.7B", 3072, 7680, 24, 48),  # between two published ones
+    Size("13B", 4096, 10240, 24, 64),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A recorded model. `recompute` says that its activations are recomputed layer by layer."""
+
+    name: str
+    layers: list[Layer]
+    activation_bytes: int
+    recompute: bool
+
+    @property
+    def parameters(self) -> int:
+        """Trained parameters."""
+        return sum(layer.parameters for layer in self.layers)
+
+
+def build(size: Size) -> Model:
+    """Records a stock mT5 on device meta; activations are recomputed where they fill the device."""
+    config = transformers.MT5Config(
+        vocab_size=VOCABULARY, d_model=size.hidden_size, d_ff=size.ffn_size, d_kv=64,
+        num_layers=size.layers, num_decoder_layers=size.layers, num_heads=size.heads,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.MT5ForConditionalGeneration(config).to(torch.bfloat16).train()
+    source = torch.zeros(SAMPLES, SOURCE_TOKENS, dtype=torch.long)
+    target = torch.zeros(SAMPLES, TARGET_TOKENS, dtype=torch.long)
+    graph = record(model, (), {"input_ids": source, "labels": target}).graph
+    kept = sum(
+        o.size_bytes
+        for n in graph.nodes
+        if n.grad
+        for o in n.outputs
+        if o is not None and o.dtype.is_floating_point
+    )
+    recompute = kept > A100.memory_bytes / 4
+    blocks = 2 * size.layers
+    least = live_bytes(graph).peak_bytes
+    activation_bytes = least + (kept // blocks if recompute else kept)
+    assert any(i.kind is InputKind.PARAMETER for i in graph.inputs)
+    layers = graph_layers(graph, A100, BUCKET_BYTES, recompute=recompute)
+    return Model(size.name, layers, activation_bytes, recompute)
+
+
+def zero(stage: int, ranks: int) -> StateShards:
+    """ZeRO's stages 0 to 3 as shards of parameters, gradients and optimizer state."""
+    return StateShards(*(ranks if stage >= least else 1 for least in (3, 2, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A predicted step."""
+
+    model: str
+    parameters: int
+    stage: int
+    nodes: int
+    step_s: float
+    exposed_share: float
+    memory_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether a device holds it."""
+        return self.memory_bytes <= (1 - RESERVED_SHARE) * A100.memory_bytes
+
+
+def predict(model: Model, stage: int, nodes: int) -> Result:
+    """A step of `MICRO_BATCHES` micro-batches a rank."""
+    ranks = nodes * FABRIC.ranks_per_node
+    cost = state_cost(
+        model.layers,
+        MICRO_BATCHES,
+        zero(stage, ranks),
+        DpGroup(ranks, FABRIC, overlap=OVERLAP),
+        optimizer_bytes_per_s=A100.bytes_per_s,
+    )
+    return Result(
+        model.name, model.parameters, stage, nodes, cost.step_s, cost.exposed_s / cost.step_s,
+        cost.state_bytes + model.activation_bytes,
+    )  # fmt: skip
+
+
+def results_table(results: Sequence[Result]) -> Table:
+    """A row a model and stage, the nodes side by side."""
+    table = Table(
+        title="Seconds a step (share waiting for communication), memory; ✗: too much",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("mT5", "ZeRO"):
+        table.add_column(name)
+    for nodes in NODES:
+        table.add_column(f"{nodes * FABRIC.ranks_per_node} GPUs", justify="right")
+    rows: dict[tuple[str, int], list[Result]] = {}
+    for found in results:
+        rows.setdefault((found.model, found.stage), []).append(found)
+    for (model, stage), own in rows.items():
+        cells = (
+            f"{r.step_s:.2f} ({r.exposed_share:.0%})\n{format_bytes(r.memory_bytes)}"
+            f"{'' if r.fits else ' ✗'}"
+            for r in own
+        )
+        table.add_row(model, str(stage), *cells, end_section=stage == 3)
+    return table
+
+
+def main(
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures here.")
+    ] = None,
+    models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
+        size.name for size in SIZES
+    ),
+) -> None:
+    """Predicts every stage on every number of nodes; exits with 1 where stage 3 beats stage 2."""
+    console = Console()
+    results: list[Result] = []
+    with console.status("") as status:
+        for size in SIZES:
+            if size.name in models.split(","):
+                status.update(f"recording mT5 {size.name}")
+                model = build(size)
+                results += [predict(model, stage, n) for stage in range(4) for n in NODES]
+    console.print(results_table(results))
+    by_key = {(r.model, r.stage, r.nodes): r for r in results}
+    largest = results[-1].model
+    slower = [n for n in NODES if by_key[largest, 2, n].step_s >= by_key[largest, 3, n].step_s]
+    if json_path:
+        json_path.write_text(json.dumps([dataclasses.asdict(r) for r in results], indent=1))
+    verdict = f"missed: stage 3 is as fast on {slower} nodes" if slower else "passed"
+    console.print(f"{verdict}: stage 2 against stage 3 of mT5 {largest}")
+    raise typer.Exit(1 if slower else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,35 @@
+"""The study of ZeRO's stages, on its smallest model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks import zero_study
+from benchmarks.zero_study import NODES, SIZES, build, predict, zero
+from merakc.ir.state import StateShards
+
+
+def test_stages_are_points_of_the_lattice() -> None:
+    expected = [(1, 1, 1), (1, 1, 16), (1, 16, 16), (16, 16, 16)]
+    assert [zero(stage, 16) for stage in range(4)] == [StateShards(*e) for e in expected]
+
+
+def test_the_model_has_the_published_parameters() -> None:
+    model = build(SIZES[0])
+    assert model.parameters == pytest.approx(580e6, rel=0.01)
+    held = [predict(model, stage, 1).memory_bytes for stage in range(4)]
+    assert held == sorted(held, reverse=True)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    app = Typer()
+    app.command()(zero_study.main)
+    path = tmp_path / "found.json"
+    done = CliRunner().invoke(app, ["--json", str(path), "--models", "580M"])
+    assert done.exit_code == 0, done.output
+    assert len(json.loads(path.read_text())) == 4 * len(NODES)
