@@ -87,8 +87,10 @@ def build(size: Size) -> Model:
         num_layers=size.layers, num_decoder_layers=size.layers, num_heads=size.heads,
         use_cache=False,
     )  # fmt: skip
+    config.tie_word_embeddings = False  # as published; the configuration ties the head too
     with torch.device("meta"):
         model = transformers.MT5ForConditionalGeneration(config).to(torch.bfloat16).train()
+    model.set_input_embeddings(model.shared)  # of the encoder and the decoder
     source = torch.zeros(SAMPLES, SOURCE_TOKENS, dtype=torch.long)
     target = torch.zeros(SAMPLES, TARGET_TOKENS, dtype=torch.long)
     graph = record(model, (), {"input_ids": source, "labels": target}).graph
