@@ -21,6 +21,16 @@ COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "composite.vocab_parallel_embedding": vocabulary.vocab_parallel_embedding,
     "composite.vocab_parallel_cross_entropy": vocabulary.vocab_parallel_cross_entropy,
 }
+
+
+def _group_norm(x: torch.Tensor, *args: Any) -> Any:
+    return torch.ops.aten.native_group_norm(x.contiguous(), *args)
+
+
+def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any:
+    return torch.ops.aten.native_group_norm_backward(grad.contiguous(), x.contiguous(), *args)
+
+
 # What a compiled step calls in place of an op: the same, past the dispatcher and autograd.
 DIRECT: Mapping[str, Callable[..., Any]] = {
     "merakc.all_reduce.default": collectives.all_reduce_now,
@@ -29,6 +39,8 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     # Traced where a copy stood in between that the compiler has removed since: what was
     # contiguous then may need a copy now.
     "aten.view.default": torch.ops.aten.reshape.default,
+    "aten.native_group_norm.default": _group_norm,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
 }
 # imported for the ops that they register
 REGISTERED = (attention, collectives, draws, grouped_mm, opaque)

@@ -20,7 +20,8 @@ from merakc.ir.layout import DimFactor, Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.dims import Dims
 from merakc.passes.factors import Dim, Factor, atoms, leaves, segments_of
-from merakc.passes.rules import GATHERED
+from merakc.passes.rows import Along
+from merakc.passes.rules import GATHERED, row_of
 
 # Forward and backward together cost three forwards, and each tp collective of the forward has its
 # conjugate in the backward (Megatron-LM, arXiv 1909.08053, section 3).
@@ -89,7 +90,8 @@ def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]
         work_s = node_seconds(node, specs, cluster) - cluster.op_overhead_s if here else 0.0
         for factor in here:
             candidate = found[factor]
-            candidate.work_s += work_s
+            if not _is_cut_off(dims, node, factor):
+                candidate.work_s += work_s
             if factor in summed:
                 candidate.wire_bytes += _sum_bytes(node)
                 candidate.collectives += 1
@@ -105,6 +107,13 @@ def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]
     for factor in refused_factors(dims):
         found.pop(factor, None)
     return found
+
+
+def _is_cut_off(dims: Dims, node: Node, factor: Factor) -> bool:
+    """Whether the node is computed whole, and its result then cut."""
+    row = row_of(node.op)
+    read = (f for ref in node.refs for dim in dims.of[ref] for f in atoms(dim))
+    return isinstance(row, Along) and row.cut and factor not in read
 
 
 def refused_factors(dims: Dims) -> set[Factor]:

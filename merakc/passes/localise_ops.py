@@ -10,8 +10,8 @@ import torch
 
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.dims import argument, broadcast_shape, given, signature
-from merakc.passes.rows import Loss, Shape
+from merakc.passes.dims import argument, broadcast_shape, given, named_dims, signature
+from merakc.passes.rows import Along, Loss, Shape
 from merakc.passes.rules import ROWS
 from merakc.passes.sharding import Sharding
 
@@ -28,6 +28,9 @@ class Writer(Protocol):
 
     def local_shape(self, node: Node, index: int = 0) -> tuple[int, ...]:
         """The local shape of one of the node's outputs."""
+
+    def read(self, ref: Ref) -> Ref:
+        """A value as an op that is the same on every rank reads it."""
 
     def enter(self, ref: Ref) -> Ref:
         """A value as an op on split dims reads it."""
@@ -170,7 +173,12 @@ def _fresh(out: Writer, node: Node) -> None:
         return
     whole = replace(node, name=f"{node.name}.whole")
     out.nodes.append(whole)
-    ref = Ref(whole.name)
+    _take_part(out, node, Ref(whole.name))
+
+
+def _take_part(out: Writer, node: Node, ref: Ref) -> None:
+    """The rank's part of the node's result, of which `ref` is the whole."""
+    lay = out.sharding.layouts[Ref(node.name)]
     shape = list(node.spec.shape)
     split = [k for k, dim in enumerate(lay.dims) if any(f.split for f in dim)]
     for dim in split:
@@ -183,6 +191,24 @@ def _fresh(out: Writer, node: Node) -> None:
         out.nodes.append(replace(node, name=name, op=op, args=(ref, dim, constant), kwargs=(),
                                  outputs=(spec,)))  # fmt: skip
         ref = Ref(name)
+
+
+def _cut(out: Writer, node: Node) -> None:
+    """An op that needs a dim whole, and of whose result a rank takes its part of that dim."""
+    lay = out.sharding.layouts[Ref(node.name)]
+    chosen = named_dims(node, "dim", len(lay.dims))
+    if not any(f.split for k in chosen for f in lay.dims[k]):
+        out.add(node, map_refs(node.args, out.enter))
+        return
+    kwargs = tuple((k, map_refs(v, out.read)) for k, v in node.kwargs)
+    args = map_refs(node.args, out.read)
+    out.nodes.append(replace(node, name=f"{node.name}.whole", args=args, kwargs=kwargs))
+    entered = replace(
+        node, name=f"{node.name}.copy_to", op="merakc.copy_to.default",
+        args=(Ref(f"{node.name}.whole"), "tp"), kwargs=(),
+    )  # fmt: skip
+    out.nodes.append(entered)
+    _take_part(out, node, Ref(entered.name))
 
 
 def _rows(out: Writer, table: Ref, dim: int) -> tuple[int, int]:
@@ -284,6 +310,7 @@ SPECIAL: dict[str, Callable[[Writer, Node], None]] = {
     "aten.embedding.default": _embedding,
     "aten.cross_entropy_loss.default": _cross_entropy,
     **{op: _fresh for op, row in ROWS.items() if row == Shape("fresh")},
+    **{op: _cut for op, row in ROWS.items() if isinstance(row, Along) and row.cut},
     **{op: _averaged for op, row in ROWS.items() if row == Loss()},
     **dict.fromkeys(KEY_POSITION, _draw),
 }

@@ -148,7 +148,9 @@ def _along(dims: Dims, node: Node, row: Along) -> None:
     for index, spec in enumerate(node.outputs):
         if spec is not None:
             same = [size(d) == full for d, full in zip(out, spec.shape, strict=True)]
-            fresh = [new_dim(full, node.op) for full in spec.shape]
+            if row.cut:
+                same = [s and k not in chosen for k, s in enumerate(same)]
+            fresh = [new_dim(full, "" if row.cut else node.op) for full in spec.shape]
             dims.put(node, [d if s else f for d, s, f in zip(out, same, fresh, strict=True)], index)
 
 

@@ -12,10 +12,13 @@ POINTWISE: Final = "pointwise"
 class Along:
     """Keeps all dims; needs whole the dim(s) that the argument called `argument` names.
 
-    The tensor arguments have one rank; the named dim may change its size.
+    The tensor arguments have one rank; the named dim may change its size. With `cut`, the result
+    may be split along the dim all the same: every rank makes it whole and takes its part, as of
+    the gates of experts.
     """
 
     argument: str = "dim"
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,11 @@ ROWS: Final[dict[str, Row]] = {
     "aten.batch_norm.default": Shape("batch_norm"),
     "aten._weight_norm_interface.default": Shape("weight_norm"),
     # along one dim
-    **_all(Along(), "softmax.int log_softmax.int _softmax _log_softmax _safe_softmax"),
+    **_all(Along(cut=True), "softmax.int log_softmax.int _softmax _log_softmax _safe_softmax"),
+    **_all(Along(cut=True), "scatter.src scatter.value"),
     **_all(Along(), "cumsum cumprod cummax cummin logcumsumexp linalg_cross"),
     **_all(Along(), "sort sort.stable topk"),
-    **_all(Along(), "gather scatter.src scatter.value scatter.reduce scatter.value_reduce"),
+    **_all(Along(), "gather scatter.reduce scatter.value_reduce"),
     **_all(Along(), "scatter_add scatter_reduce.two index_add index_copy index_reduce"),
     **_all(Along(), "index_fill.int_Scalar index_fill.int_Tensor slice_scatter"),
     **_all(Along(), "_fft_c2c _fft_r2c _fft_c2r"),

@@ -164,9 +164,9 @@ class _Weigher:
         return not self.specs[node.args[1]].dtype.is_floating_point
 
     def _is_sum(self, ref: Ref) -> bool:
-        """Whether a scalar is a sum over samples, up to a factor."""
+        """Whether a scalar is a sum over samples, up to a factor; a sum of weights is none."""
         node = self.producers.get(ref.node)
-        if node is None or self.specs[ref].numel != 1:
+        if node is None or self.specs[ref].numel != 1 or not self._is_sampled(ref):
             return False
         if node.op in SUMS:
             return not self._is_mean_before(node)

@@ -61,3 +61,17 @@ def test_direct_calls_compute_the_same() -> None:
     x = torch.arange(6).view(2, 3).T  # aten.view would refuse it
     flat = DIRECT["aten.view.default"](x, [6])
     assert torch.equal(flat, x.reshape(6))
+
+
+def test_group_norms_take_tensors_of_any_layout() -> None:
+    x, weight = torch.randn(2, 5, 6).mT, torch.randn(6)  # [2, 6, 5], not contiguous
+    args = (weight, torch.zeros(6), 2, 6, 5, 3, 1e-5)
+    out, mean, rstd = DIRECT["aten.native_group_norm.default"](x, *args)
+    wanted = torch.nn.functional.group_norm(x, 3, weight)
+    assert torch.allclose(out, wanted)
+    grad = torch.randn(2, 5, 6).mT
+    backward = DIRECT["aten.native_group_norm_backward.default"]
+    found = backward(grad, x, mean, rstd, weight, 2, 6, 5, 3, (True, True, True))
+    leaf = x.detach().requires_grad_()
+    torch.nn.functional.group_norm(leaf, 3, weight).backward(grad)
+    assert torch.allclose(found[0], leaf.grad, atol=1e-5)

@@ -130,8 +130,8 @@ class DenseExperts(nn.Module):
         self.down = nn.Parameter(torch.randn(experts, hidden, width))
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        gates = self.gate(x).sigmoid()
-        tokens = torch.einsum("bse,bsd->ebsd", (gates > 0.4).to(x.dtype), x)
+        gates = self.gate(x).softmax(-1)
+        tokens = torch.einsum("bse,bsd->ebsd", (gates > 0.2).to(x.dtype), x)
         inner = torch.einsum("ebsd,edh->ebsh", tokens, self.up).relu()
         out = torch.einsum("bse,ebsh,ehd->bsd", gates, inner, self.down)
         return {"loss": (out - y).square().mean()}

@@ -168,6 +168,16 @@ LOSSES: dict[str, Loss] = {
     "sum over a constant": lambda m, p, b: p.square().sum() / 7,
     "mean over samples, then sum": lambda m, p, b: (p.square().mean(0) * 2).sum(),
     "sum over words, then mean": lambda m, p, b: p.square().sum((1, 2)).mean(),
+    "plus a penalty": lambda m, p, b: entropy(p, b) + 0.1 * m.layer.weight.square().sum(),
+    "plus penalties": lambda m, p, b: (
+        p.square().mean() + 1e-2 * sum(q.abs().sum() for q in m.layer.parameters())
+    ),
+    "penalty by torch's loss": lambda m, p, b: p.square().sum() + F.mse_loss(
+        m.layer.bias, m.weights, reduction="sum"
+    ),
+    "stacked penalties": lambda m, p, b: (
+        entropy(p, b) + torch.stack([q.square().sum() for q in m.layer.parameters()]).sum()
+    ),
     "dot": lambda m, p, b: p.flatten().dot(b["y"].flatten()),
 }
 
