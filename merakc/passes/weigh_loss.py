@@ -31,11 +31,15 @@ PASSED = frozenset(
     {"aten.to.dtype", "aten.reshape.default", "aten.squeeze.default", "aten.clone.default",
      "aten.contiguous.default", "aten.alias.default"}
 )  # fmt: skip
+# What passes on a single number besides, and moves dims elsewhere.
+OF_ONE = PASSED | {"aten.permute.default", "aten.transpose.int", "aten.unsqueeze.default"}
 MUL, DIV = "aten.mul.Tensor", "aten.div.Tensor"
 LINEAR = frozenset({MUL, DIV, "aten.neg.default"})  # where one argument alone has a gradient
 ADDED = frozenset({"aten.add.Tensor", "aten.sub.Tensor"})
 STACK = "aten.stack.default"
 SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.dot.default"})
+MEANS = frozenset({"aten.mean.default", "aten.mean.dim"})
+PRODUCTS = frozenset({"aten.bmm.default", "aten.mm.default", "aten.matmul.default"})  # of an einsum
 # What a divisor may go through between the sum that counts and the division.
 GUARDS = frozenset({"aten.clamp.default", "aten.clamp_min.default", "aten.add.Tensor"}) | PASSED
 
@@ -107,7 +111,7 @@ class _Weigher:
 
     def _weigh(self, ref: Ref, node: Node) -> Ref:
         follow = [r for r in node.refs if r in self.grads]
-        if node.op in PASSED and node.spec.numel == 1 and len(follow) == 1:
+        if node.op in OF_ONE and node.spec.numel == 1 and len(follow) == 1:
             return self._copy(node, (self.weigh(follow[0]), *node.args[1:]))
         if node.op in LINEAR and len(follow) == 1:
             return self._linear(ref, node, follow[0])
@@ -168,38 +172,51 @@ class _Weigher:
         node = self.producers.get(ref.node)
         if node is None or self.specs[ref].numel != 1 or not self._is_sampled(ref):
             return False
-        if node.op in SUMS:
-            return not self._is_mean_before(node)
-        if node.op in PASSED | LINEAR:
+        if node.op in SUMS | PRODUCTS:
+            return self._first_reduction(node) not in MEANS
+        if node.op in MEANS:
+            return self._first_reduction(node) in SUMS
+        if node.op in OF_ONE | LINEAR:
             follow = [r for r in node.refs if r in self.grads]
             return bool(follow) and self._is_sum(follow[0]) and not self._is_average(node)
         return _reduction(node) == SUM
 
-    def _is_mean_before(self, node: Node) -> bool:
-        """Whether what a node sums is a mean over the first dim already."""
+    def _first_reduction(self, node: Node) -> str:
+        """The op in front of a reduction that has removed the dim of the samples, if any."""
         source = self.producers.get(node.refs[0].node)
-        if source is None:
-            return False
-        if source.op == "aten.mean.dim":
+        if source is None or not source.refs:
+            return ""
+        if source.op in ("aten.sum.dim_IntList", "aten.mean.dim"):
             dims = argument(source, 1, "dim") or (0,)
-            return 0 in dims or -len(self.specs[source.refs[0]].shape) in dims
-        return source.op in PASSED | LINEAR and bool(source.refs) and self._is_mean_before(source)
+            if 0 in dims or -len(self.specs[source.refs[0]].shape) in dims:
+                return source.op
+        passed = source.op in PASSED | LINEAR | SUMS | MEANS
+        return self._first_reduction(source) if passed else ""
 
     def _is_average(self, node: Node) -> bool:
         """Whether a node divides a sum by the number of what was summed."""
-        if node.op != DIV or not self._is_sum(node.args[0]):
+        if node.op != DIV:
             return False
-        by = node.args[1]
-        return self._is_count(by) if isinstance(by, Ref) else by in self._numbers(node.args[0])
+        term, by = node.args
+        if self._is_sum(term):
+            return self._is_count(by) if isinstance(by, Ref) else by in self._numbers(term)
+        # A mean over a mask's mean is the sum over the mask's sum.
+        maker = self.producers.get(term.node) if isinstance(term, Ref) else None
+        is_mean = maker is not None and maker.op in MEANS and self.specs[term].numel == 1
+        return is_mean and isinstance(by, Ref) and self._is_count(by, MEANS)
 
-    def _is_count(self, ref: Ref) -> bool:
-        """Whether the batch alone says what a value is, and it is a sum over its samples."""
+    def _is_count(
+        self, ref: Ref, ops: frozenset[str] = SUMS | {"aten.count_nonzero.default"}
+    ) -> bool:
+        """Whether the batch alone says what a value is, and it is a sum (or other op) over its
+        samples.
+        """
         inputs = self._inputs_of(ref)
         known = (InputKind.BATCH, InputKind.BUFFER, InputKind.CONSTANT)
         node = self.producers.get(ref.node)
         while node is not None and node.op in GUARDS:
             node = self.producers.get(node.refs[0].node)
-        counted = node is not None and node.op in SUMS | {"aten.count_nonzero.default"}
+        counted = node is not None and node.op in ops
         return counted and self._is_sampled(ref) and all(i.kind in known for i in inputs)
 
     def _inputs_of(self, ref: Ref) -> list[Input]:

@@ -168,12 +168,20 @@ LOSSES: dict[str, Loss] = {
     "sum over a constant": lambda m, p, b: p.square().sum() / 7,
     "mean over samples, then sum": lambda m, p, b: (p.square().mean(0) * 2).sum(),
     "sum over words, then mean": lambda m, p, b: p.square().sum((1, 2)).mean(),
+    "sum over samples, then mean": lambda m, p, b: p.square().sum(0).mean(),
+    "sum over samples and words, then mean": lambda m, p, b: p.square().sum((0, 1)).mean(),
+    "mean over words, sum over samples": lambda m, p, b: p.square().mean(1).sum(0).mean(),
+    "mean over samples, mean over words, sum": lambda m, p, b: p.square().mean(0).mean(0).sum(),
+    "einsum": lambda m, p, b: torch.einsum("bwc,bwc->", p, b["y"]),
+    "mean over a mask's mean": lambda m, p, b: (
+        (p.square().sum(-1) * (b["labels"] >= 0)).mean() / (b["labels"] >= 0).double().mean()
+    ),
     "plus a penalty": lambda m, p, b: entropy(p, b) + 0.1 * m.layer.weight.square().sum(),
     "plus penalties": lambda m, p, b: (
         p.square().mean() + 1e-2 * sum(q.abs().sum() for q in m.layer.parameters())
     ),
-    "penalty by torch's loss": lambda m, p, b: p.square().sum() + F.mse_loss(
-        m.layer.bias, m.weights, reduction="sum"
+    "penalty by torch's loss": lambda m, p, b: (
+        p.square().sum() + F.mse_loss(m.layer.bias, m.weights, reduction="sum")
     ),
     "stacked penalties": lambda m, p, b: (
         entropy(p, b) + torch.stack([q.square().sum() for q in m.layer.parameters()]).sum()
