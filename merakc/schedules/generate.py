@@ -32,7 +32,7 @@ from merakc.schedules.work import Work, decode
 
 Orders = list[list[Work]]
 
-# Works that are scheduled for one pipeline, at about 10 microseconds each.
+# Works that are scheduled, at about 6 microseconds each: half of them to look around.
 EFFORT = 1_000_000
 # However large the pipeline is, so many list schedules are tried.
 MIN_PASSES = 16
@@ -100,12 +100,12 @@ def generate(
     searches = []
     for pipeline in pipelines:
         found += known_schedules(pipeline, capacity_bytes, split)
-        search = _Search(pipeline, capacity_bytes, split and can_split(pipeline.costs), effort)
-        search.look_around()
+        search = _Search(pipeline, capacity_bytes, split and can_split(pipeline.costs))
+        search.look_around(effort / 2 / len(pipelines))
         searches.append(search)
-    # What is left of the effort goes where it is most likely to pay.
+    # The other half of the effort goes where it is most likely to pay.
     searches.sort(key=lambda search: search.best_s)
-    searches[0].climb()
+    searches[0].climb(effort / 2)
     for search in searches:
         found += search.finalists()
     if not found:
@@ -156,7 +156,7 @@ class _Search:
     pipeline: Pipeline
     capacity_bytes: Sequence[float]
     split: bool
-    effort: float
+    effort: float = 0.0  # works that may still be scheduled
     tried: dict[Choice, float] = field(default_factory=dict)
     short: Pipeline = field(init=False)  # with as many micro-batches as choices are tried on
 
@@ -164,19 +164,18 @@ class _Search:
         p = self.pipeline
         m = min(p.micro_batches, p.ranks + STEADY_MICRO_BATCHES)
         self.short = replace(p, micro_batches=m)
-        self.effort = max(self.effort, MIN_PASSES * 3 * p.stages * m)
 
     @property
     def best_s(self) -> float:
         """The shortest makespan so far."""
         return min(self.tried.values(), default=inf)
 
-    def look_around(self) -> None:
-        """Tries a grid of choices, with at most half of the effort."""
-        reserve = self.effort / 2
+    def look_around(self, effort: float) -> None:
+        """Tries a grid of choices, then the rules on the best of them."""
+        self._allow(effort)
         rules = Rules(split=self.split)
         for choice in self._grid(rules):
-            if self.effort < reserve:
+            if self.effort <= 0.0:
                 return
             self._try(choice)
         for choice in self._best(2):
@@ -185,7 +184,7 @@ class _Search:
                     rules = replace(
                         choice.rules, max_pending=max_pending, oldest_first=oldest_first
                     )
-                    if self.effort < reserve:
+                    if self.effort <= 0.0:
                         return
                     self._try(replace(choice, rules=rules))
 
@@ -199,10 +198,11 @@ class _Search:
                 burst = 1 + min(self.pipeline.ranks * 2, round(more * plan.spare))
                 yield Choice(replace(rules, burst=burst), pace, plan.shares)
 
-    def climb(self) -> None:
-        """Varies the best choice in one or two things at a time, until the effort is spent."""
+    def climb(self, effort: float) -> None:
+        """Varies the best choice in one to three things at a time, until the effort is spent."""
         if self.best_s == inf:
             return
+        self._allow(effort)
         draw = random.Random(0)
         (now,) = self._best(1)
         now_s = self.tried[now]
@@ -223,6 +223,10 @@ class _Search:
             if orders is not None:
                 seconds = makespan_s(self.pipeline, orders)
                 yield Found(seconds, "list scheduling", self.pipeline, orders)
+
+    def _allow(self, effort: float) -> None:
+        p = self.short
+        self.effort = max(effort, MIN_PASSES * 3 * p.stages * p.micro_batches)
 
     def _best(self, count: int) -> list[Choice]:
         fitting = [choice for choice in self.tried if self.tried[choice] < inf]
