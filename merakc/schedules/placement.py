@@ -36,7 +36,9 @@ def split_stages(costs: Sequence[StageCost], chunks: int) -> tuple[StageCost, ..
 
 def _part(cost: StageCost, chunks: int) -> StageCost:
     """One of so many equal parts; bytes are rounded up."""
-    whole = asdict(cost)
     return StageCost(
-        **{name: -(-x // chunks) if isinstance(x, int) else x / chunks for name, x in whole.items()}
+        **{
+            name: -(-figure // chunks) if name.endswith("_bytes") else figure / chunks
+            for name, figure in asdict(cost).items()
+        }
     )

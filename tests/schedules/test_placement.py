@@ -26,3 +26,4 @@ def test_every_figure_is_divided() -> None:
     cost = StageCost(**{f: 6.0 if f.endswith("_s") else 6 for f in StageCost.__slots__})
     half = StageCost(**{f: 3.0 if f.endswith("_s") else 3 for f in StageCost.__slots__})
     assert split_stages([cost], 2) == (half, half)
+    assert split_stages([StageCost(1, 2)], 2)[0] == StageCost(0.5, 1.0)  # seconds are no integers
