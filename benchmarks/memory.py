@@ -1,15 +1,49 @@
-"""The bytes of all tensors alive on this rank, at a step's highest point."""
+"""`python -m benchmarks.memory`: predicted peak memory against the bytes that are really alive.
+
+Every rank of each cell counts all storages that its step makes and frees, and compares their
+highest point, the median of five steps, with the prediction from live ranges.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import statistics
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import torch.distributed as dist
 import torch.utils._pytree as pytree
+import typer
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+import merakc
+from benchmarks.models import MODELS
+from benchmarks.ranks import run_ranks
+from benchmarks.reference import optimizer_for, step_batch
+from merakc.cluster import NOMINAL_CPU
+from merakc.model import ParallelModel
+
+RANKS, MICRO_BATCHES, BATCH_SIZE = 2, 4, 64
+BOUND = 0.03
+SWITCH_INTERVAL_S = 1e-5
+REPEATS = 5  # when a message leaves varies from step to step
+CELLS = tuple(
+    (model, schedule, recompute)
+    for model in ("gpt2", "llama", "t5", "bert", "resnet")
+    for schedule, recompute in (
+        ("1f1b", "none"), ("gpipe", "full"), ("zb-h1", "none"), ("zb-v", "selective"),
+    )
+)  # fmt: skip
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -58,14 +92,19 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def peak_live_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Callable[[], object],
+    others: Iterable[torch.Tensor] = (),
 ) -> int:
     """Runs one more step and gives the most bytes that were alive in it.
 
     Parameters, gradients, optimizer state, activations and temporaries all count; memory inside
-    kernels and of the allocator does not.
+    kernels and of the allocator does not. `others` are alive beside the model and its optimizer.
     """
-    tracker = LiveBytes(_alive(model, optimizer))  # no list: it would keep the gradients alive
+    tracker = LiveBytes(
+        chain(_alive(model, optimizer), others)
+    )  # no list: it would keep the gradients alive
     with tracker:
         step()
     return tracker.peak_bytes
@@ -79,3 +118,97 @@ def _alive(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch
             yield parameter.grad
     for values in optimizer.state.values():
         yield from (t for t in values.values() if isinstance(t, torch.Tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One model, schedule and recomputation: the peak bytes of each rank."""
+
+    model: str
+    schedule: str
+    recompute: str
+    predicted_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+
+    @property
+    def error(self) -> float:
+        """The largest relative difference of a rank."""
+        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
+        return max(abs(p - m) / m for p, m in pairs)
+
+
+def measure_step(model: str, schedule: str, recompute: str) -> tuple[int, int]:
+    """One rank's predicted and measured peak bytes of a step; collective."""
+    # Python lets another thread run every 5 ms, which is as long as many actions here: what lets go
+    # of sent values would come too late.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    case = MODELS[model]
+    batch = step_batch(case, BATCH_SIZE, torch.float32, 0)
+    parallel = merakc.auto_parallel(
+        case.model(), batch, pp=dist.get_world_size(), micro_batches=MICRO_BATCHES,
+        schedule=schedule, recompute=recompute, cluster=NOMINAL_CPU,
+    )  # fmt: skip
+    optimizer = optimizer_for(parallel)
+    for _ in range(2):  # afterwards the optimizer has its state
+        optimizer.zero_grad()
+        parallel(**batch)["loss"].backward()
+        optimizer.step()
+    prediction = parallel.plan.prediction
+    assert prediction is not None
+    predicted_bytes = prediction.peak_bytes[dist.get_rank()]
+    peaks = []
+    for _ in range(REPEATS):
+        optimizer.zero_grad()
+        constants = _constants(parallel)
+        peaks.append(peak_live_bytes(parallel, optimizer, lambda: parallel(**batch), constants))
+    return predicted_bytes, statistics.median_low(peaks)
+
+
+def _constants(parallel: ParallelModel) -> list[torch.Tensor]:
+    """The tensors that compiled steps hold beside the state."""
+    steps = parallel._own("_steps").compiled.values()
+    stages = [stage for step in steps for stage in step.executor.stages.values()]
+    return [value for stage in stages for value in stage.constants.values()]
+
+
+def cells_table(cells: list[Cell]) -> Table:
+    """A row a cell."""
+    table = Table(title="Peak bytes of a step on each rank: predicted / measured")
+    for name in ("model", "schedule", "recompute", "predicted / measured", "largest error"):
+        table.add_column(name, justify="left" if name in ("model", "schedule") else "right")
+    for cell in cells:
+        pairs = zip(cell.predicted_bytes, cell.measured_bytes, strict=True)
+        colour = "green" if cell.error <= BOUND else "red"
+        table.add_row(
+            cell.model, cell.schedule, cell.recompute,
+            ", ".join(f"{p} / {m}" for p, m in pairs), f"[{colour}]{cell.error:.2%}[/]",
+        )  # fmt: skip
+    return table
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated; all if empty.")] = "",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures here.")
+    ] = None,
+) -> None:
+    """Compares predicted with measured peaks; exits with 1 where one is more than 3 % off."""
+    torch.set_num_threads(1)
+    cells = []
+    for model, schedule, recompute in CELLS:
+        if not models or model in models.split(","):
+            found = run_ranks(RANKS, measure_step, model, schedule, recompute, timeout_s=120.0)
+            predicted, measured = zip(*found, strict=True)
+            cells.append(Cell(model, schedule, recompute, predicted, measured))
+    Console(width=120).print(cells_table(cells))
+    good = all(cell.error <= BOUND for cell in cells)
+    within = sum(cell.error <= BOUND for cell in cells)
+    print(f"{'passed' if good else 'FAILED'}: {within} of {len(cells)} cells within {BOUND:.0%}")
+    if json_path is not None:
+        body = [{**dataclasses.asdict(c), "error": c.error} for c in cells]
+        json_path.write_text(json.dumps({"passed": good, "cells": body}, indent=1) + "\n")
+    raise typer.Exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -26,7 +26,8 @@ from merakc.batches import (
     with_tensor_specs,
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.costs.stage import stage_cost, with_seconds
+from merakc.costs.stage import OPTIMIZER_STATES, stage_cost, with_seconds
+from merakc.costs.timeline import program_memory, rank_times
 from merakc.errors import ConfigError, MerakWarning
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
@@ -313,9 +314,23 @@ def _simulated(
         cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
     costs = together(lambda: own)
     mesh, rank_of = lowered.plan.mesh, lowered.plan.rank_of
-    return predict(
+    prediction, simulation = predict(
         lowered, cluster, tuple(costs[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of))
     )
+    times = rank_times(lowered.programs(), simulation.events)[steps.groups.rank]
+    static_bytes = _static_bytes(steps, step)
+    memory = program_memory(step.executor.program, step.chunks, static_bytes, times)
+    peaks = together(lambda: max((m.peak_bytes for m in memory), default=static_bytes))
+    first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
+    return replace(prediction, peak_bytes=first), simulation
+
+
+def _static_bytes(steps: Steps, step: CompiledStep) -> int:
+    """Parameters, buffers and constants of this rank, and what an optimizer keeps of the first."""
+    held = list(steps.state.values())
+    constants = [c for s in step.executor.stages.values() for c in s.constants.values()]
+    total = sum(t.nbytes for t in (*held, *constants))
+    return total + OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)
 
 
 def _nominal(device: torch.device) -> Cluster:

@@ -20,7 +20,9 @@ Channel = tuple[int, int, bool]  # sending rank, receiving rank, whether gradien
 Work = tuple[int, int]  # stage, micro-batch
 
 
-def verify_programs(programs: Sequence[Program]) -> None:
+def verify_programs(
+    programs: Sequence[Program], *, micro_batches: int = 0, training: bool = False
+) -> None:
     """Checks that the Programs of all ranks run to their end together and miss no work.
 
     Every send has one receive at its peer and the other way round, in the same order per ordered
@@ -31,6 +33,9 @@ def verify_programs(programs: Sequence[Program]) -> None:
     is received before it, what it makes is sent after it, and every micro-batch of a stage
     exchanges the same values.
 
+    With `training` every rank is to compute, backward too, and to reduce; there are to be at least
+    `micro_batches`. Without, it is taken from the Programs what kind of step this is.
+
     Raises `ProgramError`, which names the rank and the action.
     """
     ranks = Counter(p.rank for p in programs)
@@ -39,7 +44,7 @@ def verify_programs(programs: Sequence[Program]) -> None:
             raise ProgramError(f"rank {rank} has {count} programs; it needs exactly one")
     _verify_messages(programs)
     _verify_progress(programs)
-    _verify_compute(programs)
+    _verify_compute(programs, micro_batches, training)
 
 
 def trains(programs: Iterable[Program]) -> bool:
@@ -152,12 +157,15 @@ def _verify_progress(programs: Sequence[Program]) -> None:
     raise ProgramError(f"deadlock, each rank waits for the next: {circle}")
 
 
-def _verify_compute(programs: Sequence[Program]) -> None:
-    training = trains(programs)
+def _verify_compute(programs: Sequence[Program], at_least: int, training: bool) -> None:
     actions = [a for p in programs for a in p.actions]
-    reduces = any(a.kind is ActionKind.REDUCE for a in actions)
+    reduces = training or any(a.kind is ActionKind.REDUCE for a in actions)
     forwards = [a.micro_batch for a in actions if a.kind is ActionKind.FORWARD]
-    micro_batches = 1 + max(forwards, default=-1)
+    micro_batches = max(1 + max(forwards, default=-1), at_least)
+    idle = next((p.rank for p in programs if not p.actions), -1)
+    if training and idle >= 0:
+        raise ProgramError(f"rank {idle} has no actions, and every rank is to train a stage")
+    training = training or trains(programs)
     for program in programs:
         done = _verify_rank(program)
         for stage in dict.fromkeys(a.stage for a in program.actions):

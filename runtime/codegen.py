@@ -34,42 +34,46 @@ class _Writer:
     def __init__(self, graph: Graph, device: torch.device) -> None:
         self.graph, self.device = graph, device
         self.scope: dict[str, Any] = {}
-        self.names: dict[str, str] = {}
+        self.names: dict[Ref, str] = {}
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
 
     def source(self) -> str:
         """The function's source."""
         dying = self._last_readers()
-        inputs = [self._name(i.name) for i in self.graph.inputs]
+        inputs = [self._value(Ref(i.name)) for i in self.graph.inputs]
         lines = ["def run(given):"]
         if inputs:
             lines += [f"    {', '.join(inputs)}, = given", "    given.clear()"]
+        read = {r for n in self.graph.nodes for r in n.refs} | {o.ref for o in self.graph.outputs}
         for k, node in enumerate(self.graph.nodes):
-            lines.append(f"    {self._name(node.name)} = {self._call(node)}")
+            if node.name in self.tuples:
+                # Each for itself: a tuple would keep all of them as long as any is wanted.
+                own = [ref for i in range(len(node.outputs)) if (ref := Ref(node.name, i)) in read]
+                lines.append(f"    made = {self._call(node)}")
+                lines += [f"    {self._value(ref)} = made[{ref.index}]" for ref in own]
+                lines.append("    del made")
+            else:
+                lines.append(f"    {self._value(Ref(node.name))} = {self._call(node)}")
             if dying.get(k):
-                lines.append(f"    del {', '.join(self._name(n) for n in dying[k])}")
+                lines.append(f"    del {', '.join(map(self._value, dying[k]))}")
         outs = ", ".join(self._value(o.ref) for o in self.graph.outputs)
         return "\n".join([*lines, f"    return [{outs}]"])
 
-    def _last_readers(self) -> dict[int, list[str]]:
-        last: dict[str, int] = {i.name: 0 for i in self.graph.inputs} if self.graph.nodes else {}
+    def _last_readers(self) -> dict[int, list[Ref]]:
+        last = {Ref(i.name): 0 for i in self.graph.inputs} if self.graph.nodes else {}
         for k, node in enumerate(self.graph.nodes):
-            last[node.name] = k
-            for ref in node.refs:
-                last[ref.node] = k
+            if node.name not in self.tuples:
+                last[Ref(node.name)] = k
+            last |= dict.fromkeys(node.refs, k)
         for out in self.graph.outputs:
-            last.pop(out.ref.node, None)
-        dying: dict[int, list[str]] = {}
-        for name, k in last.items():
-            dying.setdefault(k, []).append(name)
+            last.pop(out.ref, None)
+        dying: dict[int, list[Ref]] = {}
+        for ref, k in last.items():
+            dying.setdefault(k, []).append(ref)
         return dying
 
-    def _name(self, name: str) -> str:
-        return self.names.setdefault(name, f"v{len(self.names)}")
-
     def _value(self, ref: Ref) -> str:
-        name = self._name(ref.node)
-        return f"{name}[{ref.index}]" if ref.node in self.tuples else name
+        return self.names.setdefault(ref, f"v{len(self.names)}")
 
     def _call(self, node: Node) -> str:
         function = f"f{len(self.scope)}"

@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 from merakc.errors import StuckError
 from merakc.ir.graph import TensorSpec
-from merakc.ir.program import Action, ActionKind, Program
+from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Program
 
-# Receives posted ahead of need: the next compute action's and the one after.
-LOOKAHEAD = 2
 # Process groups by (whether gradients travel, whether to a higher rank). NCCL starts what two ranks
 # exchange over one group in the order of their calls, and a receive that is posted ahead must not
 # hold up a send the other way. None is the default group.
@@ -140,24 +138,45 @@ class _PolledSends:
 
 
 class _WaitedSends:
-    """Sends of gloo, which says that one has ended to nobody but who waits for it: a thread.
+    """Sends of gloo, which says that one has ended to nobody but who waits for it: threads.
 
-    It lets go of each value as soon as it has left.
+    What one peer takes over one channel it takes in order, so each channel has a thread that lets
+    go of each value as soon as it has left.
     """
 
     def __init__(self) -> None:
+        self.waiters: dict[tuple[int, bool], _Waiter] = {}
+
+    def add(self, work: dist.Work, value: torch.Tensor, action: Action) -> None:
+        channel = action.peer, action.is_grad
+        if channel not in self.waiters:
+            self.waiters[channel] = _Waiter()
+        self.waiters[channel].queue.put((work, value, action))
+
+    def close(self) -> None:
+        for waiter in self.waiters.values():
+            waiter.queue.put(None)
+
+    def finish(self, timeout_s: float) -> tuple[Action, RuntimeError | None] | None:
+        for waiter in self.waiters.values():
+            waiter.join(timeout_s)
+            if waiter.error is not None or waiter.is_alive():
+                assert waiter.at is not None
+                return waiter.at, waiter.error
+        return None
+
+
+class _Waiter(threading.Thread):
+    """Waits for sends, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
         self.queue: SimpleQueue[tuple[dist.Work, torch.Tensor, Action] | None] = SimpleQueue()
         self.at: Action | None = None  # the send that is being waited for
         self.error: RuntimeError | None = None
-        self.thread: threading.Thread | None = None
+        self.start()
 
-    def add(self, work: dist.Work, value: torch.Tensor, action: Action) -> None:
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._wait, daemon=True)
-            self.thread.start()
-        self.queue.put((work, value, action))
-
-    def _wait(self) -> None:
+    def run(self) -> None:
         while self._wait_for_next():
             pass
 
@@ -172,18 +191,6 @@ class _WaitedSends:
         except RuntimeError as error:
             self.error = error
         return self.error is None
-
-    def close(self) -> None:
-        self.queue.put(None)
-
-    def finish(self, timeout_s: float) -> tuple[Action, RuntimeError | None] | None:
-        if self.thread is None:
-            return None
-        self.thread.join(timeout_s)
-        if self.error is None and not self.thread.is_alive():
-            return None
-        assert self.at is not None
-        return self.at, self.error
 
 
 def message_tags(program: Program) -> dict[int, int]:

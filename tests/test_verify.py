@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from merakc.passes.schedule import build_programs
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.text import parse_schedule
 from merakc.verify import verify_programs
+from tests.mutated_orders import Faulty, Walk, mutated, refused
+from tests.passes.random_schedules import random_schedule
 
 F, B, I, W = (  # noqa: E741 - the field's own letters
     ActionKind.FORWARD,
@@ -148,3 +151,41 @@ def test_a_rank_that_waits_for_itself() -> None:
     _move("recv 1F0 h <- 0", before="0F0")(actions)
     with pytest.raises(ProgramError, match="rank 0 waits at 'recv 1F0 h <- 0'"):
         verify_programs([Program(0, tuple(actions))])
+
+
+def test_mutated_orders_are_refused_or_run_to_their_end() -> None:
+    draw = random.Random(0)
+    counts = {"refused": 0, "ran": 0}
+    for _ in range(1000):
+        pp = draw.randint(1, 3)
+        rank_of = [*range(pp), *draw.choices(range(pp), k=draw.randint(0, 2))]
+        transfers = [Transfer(f"h{s}", s, s + 1, 8, True) for s in range(len(rank_of) - 1)]
+        if len(rank_of) > 2:
+            transfers.append(Transfer("h0", 0, 2, 8, True))
+            transfers.append(Transfer("mask", 0, len(rank_of) - 1, 8, False))
+        micro_batches = draw.randint(1, 3)
+        schedule = random_schedule(rank_of, micro_batches, transfers, draw)
+        programs = mutated(schedule, transfers, draw)
+        complaint = refused(programs, micro_batches)
+        if complaint:
+            assert "rank" in complaint
+            counts["refused"] += 1
+        else:
+            Walk(programs, transfers).run(len(rank_of), micro_batches)
+            counts["ran"] += 1
+    assert counts["refused"] > 500
+    assert counts["ran"] > 50
+
+
+def test_orders_that_are_whole_run_to_their_end() -> None:
+    draw = random.Random(1)
+    transfers = [Transfer(f"h{s}", s, s + 1, 8, True) for s in range(3)]
+    for _ in range(50):
+        schedule = random_schedule([0, 1, 1, 0], 3, transfers, draw)
+        programs = build_programs(Mesh(pp=2), schedule, transfers)
+        assert not refused(programs, 3)
+        Walk(programs, transfers).run(4, 3)
+        first = [a for a in programs[0].actions if str(a) != "0F1"]
+        broken = Walk([Program(0, tuple(first)), programs[1]], transfers)
+        with pytest.raises(Faulty):
+            broken.run(4, 3)

@@ -65,14 +65,20 @@ class ActionBytes:
     """What one compute of a micro-batch on a stage does to memory.
 
     `peak_bytes` is its highest point over what was alive before, what it reads included there.
-    After it, `held_bytes` are alive for later computes of the micro-batch, received values among
-    them, `sent_bytes` for its messages alone, and `gradient_bytes` are gradients of parameters.
+    After it, `held` are the pieces of memory alive for later computes of the micro-batch, received
+    values among them, `sent` those of its messages, by value, and `gradient_bytes` are gradients
+    of parameters.
     """
 
     peak_bytes: int
-    held_bytes: int
-    sent_bytes: int
+    held: frozenset[Memory]
+    sent: Mapping[str, Memory]
     gradient_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes alive for later computes."""
+        return sum(m.size_bytes for m in self.held)
 
 
 def order_bytes(chunk: Chunk, order: Sequence[ActionKind]) -> tuple[ActionBytes, ...]:
@@ -105,7 +111,7 @@ def _is_received(item: Input) -> bool:
 
 
 def _memory(item: Input, what: str) -> Memory:
-    return Memory(f"{what} {item.name}", item.spec.size_bytes)
+    return Memory(f"{what} {item.key}", item.spec.size_bytes)
 
 
 def _total(held: Mapping[str, Memory]) -> int:
@@ -122,7 +128,7 @@ def _run_piece(
     """What running a piece does, and what the micro-batch holds after it."""
     kept = {k: m for k, m in held.items() if k in leaves}
     if piece is None:
-        return ActionBytes(0, _total(kept), 0, 0), kept
+        return ActionBytes(0, frozenset(kept.values()), {}, 0), kept
     owners = {m.owner for m in kept.values()}
     given = {i.name: held[i.key] for i in piece.inputs if i.key in held}
     read = {m.owner for m in given.values()}
@@ -155,9 +161,7 @@ def _run_piece(
                 sent[out.name] = own
         elif out.kind is OutputKind.GRADIENT:
             gradient_bytes += specs[out.ref].size_bytes
-    held_owners = {m.owner for m in kept.values()}
-    sent = {k: m for k, m in sent.items() if m.owner not in held_owners}
-    return ActionBytes(peak_bytes, _total(kept), _total(sent), gradient_bytes), kept
+    return ActionBytes(peak_bytes, frozenset(kept.values()), sent, gradient_bytes), kept
 
 
 def _owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:

@@ -15,6 +15,9 @@ from enum import StrEnum
 
 from merakc.ir.graph import Graph, InputKind, OutputKind
 
+# Receives are posted ahead of need: those of the next compute and of the one after.
+LOOKAHEAD = 2
+
 
 class ActionKind(StrEnum):
     """What an action does."""

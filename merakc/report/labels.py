@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_COMPUTE = re.compile(r"(\d+)([FBIW])(\d+)")
+_COMPUTE = re.compile(r"(\d+)([FBIWR])(\d+)")
 _MESSAGE = re.compile(r"(send|recv) \d+([FB])(\d+) (.+) (?:->|<-) (\d+)")
 
 

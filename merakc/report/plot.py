@@ -22,6 +22,7 @@ _KINDS = {
     ActionKind.BACKWARD: ("backward", "#E69F00"),
     ActionKind.INPUT_GRAD: ("input gradient", "#F0C75E"),
     ActionKind.WEIGHT_GRAD: ("weight gradient", "#009E73"),
+    ActionKind.RECOMPUTE: ("recompute", "#0072B2"),
     ActionKind.REDUCE: ("reduce", "#CC79A7"),
 }
 _IDLE_COLOUR = "#F2F2F2"
