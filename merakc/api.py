@@ -36,12 +36,13 @@ from merakc.ir.plan import Plan, Prediction, load_plan
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.planner import Lowered, apply_plan, predict
+from merakc.recording import record_part
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import measure_link, memory_bytes
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 from merakc.simulate import Simulation
-from merakc.steps import CompiledStep, Steps, record_part
+from merakc.steps import CompiledStep, Steps
 from merakc.version import __version__
 from merakc.weights import find_placements, take_over
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,22 +13,20 @@ from torch import nn
 
 from merakc.batches import (
     batch_size_of,
-    doubled,
     join_results,
     named_tensors,
-    sampled_names,
     signature,
     split_batch,
 )
 from merakc.errors import MismatchError, PlanError
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
-from merakc.passes.key_draws import has_draws, key_draws
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
+from merakc.recording import autocast_of, record_part
 from merakc.runtime.codegen import Compiled, compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.groups import Groups, reduce_tensors
@@ -97,7 +94,7 @@ class Steps:
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
         modes = tuple(m.training for m in self.source.modules())
-        return signature(args, kwargs), modes, _autocast(self.device), train, results
+        return signature(args, kwargs), modes, autocast_of(self.device), train, results
 
     def add(
         self,
@@ -350,29 +347,6 @@ class Steps:
         return reduce
 
 
-def record_part(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    micro_batches: int,
-    device: torch.device,
-) -> Recording:
-    """Records the first of a batch's micro-batches, under the autocast that is on for `device`.
-
-    Its random draws are keyed by the samples of the batch.
-    """
-    part = split_batch(args, kwargs, micro_batches)[0]
-    sampled, wide = sampled_names(args, kwargs), None
-    enabled, dtype = _autocast(device)
-    with torch.autocast("cpu", dtype, enabled):  # a recording is made of fake tensors of the CPU
-        recording = record(model, *part)
-        if has_draws(recording.graph) and batch_size_of(args, kwargs) == micro_batches:
-            # A model that takes no two samples draws for each alone, whatever it draws.
-            with contextlib.suppress(Exception):
-                wide = record(model, *doubled(*part, sampled)).graph
-    return replace(recording, graph=key_draws(recording.graph, sampled, wide))
-
-
 def _trained(graph: Graph) -> set[str]:
     """The names of the parameters that the loss gives a gradient to."""
     needed = {o.ref.node for o in graph.outputs if o.kind is OutputKind.LOSS}
@@ -384,7 +358,3 @@ def _trained(graph: Graph) -> set[str]:
         for i in graph.inputs
         if i.kind is InputKind.PARAMETER and i.requires_grad and i.name in needed
     }
-
-
-def _autocast(device: torch.device) -> tuple[bool, torch.dtype]:
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)

@@ -1,0 +1,53 @@
+"""A micro-batch of a batch, recorded, with all that only the whole batch can say of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from merakc.batches import batch_size_of, doubled, sampled_names, split_batch
+from merakc.frontend.record import Recording, record
+from merakc.ir.graph import Graph
+from merakc.passes.batch_numbers import has_numbers, settle_numbers
+from merakc.passes.key_draws import has_draws, key_draws
+
+
+def record_part(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    micro_batches: int,
+    device: torch.device,
+) -> Recording:
+    """Records the first of a batch's micro-batches, under the autocast that is on for `device`.
+
+    Its random draws are keyed by the samples of the batch. Where the loss is scaled by numbers, a
+    recording of twice the samples says which of them are the size of the batch. Raises
+    `RecordError` as `record` and `settle_numbers` do.
+    """
+    part = split_batch(args, kwargs, micro_batches)[0]
+    sampled = sampled_names(args, kwargs)
+    samples = batch_size_of(args, kwargs) // micro_batches
+    with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
+        recording = record(model, *part)
+        graph = recording.graph
+        # A model that takes no two samples draws for each alone, whatever it draws.
+        apart = has_draws(graph) and samples == 1
+        wide: Graph | None = None
+        if apart or has_numbers(graph):
+            with contextlib.suppress(Exception):
+                wide = record(model, *doubled(*part, sampled)).graph
+    if wide is not None and has_numbers(graph):
+        graph = settle_numbers(graph, wide, samples)
+    return replace(recording, graph=key_draws(graph, sampled, wide if apart else None))
+
+
+def autocast_of(device: torch.device) -> tuple[torch.dtype, bool]:
+    """The dtype of autocast on a device, and whether it is on."""
+    kind = device.type
+    return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)

@@ -1,0 +1,46 @@
+"""A micro-batch recorded as a part of its batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from merakc.cluster import NOMINAL_CPU
+from merakc.kernels.draws import KEY_POSITION
+from merakc.recording import record_part
+
+CPU = torch.device("cpu")
+
+
+class Averaged(nn.Module):
+    """A mean that is written as a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+        self.dropped = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One over the samples is a number by the time that it is recorded."""
+        return {"loss": self.layer(self.dropped(x)).square().sum() * (1 / len(x))}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 8])
+def test_the_number_of_samples_is_known_in_a_loss(micro_batches: int) -> None:
+    torch.manual_seed(0)
+    model, x = Averaged().eval(), torch.linspace(-1, 1, 24).view(8, 3).double()
+    wanted = model(x)["loss"].item()
+    parallel = merakc.auto_parallel(
+        model, {"x": x}, micro_batches=micro_batches, cluster=NOMINAL_CPU
+    )
+    assert parallel(x=x)["loss"].item() == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_draws_are_keyed_by_the_samples(samples: int) -> None:
+    x = torch.zeros(2 * samples, 3).double()
+    ops = [n.op for n in record_part(Averaged(), (), {"x": x}, 2, CPU).graph.nodes]
+    (drawn,) = (op for op in ops if op.startswith("merakc."))
+    assert drawn in KEY_POSITION
