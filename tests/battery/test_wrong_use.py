@@ -258,14 +258,14 @@ def test_a_plan_goes_round(plan_file: Path, tmp_path: Path) -> None:
 
 
 class Unsplit(nn.Module):
-    """Every dim of its parameter is needed whole."""
+    """The dim of its parameter is needed whole, and there is no product to be gathered."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.logcumsumexp(self.layer(x), 1).mean()  # the op that is named
+        return torch.logcumsumexp(self.scale * x, 1).mean()  # the op that is named
 
 
 def test_an_op_that_cannot_be_split() -> None:
