@@ -53,6 +53,14 @@ def test_byte_seconds_ask_for_recomputation() -> None:
     assert lower_bound_s(pipeline, [100, 9000]) == 10 * again / 100
 
 
+def test_messages_hold_memory_both_ways() -> None:
+    # As above, with 5 s and two messages of 0.5 s between forward and the end of the backward.
+    pipeline = make_pipeline((0, 1), [UNIT, UNIT], 10, 0.5)
+    assert least_recomputation(pipeline, [2000, 2000]).shares == (0.0, 0.0)
+    share = (6000 - 1900 * 3) / (6000 - (50 * 5 + 950 * 2 + 1000) + 1900)
+    assert least_recomputation(pipeline, [1900, 1900]).shares == (pytest.approx(share), 0.0)
+
+
 def test_the_stage_that_spares_most_is_recomputed_first() -> None:
     pipeline = pipeline_of("v", 4, 8)
     shares = least_recomputation(pipeline, [KEPT * 6 // 5] * 4).shares
