@@ -8,17 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merakc.cluster import Cluster
+from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind, Mesh
 from merakc.planner import Lowered, make_plan, predict
+from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
 from merakc.schedules.text import format_schedule, parse_schedule
+from merakc.schedules.timing import make_pipeline
 
 # Micro-batches a stage beyond which the pipeline's bubble is small: (p - 1) / (m + p - 1) < 20 %.
 MICRO_BATCHES_PER_STAGE = 4
 ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
+# Works that the generator schedules: about a second.
+EFFORT = 100_000
 # Schedules that are made for recomputation.
 ALWAYS_RECOMPUTES = ("merak",)
 
@@ -127,7 +132,44 @@ def search(
     if best is None:
         assert first_error is not None
         raise first_error
-    return best[1], best[2]
+    return _generated(request, best[1], best[2], cluster)
+
+
+def _generated(
+    request: Request, plan: Plan, lowered: Lowered, cluster: Cluster
+) -> tuple[Plan, Lowered]:
+    """The plan with an order of work made for its stages and memory, where that is shorter.
+
+    Only where schedule and recomputation are open; "none" is open too, as to the order.
+    """
+    if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
+        return plan, lowered
+    costs = tuple(rough_stage_cost(graph, cluster) for graph in lowered.stages.local)
+    if request.recompute == "none":  # recomputing would give nothing back
+        costs = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
+    sizes = [t.size_bytes for t in lowered.stages.transfers]
+    link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
+    pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s)
+    try:
+        found = generate([pipeline], [cluster.memory_bytes] * plan.pp, effort=EFFORT)
+    except ConfigError:  # nothing fits: what was chosen is as good as anything
+        return plan, lowered
+    kinds = {a.kind for order in found.schedule.orders for a in order}
+    made = replace(
+        plan,
+        schedule="auto",
+        order=tuple(format_schedule(found.schedule).splitlines()),
+        recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
+    )
+    prediction, _ = predict(replace(lowered, plan=made), cluster)
+    assert plan.prediction is not None
+    fits, fitted = (
+        max(p.peak_bytes) <= cluster.memory_bytes for p in (prediction, plan.prediction)
+    )
+    if (not fits, prediction.step_s) >= (not fitted, plan.prediction.step_s):
+        return plan, lowered
+    made = replace(made, prediction=prediction)
+    return made, replace(lowered, plan=made)
 
 
 def _forms(request: Request, mesh: Mesh) -> tuple[bool, ...]:

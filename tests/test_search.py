@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
-from merakc.errors import ConfigError, CutError, ShardError
+from merakc.errors import ConfigError, CutError, ProgramError, ShardError
 from merakc.frontend.record import Recording, record
-from merakc.ir.program import Mesh
-from merakc.search import Request, meshes, micro_batches_for, search
+from merakc.ir.program import ActionKind, Mesh
+from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 
 BATCH_SIZE = 8
 
@@ -103,6 +104,50 @@ def test_the_users_choices_are_kept() -> None:
     plan, _ = search(request, recording, NOMINAL_CPU)
     assert (plan.pp, plan.micro_batches, plan.schedule, plan.recompute) == (2, 4, "gpipe", "full")
     assert plan.batch_size == BATCH_SIZE
+
+
+def test_an_order_is_made_for_the_stages_and_the_memory() -> None:
+    request = Request(4, BATCH_SIZE, dp=1, tp=1, pp=4, micro_batches=8)
+    plan, lowered = search(request, recording, NOMINAL_CPU)
+    plain, _ = search(replace(request, schedule="1f1b"), recording, NOMINAL_CPU)
+    assert plan.prediction is not None
+    assert plain.prediction is not None
+    assert plan.schedule == "auto"
+    assert len(plan.order) == 4
+    assert plan.prediction.step_s < 0.9 * plain.prediction.step_s
+    assert {a.kind for p in lowered.programs() for a in p.actions} >= {ActionKind.WEIGHT_GRAD}
+    tight = replace(NOMINAL_CPU, memory_bytes=int(0.8 * max(plain.prediction.peak_bytes)))
+    less, _ = search(request, recording, tight)
+    assert less.recompute == "full"
+    assert less.prediction is not None
+    assert max(less.prediction.peak_bytes) <= tight.memory_bytes
+    never, _ = search(replace(request, recompute="none"), recording, tight)
+    assert never.recompute == "none"
+
+
+def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
+    text = "0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"
+    (tmp_path / "mine.txt").write_text(f"# by hand\n{text}")
+    for given, name in ((text, "custom"), (str(tmp_path / "mine.txt"), "mine")):
+        found = with_schedule(Request(2, 8, schedule=given))
+        assert found.schedule == name
+        assert found.order == ("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1")
+    assert with_schedule(Request(2, 8, schedule="zb-v")).order == ()
+    with pytest.raises(ConfigError, match="'2f2b' is not known, and no file; choose one of auto"):
+        with_schedule(Request(2, 8, schedule="2f2b"))
+    with pytest.raises(ProgramError, match="0B1: is missing"):
+        with_schedule(Request(2, 8, schedule="0F0 0F1 0B0; 1F0 1B0 1F1 1B1"))
+
+
+def test_an_order_of_the_users_own_is_planned() -> None:
+    text = "0F0 0F1 0R0 0B0 0R1 0B1; 1F0 1I0 1F1 1I1 1W0 1W1"
+    request = with_schedule(Request(2, BATCH_SIZE, pp=2, micro_batches=2, schedule=text))
+    plan, lowered = search(request, recording, NOMINAL_CPU)
+    assert (plan.schedule, plan.recompute) == ("custom", "full")
+    assert lowered.chunk(0, 0).recompute is not None
+    assert lowered.chunk(1, 0).recompute is None
+    with pytest.raises(ConfigError, match="an order of 2 micro-batches on 2 ranks"):
+        search(replace(request, micro_batches=4), recording, NOMINAL_CPU)
 
 
 def test_the_first_error_is_raised_where_no_mesh_works() -> None:
