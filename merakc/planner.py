@@ -10,6 +10,7 @@ from typing import Literal
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
+from merakc.costs.keep import with_kept
 from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
@@ -246,6 +247,8 @@ def predict(
     """Simulates one step. Without `costs` of the stages, rough ones are used."""
     if costs is None:
         costs = tuple(rough_stage_cost(g, cluster) for g in lowered.stages.local)
+        kept = lowered.plan.keep_bytes
+        costs = tuple(map(with_kept, costs, kept)) if kept else costs
     dp = lowered.plan.dp
     costs = tuple(
         replace(c, reduce_s=_reduce_seconds(g, dp, cluster))

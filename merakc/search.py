@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merakc.cluster import Cluster
+from merakc.costs.keep import keep_bytes
 from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
@@ -160,6 +161,7 @@ def _generated(
         schedule="auto",
         order=tuple(format_schedule(found.schedule).splitlines()),
         recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
+        keep_bytes=(),
     )
     prediction, _ = predict(replace(lowered, plan=made), cluster)
     assert plan.prediction is not None
@@ -197,7 +199,8 @@ def _plan(
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     for choice in choices:
-        plan = replace(plan, recompute=choice)
+        kept = _kept(lowered, cluster) if choice == "solved" else ()
+        plan = replace(plan, recompute=choice, keep_bytes=kept)
         lowered = replace(lowered, plan=plan)
         prediction, _ = predict(lowered, cluster)
         plan = replace(plan, prediction=prediction)
@@ -205,6 +208,12 @@ def _plan(
         if max(prediction.peak_bytes) <= cluster.memory_bytes:
             break
     return plan, lowered
+
+
+def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
+    """What each stage may keep of a micro-batch in the cluster's memory."""
+    costs = [rough_stage_cost(graph, cluster) for graph in lowered.stages.local]
+    return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * lowered.plan.pp)
 
 
 def _recomputations(request: Request) -> tuple[str, ...]:
@@ -215,7 +224,7 @@ def _recomputations(request: Request) -> tuple[str, ...]:
         orders = parse_schedule("\n".join(request.order)).orders
         kinds = {a.kind for order in orders for a in order}
         return ("full",) if ActionKind.RECOMPUTE in kinds else ("none",)
-    return ("full",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "full")
+    return ("full",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "solved", "full")
 
 
 def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:

@@ -16,12 +16,21 @@ from merakc.verify import Channel, Work, run_programs, trains, verify_programs
 
 
 @dataclass(frozen=True, slots=True)
+class MemorySample:
+    """The bytes alive on a rank at a moment, what an action allocates at its start included."""
+
+    rank: int
+    time_s: float
+    live_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Simulation:
     """One simulated step. `busy_s` and `peak_bytes` are per rank, in the order of the Programs.
 
     Busy is computing or reducing; `bubble_share` is the idle part of ranks times `step_s`. A
     `RECV` event lasts as long as the rank waits, a `SEND` event, which takes the rank no time,
-    stands at the moment of posting.
+    stands at the moment of posting. `memory` holds samples, rank by rank in order of time.
     """
 
     step_s: float
@@ -29,6 +38,7 @@ class Simulation:
     busy_s: tuple[float, ...]
     bubble_share: float
     peak_bytes: tuple[int, ...]
+    memory: tuple[MemorySample, ...] = ()
 
 
 def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
@@ -90,6 +100,7 @@ def _result(states: Sequence[_Rank]) -> Simulation:
         busy_s=busy_s,
         bubble_share=1.0 - sum(busy_s) / total_s if total_s else 0.0,
         peak_bytes=tuple(s.peak_bytes for s in states),
+        memory=tuple(m for s in states for m in s.memory),
     )
 
 
@@ -106,6 +117,7 @@ class _Rank:
     busy_s: float = 0.0
     peak_bytes: int = field(init=False)
     events: list[Event] = field(default_factory=list)
+    memory: list[MemorySample] = field(default_factory=list)
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # heap of (arrival, bytes)
     received_bytes: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
 
@@ -154,6 +166,8 @@ class _Rank:
 
     def _advance(self, action: Action, duration_s: float) -> None:
         start_s, self.now_s = self.now_s, self.now_s + duration_s
+        if action.kind.is_compute:
+            self.memory.append(MemorySample(self.rank, self.now_s, self.live_bytes))
         self.events.append(Event(self.rank, str(action), action.kind, start_s, self.now_s))
 
     def _touch(self, extra_bytes: int = 0) -> None:
@@ -161,6 +175,7 @@ class _Rank:
         while self.in_flight and self.in_flight[0][0] <= self.now_s:
             self.live_bytes -= heapq.heappop(self.in_flight)[1]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
+        self.memory.append(MemorySample(self.rank, self.now_s, self.live_bytes + extra_bytes))
 
 
 def _duration_s(cost: StageCost, kind: ActionKind) -> float:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import train_reference
 from merakc.cluster import NOMINAL_CPU
-from merakc.ir.program import Mesh
+from merakc.ir.program import ActionKind, Mesh
 from tests.battery.small_models import Words, assert_close, build, gradients, warm_up, words
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,6 +156,29 @@ def test_what_is_left_open_is_chosen_alike_on_every_rank() -> None:
 def test_recomputation_where_the_memory_does_not_suffice() -> None:
     small = merakc.Cluster("small", 5e10, 1e10, 5e-6, 1, 2e-4, 1e9)
     assert merakc.auto_parallel(build(Words), words(0), cluster=small).plan.recompute == "full"
+
+
+def tight() -> tuple[str, tuple[int, ...], int, dict[str, torch.Tensor]]:
+    options = {"pp": 2, "micro_batches": 4, "schedule": "1f1b"}
+    roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options)
+    assert roomy.plan.prediction is not None
+    small = replace(NOMINAL_CPU, memory_bytes=max(roomy.plan.prediction.peak_bytes))
+    model = merakc.auto_parallel(build(Words), words(0), cluster=small, **options)
+    model(**words(0))["loss"].backward()
+    kinds = [e.kind for e in model.last_events]
+    again = kinds.count(ActionKind.RECOMPUTE)
+    return model.plan.recompute, model.plan.keep_bytes, again, model.full_gradients()
+
+
+def test_stages_recompute_what_they_have_no_memory_for() -> None:
+    (recompute, kept, again, full), (_, _, last_again, _) = run_ranks(2, tight)
+    assert recompute == "solved"
+    assert kept[0] >= 0
+    assert kept[1] == -1
+    assert (again, last_again) == (4, 0)
+    plain = build(Words)
+    plain(**words(0))["loss"].backward()
+    assert_close(full, gradients(plain))
 
 
 class _Shifted(nn.Module):

@@ -79,7 +79,7 @@ def test_where_nothing_fits_recomputation_and_a_split_model_win() -> None:
     assert plan.prediction is not None
     assert max(plan.prediction.peak_bytes) < max(roomy.prediction.peak_bytes)
     fixed, _ = search(Request(1, BATCH_SIZE), recording, tight)
-    assert fixed.recompute == "full"
+    assert fixed.recompute in ("solved", "full")
     kept, _ = search(Request(1, BATCH_SIZE, recompute="none"), recording, tight)
     assert kept.recompute == "none"
 
@@ -123,6 +123,25 @@ def test_an_order_is_made_for_the_stages_and_the_memory() -> None:
     assert max(less.prediction.peak_bytes) <= tight.memory_bytes
     never, _ = search(replace(request, recompute="none"), recording, tight)
     assert never.recompute == "none"
+
+
+def test_each_stage_keeps_as_much_as_its_memory_lets_it() -> None:
+    request = Request(4, BATCH_SIZE, dp=1, tp=1, pp=4, micro_batches=8, schedule="1f1b")
+    plain, _ = search(request, recording, NOMINAL_CPU)
+    assert plain.prediction is not None
+    tight = replace(NOMINAL_CPU, memory_bytes=int(0.8 * max(plain.prediction.peak_bytes)))
+    plan, lowered = search(request, recording, tight)
+    full, _ = search(replace(request, recompute="full"), recording, tight)
+    assert plan.recompute == "solved"
+    assert plan.keep_bytes[0] >= 0
+    assert plan.keep_bytes[-1] == -1
+    assert plan.prediction is not None
+    assert full.prediction is not None
+    assert max(plan.prediction.peak_bytes) <= tight.memory_bytes
+    assert plain.prediction.step_s < plan.prediction.step_s < full.prediction.step_s
+    checkpoint = lowered.chunk(0, 0).checkpoint
+    assert checkpoint is not None
+    assert lowered.chunk(3, 0).checkpoint is None
 
 
 def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from merakc.ir.program import ActionKind, Event
 from merakc.report.labels import ComputeLabel, MessageLabel, parse_label
+from merakc.simulate import MemorySample
 
 _TraceEvent = dict[str, Any]
 
@@ -39,18 +40,24 @@ _TIDS_PER_PROCESS = 1_000_000  # both tools take a thread whose tid is 0 or its 
 
 
 def write_trace(
-    events: Sequence[Event], path: str | Path, *, measured: Sequence[Event] = ()
+    events: Sequence[Event],
+    path: str | Path,
+    *,
+    measured: Sequence[Event] = (),
+    memory: Sequence[MemorySample] = (),
 ) -> None:
     """Writes the simulated events, and beside them the measured ones if there are any.
 
     Each timeline is a process and each rank a thread of it; an arrow leads from a send to the
-    receive of its message where both are there. Times are microseconds.
+    receive of its message where both are there. `memory` of the simulation becomes a track of live
+    bytes for each rank. Times are microseconds.
     """
     flow_ids = count(1)
     body: list[_TraceEvent] = []
     for pid, name, timeline in ((1, "simulated", events), (2, "measured", measured)):
         if timeline:
             body += _timeline(pid, name, timeline, flow_ids)
+    body += [_counter(sample) for sample in memory]
     Path(path).write_text(json.dumps({"traceEvents": body, "displayTimeUnit": "ms"}) + "\n")
 
 
@@ -75,6 +82,16 @@ def _timeline(
     # Stable, so that an arrow's end stands behind its own slice and before the rank's next one:
     # the tools bind it to the slice that was opened last.
     return found + sorted(timed, key=lambda e: float(e["ts"]))
+
+
+def _counter(sample: MemorySample) -> _TraceEvent:
+    return {
+        "ph": "C",
+        "pid": 1,
+        "name": f"live bytes of rank {sample.rank}",
+        "ts": _nanoseconds(sample.time_s) / 1000,
+        "args": {"bytes": sample.live_bytes},
+    }
 
 
 def _tid(pid: int, rank: int) -> int:

@@ -107,3 +107,20 @@ def test_message_whose_other_end_is_missing_has_no_arrow(tmp_path: Path) -> None
         Event(1, "recv 1F1 h <- 0", ActionKind.RECV, 0.0, 1.0),
     )
     assert not _of(_write(tmp_path / "t.json", events), "s", "f")
+
+
+def test_memory_is_a_track_for_each_rank(tmp_path: Path) -> None:
+    schedule = make_schedule("zb-h1", 2, 2, recompute="full")
+    programs = build_programs(Mesh(pp=2), schedule, [Transfer("h", 0, 1, 8, True)])
+    stage = StageCost(1.0, 2.0, 1.0, 1.0, 1.0, saved_bytes=100, checkpoint_bytes=10,
+                      static_bytes=1000)  # fmt: skip
+    found = simulate(programs, CostTable((stage,) * 2, 0.0, float("inf")))
+    write_trace(found.events, tmp_path / "t.json", memory=found.memory)
+    trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    counters = _of(trace, "C")
+    for rank in range(2):
+        own = [c for c in counters if c["name"] == f"live bytes of rank {rank}"]
+        assert [c["ts"] for c in own] == sorted(c["ts"] for c in own)
+        assert max(c["args"]["bytes"] for c in own) == found.peak_bytes[rank]
+        assert own[-1]["args"]["bytes"] == 1000
+    assert "recompute" in {s["cat"] for s in _of(trace, "X")}

@@ -1,0 +1,69 @@
+"""How much a micro-batch may keep on each stage, so that all in flight fit the memory.
+
+Later stages hold fewer micro-batches in flight, so they may keep more of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from merakc.ir.costs import StageCost
+from merakc.ir.program import ActionKind
+from merakc.ir.schedule import Schedule
+
+EVERYTHING = -1
+
+
+def keep_bytes(
+    schedule: Schedule, costs: Sequence[StageCost], capacity_bytes: Sequence[int]
+) -> tuple[int, ...]:
+    """What each stage may keep of a micro-batch from its forward to its backward.
+
+    `capacity_bytes` are of each rank, static bytes included. -1 is everything. A micro-batch that
+    is being recomputed or differentiated has all that is saved; the others share the rest, stages
+    of one rank in proportion to what they save. A stage that has too little may keep 0.
+    """
+    flying = [_in_flight(schedule, stage) for stage in range(schedule.stages)]
+    found = [0] * schedule.stages
+    for rank, capacity in enumerate(capacity_bytes):
+        own = [s for s, holder in enumerate(schedule.rank_of) if holder == rank]
+        static = sum(costs[s].static_bytes for s in own)
+        working = max(
+            costs[s].saved_bytes + max(costs[s].backward_peak_bytes, costs[s].recompute_peak_bytes)
+            for s in own
+        )
+        all_kept = sum(flying[s] * costs[s].saved_bytes for s in own)
+        peak = max(max(costs[s].backward_peak_bytes, costs[s].forward_peak_bytes) for s in own)
+        if static + all_kept + peak <= capacity:
+            found = [EVERYTHING if s in own else size for s, size in enumerate(found)]
+            continue
+        free = max(capacity - static - working, 0)
+        for s in own:
+            share = free * costs[s].saved_bytes / max(all_kept, 1)
+            found[s] = min(int(share), costs[s].saved_bytes)
+    return tuple(found)
+
+
+def with_kept(cost: StageCost, kept_bytes: int) -> StageCost:
+    """The cost of a stage that keeps so much: it recomputes that much less, as a first estimate."""
+    if kept_bytes == EVERYTHING or not cost.saved_bytes:
+        return cost
+    share = min(kept_bytes / cost.saved_bytes, 1.0)
+    return replace(
+        cost,
+        checkpoint_bytes=max(kept_bytes, cost.checkpoint_bytes),
+        recompute_s=cost.recompute_s * (1.0 - share),
+        checkpoint_peak_bytes=max(cost.checkpoint_peak_bytes, kept_bytes),
+    )
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """The most micro-batches between their forward and their backward at one time."""
+    now = most = 0
+    for action in schedule.orders[schedule.rank_of[stage]]:
+        if action.stage == stage:
+            now += action.kind is ActionKind.FORWARD
+            most = max(most, now)
+            now -= action.kind.sends_gradients
+    return most

@@ -1,0 +1,94 @@
+"""Where the time of a step goes: why ranks are idle, and what the step waits for in the end."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from merakc.ir.program import ActionKind, Event
+from merakc.report.labels import MessageLabel, parse_label
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """The idle seconds of one rank.
+
+    `warm_up_s` are before its first compute and `cool_down_s` after its last one, `waiting_s`
+    those in between by the message that is waited for, longest first.
+    """
+
+    rank: int
+    warm_up_s: float
+    cool_down_s: float
+    waiting_s: tuple[tuple[str, float], ...]
+
+    @property
+    def total_s(self) -> float:
+        """All idle seconds of the step."""
+        return self.warm_up_s + self.cool_down_s + sum(s for _, s in self.waiting_s)
+
+
+def idle_split(events: Sequence[Event]) -> tuple[Idle, ...]:
+    """The idle time of every rank by its cause, from simulated or measured events."""
+    step_s = max((e.end_s for e in events), default=0.0)
+    per_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        per_rank[event.rank].append(event)
+    return tuple(_split(rank, own, step_s) for rank, own in sorted(per_rank.items()))
+
+
+def _split(rank: int, events: Sequence[Event], step_s: float) -> Idle:
+    busy = [e for e in events if not e.kind.is_message]
+    if not busy:
+        return Idle(rank, step_s, 0.0, ())
+    first_s, last_s = min(e.start_s for e in busy), max(e.end_s for e in busy)
+    waiting: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.kind is ActionKind.RECV:
+            inside_s = min(event.end_s, last_s) - max(event.start_s, first_s)
+            if inside_s > 0:
+                waiting[event.label] += inside_s
+    ordered = sorted(waiting.items(), key=lambda item: -item[1])
+    return Idle(rank, first_s, step_s - last_s, tuple(ordered))
+
+
+def critical_path(events: Sequence[Event]) -> tuple[Event, ...]:
+    """The events that the length of the step follows from, first to last.
+
+    From the event that ends last back through what each waited for: the event before it on its
+    rank or, where it waited for a message, what the sender did before it sent. Events are to be in
+    the order of each rank's Program, as the simulator's are.
+    """
+    per_rank: dict[int, list[Event]] = defaultdict(list)
+    place: dict[int, int] = {}
+    for event in events:
+        place[id(event)] = len(per_rank[event.rank])
+        per_rank[event.rank].append(event)
+    senders = _senders(events)
+    found: list[Event] = []
+    at = max(events, key=lambda e: e.end_s, default=None)
+    while at is not None:
+        waited = at.kind is ActionKind.RECV and at.end_s > at.start_s
+        sender = senders.get(id(at)) if waited else None
+        if sender is not None:
+            at = sender
+        elif at.end_s > at.start_s:
+            found.append(at)
+        before = place[id(at)] - 1
+        at = per_rank[at.rank][before] if before >= 0 else None
+    return tuple(reversed(found))
+
+
+def _senders(events: Sequence[Event]) -> dict[int, Event]:
+    """The send of each receive, by the receive's `id`."""
+    sends: dict[tuple[int, int, str], deque[Event]] = defaultdict(deque)
+    receives: list[tuple[tuple[int, int, str], Event]] = []
+    for event in events:
+        label = parse_label(event.label)
+        if isinstance(label, MessageLabel):
+            if label.is_send:
+                sends[event.rank, label.peer, label.content].append(event)
+            else:
+                receives.append(((label.peer, event.rank, label.content), event))
+    return {id(event): sends[key].popleft() for key, event in receives if sends[key]}
