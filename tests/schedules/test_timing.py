@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from merakc.errors import ProgramError
-from merakc.ir.costs import StageCost
+from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.program import Mesh, Transfer
+from merakc.passes.schedule import build_programs
+from merakc.schedules.generate import generate
+from merakc.schedules.placement import split_stages
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.text import parse_schedule
 from merakc.schedules.timing import action_times, late_recomputation, make_pipeline, time_schedule
-from tests.schedules.unit_costs import unit_costs, unit_time
+from merakc.simulate import simulate
+from tests.schedules.unit_costs import UNIT, unit_costs, unit_time
 
 
 def test_starts_ends_and_idle_time() -> None:
@@ -80,6 +87,24 @@ def test_no_action_starts_before_what_it_reads(name: str) -> None:
         assert all(times[b][1] <= start for b in before if b in times), label
     for starts, ends in zip(timing.start_s, timing.end_s, strict=True):
         assert all(a <= b for a, b in zip(ends, starts[1:], strict=False))
+
+
+def test_the_simulator_of_programs_agrees() -> None:
+    """With messages of no bytes; orders made for the costs of unequal stages among them."""
+    for ranks, m in ((2, 3), (4, 6)):
+        schedules = [make_schedule(n, ranks, m, recompute="full") for n in NAMES]
+        costs = [replace(UNIT, forward_s=1.0 + 0.2 * s, saved_bytes=400 + s) for s in range(ranks)]
+        pipeline = make_pipeline(range(ranks), costs, m, 0.25)
+        schedules.append(generate([pipeline], [900] * ranks, effort=5000).schedule)
+        for schedule in schedules:
+            chunks = schedule.stages // ranks
+            every = split_stages(costs, chunks)
+            timing = time_schedule(schedule, every, 0.25)
+            transfers = [Transfer("x", s, s + 1, 0, True) for s in range(schedule.stages - 1)]
+            programs = build_programs(Mesh(pp=ranks), schedule, transfers)
+            found = simulate(programs, CostTable(every, 0.25, 1.0))
+            assert found.step_s == pytest.approx(timing.makespan_s, rel=1e-12), schedule.name
+            assert found.peak_bytes == timing.peak_bytes, schedule.name
 
 
 def test_a_deadlock_is_refused() -> None:
