@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
-from math import ceil, lcm
+from math import ceil, gcd, lcm
 from typing import Any
 
 from merakc.errors import ConfigError
@@ -106,8 +106,9 @@ class _Model:
         self.is_exact = all(abs(t * self.ticks_per_s % 1) < 1e-9 for t in (*every, *links))
         self.ticks = [[ceil(s * self.ticks_per_s - 1e-9) for s in row] for row in seconds]
         self.links = [ceil(s * self.ticks_per_s - 1e-9) for s in links]
-        slack = 1.0 if self.is_exact else 1.2
-        self.horizon = int(known_s * slack * self.ticks_per_s + 1e-6)
+        # Only what is shorter than the known schedule is of use; rounded up, it may look longer.
+        known = known_s * self.ticks_per_s
+        self.horizon = ceil(known - 1e-6) - 1 if self.is_exact else int(known * 1.2)
         self.starts: dict[Work, Any] = {}
         self.again: dict[int, Any] = {}
         units = range(pipeline.stages * pipeline.micro_batches)
@@ -143,6 +144,8 @@ class _Model:
         if j:
             for kind in (FORWARD, *_GRADS):
                 model.Add(start[kind, unit] >= self._end(kind, unit - 1))
+            earlier = start[RECOMPUTE, unit - 1]
+            model.Add(start[RECOMPUTE, unit] >= earlier).OnlyEnforceIf(again, self.again[unit - 1])
 
     def _share_rank(self, rank: int, capacity: float) -> None:
         """One work at a time, and no more bytes than there are."""
@@ -178,7 +181,9 @@ class _Model:
                     held_bytes.append(size)
         static = sum(costs[s].static_bytes for s in self._stages(rank))
         model.AddNoOverlap(works)
-        model.AddCumulative(held, held_bytes, max(0, int(capacity - static)))
+        unit_bytes = max(1, gcd(*held_bytes))  # small numbers are quicker to solve with
+        free = max(0, int(capacity - static)) // unit_bytes
+        model.AddCumulative(held, [size // unit_bytes for size in held_bytes], free)
 
     def _stages(self, rank: int) -> list[int]:
         return [s for s, holder in enumerate(self.pipeline.rank_of) if holder == rank]

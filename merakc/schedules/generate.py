@@ -47,6 +47,9 @@ USABLE = (1.0, 0.8, 0.6, 0.5, 0.9, 0.7, 0.4, 0.3)
 # How micro-batches enter: how many at once beside the first, in those that the memory could hold
 # beyond what it must, and the pace of the others, in periods of the slowest rank; 0: at once.
 ENTRIES = ((0.0, 0.0), (1.0, 1.0), (2.0, 1.02), (0.0, 1.0), (0.5, 1.02), (1.5, 1.05))
+# As many choices as this are scheduled with all micro-batches, fewer where that takes more works
+# than half of the effort, but so many of them at least, which are also improved.
+MAX_FULL = 16
 FINALISTS = 4
 
 
@@ -107,7 +110,7 @@ def generate(
     searches.sort(key=lambda search: search.best_s)
     searches[0].climb(effort / 2)
     for search in searches:
-        found += search.finalists()
+        found += search.finalists(effort / 2 / len(pipelines))
     if not found:
         raise ConfigError(_too_little(pipelines[0], capacity_bytes))
     found = sorted(found, key=lambda f: f.makespan_s)[:FINALISTS]
@@ -216,9 +219,18 @@ class _Search:
             if seconds <= now_s:
                 now, now_s = choice, seconds
 
-    def finalists(self) -> Iterator[Found]:
-        """The best choices, scheduled with all micro-batches."""
-        for choice in self._best(FINALISTS):
+    def finalists(self, effort: float) -> Iterator[Found]:
+        """The best choices, scheduled with all micro-batches: one of each makespan.
+
+        What is as short with few micro-batches mostly is so in the same way; with many, the next
+        longer choice may have the shorter period.
+        """
+        works = 3 * self.pipeline.stages * self.pipeline.micro_batches
+        count = max(FINALISTS, min(MAX_FULL, int(effort / works)))
+        distinct: dict[float, Choice] = {}
+        for choice in self._best(len(self.tried)):
+            distinct.setdefault(self.tried[choice], choice)
+        for choice in list(distinct.values())[:count]:
             orders = self._schedule(choice, self.pipeline)
             if orders is not None:
                 seconds = makespan_s(self.pipeline, orders)
