@@ -27,7 +27,7 @@ from merakc.batches import (
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.costs.stage import OPTIMIZER_STATES, stage_cost, with_seconds
-from merakc.costs.timeline import program_memory, rank_times
+from merakc.costs.timeline import program_memory, rank_times, verify_memory
 from merakc.errors import ConfigError, MerakWarning
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
@@ -152,6 +152,8 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float
     lowered = replace(lowered, plan=replace(lowered.plan, parameters=held))
     chunks = cache(lambda: lowered.chunks(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
+    if made.device.type == "cuda":
+        groups.open_channels(lowered.plan.rank_of, made.device)
     state = take_over(model, placements, groups, made.device, seed)
     steps = Steps(model, lowered, placements, groups, made.device, state, seed, timeout_s)
     _living.add(steps)
@@ -321,7 +323,13 @@ def _simulated(
     times = rank_times(lowered.programs(), simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
     memory = program_memory(step.executor.program, step.chunks, static_bytes, times)
-    peaks = together(lambda: max((m.peak_bytes for m in memory), default=static_bytes))
+
+    def peak_bytes() -> int:
+        if lowered.plan.order and lowered.plan.schedule != "auto":  # the user's own
+            verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
+        return max((m.peak_bytes for m in memory), default=static_bytes)
+
+    peaks = together(peak_bytes)
     first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
     return replace(prediction, peak_bytes=first), simulation
 

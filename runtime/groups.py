@@ -80,6 +80,24 @@ class Groups:
         kinds += [] if one_way else [(False, False), (True, True)]
         return {kind: self.axis("pp", copy=k) for k, kind in enumerate(kinds)}
 
+    def open_channels(self, rank_of: Sequence[int], device: torch.device) -> None:
+        """Sends something over every channel once; all ranks of the mesh together.
+
+        NCCL connects two ranks when they first meet, and both wait for it: where several meet in
+        different orders, as schedules have them, they would wait for each other. Here all pairs
+        meet in one order.
+        """
+        dp, own, tp = self.coordinates
+        pairs = [(a, b) for a in range(self.mesh.pp) for b in range(a + 1, self.mesh.pp)]
+        for (_, upward), group in self.channels(rank_of).items():
+            for low, high in pairs:
+                source, target = (low, high) if upward else (high, low)
+                word = torch.zeros(1, device=device)
+                if own == source:
+                    dist.send(word, self.mesh.rank(dp, target, tp), group)
+                elif own == target:
+                    dist.recv(word, self.mesh.rank(dp, source, tp), group)
+
 
 def agree(facts: Callable[[], Mapping[str, str]]) -> None:
     """Checks that all ranks find the same facts, before anything else is sent.

@@ -101,6 +101,22 @@ def test_schedules_and_recomputation_change_no_bit(kind: str, changed: dict[str,
             assert torch.equal(value, after[name]), name
 
 
+OWN_ORDER = """
+0F0 0F1 3F0 3B0 0F2 3F1 3I1 3W1 0F3 0R0 0B0 3F2 3B2 0B1 3F3 3I3 3W3 0I2 0B3 0W2
+1F0 2F0 1F1 2F1 2I0 1I0 2R1 2B1 1F2 2F2 1F3 2F3 1W0 2W0 1B1 2B2 1B2 2B3 1B3
+"""
+
+
+def test_an_order_of_the_users_own_trains_alike() -> None:
+    usual = run_ranks(2, train, "words", {"pp": 2, "recompute": "none", "schedule": "1f1b"})
+    for recompute in ("auto", "selective"):
+        options = {"pp": 2, "schedule": OWN_ORDER, "recompute": recompute}
+        own = run_ranks(2, train, "words", options)
+        assert own[0][0] == pytest.approx(usual[0][0], rel=1e-12)
+        for before, after in zip(usual[0][1:], own[0][1:], strict=True):
+            assert_close(after, before)
+
+
 def test_a_buffer_that_is_written_and_read() -> None:
     plain = build(lambda: Moving(0.0))
     for micro_batch in ramp().chunk(4):

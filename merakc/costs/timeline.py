@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from merakc.costs.memory import ActionBytes, order_bytes
+from merakc.errors import ProgramError
 from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Chunk, Event, Program
 
 Work = tuple[int, int]  # stage, micro-batch
@@ -75,6 +76,17 @@ def program_memory(
     gradients of a stage are counted from its first backward on, until the end of the step.
     """
     return _Memory(program, chunks, static_bytes, times).run()
+
+
+def verify_memory(rank: int, memory: Sequence[ActionMemory], capacity_bytes: int) -> None:
+    """Raises `ProgramError` with the first action that needs more than the rank has."""
+    for k, found in enumerate(memory):
+        if found.peak_bytes > capacity_bytes:
+            raise ProgramError(
+                f"rank {rank}, {found.action}, action {k} of {len(memory)}: needs "
+                f"{found.peak_bytes} bytes where there are {capacity_bytes}; run fewer forwards "
+                "before their backwards, or recompute"
+            )
 
 
 @dataclass(slots=True)

@@ -14,12 +14,14 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
+from merakc.cluster import Cluster
 from merakc.errors import (
     ConfigError,
     CutError,
     MerakError,
     MismatchError,
     PlanError,
+    ProgramError,
     RecordError,
     ShardError,
 )
@@ -53,6 +55,19 @@ ARGUMENTS: dict[str, Case] = {
         {"schedule": "2f2b"}, ConfigError, ("schedule '2f2b'", "auto, gpipe, 1f1b")),
     "unknown recompute": (
         {"recompute": "some"}, ConfigError, ("recompute 'some'", "auto, none, full")),
+    "an order that ends in a circle": (
+        {"schedule": "0F0 0B0 0F1 0B1; 1F1 1B1 1F0 1B0", "micro_batches": 2, "pp": 2},
+        ProgramError, ("deadlock", "rank 0 waits", "rank 1 waits")),
+    "an order without a backward": (
+        {"schedule": "0F0 0B0; 1F0", "micro_batches": 1, "pp": 2},
+        ProgramError, ("rank 1, 1B0", "missing")),
+    "an order of other micro-batches": (
+        {"schedule": "0F0 0B0; 1F0 1B0", "micro_batches": 2, "pp": 2},
+        ConfigError, ("an order of 1 micro-batches on 2 ranks", "2 on 2")),
+    "an order beyond the memory": (
+        {"schedule": "0F0 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", "micro_batches": 2, "pp": 2,
+         "cluster": Cluster("small", 5e10, 1e10, 5e-6, 1000, 2e-4, 1e9)},
+        ProgramError, ("action 0 of 13: needs", "where there are 1000;")),
     "missing plan": ({"plan": "no/such/plan.json"}, PlanError, ("no/such/plan.json",)),
 }  # fmt: skip
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merakc.costs.timeline import program_memory, rank_times
+from merakc.costs.timeline import program_memory, rank_times, verify_memory
+from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk, Mesh, Transfer
@@ -100,3 +101,14 @@ def test_a_message_is_held_until_its_receive_is_posted(latency_s: float) -> None
     extra = [a.live_bytes - b.live_bytes for a, b in zip(slow, fast, strict=True)]
     assert max(extra) == 2 * SIZE
     assert extra[-1] == 0
+
+
+def test_a_cap_that_is_exceeded_is_refused_with_the_action() -> None:
+    schedule = parse_schedule("0F0 0F1 0F2 0B0 0B1 0B2")
+    (program,) = build_programs(Mesh(), schedule, [])
+    memory = program_memory(program, {0: CHUNKS[0]}, 0)
+    peak_bytes = max(m.peak_bytes for m in memory)
+    verify_memory(0, memory, peak_bytes)
+    first = memory[0].peak_bytes
+    with pytest.raises(ProgramError, match="rank 0, 0F1, action 1 of 7: needs"):
+        verify_memory(0, memory, first)

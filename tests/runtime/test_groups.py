@@ -94,6 +94,35 @@ def test_agreement_names_the_odd_ranks() -> None:
     assert run_ranks(2, told, lambda: agree(lambda: {"model": "Llama"})) == [None, None]
 
 
+def opened(rank_of: tuple[int, ...]) -> tuple[int, int, list[tuple[int, int]]]:
+    """The channels and groups of a rank, and the pairs of ranks that it met, in order."""
+    made = Groups(Mesh(tp=2, pp=3), dist.get_rank())
+    channels = made.channels(rank_of)
+    met: list[tuple[int, int]] = []
+    send, receive = dist.send, dist.recv
+
+    def sent(word: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        met.append((made.rank, peer))
+        send(word, peer, group)
+
+    def received(word: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
+        met.append((peer, made.rank))
+        receive(word, peer, group)
+
+    dist.send, dist.recv = sent, received  # in this rank, which is a process of its own
+    made.open_channels(rank_of, torch.device("cpu"))
+    return len(channels), len(set(map(id, channels.values()))), met
+
+
+def test_every_channel_is_opened_between_every_pair() -> None:
+    one_way = run_ranks(6, opened, (0, 1, 2))
+    assert {found[:2] for found in one_way} == {(2, 2)}
+    assert one_way[0][2] == [(0, 2), (0, 4), (2, 0), (4, 0)]  # up, then down; of tp rank 0
+    both_ways = run_ranks(6, opened, (0, 1, 2, 2, 1, 0))
+    assert {found[:2] for found in both_ways} == {(4, 4)}
+    assert len(both_ways[3][2]) == 8
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])
 def test_reduction_in_buckets(bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(groups, "BUCKET_BYTES", bucket_bytes)
