@@ -74,13 +74,17 @@ def _products(graph: Graph | None) -> int:
 
 
 def _values(inputs: tuple[Input, ...]) -> dict[str, torch.Tensor]:
-    """Small numbers for every input: integers are valid as indices and as labels."""
+    """Small numbers for every input: integers are valid as indices and as labels, and received
+    vectors of them as permutations.
+    """
     draw = torch.Generator().manual_seed(0)
     found = {}
     for item in inputs:
         shape, dtype = item.spec.shape, item.spec.dtype
         if dtype.is_floating_point:
             found[item.name] = torch.rand(shape, generator=draw, dtype=dtype) + 0.5
+        elif item.kind is InputKind.ACTIVATION and len(shape) == 1:
+            found[item.name] = torch.arange(shape[0], dtype=dtype)
         else:
             found[item.name] = torch.randint(0, 2, shape, generator=draw).to(dtype)
     return found
