@@ -1,0 +1,84 @@
+"""State in shards: what is gathered, reduced and optimized is what one process has."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import run_ranks
+from merakc.ir.program import Mesh
+from merakc.ir.state import StateShards, lattice
+from merakc.runtime.groups import Groups
+from merakc.runtime.shards import ShardGroups, make_buckets
+
+DP, STEPS, MICRO_BATCHES = 4, 3, 2
+# Uneven shapes, a scalar, a parameter of fewer elements than ranks.
+SHAPES = {"a": (5, 3), "b": (7,), "scalar": (), "pair": (2,), "wide": (3, 4, 2)}
+Tensors = dict[str, torch.Tensor]
+
+
+def initial() -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+
+
+def gradient(name: str, value: torch.Tensor, dp: int, step: int, micro_batch: int) -> torch.Tensor:
+    """Depends on the parameter: a stale one shows."""
+    return torch.sin(value * (1 + dp + 4 * micro_batch)) + len(name) + step
+
+
+def plain() -> Tensors:
+    state = {name: value.requires_grad_() for name, value in initial().items()}
+    optimizer = torch.optim.AdamW(list(state.values()), lr=0.1, weight_decay=0.1)
+    for step in range(STEPS):
+        for name, value in state.items():
+            value.grad = sum(
+                gradient(name, value.detach(), dp, step, j)
+                for dp in range(DP)
+                for j in range(MICRO_BATCHES)
+            )
+        optimizer.step()
+    return {name: value.detach() for name, value in state.items()}
+
+
+def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, int, int]:
+    groups = Groups(mesh, dist.get_rank())
+    dp = groups.coordinates[0]
+    buckets = make_buckets(initial(), ShardGroups(groups, shards), bucket_bytes=150)
+    owned = [p for bucket in buckets for p in bucket.owned.values()]
+    optimizer = torch.optim.AdamW(owned, lr=0.1, weight_decay=0.1)
+    for step in range(STEPS):
+        for bucket in buckets:
+            for j in range(MICRO_BATCHES):
+                full = bucket.gathered()
+                bucket.add({n: gradient(n, v, dp, step, j) for n, v in full.items()})
+            for name, value in bucket.reduced().items():
+                bucket.owned[name].grad = value
+        optimizer.step()
+        for bucket in buckets:
+            bucket.refresh()
+    kept = sum(bucket.kept.untyped_storage().nbytes() for bucket in buckets)
+    return {n: v for b in buckets for n, v in b.gathered().items()}, len(buckets), kept
+
+
+@pytest.mark.parametrize("shards", list(lattice(DP)), ids=str)
+def test_optimizing_shards_is_optimizing_the_whole(shards: StateShards) -> None:
+    expected = plain()
+    for found, buckets, kept_bytes in run_ranks(DP, partial(sharded, shards, Mesh(dp=DP))):
+        assert buckets > 1
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        whole = 8 * sum(v.numel() for v in expected.values())
+        assert kept_bytes <= (whole + buckets * 8 * DP) / shards.parameters
+
+
+def test_dp_ranks_beside_other_axes() -> None:
+    """Each tp rank has shards of its own."""
+    expected = plain()
+    for found, *_ in run_ranks(8, partial(sharded, StateShards(2, 2, 4), Mesh(dp=4, tp=2))):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
