@@ -4,7 +4,8 @@ reader. No interpreter and no autograd engine is in the loop at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +16,27 @@ from merakc.kernels.ops import DIRECT, makes_tensor, resolve_op
 Compiled = Callable[[list[Any]], list[Any]]
 
 
-def compile_graph(graph: Graph, device: torch.device) -> Compiled:
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a compiled graph asks for while it runs, and what it hands out before its end.
+
+    An input in `fetched` (input name -> argument of `fetch`) is fetched right before its first
+    reader; an output in `sunk` (output name -> argument of `sink`) is handed to `sink` as soon as
+    it is made. Neither is among what the function is given or returns.
+    """
+
+    fetch: Callable[[str], torch.Tensor]
+    sink: Callable[[str, torch.Tensor], None]
+    fetched: Mapping[str, str]
+    sunk: Mapping[str, str]
+
+
+def compile_graph(graph: Graph, device: torch.device, hooks: Hooks | None = None) -> Compiled:
     """A function from the values of `graph.inputs`, in order, to those of `graph.outputs`.
 
     The list that it is given is emptied, so that the caller holds nothing alive through it.
     """
-    writer = _Writer(graph, device)
+    writer = _Writer(graph, device, hooks)
     source = writer.source()
     scope = writer.scope
     exec(compile(source, "<merakc graph>", "exec"), scope)
@@ -31,41 +47,68 @@ def compile_graph(graph: Graph, device: torch.device) -> Compiled:
 class _Writer:
     """Writes the source of one graph; `scope` holds what the source names."""
 
-    def __init__(self, graph: Graph, device: torch.device) -> None:
+    def __init__(self, graph: Graph, device: torch.device, hooks: Hooks | None) -> None:
         self.graph, self.device = graph, device
         self.scope: dict[str, Any] = {}
         self.names: dict[Ref, str] = {}
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
+        if hooks is not None:
+            self.scope |= {"fetch": hooks.fetch, "sink": hooks.sink}
+        fetched, sunk = (hooks.fetched, hooks.sunk) if hooks else ({}, {})
+        self.unfetched = {Ref(name): target for name, target in fetched.items()}
+        self.given = [Ref(i.name) for i in graph.inputs if i.name not in fetched]
+        self.returned = [o for o in graph.outputs if o.name not in sunk]
+        self.sunk: dict[Ref, list[str]] = {}
+        for out in graph.outputs:
+            if out.name in sunk:
+                self.sunk.setdefault(out.ref, []).append(sunk[out.name])
 
     def source(self) -> str:
         """The function's source."""
         dying = self._last_readers()
-        inputs = [self._value(Ref(i.name)) for i in self.graph.inputs]
         lines = ["def run(given):"]
-        if inputs:
-            lines += [f"    {', '.join(inputs)}, = given", "    given.clear()"]
+        if self.given:
+            inputs = ", ".join(map(self._value, self.given))
+            lines += [f"    {inputs}, = given", "    given.clear()"]
+        lines += self._sinks(self.given)
         read = {r for n in self.graph.nodes for r in n.refs} | {o.ref for o in self.graph.outputs}
         for k, node in enumerate(self.graph.nodes):
+            lines += self._fetches(node.refs)
+            own = [Ref(node.name, i) for i in range(len(node.outputs))]
             if node.name in self.tuples:
                 # Each for itself: a tuple would keep all of them as long as any is wanted.
-                own = [ref for i in range(len(node.outputs)) if (ref := Ref(node.name, i)) in read]
+                own = [ref for ref in own if ref in read]
                 lines.append(f"    made = {self._call(node)}")
                 lines += [f"    {self._value(ref)} = made[{ref.index}]" for ref in own]
                 lines.append("    del made")
             else:
                 lines.append(f"    {self._value(Ref(node.name))} = {self._call(node)}")
+            lines += self._sinks(own)
             if dying.get(k):
                 lines.append(f"    del {', '.join(map(self._value, dying[k]))}")
-        outs = ", ".join(self._value(o.ref) for o in self.graph.outputs)
+        lines += self._fetches(o.ref for o in self.returned)
+        outs = ", ".join(self._value(o.ref) for o in self.returned)
         return "\n".join([*lines, f"    return [{outs}]"])
 
+    def _fetches(self, refs: Iterable[Ref]) -> Iterator[str]:
+        for ref in refs:
+            if ref in self.unfetched:
+                yield f"    {self._value(ref)} = fetch({self.unfetched.pop(ref)!r})"
+
+    def _sinks(self, refs: Iterable[Ref]) -> Iterator[str]:
+        for ref in refs:
+            for name in self.sunk.get(ref, ()):
+                yield f"    sink({name!r}, {self._value(ref)})"
+
     def _last_readers(self) -> dict[int, list[Ref]]:
-        last = {Ref(i.name): 0 for i in self.graph.inputs} if self.graph.nodes else {}
+        last = dict.fromkeys(self.given, 0) if self.graph.nodes else {}
         for k, node in enumerate(self.graph.nodes):
             if node.name not in self.tuples:
                 last[Ref(node.name)] = k
+            last |= {Ref(node.name, i): k for i in range(len(node.outputs))
+                     if Ref(node.name, i) in self.sunk}  # fmt: skip
             last |= dict.fromkeys(node.refs, k)
-        for out in self.graph.outputs:
+        for out in self.returned:
             last.pop(out.ref, None)
         dying: dict[int, list[Ref]] = {}
         for ref, k in last.items():

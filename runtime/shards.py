@@ -13,7 +13,7 @@ neighbours; its part of that shard, i div s_p, is what it optimizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -77,73 +77,121 @@ class Bucket:
     """Some parameters of one dtype, on one rank.
 
     `kept` is the rank's shard of them, a view of which is `master`, the shard that it optimizes;
-    `owned` are the parameters' parts of the latter.
+    `owned` are the parameters' parts of the latter. Collectives run beside the computing: what
+    they are part of is a generator that yields each as it starts, and goes on when it has ended.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], groups: ShardGroups) -> None:
         self.groups, shards = groups, groups.shards
-        self.members: list[Member] = []
+        self.members: dict[str, Member] = {}
         total = 0
         for name, tensor in tensors.items():
-            self.members.append(Member(name, tensor.shape, total))
+            self.members[name] = Member(name, tensor.shape, total)
             total += tensor.numel()
         self.numel = math.ceil(total / shards.optimizer) * shards.optimizer
-        first = next(iter(tensors.values()))
-        flat = first.new_zeros(self.numel)
-        for member in self.members:
-            member.part(flat, 0).copy_(tensors[member.name].detach().reshape(-1))
+        flat = next(iter(tensors.values())).detach().new_zeros(self.numel)
+        for name, member in self.members.items():
+            member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
         size, self.owned_size = self.numel // shards.parameters, self.numel // shards.optimizer
-        kept_at, self.owned_at = (
-            groups.parameter_index * size,
-            groups.owned_index * self.owned_size,
-        )
+        kept_at = groups.parameter_index * size
+        self.owned_at = groups.owned_index * self.owned_size
         self.kept = flat if shards.parameters == 1 else flat[kept_at : kept_at + size].clone()
         self.master = self.kept[self.owned_at - kept_at :][: self.owned_size]
         self.owned = {
-            m.name: nn.Parameter(m.part(self.master, self.owned_at)) for m in self.members
+            name: nn.Parameter(member.part(self.master, self.owned_at))
+            for name, member in self.members.items()
         }
-        self.gradient: torch.Tensor | None = None  # the rank's shard, summed over micro-batches
+        self.sum: torch.Tensor | None = None  # whole gradients, while they are added up
+        self.gradient: torch.Tensor | None = None  # the rank's shard of them
+        self.arrived: set[str] = set()
+        self.running: Iterator[dist.Work] | None = None
+        self.work: dist.Work | None = None
 
-    def refresh(self) -> None:
+    def start(self, steps: Iterator[dist.Work]) -> None:
+        """Starts collectives, behind those of this bucket that still run."""
+        self.finish()
+        self.running = steps
+        self.work = next(steps, None)
+
+    def finish(self) -> None:
+        """Waits for the collectives of this bucket."""
+        while self.work is not None:
+            self.work.wait()
+            assert self.running is not None
+            self.work = next(self.running, None)
+
+    def refresh(self) -> Iterator[dist.Work]:
         """Brings what the optimizers of other ranks wrote into `kept`."""
         if self.groups.refresh is not None:
-            all_gather(self.kept, self.master, self.groups.refresh)
+            yield all_gather(self.kept, self.master, self.groups.refresh)
 
-    def gathered(self) -> Tensors:
-        """The whole parameters; where they are kept whole, views of what is kept."""
-        flat = self.kept
+    def gather(self, whole: torch.Tensor) -> Iterator[dist.Work]:
+        """Fills `whole` with the parameters of all shards."""
         if self.groups.gather is not None:
-            flat = self.kept.new_empty(self.numel)
-            all_gather(flat, self.kept, self.groups.gather)
-        return {m.name: m.part(flat, 0).view(m.shape) for m in self.members}
+            yield all_gather(whole, self.kept, self.groups.gather)
 
-    def add(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Adds the gradients of a micro-batch, which are scattered where gradients are sharded.
+    def views(self, whole: torch.Tensor) -> Tensors:
+        """The parameters in the whole bucket."""
+        return {n: m.part(whole, 0).view(m.shape) for n, m in self.members.items()}
 
-        A parameter without one counts as zeros.
+    def add(self, name: str, gradient: torch.Tensor) -> None:
+        """Adds one parameter's gradient to the whole gradients."""
+        if self.sum is None:
+            self.finish()
+            self.sum = self.master.new_zeros(self.numel)
+        self.members[name].part(self.sum, 0).add_(gradient.reshape(-1))
+        self.arrived.add(name)
+
+    def reduce(self, *, last: bool) -> Iterator[dist.Work]:
+        """Scatters what was added where gradients are sharded; after the last micro-batch, leaves
+        the sum over all dp ranks of what this rank owns in `gradient`.
         """
-        flat = self.master.new_zeros(self.numel)
-        for member in self.members:
-            if member.name in gradients:
-                member.part(flat, 0).copy_(gradients[member.name].reshape(-1))
-        shards = self.groups.shards
-        if shards.gradients == shards.parameters:
-            flat = reduce_scatter(flat, self.groups.gather)
-        elif self.groups.block is not None:
-            parts = flat.view(shards.parameters, -1, self.owned_size)
-            flat = reduce_scatter(parts.transpose(0, 1).reshape(-1), self.groups.block)
-        self.gradient = flat if self.gradient is None else self.gradient.add_(flat)
+        shards, groups = self.groups.shards, self.groups
+        self.arrived.clear()
+        if shards.gradients > 1:
+            flat, self.sum = self.sum, None
+            assert flat is not None
+            if shards.gradients == shards.parameters:
+                flat = yield from reduce_scatter(flat, groups.gather)
+            else:
+                parts = flat.view(shards.parameters, -1, self.owned_size)
+                flat = yield from reduce_scatter(parts.transpose(0, 1).reshape(-1), groups.block)
+            self.gradient = flat if self.gradient is None else self.gradient.add_(flat)
+        elif last:
+            self.gradient, self.sum = self.sum, None
+        if last:
+            assert self.gradient is not None
+            if shards.gradients != shards.optimizer:
+                self.gradient = yield from reduce_scatter(self.gradient, groups.refresh)
+            if groups.replicas is not None:
+                work = dist.all_reduce(self.gradient, group=groups.replicas, async_op=True)
+                assert work is not None
+                yield work
 
-    def reduced(self) -> Tensors:
-        """The gradients of what this rank owns, summed over all dp ranks; then they are zero."""
+    def take_gradients(self) -> Tensors:
+        """The gradients of what this rank owns, once the last reduction has been started."""
+        self.finish()
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, "no micro-batch has added its gradients"
-        shards = self.groups.shards
-        if shards.gradients != shards.optimizer:
-            gradient = reduce_scatter(gradient, self.groups.refresh)
-        if self.groups.replicas is not None:
-            dist.all_reduce(gradient, group=self.groups.replicas)
-        return {m.name: m.part(gradient, self.owned_at) for m in self.members}
+        return {n: m.part(gradient, self.owned_at) for n, m in self.members.items()}
+
+    def join(self, parts: Mapping[str, torch.Tensor]) -> Tensors:
+        """Whole tensors like the parameters from the parts of them that the ranks own. Collective.
+
+        Where a rank has none of a name, its part counts as zeros.
+        """
+        flat = self.master.new_zeros(self.owned_size)
+        for name, part in parts.items():
+            self.members[name].part(flat, self.owned_at).copy_(part.detach())
+        whole = flat.new_empty(self.numel)
+        if self.groups.block is None:
+            whole = flat
+        else:
+            all_gather(whole, flat, self.groups.block).wait()
+            shards = self.groups.shards
+            parts_of = whole.view(-1, shards.parameters, self.owned_size)
+            whole = parts_of.transpose(0, 1).reshape(-1)
+        return self.views(whole)
 
 
 def make_buckets(
@@ -167,12 +215,16 @@ def _parts(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[T
         yield part
 
 
-def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Fills `whole` with the parts of all ranks of the group; `own` may be a view of it."""
-    _COLLECTIVES["gather"](whole, own, group=group)
+    work = _COLLECTIVES["gather"](whole, own, group=group, async_op=True)
+    assert work is not None
+    return work
 
 
-def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def reduce_scatter(
+    flat: torch.Tensor, group: dist.ProcessGroup | None
+) -> Generator[dist.Work, None, torch.Tensor]:
     """This rank's part of the sum over the group. `flat` is written to.
 
     gloo's own takes twice the time of its all-reduce (16 MiB over four ranks of one machine: 131
@@ -180,18 +232,19 @@ def reduce_scatter(flat: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     """
     if group is None:
         return flat
-    ranks = dist.get_world_size(group)
-    own = flat.chunk(ranks)[dist.get_rank(group)]
+    own = flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
     if dist.get_backend(group) == "gloo":
-        dist.all_reduce(flat, group=group)
+        work = dist.all_reduce(flat, group=group, async_op=True)
+        assert work is not None
+        yield work
         return own.clone()
     out = torch.empty_like(own)
-    _COLLECTIVES["scatter"](out, flat, group=group)
+    yield _COLLECTIVES["scatter"](out, flat, group=group, async_op=True)
     return out
 
 
 # torch 2.13 renames them; their old names warn there.
-_COLLECTIVES: dict[str, Callable[..., object]] = {
+_COLLECTIVES: dict[str, Callable[..., dist.Work]] = {
     "gather": getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor,
     "scatter": getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor,
 }

@@ -12,7 +12,7 @@ from benchmarks.ranks import run_ranks
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.runtime.groups import Groups
-from merakc.runtime.shards import ShardGroups, make_buckets
+from merakc.runtime.shards import Bucket, ShardGroups, make_buckets
 
 DP, STEPS, MICRO_BATCHES = 4, 3, 2
 # Uneven shapes, a scalar, a parameter of fewer elements than ranks.
@@ -47,7 +47,7 @@ def plain() -> Tensors:
     return {name: value.detach() for name, value in state.items()}
 
 
-def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, int, int]:
+def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, Tensors, int, int]:
     groups = Groups(mesh, dist.get_rank())
     dp = groups.coordinates[0]
     buckets = make_buckets(initial(), ShardGroups(groups, shards), bucket_bytes=150)
@@ -56,23 +56,35 @@ def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, int, int]:
     for step in range(STEPS):
         for bucket in buckets:
             for j in range(MICRO_BATCHES):
-                full = bucket.gathered()
-                bucket.add({n: gradient(n, v, dp, step, j) for n, v in full.items()})
-            for name, value in bucket.reduced().items():
+                for name, value in gathered(bucket).items():
+                    bucket.add(name, gradient(name, value, dp, step, j))
+                bucket.start(bucket.reduce(last=j == MICRO_BATCHES - 1))
+            for name, value in bucket.take_gradients().items():
                 bucket.owned[name].grad = value
         optimizer.step()
         for bucket in buckets:
-            bucket.refresh()
+            bucket.start(bucket.refresh())
     kept = sum(bucket.kept.untyped_storage().nbytes() for bucket in buckets)
-    return {n: v for b in buckets for n, v in b.gathered().items()}, len(buckets), kept
+    joined = {n: v for b in buckets for n, v in b.join(dict(b.owned)).items()}
+    return {n: v for b in buckets for n, v in gathered(b).items()}, joined, len(buckets), kept
+
+
+def gathered(bucket: Bucket) -> Tensors:
+    whole = bucket.kept
+    if bucket.groups.gather is not None:
+        whole = bucket.kept.new_empty(bucket.numel)
+        bucket.start(bucket.gather(whole))
+    bucket.finish()
+    return bucket.views(whole)
 
 
 @pytest.mark.parametrize("shards", list(lattice(DP)), ids=str)
 def test_optimizing_shards_is_optimizing_the_whole(shards: StateShards) -> None:
     expected = plain()
-    for found, buckets, kept_bytes in run_ranks(DP, partial(sharded, shards, Mesh(dp=DP))):
+    for found, joined, buckets, kept_bytes in run_ranks(DP, partial(sharded, shards, Mesh(dp=DP))):
         assert buckets > 1
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(joined, expected, rtol=1e-12, atol=1e-14)
         whole = 8 * sum(v.numel() for v in expected.values())
         assert kept_bytes <= (whole + buckets * 8 * DP) / shards.parameters
 
