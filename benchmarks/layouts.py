@@ -42,6 +42,7 @@ class Task:
     lift_casts: bool
     schedule: str = "1f1b"
     sequence_parallel: bool | None = None
+    state_shards: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def train_layout(task: Task) -> Reference:
             micro_batches=task.micro_batches // mesh.dp,
             schedule=task.schedule,
             sequence_parallel=task.sequence_parallel,
+            state_shards=task.state_shards,
         )
         optimizer = optimizer_for(parallel)
         for batch in batches:

@@ -44,7 +44,7 @@ from merakc.search import Request, meshes, micro_batches_for, search, with_sched
 from merakc.simulate import Simulation
 from merakc.steps import CompiledStep, Steps
 from merakc.version import __version__
-from merakc.weights import find_placements, take_over
+from merakc.weights import find_placements, shard_state, take_over
 
 RECOMPUTE = ("auto", "none", "full", "selective")
 _living: WeakSet[Steps] = WeakSet()
@@ -62,6 +62,7 @@ def auto_parallel(
     schedule: str | Path = "auto",
     recompute: str = "auto",
     sequence_parallel: bool | None = None,
+    state_shards: str | tuple[int, int, int] | None = None,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -83,6 +84,9 @@ def auto_parallel(
         recompute: "none", "full" (a stage's whole forward again before its backward), "selective"
             (only what is cheap for its bytes) or "auto" (where the memory does not suffice).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
+        state_shards: the numbers of shards over dp of parameters, gradients and optimizer state, or
+            "zero-1" to "zero-3", which shard one to all three over all of dp; none if None.
+            `parameters()` are then flat parts of the parameters, for elementwise optimizers.
         cluster: the machines. Where None the plan is made with nominal figures, so that it does
             not change from run to run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -97,7 +101,7 @@ def auto_parallel(
     _start_distributed(device)
     world = dist.get_world_size() if dist.is_initialized() else 1
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    fixed = Request(*given)
+    fixed = Request(*given, state_shards=state_shards)
     made = _decide(model, batch, fixed, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s)
 
@@ -155,7 +159,11 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float
     if made.device.type == "cuda":
         groups.open_channels(lowered.plan.rank_of, made.device)
     state = take_over(model, placements, groups, made.device, seed)
-    steps = Steps(model, lowered, placements, groups, made.device, state, seed, timeout_s)
+    sharded = None
+    if lowered.plan.state_shards.optimizer > 1:
+        shards = lowered.plan.state_shards
+        sharded = shard_state(state, placements, lowered, groups, shards)
+    steps = Steps(model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s)
     _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)

@@ -209,11 +209,11 @@ class ParallelModel(nn.Module):
         groups = self._own("_steps").groups
         _, pipeline_rank, tp = groups.coordinates
         placements, state = self._own("_steps").placements, self._own("_steps").state
-        counted = []
+        sharded, counted = self._own("_steps").sharded, []
         for name, place in placements.items():
             grad = state[name].grad if name in state else None
             first = place.owner == pipeline_rank and (tp == 0 or place.layout.is_split)
-            if grad is not None and first:
+            if grad is not None and first and grad.numel():
                 counted.append(grad)
         norms = [torch.linalg.vector_norm(g, norm_type).double() for g in counted]
         infinite = norm_type == float("inf")
@@ -221,10 +221,11 @@ class ParallelModel(nn.Module):
         if norms:
             stacked = torch.stack(norms)
             total = stacked.max() if infinite else stacked.pow(norm_type).sum()
-        group = groups.axis("model")
-        if group is not None:
-            op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-            dist.all_reduce(total, op, group=group)
+        block = sharded.groups.block if sharded else None
+        for group in (block, groups.axis("model")):
+            if group is not None:
+                op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+                dist.all_reduce(total, op, group=group)
         total = total if infinite else total.pow(1 / norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
@@ -235,7 +236,8 @@ class ParallelModel(nn.Module):
         Every rank must call it.
         """
         steps = self._own("_steps")
-        full = gather_full(steps.state, steps.placements, self.plan.mesh, steps.groups.rank)
+        local = steps.state | (steps.sharded.whole(steps.state) if steps.sharded else {})
+        full = gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
@@ -249,6 +251,7 @@ class ParallelModel(nn.Module):
         """
         steps = self._own("_steps")
         local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
+        local |= steps.sharded.whole(local) if steps.sharded else {}
         return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
 
 

@@ -14,6 +14,7 @@ from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind, Mesh
+from merakc.ir.state import parse_shards
 from merakc.planner import Lowered, make_plan, predict
 from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
@@ -46,6 +47,7 @@ class Request:
     order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
     recompute: str = "auto"
     sequence_parallel: bool | None = None
+    state_shards: str | tuple[int, int, int] | None = None
 
 
 def with_schedule(request: Request) -> Request:
@@ -198,6 +200,8 @@ def _plan(
         schedule=schedule, order=request.order, recompute=choices[0],
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    if request.state_shards is not None:
+        plan = replace(plan, state_shards=parse_shards(request.state_shards, mesh.dp))
     for choice in choices:
         kept = _kept(lowered, cluster) if choice == "solved" else ()
         plan = replace(plan, recompute=choice, keep_bytes=kept)

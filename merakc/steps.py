@@ -30,6 +30,7 @@ from merakc.recording import autocast_of, record_part
 from merakc.runtime.codegen import Compiled, compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
 
 Tensors = dict[str, torch.Tensor]
@@ -83,6 +84,7 @@ class Steps:
     device: torch.device
     state: Tensors
     seed: int
+    sharded: ShardedState | None = None
     timeout_s: float = TIMEOUT_S  # of a message
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
@@ -117,6 +119,7 @@ class Steps:
             reduce=self._reducer(lowered) if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
+            sharded=self.sharded,
         )
         counts = compile_graph(counting, self.device) if counting else None
         step = CompiledStep(recording, lowered, chunks, executor, state, counts)
@@ -209,6 +212,8 @@ class Steps:
             {name: batch[target] for name, target in names} | scalar
             for batch, scalar in zip(batches, scalars, strict=True)
         ]
+        if self.sharded is not None:
+            self.sharded.refresh()
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs)
         for chunk in step.chunks.values():
@@ -325,7 +330,7 @@ class Steps:
 
     def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
         """Sums gradients over dp, and over the ranks that share a tied parameter."""
-        trained = _trained(lowered.loss.graph)
+        wanted = trained(lowered.loss.graph)
         _, own, _ = self.groups.coordinates
         dp_group = self.groups.axis("dp")
         tied: list[tuple[dist.ProcessGroup, list[str]]] = []
@@ -333,21 +338,28 @@ class Steps:
             group = self.groups.holders(ranks)  # all ranks make every group
             if group is not None and own in ranks:
                 held = [n for n, p in self.placements.items() if p.ranks == ranks]
-                tied.append((group, sorted(trained.intersection(held))))
+                tied.append((group, sorted(wanted.intersection(held))))
 
         def reduce(gradients: Tensors) -> None:
             for group, names in tied:
                 for name in names:
                     if name not in gradients:
-                        gradients[name] = torch.zeros_like(self.state[name])
+                        gradients[name] = self._zeros(name)
                 reduce_tensors([gradients[n] for n in names], group)
+            if self.sharded is not None:
+                self.sharded.sink_shared(gradients)
             if dp_group is not None:
                 reduce_tensors([gradients[n] for n in sorted(gradients)], dp_group)
 
         return reduce
 
+    def _zeros(self, name: str) -> torch.Tensor:
+        place, (_, _, tp_rank) = self.placements[name], self.groups.coordinates
+        shape = place.layout.local_shape(self.groups.mesh.tp, tp_rank)
+        return torch.zeros(shape, dtype=place.dtype, device=self.device)
 
-def _trained(graph: Graph) -> set[str]:
+
+def trained(graph: Graph) -> set[str]:
     """The names of the parameters that the loss gives a gradient to."""
     needed = {o.ref.node for o in graph.outputs if o.kind is OutputKind.LOSS}
     for node in reversed(graph.nodes):

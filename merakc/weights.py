@@ -10,9 +10,13 @@ from torch import nn
 from merakc.errors import ConfigError
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import DimFactor, Layout, parse_layout
+from merakc.ir.state import StateShards
 from merakc.planner import Lowered
 from merakc.runtime.groups import Groups
+from merakc.runtime.sharded_state import SHARED, ShardedState
+from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement, same_everywhere
+from merakc.steps import trained
 
 Tensors = dict[str, torch.Tensor]
 STATE = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -84,6 +88,29 @@ def take_over(
             state[name] = part
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     return state
+
+
+def shard_state(
+    state: Tensors,
+    placements: Mapping[str, Placement],
+    lowered: Lowered,
+    groups: Groups,
+    shards: StateShards,
+) -> ShardedState:
+    """Shards this rank's trained parameters over dp; `state` holds what it owns of them after.
+
+    Frozen parameters stay whole.
+    """
+    wanted = trained(lowered.loss.graph)
+    stages: dict[int, Tensors] = {}
+    for graph in lowered.stages.graphs:
+        for name in (i.target for i in graph.inputs):
+            if name in wanted and name in state:
+                own = placements[name].stages
+                stages.setdefault(own[0] if len(own) == 1 else SHARED, {})[name] = state[name]
+    sharded = ShardedState(stages, wanted, ShardGroups(groups, shards))
+    state |= sharded.owned
+    return sharded
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:

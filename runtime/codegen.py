@@ -31,7 +31,14 @@ class Hooks:
     sunk: Mapping[str, str]
 
 
-def compile_graph(graph: Graph, device: torch.device, hooks: Hooks | None = None) -> Compiled:
+def _none(*_: object) -> Any:
+    raise AssertionError("a graph without hooks calls none")
+
+
+NO_HOOKS = Hooks(_none, _none, {}, {})
+
+
+def compile_graph(graph: Graph, device: torch.device, hooks: Hooks = NO_HOOKS) -> Compiled:
     """A function from the values of `graph.inputs`, in order, to those of `graph.outputs`.
 
     The list that it is given is emptied, so that the caller holds nothing alive through it.
@@ -47,21 +54,18 @@ def compile_graph(graph: Graph, device: torch.device, hooks: Hooks | None = None
 class _Writer:
     """Writes the source of one graph; `scope` holds what the source names."""
 
-    def __init__(self, graph: Graph, device: torch.device, hooks: Hooks | None) -> None:
+    def __init__(self, graph: Graph, device: torch.device, hooks: Hooks) -> None:
         self.graph, self.device = graph, device
-        self.scope: dict[str, Any] = {}
+        self.scope: dict[str, Any] = {"fetch": hooks.fetch, "sink": hooks.sink}
         self.names: dict[Ref, str] = {}
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
-        if hooks is not None:
-            self.scope |= {"fetch": hooks.fetch, "sink": hooks.sink}
-        fetched, sunk = (hooks.fetched, hooks.sunk) if hooks else ({}, {})
-        self.unfetched = {Ref(name): target for name, target in fetched.items()}
-        self.given = [Ref(i.name) for i in graph.inputs if i.name not in fetched]
-        self.returned = [o for o in graph.outputs if o.name not in sunk]
+        self.unfetched = {Ref(name): target for name, target in hooks.fetched.items()}
+        self.given = [Ref(i.name) for i in graph.inputs if i.name not in hooks.fetched]
+        self.returned = [o for o in graph.outputs if o.name not in hooks.sunk]
         self.sunk: dict[Ref, list[str]] = {}
         for out in graph.outputs:
-            if out.name in sunk:
-                self.sunk.setdefault(out.ref, []).append(sunk[out.name])
+            if out.name in hooks.sunk:
+                self.sunk.setdefault(out.ref, []).append(hooks.sunk[out.name])
 
     def source(self) -> str:
         """The function's source."""

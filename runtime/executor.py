@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +20,7 @@ from merakc.ir.graph import Input, InputKind, OutputKind
 from merakc.ir.program import Action, ActionKind, Chunk, Event, Program
 from merakc.runtime.messages import Channels, Messages
 from merakc.runtime.pieces import Piece, Stage, Work
+from merakc.runtime.sharded_state import ShardedState
 
 Tensors = dict[str, torch.Tensor]
 TIMEOUT_S = 600.0
@@ -59,8 +61,8 @@ class Executor:
 
     `chunks` are those of the rank's stages. `state` holds the parameters and buffers by the names
     of the model; buffers are written in place. `reduce` is called once a step with the
-    gradients. `channels` are what messages are sent over. A message that does not come within
-    `timeout_s` raises `StuckError`.
+    gradients that are whole; `sharded` holds the parameters that are not. `channels` are what
+    messages are sent over. A message that does not come within `timeout_s` raises `StuckError`.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class Executor:
         reduce: Callable[[Tensors], None] | None = None,
         channels: Channels | None = None,
         timeout_s: float = TIMEOUT_S,
+        sharded: ShardedState | None = None,
     ) -> None:
+        self.sharded = sharded
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
-        self.stages = {s: Stage(s, chunk, program, device) for s, chunk in chunks.items()}
+        self.stages = {s: Stage(s, chunk, program, device, sharded) for s, chunk in chunks.items()}
         self.specs = {
             (number, name): spec
             for number, stage in self.stages.items()
@@ -96,7 +100,7 @@ class Executor:
         micro-batches differently, all ways are measured and the longest forward counts.
         """
         found: dict[int, dict[ActionKind, float]] = {}
-        with torch.no_grad():
+        with torch.no_grad(), self.sharded.muted() if self.sharded else nullcontext():
             for number, stage in self.stages.items():
                 for order in dict.fromkeys(stage.orders.values()):
                     runs = [self._time(stage, order) for _ in range(repeats + 1)][1:]
@@ -115,11 +119,11 @@ class Executor:
             if piece is not None:
                 given = [
                     held[i.key] if i.kind is InputKind.SAVED else self._stand_in(stage, i)
-                    for i in piece.graph.inputs
+                    for i in piece.given
                 ]
                 held = {name: v for name, v in held.items() if name in piece.leaves}
                 outs = piece.run(given)
-                saved = zip(piece.graph.outputs, outs, strict=True)
+                saved = zip(piece.returned, outs, strict=True)
                 held |= {o.name: v for o, v in saved if o.kind is OutputKind.SAVED}
                 del outs, saved
             found[kind] = self._now() - start_s
@@ -215,9 +219,11 @@ class _Step:
                 live.values[name] = self._input(stage, live, name).clone()
         elif action.kind.sends_gradients:
             self._sum_tangents(live)
+        if self.of.sharded is not None:
+            self.of.sharded.last = action == stage.last_gradients
         outs = piece.run(self._given(stage, live, piece))
         found: Tensors = {}
-        for out, value in zip(piece.graph.outputs, outs, strict=True):
+        for out, value in zip(piece.returned, outs, strict=True):
             if out.kind is OutputKind.LOSS:
                 self.losses[action.micro_batch] = value.clone()
             elif out.kind is OutputKind.RESULT:
@@ -242,7 +248,7 @@ class _Step:
             self._tangent(stage, live, i)
             if i.kind is InputKind.TANGENT
             else self._input(stage, live, i.key)
-            for i in piece.graph.inputs
+            for i in piece.given
         ]
         live.values = {name: v for name, v in live.values.items() if name in piece.leaves}
         return given
@@ -314,6 +320,8 @@ class _Step:
         self._merge()
         if self.of.reduce is not None:
             self.of.reduce(self.gradients)
+        if self.of.sharded is not None:
+            self.gradients |= self.of.sharded.take_gradients()
 
     def _merge(self) -> None:
         """Adds up the gradients of this rank's stages, in their order."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
+from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Program
 from merakc.kernels.ops import returns_view
-from merakc.runtime.codegen import Compiled, compile_graph
+from merakc.runtime.codegen import NO_HOOKS, Compiled, Hooks, compile_graph
+from merakc.runtime.sharded_state import ShardedState
 
 Work = tuple[int, int]  # stage, micro-batch
 
@@ -20,13 +21,16 @@ class Piece:
     """A graph of a chunk, compiled. `owned` are its gradients in memory of their own.
 
     `leaves` are the keys of what later pieces of the micro-batch take; all else that the
-    micro-batch holds is let go of while this one runs.
+    micro-batch holds is let go of while this one runs. `given` are the inputs that it is called
+    with and `returned` the outputs that come back: all but sharded parameters and their gradients.
     """
 
     graph: Graph
     run: Compiled
     owned: frozenset[str]
     leaves: frozenset[str]
+    given: tuple[Input, ...]
+    returned: tuple[Output, ...]
 
 
 class Stage:
@@ -36,8 +40,15 @@ class Stage:
     since a later piece reads them and the forward writes them.
     """
 
-    def __init__(self, number: int, chunk: Chunk, program: Program, device: torch.device) -> None:
-        self.number, self.chunk = number, chunk
+    def __init__(
+        self,
+        number: int,
+        chunk: Chunk,
+        program: Program,
+        device: torch.device,
+        sharded: ShardedState | None = None,
+    ) -> None:
+        self.number, self.chunk, self.sharded = number, chunk, sharded
         self.targets = {i.name: i.target for i in chunk.forward.inputs}
         self.constants = {name: c.to(device) for name, c in chunk.forward.constants.items()}
         self.specs = message_specs(chunk)
@@ -46,7 +57,9 @@ class Stage:
         for action in mine:
             orders.setdefault(action.micro_batch, []).append(action.kind)
         self.orders = {j: tuple(order) for j, order in orders.items()}
-        compiled: dict[int, tuple[Compiled, frozenset[str]]] = {}
+        summed = [a for a in mine if a.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)]
+        self.last_gradients = summed[-1] if summed else None
+        compiled: dict[int, Piece] = {}
         self.pieces: dict[tuple[tuple[ActionKind, ...], ActionKind], Piece | None] = {}
         rewritten: set[str] = set()
         for order in dict.fromkeys(self.orders.values()):
@@ -58,13 +71,35 @@ class Stage:
                     self.pieces[order, kind] = None
                     continue
                 if id(graph) not in compiled:
-                    compiled[id(graph)] = compile_graph(graph, device), owned_gradients(graph)
-                run, owned = compiled[id(graph)]
-                self.pieces[order, kind] = Piece(graph, run, owned, later)
+                    compiled[id(graph)] = self._compile(graph, device)
+                self.pieces[order, kind] = replace(compiled[id(graph)], leaves=later)
                 if kind is not ActionKind.FORWARD:
                     later |= chunk.taken(graph)
                     rewritten |= {i.name for i in graph.inputs if i.target in chunk.written}
         self.rewritten = tuple(sorted(rewritten))
+
+    def _compile(self, graph: Graph, device: torch.device) -> Piece:
+        hooks = NO_HOOKS
+        if self.sharded is not None:
+            sharded = self.sharded
+            hooks = Hooks(
+                fetch=sharded.fetch,
+                sink=sharded.sink,
+                fetched={i.name: i.target for i in graph.inputs if i.target in sharded.bucket_of},
+                sunk={
+                    o.name: self.targets[o.name]
+                    for o in graph.outputs
+                    if o.kind is OutputKind.GRADIENT and self.targets[o.name] in sharded.sunk
+                },
+            )
+        return Piece(
+            graph,
+            compile_graph(graph, device, hooks),
+            owned_gradients(graph),
+            frozenset(),
+            tuple(i for i in graph.inputs if i.name not in hooks.fetched),
+            tuple(o for o in graph.outputs if o.name not in hooks.sunk),
+        )
 
     def piece(self, kind: ActionKind, micro_batch: int) -> Piece | None:
         """What an action of the Program runs; None where there is nothing to differentiate."""

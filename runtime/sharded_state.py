@@ -5,7 +5,8 @@ gradients reduced as soon as they are complete.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 
@@ -13,14 +14,16 @@ from merakc.runtime.groups import BUCKET_BYTES
 from merakc.runtime.shards import Bucket, ShardGroups, make_buckets
 
 Tensors = dict[str, torch.Tensor]
+SHARED = -1
 HELD = 2  # gathered buckets: the one that is read and the next
 
 
 class ShardedState:
     """Parameters in buckets, each of the parameters of one stage in the order of their first use.
 
-    `trained` are those that get a gradient in every micro-batch: a bucket is reduced when the last
-    of its trained parameters has one.
+    `stages` are the parameters by stage; those of several stages, or of several ranks, stand under
+    `SHARED`: their gradients are added up first. `trained` are those that get a gradient in every
+    micro-batch: a bucket is reduced when the last of its trained parameters has one.
     """
 
     def __init__(
@@ -30,6 +33,7 @@ class ShardedState:
         groups: ShardGroups,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        self.groups = groups
         self.buckets = [
             bucket
             for tensors in stages.values()
@@ -37,10 +41,22 @@ class ShardedState:
         ]
         self.bucket_of = {name: b for b in self.buckets for name in b.members}
         self.wanted = {id(b): {n for n in b.members if n in trained} for b in self.buckets}
+        self.shared = frozenset(stages.get(SHARED, ()))
+        self.sunk = frozenset(trained) & self.bucket_of.keys() - self.shared
         self.last = False  # whether the gradients that come are those of the last micro-batch
+        self.is_muted = False
         self.held: deque[tuple[Bucket, torch.Tensor]] = deque(maxlen=HELD)
         self.order: list[Bucket] = []  # of fetching in the last step
         self.place = 0
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Gradients are dropped, as of a run on values of no meaning."""
+        self.is_muted = True
+        try:
+            yield
+        finally:
+            self.is_muted = False
 
     @property
     def owned(self) -> dict[str, torch.nn.Parameter]:
@@ -97,10 +113,18 @@ class ShardedState:
 
     def sink(self, name: str, gradient: torch.Tensor) -> None:
         """Takes a micro-batch's gradient of a parameter."""
+        if self.is_muted:
+            return
         bucket = self.bucket_of[name]
         bucket.add(name, gradient)
         if bucket.arrived >= self.wanted[id(bucket)]:
             bucket.start(bucket.reduce(last=self.last))
+
+    def sink_shared(self, gradients: Tensors) -> None:
+        """Takes the gradients of shared parameters out of `gradients`, once they are added up."""
+        self.last = True
+        for name in sorted(self.shared & gradients.keys()):
+            self.sink(name, gradients.pop(name))
 
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, of the trained parameters."""

@@ -12,6 +12,7 @@ import pydantic
 
 from merakc.errors import PlanError
 from merakc.ir.program import Mesh
+from merakc.ir.state import UNSHARDED, StateShards
 
 SCHEMA_VERSION = 2
 
@@ -82,7 +83,8 @@ class Plan:
     tp; `parameters` the stages that hold each parameter. `collectives` counts the tp collectives
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
     that each tp rank computes whole because there is no rule to split them. With
-    `sequence_parallel`, what tp leaves whole runs on parts of sequences.
+    `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
+    of parameters, gradients and optimizer state over dp.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
     the order of work of each pipeline rank, where the name of the schedule does not say it.
@@ -107,6 +109,7 @@ class Plan:
     whole_ops: tuple[str, ...] = ()
     opaque_modules: tuple[OpaqueModule, ...] = ()
     sequence_parallel: bool = False
+    state_shards: StateShards = UNSHARDED
     placement: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     keep_bytes: tuple[int, ...] = ()

@@ -51,6 +51,32 @@ class StateShards:
             )
 
 
+UNSHARDED = StateShards()
+ZERO = {"zero-0": (1, 1, 1), "zero-1": (1, 1, 0), "zero-2": (1, 0, 0), "zero-3": (0, 0, 0)}
+
+
+def parse_shards(given: str | tuple[int, int, int], dp: int) -> StateShards:
+    """The shards that a user asks for: three numbers, or a stage of ZeRO over all `dp` ranks.
+
+    Raises `ConfigError` for what is neither, and as `StateShards` and its `check` do.
+    """
+    if isinstance(given, str):
+        if given not in ZERO:
+            raise ConfigError(
+                f"state_shards {given!r} is not known; choose one of {', '.join(ZERO)}, or give "
+                "the numbers of shards of parameters, gradients and optimizer state"
+            )
+        given = tuple(count or dp for count in ZERO[given])  # type: ignore[assignment]
+    if len(given) != 3:
+        raise ConfigError(
+            f"state_shards {given!r} must be three numbers of shards: of parameters, gradients and "
+            "optimizer state"
+        )
+    shards = StateShards(*given)
+    shards.check(dp)
+    return shards
+
+
 def lattice(dp: int) -> Iterator[StateShards]:
     """Every way to shard the state over `dp` ranks, the least sharded first."""
     divisors = [d for d in range(1, dp + 1) if dp % d == 0]
