@@ -33,6 +33,7 @@ from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan, Prediction, load_plan
+from merakc.ir.state import parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.planner import Lowered, apply_plan, predict
@@ -254,6 +255,12 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
+    asked = fixed.state_shards
+    if asked is not None and parse_shards(asked, given.dp) != given.state_shards:
+        raise ConfigError(
+            f"state_shards={asked} contradicts the plan's state_shards={given.state_shards}; give "
+            "one of the two"
+        )
     if given.mesh.world_size != fixed.world_size:
         raise ConfigError(
             f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "

@@ -4,16 +4,28 @@ gradients reduced as soon as they are complete.
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
+from merakc.errors import ConfigError, MerakWarning
 from merakc.runtime.groups import BUCKET_BYTES
 from merakc.runtime.shards import Bucket, ShardGroups, make_buckets
 
 Tensors = dict[str, torch.Tensor]
+# Every element is updated from its own gradient and state alone, so that parts can be.
+ELEMENTWISE = (
+    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam,
+    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
+    torch.optim.Rprop, torch.optim.SGD,
+)  # fmt: skip
+_owned = WeakIdKeyDictionary()
 SHARED = -1
 HELD = 2  # gathered buckets: the one that is read and the next
 
@@ -34,12 +46,15 @@ class ShardedState:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.groups = groups
+        _watch_optimizers()
         self.buckets = [
             bucket
             for tensors in stages.values()
             for bucket in make_buckets(tensors, groups, bucket_bytes)
         ]
         self.bucket_of = {name: b for b in self.buckets for name in b.members}
+        for parameter in self.owned.values():
+            _owned[parameter] = True
         self.wanted = {id(b): {n for n in b.members if n in trained} for b in self.buckets}
         self.shared = frozenset(stages.get(SHARED, ()))
         self.sunk = frozenset(trained) & self.bucket_of.keys() - self.shared
@@ -143,3 +158,32 @@ class ShardedState:
             joined = bucket.join(own)
             found |= {n: joined[n] for n in own}
         return found
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_check_optimizer)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuses an optimizer of torch's that needs whole matrices, and warns of an unknown one."""
+    kind = type(optimizer)
+    if isinstance(optimizer, ELEMENTWISE) or kind in _known:
+        return
+    if not any(p in _owned for group in optimizer.param_groups for p in group["params"]):
+        return
+    if kind.__module__.startswith("torch."):
+        raise ConfigError(
+            f"{kind.__name__} looks at whole parameters, and state_shards leaves this rank flat "
+            "parts of them; use an elementwise optimizer such as AdamW, or state_shards=None"
+        )
+    _known.add(kind)
+    warnings.warn(
+        f"state_shards leaves this rank flat parts of the parameters: {kind.__name__} must update "
+        "every element from its own gradient and state alone",
+        MerakWarning,
+        stacklevel=3,
+    )
+
+
+_known: set[type] = set()

@@ -1,0 +1,128 @@
+"""Sharded parameters, gradients and optimizer state train as one process does."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import merakc
+from benchmarks.layouts import Task, train_layout, worst_difference
+from benchmarks.models import MODELS
+from benchmarks.ranks import RankError, run_ranks
+from benchmarks.reference import train_reference
+from merakc.cluster import NOMINAL_CPU
+from merakc.errors import ConfigError
+from merakc.ir.program import Mesh
+from merakc.ir.state import StateShards
+
+STEPS, BATCH_SIZE = 2, 8
+# Tied embeddings over two stages; vocabulary-parallel beside sharded state.
+CASES = [
+    (Mesh(dp=4), (1, 1, 4)),
+    (Mesh(dp=4), (2, 4, 4)),
+    (Mesh(dp=2, pp=2), (2, 2, 2)),
+    (Mesh(dp=2, tp=2), (1, 2, 2)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "shards"), CASES, ids=str)
+def test_training_equals_one_process(mesh: Mesh, shards: tuple[int, int, int]) -> None:
+    case = MODELS["gpt2"]
+    task = Task(case, mesh, BATCH_SIZE, BATCH_SIZE, STEPS, lift_casts=True, state_shards=shards)
+    reference = train_reference(
+        case, batch_size=BATCH_SIZE, micro_batches=BATCH_SIZE, steps=STEPS, lift_casts=True
+    )
+    found = run_ranks(mesh.world_size, partial(train_layout, task))
+    losses = [f.losses for f in found]
+    assert worst_difference(found[0], losses, reference, 1e-10).error < 1e-10
+
+
+class Mixed(nn.Module):
+    """A frozen, an unused and a small parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.a.bias.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean is over the samples."""
+        return {"loss": (self.b(torch.tanh(self.a(x))) * self.scale).square().mean()}
+
+
+def batch(dp: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, 8 * 5).view(8, 5).double().chunk(2)[dp]
+
+
+def trained(**options: object) -> dict[str, object]:
+    model = merakc.auto_parallel(
+        Mixed().double(), {"x": batch(0)}, micro_batches=2, cluster=NOMINAL_CPU, **options
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    norms = []
+    for _ in range(3):
+        model(x=batch(model.data_parallel_rank))["loss"].backward()
+        norms.append(float(model.clip_grad_norm_(0.05)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        shown = float(model(x=batch(model.data_parallel_rank))["loss"])
+    local = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return {
+        "norms": norms, "shown": shown, "local": local, "plan": model.plan,
+        "full": model.full_state_dict(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("shards", ["zero-1", "zero-2", "zero-3"])
+def test_frozen_and_unused_parameters_and_the_norm(shards: str) -> None:
+    plain = run_ranks(2, partial(trained, dp=2))
+    found = run_ranks(2, partial(trained, dp=2, state_shards=shards))
+    assert found[0]["norms"] == pytest.approx(plain[0]["norms"], rel=1e-12)
+    assert found[1]["norms"] == found[0]["norms"]
+    assert found[0]["shown"] == pytest.approx(plain[0]["shown"], rel=1e-12)
+    for name, value in plain[0]["full"].items():
+        torch.testing.assert_close(found[0]["full"][name], value, rtol=1e-12, atol=1e-14)
+    sizes = [sum(torch.Size(r["local"][n]).numel() for r in found) for n in ("a.weight", "scale")]
+    assert sizes == [35, 1]  # each element is one rank's
+    assert found[0]["local"]["a.bias"] == (7,)  # frozen: whole
+
+
+def test_a_plan_keeps_its_shards(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    (first, _) = run_ranks(2, partial(trained, dp=2, state_shards=(1, 2, 2)))
+    first["plan"].save(path)
+    assert merakc.load_plan(path).state_shards == StateShards(1, 2, 2)
+    (again, _) = run_ranks(2, partial(trained, plan=path))
+    assert again["local"] == first["local"]
+    with pytest.raises(RankError, match="contradicts the plan's state_shards=1, 2, 2"):
+        run_ranks(2, partial(trained, plan=path, state_shards="zero-3"))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("zero-4", "'zero-4' is not known; choose one of zero-0, zero-1"),
+        ((1, 1), "must be three numbers"),
+        ((1, 1, 3), "3 must divide dp=2"),
+        ((2, 1, 2), "gradients must be|must divide the next"),
+    ],
+)
+def test_wrong_shards_are_refused(given: object, text: str) -> None:
+    def refused() -> str:
+        with pytest.raises(ConfigError) as error:
+            trained(dp=2, state_shards=given)
+        dist.barrier()
+        return str(error.value)
+
+    for found in run_ranks(2, refused):
+        assert re.search(text, found)
