@@ -337,7 +337,8 @@ def _simulated(
     )
     times = rank_times(lowered.programs(), simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
-    memory = program_memory(step.executor.program, step.chunks, static_bytes, times)
+    shards = lowered.plan.state_shards.gradients
+    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, shards)
 
     def peak_bytes() -> int:
         if lowered.plan.order and lowered.plan.schedule != "auto":  # the user's own
@@ -354,7 +355,8 @@ def _static_bytes(steps: Steps, step: CompiledStep) -> int:
     held = list(steps.state.values())
     constants = [c for s in step.executor.stages.values() for c in s.constants.values()]
     total = sum(t.nbytes for t in (*held, *constants))
-    return total + OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)
+    total += OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)
+    return total + (steps.sharded.extra_bytes if steps.sharded else 0)
 
 
 def _nominal(device: torch.device) -> Cluster:

@@ -11,7 +11,7 @@ from typing import Literal
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
 from merakc.costs.keep import with_kept
-from merakc.costs.stage import rough_stage_cost
+from merakc.costs.stage import rough_stage_cost, static_bytes
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
@@ -251,7 +251,11 @@ def predict(
         costs = tuple(map(with_kept, costs, kept)) if kept else costs
     dp = lowered.plan.dp
     costs = tuple(
-        replace(c, reduce_s=_reduce_seconds(g, dp, cluster))
+        replace(
+            c,
+            reduce_s=_reduce_seconds(g, dp, cluster),
+            static_bytes=static_bytes(g, lowered.plan.state_shards),
+        )
         for c, g in zip(costs, lowered.stages.local, strict=True)
     )
     table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s)

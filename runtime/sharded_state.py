@@ -78,6 +78,13 @@ class ShardedState:
         """What this rank optimizes, by the parameters' names."""
         return {name: p for bucket in self.buckets for name, p in bucket.owned.items()}
 
+    @property
+    def extra_bytes(self) -> int:
+        """What is held beside `owned`: other ranks' parts, and the buckets that are gathered."""
+        kept = sum(b.kept.nbytes - b.master.nbytes for b in self.buckets)
+        gathered = [b.numel * b.kept.itemsize for b in self.buckets if b.groups.gather is not None]
+        return kept + sum(sorted(gathered)[-HELD:])
+
     def refresh(self) -> None:
         """Starts to bring in what all ranks' optimizers wrote."""
         self.held.clear()

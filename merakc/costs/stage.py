@@ -11,6 +11,7 @@ from merakc.costs.roofline import graph_seconds
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.state import UNSHARDED, StateShards
 
 # Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
 OPTIMIZER_STATES = 2
@@ -94,11 +95,15 @@ def rough_stage_cost(local: Graph, cluster: Cluster) -> StageCost:
     )
 
 
-def static_bytes(graph: Graph) -> int:
+def static_bytes(graph: Graph, shards: StateShards = UNSHARDED) -> int:
     """Parameters, buffers and constants; gradients and optimizer state of the trained ones."""
     total = 0
     for item in graph.inputs:
         if item.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT):
-            copies = 2 + OPTIMIZER_STATES if item.requires_grad else 1
-            total += copies * item.spec.size_bytes
+            size = item.spec.size_bytes
+            if item.requires_grad:
+                state = -(-OPTIMIZER_STATES * size // shards.optimizer)
+                total += -(-size // shards.parameters) - (-size // shards.gradients) + state
+            else:
+                total += size
     return total

@@ -68,14 +68,19 @@ def rank_times(programs: Sequence[Program], events: Iterable[Event]) -> dict[int
 
 
 def program_memory(
-    program: Program, chunks: Mapping[int, Chunk], static_bytes: int, times: Times | None = None
+    program: Program,
+    chunks: Mapping[int, Chunk],
+    static_bytes: int,
+    times: Times | None = None,
+    gradient_shards: int = 1,
 ) -> tuple[ActionMemory, ...]:
     """The memory of a rank action by action; without `times` messages leave at once.
 
     `static_bytes` are alive all the time: parameters, buffers, constants, optimizer state. The
-    gradients of a stage are counted from its first backward on, until the end of the step.
+    gradients of a stage, of which a rank keeps one of `gradient_shards`, are counted from its first
+    backward on, until the end of the step.
     """
-    return _Memory(program, chunks, static_bytes, times).run()
+    return _Memory(program, chunks, static_bytes, times, gradient_shards).run()
 
 
 def verify_memory(rank: int, memory: Sequence[ActionMemory], capacity_bytes: int) -> None:
@@ -97,6 +102,7 @@ class _Memory:
     chunks: Mapping[int, Chunk]
     live_bytes: int
     times: Times | None
+    gradient_shards: int
     leaving: list[tuple[float, Place]] = field(default_factory=list)  # a heap
     sizes: dict[Place, int] = field(default_factory=dict)
     holders: Counter[Place] = field(default_factory=Counter)
@@ -184,7 +190,7 @@ class _Memory:
         self._hold(work, after)
         if effect.gradient_bytes and action.stage not in self.with_gradients:
             self.with_gradients.add(action.stage)
-            self.live_bytes += effect.gradient_bytes
+            self.live_bytes += -(-effect.gradient_bytes // self.gradient_shards)
 
     def _send(self, position: int, action: Action, *, last: bool) -> None:
         key = action.stage, action.micro_batch, action.value, action.is_grad

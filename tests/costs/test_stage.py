@@ -5,12 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
 from merakc.costs.stage import rough_stage_cost, stage_cost, static_bytes, with_seconds
 from merakc.frontend.record import record
+from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
 from merakc.ir.program import ActionKind, Mesh
+from merakc.ir.state import StateShards
 from merakc.planner import Lowered, make_plan
 
 
@@ -60,3 +63,20 @@ def test_measured_seconds_replace_those_of_the_formula() -> None:
     found = with_seconds(cost, {ActionKind.BACKWARD: 7.0, ActionKind.RECOMPUTE: 3.0})
     assert (found.forward_s, found.backward_s, found.recompute_s) == (cost.forward_s, 7.0, 3.0)
     assert found.saved_bytes == cost.saved_bytes
+
+
+@pytest.mark.parametrize("counts", [(1, 1, 1), (1, 1, 4), (1, 4, 4), (4, 4, 4)])
+def test_sharded_state_is_a_share(counts: tuple[int, int, int]) -> None:
+    spec = TensorSpec((8, 16), torch.float32)
+    graph = Graph(
+        (
+            Input("w", InputKind.PARAMETER, spec, "w", True),
+            Input("frozen", InputKind.PARAMETER, spec, "frozen"),
+        ),
+        (),
+        (),
+    )
+    p, g, os = counts
+    size = 8 * 16 * 4
+    expected = size + size // p + size // g + 2 * size // os
+    assert static_bytes(graph, StateShards(*counts)) == expected
