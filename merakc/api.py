@@ -72,38 +72,34 @@ def auto_parallel(
     """Makes a model train on all ranks that were started (`torchrun`), or on one process.
 
     Args:
-        model: any module whose forward returns a loss: as `.loss`, `["loss"]`, first of a tuple, or
-            alone. It is taken over: its weights (rank 0's, or made here) move to where they belong.
-        batch: one dp rank's example batch: a mapping (called by keyword), a sequence (by
-            position) or a tensor. Other ranks' batches and later ones may have other shapes.
+        model: its forward returns a loss, as `.loss`, `["loss"]`, first of a tuple, or alone. It is
+            taken over: its weights (rank 0's, or made here) move to where they belong.
+        batch: one dp rank's example: a mapping (called by keyword), a sequence (by position) or a
+            tensor. Other ranks' batches and later ones may have other shapes.
         plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
         pp: pipeline ranks.
         micro_batches: the parts that a dp rank's batch is run in.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
-        recompute: "none", "full" (a stage's whole forward again before its backward), "selective"
-            (only what is cheap for its bytes) or "auto" (where the memory does not suffice).
+        recompute: "none", "full" (a stage's whole forward), "selective" (what is cheap for its
+            bytes) or "auto" (where the memory does not suffice).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
-        state_shards: the numbers of shards over dp of parameters, gradients and optimizer state, or
-            "zero-1" to "zero-3", which shard one to all three over all of dp; none if None.
-            `parameters()` are then flat parts of the parameters, for elementwise optimizers.
-        cluster: the machines. Where None the plan is made with nominal figures, so that it does
-            not change from run to run, and the prediction with figures measured on the spot.
+        state_shards: numbers of shards over dp of parameters, gradients and optimizer state, or
+            "zero-1" to "zero-3"; `parameters()` are then flat parts, for elementwise optimizers.
+        cluster: the machines. Where None, the plan is made with nominal figures, the same in every
+            run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws and of the weights of a model on the meta device.
-        timeout_s: how long a rank waits for a message of another before it says so.
+        timeout_s: how long a rank waits for a message before it says so.
 
     Raises `ConfigError` for arguments that contradict each other, `RecordError` for a forward that
     cannot be recorded, `CutError` for too many stages, `PlanError` for a plan that does not fit,
     `ProgramError` for an order that cannot run, `MismatchError` where another rank differs.
     """
-    device = _device(device)
-    _start_distributed(device)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    world = _start_distributed(device := _device(device))
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    fixed = Request(*given, state_shards=state_shards)
-    made = _decide(model, batch, fixed, plan, cluster, device, seed)
+    made = _decide(model, batch, Request(*given, state_shards), plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s)
 
 
@@ -197,7 +193,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu")
 
 
-def _start_distributed(device: torch.device) -> None:
+def _start_distributed(device: torch.device) -> int:
+    """The number of ranks."""
     if dist.is_initialized():
         backends = dist.get_backend_config()
         for kind in {"cpu", device.type}:
@@ -211,6 +208,7 @@ def _start_distributed(device: torch.device) -> None:
         atexit.register(dist.destroy_process_group)
     atexit.unregister(_release_groups)  # once, and before the process group goes
     atexit.register(_release_groups)
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def _release_groups() -> None:
