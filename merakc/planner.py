@@ -11,7 +11,7 @@ from typing import Literal
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
 from merakc.costs.keep import with_kept
-from merakc.costs.stage import rough_stage_cost, static_bytes
+from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
@@ -246,16 +246,13 @@ def predict(
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step. Without `costs` of the stages, rough ones are used."""
     if costs is None:
-        costs = tuple(rough_stage_cost(g, cluster) for g in lowered.stages.local)
+        shards = lowered.plan.state_shards
+        costs = tuple(rough_stage_cost(g, cluster, shards) for g in lowered.stages.local)
         kept = lowered.plan.keep_bytes
         costs = tuple(map(with_kept, costs, kept)) if kept else costs
     dp = lowered.plan.dp
     costs = tuple(
-        replace(
-            c,
-            reduce_s=_reduce_seconds(g, dp, cluster),
-            static_bytes=static_bytes(g, lowered.plan.state_shards),
-        )
+        replace(c, reduce_s=_reduce_seconds(g, dp, cluster))
         for c, g in zip(costs, lowered.stages.local, strict=True)
     )
     table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s)

@@ -147,7 +147,9 @@ def _generated(
     """
     if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
         return plan, lowered
-    costs = tuple(rough_stage_cost(graph, cluster) for graph in lowered.stages.local)
+    costs = tuple(
+        rough_stage_cost(graph, cluster, plan.state_shards) for graph in lowered.stages.local
+    )
     if request.recompute == "none":  # recomputing would give nothing back
         costs = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
     sizes = [t.size_bytes for t in lowered.stages.transfers]
@@ -203,7 +205,7 @@ def _plan(
     if request.state_shards is not None:
         plan = replace(plan, state_shards=parse_shards(request.state_shards, mesh.dp))
     for choice in choices:
-        kept = _kept(lowered, cluster) if choice == "solved" else ()
+        kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
         plan = replace(plan, recompute=choice, keep_bytes=kept)
         lowered = replace(lowered, plan=plan)
         prediction, _ = predict(lowered, cluster)
@@ -216,7 +218,8 @@ def _plan(
 
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
     """What each stage may keep of a micro-batch in the cluster's memory."""
-    costs = [rough_stage_cost(graph, cluster) for graph in lowered.stages.local]
+    shards = lowered.plan.state_shards
+    costs = [rough_stage_cost(graph, cluster, shards) for graph in lowered.stages.local]
     return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * lowered.plan.pp)
 
 

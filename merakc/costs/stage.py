@@ -65,7 +65,7 @@ def with_seconds(cost: StageCost, seconds: Mapping[ActionKind, float]) -> StageC
     )
 
 
-def rough_stage_cost(local: Graph, cluster: Cluster) -> StageCost:
+def rough_stage_cost(local: Graph, cluster: Cluster, shards: StateShards = UNSHARDED) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
     Everything that the forward makes is taken for saved, half of it for deferred from the input to
@@ -91,7 +91,7 @@ def rough_stage_cost(local: Graph, cluster: Cluster) -> StageCost:
         checkpoint_peak_bytes=peak_bytes,
         recompute_peak_bytes=everything,
         weight_peak_bytes=peak_bytes,
-        static_bytes=static_bytes(local),
+        static_bytes=static_bytes(local, shards),
     )
 
 

@@ -103,6 +103,9 @@ def _header(plan: Plan) -> Panel:
         ("recompute", plan.recompute),
         ("plan", f"{plan.hash[:12]}, of graph {plan.graph.hash[:12]}"),
     ]
+    if plan.state_shards.optimizer > 1:
+        shares = f"{plan.state_shards} of parameters, gradients, optimizer state"
+        facts.append(("shards", shares))
     if plan.prediction:
         facts.insert(4, ("predicted", _prediction(plan.prediction)))
     return Panel(_facts(facts), title=Text(plan.model), title_align="left", expand=False)

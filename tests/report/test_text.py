@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from merakc.ir.plan import CutReport, GraphId, OpaqueModule, Plan, Prediction, StageRun
+from merakc.ir.state import StateShards
 from merakc.report.text import format_bytes, format_seconds, plan_text
 
 LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")
@@ -99,6 +100,11 @@ def test_golden() -> None:
 def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
     text = plan_text(replace(_plan(), sequence_parallel=True))
     assert "mesh       dp 1 x tp 2 x pp 2 = 4 ranks, sequence parallel" in text
+
+
+def test_sharded_state_is_said() -> None:
+    text = plan_text(replace(_plan(), dp=4, state_shards=StateShards(1, 2, 4)))
+    assert "1, 2, 4 of parameters, gradients, optimizer state" in text
 
 
 def test_without_prediction_collectives_or_shared_parameters() -> None:
