@@ -103,8 +103,8 @@ def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
 
 
 def test_sharded_state_is_said() -> None:
-    text = plan_text(replace(_plan(), dp=4, state_shards=StateShards(1, 2, 4)))
-    assert "1, 2, 4 of parameters, gradients, optimizer state" in text
+    text = plan_text(replace(_plan(), dp=4, state_shards=StateShards(1, 4, 4)))
+    assert "1, 4, 4 of parameters, gradients, optimizer state" in text
 
 
 def test_without_prediction_collectives_or_shared_parameters() -> None:
