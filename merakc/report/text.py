@@ -39,7 +39,7 @@ def plan_table(plan: Plan) -> Group:
         parts.append(_whole_ops(plan.whole_ops))
     if plan.opaque_modules:
         parts.append(_opaque(plan.opaque_modules))
-    parts.append(_cut(plan.cut, plan.pp))
+    parts.append(_cut(plan.cut, len(plan.rank_of)))
     return Group(*parts)
 
 
@@ -120,14 +120,18 @@ def _prediction(prediction: Prediction) -> str:
 
 def _stages(plan: Plan) -> Group:
     peaks = plan.prediction.peak_bytes if plan.prediction else ()
-    rows = []
-    for stage in range(plan.pp):
+    rows: list[tuple[str, ...]] = []
+    for stage, rank in enumerate(plan.rank_of):
         runs = [r for r in plan.stages if r.stage == stage]
         modules = "\n".join(_span(r.first_module, r.last_module) for r in runs)
         held = sum(stage in stages for stages in plan.parameters.values())
-        peak = format_bytes(peaks[stage]) if stage < len(peaks) else "-"
-        rows.append((str(stage), modules, str(held), peak))
-    columns = {"stage": True, "modules": False, "parameters": True, "predicted peak": True}
+        peak = format_bytes(peaks[rank]) if rank < len(peaks) else "-"
+        rows.append((str(stage), str(rank), modules, str(held), peak))
+    columns = {"stage": True, "rank": True, "modules": False, "parameters": True,
+               "predicted peak": True}  # fmt: skip
+    if not plan.placement:  # each rank has the stage of its number
+        del columns["rank"]
+        rows = [(stage, *rest) for stage, _, *rest in rows]
     return _table("Stages", columns, rows)
 
 
@@ -166,7 +170,7 @@ def _collectives(collectives: Mapping[str, int]) -> Group:
     return _table("tp collectives of a micro-batch", {"collective": False, "count": True}, rows)
 
 
-def _cut(cut: CutReport, pp: int) -> Group:
+def _cut(cut: CutReport, stages: int) -> Group:
     rows = [
         ("chosen: " + cut.winner, f"{cut.load:.3f}", format_bytes(cut.cut_bytes), ""),
         (
@@ -178,4 +182,4 @@ def _cut(cut: CutReport, pp: int) -> Group:
         ("bound", f"{cut.bound_load:.3f}", "", ""),
     ]
     columns = {"cut": False, "load": True, "cut bytes": True, "blocks moved": True}
-    return _table(f"Cut into {pp} stages (load 1 is even)", columns, rows)
+    return _table(f"Cut into {stages} stages (load 1 is even)", columns, rows)

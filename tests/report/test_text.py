@@ -157,3 +157,11 @@ def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
     text = plan_text(replace(_plan(), opaque_modules=modules))
     assert "Run as they are, whole on one stage" in text
     assert re.search(r"layers\.\*\.mlp +model.py:12 +depends on the data +2 +25%\n", text)
+
+
+def test_all_stages_are_there_with_their_ranks() -> None:
+    plan = replace(_plan(), placement=(0, 1, 1, 0), prediction=Prediction(1.0, 0.1, (1024, 2048)))
+    rows = [line.split() for line in plan_text(plan).splitlines()]
+    found = [(row[0], row[1], *row[-2:]) for row in rows if row and row[0] in ("2", "3")]
+    assert found == [("2", "1", "2.00", "KiB"), ("3", "0", "1.00", "KiB")]
+    assert "Cut into 4 stages" in plan_text(plan)
