@@ -92,7 +92,10 @@ def test_the_make_commands_exist() -> None:
 
 def test_the_benchmarks_start(tmp_path: Path) -> None:
     names = [c.split()[-1] for c in COMMANDS if c.startswith("python -m benchmarks.")]
-    assert names == ["benchmarks.equivalence", "benchmarks.zoo", "benchmarks.compile_time"]
+    assert names == [
+        f"benchmarks.{name}"
+        for name in ("equivalence", "zoo", "schedule_equivalence", "compile_time")
+    ]
     for name in names:
         assert "--json" in _run(ROOT, sys.executable, "-m", name, "--help")
     small = ("--models", "gpt2", "--layouts", "1,1,2", "--json", str(tmp_path / "cells.json"))
