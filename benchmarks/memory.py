@@ -30,7 +30,6 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
-from merakc.cluster import NOMINAL_CPU
 from merakc.model import ParallelModel
 
 RANKS, MICRO_BATCHES, BATCH_SIZE = 2, 4, 64
@@ -146,7 +145,7 @@ def measure_step(model: str, schedule: str, recompute: str) -> tuple[int, int]:
     batch = step_batch(case, BATCH_SIZE, torch.float32, 0)
     parallel = merakc.auto_parallel(
         case.model(), batch, pp=dist.get_world_size(), micro_batches=MICRO_BATCHES,
-        schedule=schedule, recompute=recompute, cluster=NOMINAL_CPU,
+        schedule=schedule, recompute=recompute,
     )  # fmt: skip
     optimizer = optimizer_for(parallel)
     for _ in range(2):  # afterwards the optimizer has its state
