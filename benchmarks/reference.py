@@ -129,10 +129,23 @@ class _LiftedCasts(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        if func is torch._grouped_mm and args[0].dtype == torch.float64:
-            return _grouped_mm(*args[:2], (kwargs or {})["offs"])
         lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
         return func(*map(_lift, args), **lifted)
+
+
+class _Grouped(TorchFunctionMode):
+    """Gives torch the product of rows in groups that it lacks in float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _grouped_mm(*args[:2], (kwargs or {})["offs"])
+        return func(*args, **(kwargs or {}))
 
 
 def _grouped_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -146,11 +159,18 @@ def _lift(value: Any) -> Any:
 
 
 @contextmanager
+def grouped_products() -> Iterator[None]:
+    """Lets experts whose rows are multiplied in groups run in float64."""
+    with _Grouped():
+        yield
+
+
+@contextmanager
 def lifted_casts() -> Iterator[None]:
     """Turns the float32 casts in a model's own code (norms, softmax, losses) into float64.
 
     Without it a float64 model of transformers computes parts in float32, and its results can be
     compared to seven digits only.
     """
-    with _LiftedCasts():
+    with grouped_products(), _LiftedCasts():
         yield

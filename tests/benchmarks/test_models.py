@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.models import EQUIVALENCE_MODELS, MODELS
-from benchmarks.reference import split_batch
+from benchmarks.reference import grouped_products, split_batch
 
 CASES = pytest.mark.parametrize("name", MODELS)
 
@@ -33,7 +33,7 @@ class _Float32Seen(TorchFunctionMode):
 def test_a_float64_model_casts_exactly_where_the_case_says_so(name: str) -> None:
     case = MODELS[name]
     model, batch = case.model(torch.float64), case.batch(2, torch.float64)
-    with _Float32Seen() as mode:
+    with grouped_products(), _Float32Seen() as mode:
         model(**batch)
     assert mode.seen == case.casts_float32
 
@@ -46,9 +46,10 @@ def test_the_loss_is_a_mean_over_the_valid_labels(name: str) -> None:
     halves = split_batch(batch, 2)
     counts = [case.valid_labels(half) for half in halves]
     assert sum(counts) == case.valid_labels(batch)
-    losses = [model(**half)["loss"].item() for half in halves]
+    with grouped_products():
+        *losses, whole = (model(**part)["loss"].item() for part in (*halves, batch))
     mean = sum(a * n for a, n in zip(losses, counts, strict=True)) / sum(counts)
-    assert mean == pytest.approx(model(**batch)["loss"].item(), rel=1e-6)
+    assert mean == pytest.approx(whole, rel=1e-6)
 
 
 @CASES
