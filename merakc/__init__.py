@@ -4,6 +4,7 @@ from merakc.api import auto_parallel
 from merakc.cluster import Cluster
 from merakc.errors import MerakError, MerakWarning
 from merakc.ir.plan import Plan, load_plan
+from merakc.ir.precision import Precision
 from merakc.model import ParallelModel
 from merakc.passes.register import register_sharding
 from merakc.version import __version__
@@ -14,6 +15,7 @@ __all__ = [
     "MerakWarning",
     "ParallelModel",
     "Plan",
+    "Precision",
     "__version__",
     "auto_parallel",
     "load_plan",

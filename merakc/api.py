@@ -33,7 +33,8 @@ from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan, Prediction, load_plan
-from merakc.ir.state import parse_shards
+from merakc.ir.precision import Precision, parse_precision
+from merakc.ir.state import ShardsGiven, parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.planner import Lowered, apply_plan, predict
@@ -41,6 +42,7 @@ from merakc.recording import record_part
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import measure_link, memory_bytes
+from merakc.runtime.loss_scale import loss_scale_for
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 from merakc.simulate import Simulation
 from merakc.steps import CompiledStep, Steps
@@ -63,7 +65,8 @@ def auto_parallel(
     schedule: str | Path = "auto",
     recompute: str = "auto",
     sequence_parallel: bool | None = None,
-    state_shards: str | tuple[int, int, int] | None = None,
+    state_shards: ShardsGiven | None = None,
+    precision: str | Precision | None = None,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -86,7 +89,10 @@ def auto_parallel(
             bytes) or "auto" (where the memory does not suffice).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         state_shards: numbers of shards over dp of parameters, gradients and optimizer state, or
-            "zero-1" to "zero-3"; `parameters()` are then flat parts, for elementwise optimizers.
+            "zero-1" to "zero-3", for all stages or for each; `parameters()` are then parts of the
+            model's, for elementwise optimizers.
+        precision: "bf16-mixed" or "fp16-mixed", with a float32 master of every parameter for the
+            optimizer; a step with gradients that are not finite is skipped by all ranks.
         cluster: the machines. Where None, the plan is made with nominal figures, the same in every
             run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -99,7 +105,8 @@ def auto_parallel(
     """
     world = _start_distributed(device := _device(device))
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    made = _decide(model, batch, Request(*given, state_shards), plan, cluster, device, seed)
+    request = Request(*given, state_shards, parse_precision(precision))
+    made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s)
 
 
@@ -133,7 +140,7 @@ def _decide(
 
     @cache
     def recorded(parts: int) -> Recording:
-        return _with_loss(record_part(model, *example(), parts, device))
+        return _with_loss(record_part(model, *example(), parts, device, request.precision))
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
@@ -156,11 +163,11 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float
     if made.device.type == "cuda":
         groups.open_channels(lowered.plan.rank_of, made.device)
     state = take_over(model, placements, groups, made.device, seed)
-    sharded = None
-    if lowered.plan.state_shards.optimizer > 1:
-        shards = lowered.plan.state_shards
-        sharded = shard_state(state, placements, lowered, groups, shards)
-    steps = Steps(model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s)
+    sharded = shard_state(state, placements, lowered, groups)
+    scale = loss_scale_for(lowered.plan.precision)
+    steps = Steps(
+        model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale
+    )
     _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)
@@ -241,12 +248,13 @@ def _requested(
     if given is None:
         return None, request, micro_batches_for(request, meshes(request)[0]), specs
     _check_plan(fixed, given)
-    return given, request, given.micro_batches, specs
+    return given, replace(request, precision=given.precision), given.micro_batches, specs
 
 
 def _check_plan(fixed: Request, given: Plan) -> None:
     for name in (
-        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel"
+        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
+        "precision",
     ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
         if value not in (None, "auto", (), planned):
@@ -254,10 +262,12 @@ def _check_plan(fixed: Request, given: Plan) -> None:
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
     asked = fixed.state_shards
-    if asked is not None and parse_shards(asked, given.dp) != given.state_shards:
+    stages = len(given.rank_of)
+    planned_shards = [given.shards(s) for s in range(stages)]
+    if asked is not None and list(parse_shards(asked, given.dp, stages)) != planned_shards:
         raise ConfigError(
-            f"state_shards={asked} contradicts the plan's state_shards={given.state_shards}; give "
-            "one of the two"
+            f"state_shards={asked} contradicts the plan's state_shards="
+            f"{'; '.join(map(str, planned_shards))}; give one of the two"
         )
     if given.mesh.world_size != fixed.world_size:
         raise ConfigError(
@@ -335,7 +345,7 @@ def _simulated(
     )
     times = rank_times(lowered.programs(), simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
-    shards = lowered.plan.state_shards.gradients
+    shards = {s: lowered.plan.shards(s).gradients for s in step.chunks}
     memory = program_memory(step.executor.program, step.chunks, static_bytes, times, shards)
 
     def peak_bytes() -> int:

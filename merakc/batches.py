@@ -64,6 +64,19 @@ def split_batch(
     ]
 
 
+def cast_floats(
+    args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with their floating tensors in `dtype`; as they are where that is None."""
+
+    def cast(leaf: Any) -> Any:
+        is_float = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_float else leaf
+
+    found: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(args), dict(kwargs))
+    return pytree.tree_map(cast, found) if dtype else found
+
+
 def sampled_names(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
     """The names of the tensors that `split_batch` splits: they hold samples along dim 0."""
     size = batch_size_of(args, kwargs)

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
@@ -16,6 +15,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import Event
+from merakc.norms import total_norm
 from merakc.runtime.state import gather_full
 from merakc.simulate import Simulation
 from merakc.steps import CompiledStep, Steps
@@ -153,7 +153,7 @@ class ParallelModel(nn.Module):
         loss = steps.share_loss(step, result)
         if train:
             steps.taken += 1
-            loss = self._with_gradients(loss, result.gradients)
+            loss = self._with_gradients(loss, steps.finite(result.gradients))
         return _outputs(step.recording, {_loss_name(step.recording): loss})
 
     def _with_gradients(self, loss: torch.Tensor, gradients: Tensors) -> torch.Tensor:
@@ -206,29 +206,25 @@ class ParallelModel(nn.Module):
             raise ConfigError(
                 f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or infinite"
             )
-        groups = self._own("_steps").groups
-        _, pipeline_rank, tp = groups.coordinates
-        placements, state = self._own("_steps").placements, self._own("_steps").state
-        sharded, counted = self._own("_steps").sharded, []
-        for name, place in placements.items():
-            grad = state[name].grad if name in state else None
-            first = place.owner == pipeline_rank and (tp == 0 or place.layout.is_split)
-            if grad is not None and first and grad.numel():
-                counted.append(grad)
-        norms = [torch.linalg.vector_norm(g, norm_type).double() for g in counted]
-        infinite = norm_type == float("inf")
-        total = torch.zeros((), dtype=torch.float64, device=self._own("_steps").device)
-        if norms:
-            stacked = torch.stack(norms)
-            total = stacked.max() if infinite else stacked.pow(norm_type).sum()
-        block = sharded.groups.block if sharded else None
-        for group in (block, groups.axis("model")):
-            if group is not None:
-                op = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
-                dist.all_reduce(total, op, group=group)
-        total = total if infinite else total.pow(1 / norm_type)
+        total = total_norm(self._own("_steps"), norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by before its backward; gradients are
+        divided by it again. Other than 1 only in `precision="fp16-mixed"`.
+        """
+        scale = self._own("_steps").loss_scale
+        return scale.scale if scale else 1.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps in mixed precision whose gradients were not finite on some rank, so that no rank
+        got any.
+        """
+        scale = self._own("_steps").loss_scale
+        return scale.skipped if scale else 0
 
     def full_state_dict(self) -> Tensors:
         """The whole model's state under its own names, on the CPU of rank 0; {} elsewhere.

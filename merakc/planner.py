@@ -246,8 +246,10 @@ def predict(
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step. Without `costs` of the stages, rough ones are used."""
     if costs is None:
-        shards = lowered.plan.state_shards
-        costs = tuple(rough_stage_cost(g, cluster, shards) for g in lowered.stages.local)
+        costs = tuple(
+            rough_stage_cost(g, cluster, lowered.plan.shards(s))
+            for s, g in enumerate(lowered.stages.local)
+        )
         kept = lowered.plan.keep_bytes
         costs = tuple(map(with_kept, costs, kept)) if kept else costs
     dp = lowered.plan.dp

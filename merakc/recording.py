@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import batch_size_of, doubled, sampled_names, split_batch
+from merakc.batches import batch_size_of, cast_floats, doubled, sampled_names, split_batch
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph
+from merakc.ir.precision import Precision
 from merakc.passes.batch_numbers import has_numbers, settle_numbers
 from merakc.passes.key_draws import has_draws, key_draws
 
@@ -23,25 +24,29 @@ def record_part(
     kwargs: Mapping[str, Any],
     micro_batches: int,
     device: torch.device,
+    precision: Precision | None = None,
 ) -> Recording:
     """Records the first of a batch's micro-batches, under the autocast that is on for `device`.
 
     Its random draws are keyed by the samples of the batch. Where the loss is scaled by numbers, a
-    recording of twice the samples says which of them are the size of the batch. Raises
+    recording of twice the samples says which of them are the size of the batch. With a `precision`
+    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
     `RecordError` as `record` and `settle_numbers` do.
     """
+    dtype = precision.dtype("compute") if precision else None
+    args, kwargs = cast_floats(args, kwargs, dtype)
     part = split_batch(args, kwargs, micro_batches)[0]
     sampled = sampled_names(args, kwargs)
     samples = batch_size_of(args, kwargs) // micro_batches
     with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
-        recording = record(model, *part)
+        recording = record(model, *part, dtype)
         graph = recording.graph
         # A model that takes no two samples draws for each alone, whatever it draws.
         apart = has_draws(graph) and samples == 1
         wide: Graph | None = None
         if apart or has_numbers(graph):
             with contextlib.suppress(Exception):
-                wide = record(model, *doubled(*part, sampled)).graph
+                wide = record(model, *doubled(*part, sampled), dtype).graph
     if wide is not None and has_numbers(graph):
         graph = settle_numbers(graph, wide, samples)
     return replace(recording, graph=key_draws(graph, sampled, wide if apart else None))

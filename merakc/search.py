@@ -13,8 +13,9 @@ from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
+from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Mesh
-from merakc.ir.state import parse_shards
+from merakc.ir.state import ShardsGiven, parse_shards
 from merakc.planner import Lowered, make_plan, predict
 from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
@@ -47,7 +48,8 @@ class Request:
     order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
     recompute: str = "auto"
     sequence_parallel: bool | None = None
-    state_shards: str | tuple[int, int, int] | None = None
+    state_shards: ShardsGiven | None = None
+    precision: Precision | None = None
 
 
 def with_schedule(request: Request) -> Request:
@@ -148,7 +150,8 @@ def _generated(
     if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
         return plan, lowered
     costs = tuple(
-        rough_stage_cost(graph, cluster, plan.state_shards) for graph in lowered.stages.local
+        rough_stage_cost(graph, cluster, plan.shards(s))
+        for s, graph in enumerate(lowered.stages.local)
     )
     if request.recompute == "none":  # recomputing would give nothing back
         costs = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
@@ -203,7 +206,9 @@ def _plan(
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if request.state_shards is not None:
-        plan = replace(plan, state_shards=parse_shards(request.state_shards, mesh.dp))
+        given = parse_shards(request.state_shards, mesh.dp, len(plan.rank_of))
+        plan = replace(plan, state_shards=given)
+    plan = replace(plan, precision=request.precision)
     for choice in choices:
         kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
         plan = replace(plan, recompute=choice, keep_bytes=kept)
@@ -218,9 +223,11 @@ def _plan(
 
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
     """What each stage may keep of a micro-batch in the cluster's memory."""
-    shards = lowered.plan.state_shards
-    costs = [rough_stage_cost(graph, cluster, shards) for graph in lowered.stages.local]
-    return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * lowered.plan.pp)
+    plan = lowered.plan
+    costs = [
+        rough_stage_cost(g, cluster, plan.shards(s)) for s, g in enumerate(lowered.stages.local)
+    ]
+    return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * plan.pp)
 
 
 def _recomputations(request: Request) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from torch import nn
 
 from merakc.batches import (
     batch_size_of,
+    cast_floats,
     join_results,
     named_tensors,
     signature,
@@ -30,6 +31,7 @@ from merakc.recording import autocast_of, record_part
 from merakc.runtime.codegen import Compiled, compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
 
@@ -86,6 +88,7 @@ class Steps:
     seed: int
     sharded: ShardedState | None = None
     timeout_s: float = TIMEOUT_S  # of a message
+    loss_scale: LossScale | None = None  # in mixed precision
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
@@ -146,8 +149,9 @@ class Steps:
             )
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
+        plan = self.planned.plan
         recording = record_part(
-            self.source, args, kwargs, self.planned.plan.micro_batches, self.device
+            self.source, args, kwargs, plan.micro_batches, self.device, plan.precision
         )
         has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
         train, results = train and has_loss, results or not has_loss
@@ -200,7 +204,9 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        parts = split_batch(args, kwargs, self.planned.plan.micro_batches)
+        plan = self.planned.plan
+        dtype = plan.precision.dtype("compute") if plan.precision else None
+        parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
         if not self.compared:
             self._compare_batches(args, kwargs)
@@ -213,7 +219,9 @@ class Steps:
             for batch, scalar in zip(batches, scalars, strict=True)
         ]
         if self.sharded is not None:
-            self.sharded.refresh()
+            self.sharded.begin(trained(graph))
+        if self.loss_scale is not None:
+            step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs)
         for chunk in step.chunks.values():
@@ -239,6 +247,12 @@ class Steps:
                 f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
                 "replica; pick batches by model.data_parallel_rank, not by the global rank"
             )
+
+    def finite(self, gradients: Tensors) -> Tensors:
+        """The gradients without the scale of the loss; none, where a rank's are not finite."""
+        if self.loss_scale is None:
+            return gradients
+        return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
         """The loss of the whole batch, on every rank."""
@@ -329,10 +343,9 @@ class Steps:
         return weights | {n: 1 / value for n, value in zip(names, total, strict=True)}
 
     def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
-        """Sums gradients over dp, and over the ranks that share a tied parameter."""
+        """Sums the gradients of a tied parameter over the ranks that share it."""
         wanted = trained(lowered.loss.graph)
         _, own, _ = self.groups.coordinates
-        dp_group = self.groups.axis("dp")
         tied: list[tuple[dist.ProcessGroup, list[str]]] = []
         for ranks in sorted({p.ranks for p in self.placements.values() if len(p.ranks) > 1}):
             group = self.groups.holders(ranks)  # all ranks make every group
@@ -348,15 +361,15 @@ class Steps:
                 reduce_tensors([gradients[n] for n in names], group)
             if self.sharded is not None:
                 self.sharded.sink_shared(gradients)
-            if dp_group is not None:
-                reduce_tensors([gradients[n] for n in sorted(gradients)], dp_group)
 
         return reduce
 
     def _zeros(self, name: str) -> torch.Tensor:
         place, (_, _, tp_rank) = self.placements[name], self.groups.coordinates
         shape = place.layout.local_shape(self.groups.mesh.tp, tp_rank)
-        return torch.zeros(shape, dtype=place.dtype, device=self.device)
+        precision = self.planned.plan.precision
+        dtype = precision.dtype("compute") if precision else place.dtype
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
 
 def trained(graph: Graph) -> set[str]:

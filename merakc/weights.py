@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
+from merakc.ir.buckets import parameters_in_order
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import DimFactor, Layout, parse_layout
-from merakc.ir.state import StateShards
+from merakc.ir.precision import Precision
 from merakc.planner import Lowered
 from merakc.runtime.groups import Groups
-from merakc.runtime.sharded_state import SHARED, ShardedState
+from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement, same_everywhere
-from merakc.steps import trained
 
 Tensors = dict[str, torch.Tensor]
 STATE = (InputKind.PARAMETER, InputKind.BUFFER)
@@ -48,13 +48,20 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
         held = set(range(len(stages))) if name in everywhere else held
         found[name] = Placement(
             sharding.layouts[refs[name]] if name in refs else planned,
-            tensor.dtype,
+            _kept_dtype(tensor, lowered.plan.precision),
             tuple(sorted(held)),
             tuple(sorted({lowered.plan.rank_of[s] for s in held})),
             isinstance(tensor, nn.Parameter),
             tensor.requires_grad,
         )
     return found
+
+
+def _kept_dtype(tensor: torch.Tensor, precision: Precision | None) -> torch.dtype:
+    """That of what an optimizer updates; in mixed precision frozen parameters have no master."""
+    if precision and isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+        return precision.dtype("master" if tensor.requires_grad else "compute")
+    return tensor.dtype
 
 
 def whole(shape: tuple[int, ...]) -> Layout:
@@ -91,26 +98,47 @@ def take_over(
 
 
 def shard_state(
-    state: Tensors,
-    placements: Mapping[str, Placement],
-    lowered: Lowered,
-    groups: Groups,
-    shards: StateShards,
-) -> ShardedState:
-    """Shards this rank's trained parameters over dp; `state` holds what it owns of them after.
+    state: Tensors, placements: Mapping[str, Placement], lowered: Lowered, groups: Groups
+) -> ShardedState | None:
+    """Puts this rank's parameters into buckets; `state` then holds what it owns of them.
 
-    Frozen parameters stay whole.
+    None where there is one dp rank, and no precision but the model's own. Frozen parameters stay
+    whole where parameters are not sharded. All ranks must call it.
     """
-    wanted = trained(lowered.loss.graph)
-    stages: dict[int, Tensors] = {}
-    for graph in lowered.stages.graphs:
-        for name in (i.target for i in graph.inputs):
-            if name in wanted and name in state:
-                own = placements[name].stages
-                stages.setdefault(own[0] if len(own) == 1 else SHARED, {})[name] = state[name]
-    sharded = ShardedState(stages, wanted, ShardGroups(groups, shards))
+    plan = lowered.plan
+    if plan.dp == 1 and plan.precision is None:
+        return None
+    of_stage = [plan.shards(s) for s in range(len(plan.rank_of))]
+    made = {shards: ShardGroups(groups, shards) for shards in sorted(set(of_stage))}
+    own = groups.coordinates[1]
+    parts: dict[tuple[bool, int], Tensors] = {}
+    for name in _in_order(lowered, state):
+        place = placements[name]
+        stage = next(s for s in place.stages if plan.rank_of[s] == own)
+        if place.requires_grad or of_stage[stage].parameters > 1:
+            parts.setdefault((len(place.stages) > 1, stage), {})[name] = _cast(state[name], place)
+        else:
+            state[name] = _cast(state[name], place)
+    sharded = ShardedState(
+        [(tensors, made[of_stage[stage]]) for (_, stage), tensors in parts.items()],
+        [name for name, place in placements.items() if len(place.stages) > 1],
+        plan.precision,
+    )
     state |= sharded.owned
     return sharded
+
+
+def _in_order(lowered: Lowered, state: Tensors) -> list[str]:
+    """This rank's parameters: as the stages use them, and then those that none uses."""
+    used = [i.target for graph in lowered.stages.graphs for i in parameters_in_order(graph)]
+    return [n for n in dict.fromkeys([*used, *state]) if isinstance(state.get(n), nn.Parameter)]
+
+
+def _cast(tensor: torch.Tensor, place: Placement) -> torch.Tensor:
+    """The parameter in the dtype in which it is kept."""
+    if tensor.dtype == place.dtype:
+        return tensor
+    return nn.Parameter(tensor.detach().to(place.dtype), requires_grad=tensor.requires_grad)
 
 
 def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:

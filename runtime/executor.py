@@ -63,7 +63,10 @@ class Executor:
     of the model; buffers are written in place. `reduce` is called once a step with the
     gradients that are whole; `sharded` holds the parameters that are not. `channels` are what
     messages are sent over. A message that does not come within `timeout_s` raises `StuckError`.
+    Gradients are those of the loss times `loss_scale`.
     """
+
+    loss_scale = 1.0
 
     def __init__(
         self,
@@ -263,7 +266,7 @@ class _Step:
         if item.key in live.values:
             return live.values[item.key]
         # The loss counts once; a sent value that no one differentiates counts nothing.
-        fill = 0.0 if item.target in stage.specs else 1.0
+        fill = 0.0 if item.target in stage.specs else self.of.loss_scale
         return torch.full(item.spec.shape, fill, dtype=item.spec.dtype, device=self.of.device)
 
     def _sum_tangents(self, live: _Live) -> None:

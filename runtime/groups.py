@@ -11,13 +11,10 @@ import torch
 import torch.distributed as dist
 
 from merakc.errors import MerakError, MismatchError
+from merakc.ir.buckets import BUCKET_BYTES
 from merakc.ir.program import Mesh
 
 T = TypeVar("T")
-
-# Gradients are reduced in buckets of about this size: large enough to fill a link, small enough
-# that a bucket's copy does not matter. The size that DistributedDataParallel uses.
-BUCKET_BYTES = 25 << 20
 
 
 @dataclass(slots=True)
@@ -163,13 +160,14 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def reduce_tensors(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Sums the tensors over the group, in place, in buckets of one dtype."""
+    """Sums the tensors over the group, in place, in buckets of one dtype; in float32 or wider."""
     bucket: list[torch.Tensor] = []
     size = 0
     for tensor in [*tensors, None]:
         full = tensor is None or (bucket and bucket[0].dtype != tensor.dtype)
         if bucket and (full or size >= BUCKET_BYTES):
             flat = torch.cat([t.reshape(-1) for t in bucket])
+            flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
             dist.all_reduce(flat, group=group)
             for own, summed in zip(
                 bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True

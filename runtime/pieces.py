@@ -89,7 +89,7 @@ class Stage:
                 sunk={
                     o.name: self.targets[o.name]
                     for o in graph.outputs
-                    if o.kind is OutputKind.GRADIENT and self.targets[o.name] in sharded.sunk
+                    if o.kind is OutputKind.GRADIENT and sharded.sinks(self.targets[o.name])
                 },
             )
         return Piece(

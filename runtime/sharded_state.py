@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError, MerakWarning
-from merakc.runtime.groups import BUCKET_BYTES
+from merakc.ir.buckets import BUCKET_BYTES
+from merakc.ir.precision import Precision
 from merakc.runtime.shards import Bucket, ShardGroups, make_buckets
 
 Tensors = dict[str, torch.Tensor]
@@ -26,43 +27,56 @@ ELEMENTWISE = (
     torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
 _owned = WeakIdKeyDictionary()
-SHARED = -1
 HELD = 2  # gathered buckets: the one that is read and the next
 
 
 class ShardedState:
     """Parameters in buckets, each of the parameters of one stage in the order of their first use.
 
-    `stages` are the parameters by stage; those of several stages, or of several ranks, stand under
-    `SHARED`: their gradients are added up first. `trained` are those that get a gradient in every
-    micro-batch: a bucket is reduced when the last of its trained parameters has one.
+    `parts` are the parameters of one stage each, and how they are sharded. Those of `shared` are
+    read by several stages: their gradients are added up first. A bucket is reduced when the last
+    of its trained parameters has its gradient.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, Mapping[str, torch.Tensor]],
-        trained: Collection[str],
-        groups: ShardGroups,
+        parts: Sequence[tuple[Tensors, ShardGroups]],
+        shared: Collection[str] = (),
+        precision: Precision | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        self.groups = groups
         _watch_optimizers()
         self.buckets = [
             bucket
-            for tensors in stages.values()
-            for bucket in make_buckets(tensors, groups, bucket_bytes)
-        ]
+            for tensors, groups in parts
+            for frozen in (False, True)
+            for bucket in make_buckets(
+                {n: t for n, t in tensors.items() if t.requires_grad is not frozen},
+                groups, None if frozen else precision, bucket_bytes,
+            )
+        ]  # fmt: skip
         self.bucket_of = {name: b for b in self.buckets for name in b.members}
-        for parameter in self.owned.values():
-            _owned[parameter] = True
-        self.wanted = {id(b): {n for n in b.members if n in trained} for b in self.buckets}
-        self.shared = frozenset(stages.get(SHARED, ()))
-        self.sunk = frozenset(trained) & self.bucket_of.keys() - self.shared
+        self.shared = self.bucket_of.keys() & set(shared)
+        for bucket in self.buckets:
+            if bucket.groups.shards.optimizer > 1:
+                _owned.update(dict.fromkeys(bucket.owned.values(), True))
+        self.wanted: dict[Bucket, set[str]] = {}  # the parameters that get a gradient in this step
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
+        self.reducing: deque[Bucket] = deque()
         self.held: deque[tuple[Bucket, torch.Tensor]] = deque(maxlen=HELD)
         self.order: list[Bucket] = []  # of fetching in the last step
         self.place = 0
+
+    def begin(self, trained: Collection[str]) -> None:
+        """Starts a step in which these parameters get gradients: brings in what all ranks'
+        optimizers wrote.
+        """
+        self.wanted = {b: {n for n in b.members if n in trained} for b in self.buckets}
+        self.held.clear()
+        self.place = 0
+        for bucket in self.buckets:
+            bucket.start(bucket.refresh())
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -81,30 +95,21 @@ class ShardedState:
     @property
     def extra_bytes(self) -> int:
         """What is held beside `owned`: other ranks' parts, and the buckets that are gathered."""
-        kept = sum(b.kept.nbytes - b.master.nbytes for b in self.buckets)
         gathered = [b.numel * b.kept.itemsize for b in self.buckets if b.groups.gather is not None]
-        return kept + sum(sorted(gathered)[-HELD:])
-
-    def refresh(self) -> None:
-        """Starts to bring in what all ranks' optimizers wrote."""
-        self.held.clear()
-        self.place = 0
-        for bucket in self.buckets:
-            bucket.start(bucket.refresh())
+        return sum(b.extra_bytes for b in self.buckets) + sum(sorted(gathered)[-HELD:])
 
     def fetch(self, name: str) -> torch.Tensor:
         """A whole parameter; the next bucket is gathered while it is used."""
         bucket = self.bucket_of[name]
-        whole = self._whole(bucket)
-        if bucket.groups.gather is not None:
-            self._prefetch(bucket)
+        if bucket.groups.gather is None:
+            bucket.finish()
+            return bucket.whole[name]
+        whole = self._gathered(bucket)
+        self._prefetch(bucket)
         member = bucket.members[name]
         return member.part(whole, 0).view(member.shape)
 
-    def _whole(self, bucket: Bucket) -> torch.Tensor:
-        if bucket.groups.gather is None:
-            bucket.finish()
-            return bucket.kept
+    def _gathered(self, bucket: Bucket) -> torch.Tensor:
         for held, whole in self.held:
             if held is bucket:
                 bucket.finish()
@@ -133,14 +138,28 @@ class ShardedState:
             if all(held is not following for held, _ in self.held):
                 self._start(following)
 
+    def sinks(self, name: str) -> bool:
+        """Whether the gradient of a parameter is taken as soon as a graph has made it."""
+        return name in self.bucket_of and name not in self.shared
+
     def sink(self, name: str, gradient: torch.Tensor) -> None:
         """Takes a micro-batch's gradient of a parameter."""
         if self.is_muted:
             return
         bucket = self.bucket_of[name]
         bucket.add(name, gradient)
-        if bucket.arrived >= self.wanted[id(bucket)]:
+        if bucket.arrived >= self.wanted[bucket]:
             bucket.start(bucket.reduce(last=self.last))
+            if self.last:
+                self.reducing.append(bucket)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Goes on with the reduction that started first, and then the next: in the same order on
+        all ranks, whichever ends first.
+        """
+        while self.reducing and self.reducing[0].poll():
+            self.reducing.popleft()
 
     def sink_shared(self, gradients: Tensors) -> None:
         """Takes the gradients of shared parameters out of `gradients`, once they are added up."""
@@ -150,9 +169,10 @@ class ShardedState:
 
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, of the trained parameters."""
+        while self.reducing:
+            self.reducing.popleft().finish()
         found: Tensors = {}
-        for bucket in self.buckets:
-            wanted = self.wanted[id(bucket)]
+        for bucket, wanted in self.wanted.items():
             if wanted:
                 found |= {n: g for n, g in bucket.take_gradients().items() if n in wanted}
         return found
@@ -181,12 +201,12 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
         return
     if kind.__module__.startswith("torch."):
         raise ConfigError(
-            f"{kind.__name__} looks at whole parameters, and state_shards leaves this rank flat "
-            "parts of them; use an elementwise optimizer such as AdamW, or state_shards=None"
+            f"{kind.__name__} looks at whole parameters, and state_shards leaves this rank "
+            "parts of them; use an elementwise optimizer such as AdamW, or state_shards=(1, 1, 1)"
         )
     _known.add(kind)
     warnings.warn(
-        f"state_shards leaves this rank flat parts of the parameters: {kind.__name__} must update "
+        f"state_shards leaves this rank parts of the parameters: {kind.__name__} must update "
         "every element from its own gradient and state alone",
         MerakWarning,
         stacklevel=3,

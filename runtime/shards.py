@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer state in shards over dp, each in as many as a plan says.
 
 Parameters stand one behind the other in buckets, flat buffers that are padded to be cut evenly. A
-rank keeps its shard of a bucket's parameters and, inside that, its shard of what the optimizer
-updates: `owned` are flat views of the latter, one a parameter, some of them empty. Elementwise
-optimizers update them as they would the whole.
+rank keeps its shard of a bucket's parameters and its shard of what the optimizer updates, a part of
+the former unless that is of another dtype: `owned` are views of it, one a parameter, some of them
+empty. Elementwise optimizers update them as they would the whole.
 
 With s_p, s_g and s_os shards (AMSP, arXiv 2311.00257) the dp ranks are blocks of s_os neighbours.
 Rank i of a block has shard i mod s_p of the parameters, so that gathering them stays among
@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from merakc.ir.buckets import BUCKET_BYTES, bucket_names
+from merakc.ir.precision import Precision
 from merakc.ir.state import StateShards
-from merakc.runtime.groups import BUCKET_BYTES, Groups
+from merakc.runtime.groups import Groups
 
 Tensors = dict[str, torch.Tensor]
 
@@ -44,6 +46,12 @@ class Member:
         last = offset + flat.numel()
         start, stop = (min(max(at, offset), last) - offset for at in (self.start, self.stop))
         return flat[start:stop]
+
+    def shaped(self, part: torch.Tensor) -> torch.Tensor:
+        """A part with as many dims as the whole, which users group parameters by."""
+        if part.numel() == self.shape.numel():
+            return part.view(self.shape)
+        return part.view((1,) * (len(self.shape) - 1) + (part.numel(),))
 
 
 class ShardGroups:
@@ -76,36 +84,67 @@ class ShardGroups:
 class Bucket:
     """Some parameters of one dtype, on one rank.
 
-    `kept` is the rank's shard of them, a view of which is `master`, the shard that it optimizes;
-    `owned` are the parameters' parts of the latter. Collectives run beside the computing: what
-    they are part of is a generator that yields each as it starts, and goes on when it has ended.
+    `kept` is the rank's shard of them as they are computed with. `master` is what it optimizes of
+    them: in a `precision`, memory of its own; otherwise a view of `kept`. `owned` are the
+    parameters' parts of that. Collectives run beside the computing: what they are part of is a
+    generator that yields each as it starts, and goes on when it has ended.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], groups: ShardGroups) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        groups: ShardGroups,
+        precision: Precision | None = None,
+    ) -> None:
         self.groups, shards = groups, groups.shards
         self.members: dict[str, Member] = {}
         total = 0
         for name, tensor in tensors.items():
             self.members[name] = Member(name, tensor.shape, total)
             total += tensor.numel()
+        self.total, first = total, next(iter(tensors.values())).detach()
         self.numel = math.ceil(total / shards.optimizer) * shards.optimizer
-        flat = next(iter(tensors.values())).detach().new_zeros(self.numel)
+        flat = first.new_zeros(self.numel, dtype=precision.dtype("master") if precision else None)
         for name, member in self.members.items():
             member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
         size, self.owned_size = self.numel // shards.parameters, self.numel // shards.optimizer
-        kept_at = groups.parameter_index * size
+        self.kept_at = groups.parameter_index * size
         self.owned_at = groups.owned_index * self.owned_size
-        self.kept = flat if shards.parameters == 1 else flat[kept_at : kept_at + size].clone()
-        self.master = self.kept[self.owned_at - kept_at :][: self.owned_size]
+        self.is_mixed, self.gradient_dtype = precision is not None, first.dtype
+        kept = flat[self.kept_at : self.kept_at + size]
+        if precision is not None:
+            self.gradient_dtype = precision.dtype("gradients")
+            self.kept = kept.to(precision.dtype("compute"), copy=True)
+            self.master = flat[self.owned_at : self.owned_at + self.owned_size]
+            self.master = self.master if shards.optimizer == 1 else self.master.clone()
+        else:
+            self.kept = flat if shards.parameters == 1 else kept.clone()
+            self.master = self._own(self.kept)
+        self.reduce_dtype = torch.promote_types(self.gradient_dtype, torch.float32)
         self.owned = {
-            name: nn.Parameter(member.part(self.master, self.owned_at))
+            name: nn.Parameter(
+                member.shaped(member.part(self.master, self.owned_at)),
+                requires_grad=tensors[name].requires_grad,
+            )
             for name, member in self.members.items()
         }
+        self.is_trained = any(p.requires_grad for p in self.owned.values())
+        self.whole = self.views(self.kept) if shards.parameters == 1 else {}
         self.sum: torch.Tensor | None = None  # whole gradients, while they are added up
+        self.summed: set[str] = set()  # those of them that are there
         self.gradient: torch.Tensor | None = None  # the rank's shard of them
-        self.arrived: set[str] = set()
+        self.arrived: set[str] = set()  # those of the running micro-batch
         self.running: Iterator[dist.Work] | None = None
         self.work: dist.Work | None = None
+
+    def _own(self, kept: torch.Tensor) -> torch.Tensor:
+        """What this rank optimizes, in the shard of the parameters that it keeps."""
+        return kept[self.owned_at - self.kept_at :][: self.owned_size]
+
+    @property
+    def extra_bytes(self) -> int:
+        """What is held of the parameters beside `master`."""
+        return self.kept.nbytes - (0 if self.is_mixed else self.master.nbytes)
 
     def start(self, steps: Iterator[dist.Work]) -> None:
         """Starts collectives, behind those of this bucket that still run."""
@@ -120,10 +159,23 @@ class Bucket:
             assert self.running is not None
             self.work = next(self.running, None)
 
+    def poll(self) -> bool:
+        """Goes on where the running collective has ended; whether all have."""
+        while self.work is not None and self.work.is_completed():
+            self.work.wait()
+            assert self.running is not None
+            self.work = next(self.running, None)
+        return self.work is None
+
     def refresh(self) -> Iterator[dist.Work]:
-        """Brings what the optimizers of other ranks wrote into `kept`."""
+        """Brings what the optimizers of all ranks wrote into `kept`."""
+        if not self.is_trained:
+            return
+        own = self._own(self.kept)
+        if self.is_mixed:
+            own.copy_(self.master)
         if self.groups.refresh is not None:
-            yield all_gather(self.kept, self.master, self.groups.refresh)
+            yield all_gather(self.kept, own, self.groups.refresh)
 
     def gather(self, whole: torch.Tensor) -> Iterator[dist.Work]:
         """Fills `whole` with the parameters of all shards."""
@@ -138,8 +190,15 @@ class Bucket:
         """Adds one parameter's gradient to the whole gradients."""
         if self.sum is None:
             self.finish()
-            self.sum = self.master.new_zeros(self.numel)
-        self.members[name].part(self.sum, 0).add_(gradient.reshape(-1))
+            self.sum = self.master.new_empty(self.numel, dtype=self.gradient_dtype)
+            self.sum[self.total :] = 0
+        member = self.members[name]
+        part = member.part(self.sum, 0).view(member.shape)
+        if name in self.summed:
+            part.add_(gradient)
+        else:
+            part.copy_(gradient)
+            self.summed.add(name)
         self.arrived.add(name)
 
     def reduce(self, *, last: bool) -> Iterator[dist.Work]:
@@ -149,16 +208,16 @@ class Bucket:
         shards, groups = self.groups.shards, self.groups
         self.arrived.clear()
         if shards.gradients > 1:
-            flat, self.sum = self.sum, None
-            assert flat is not None
+            flat = self._take_sum()
             if shards.gradients == shards.parameters:
                 flat = yield from reduce_scatter(flat, groups.gather)
             else:
                 parts = flat.view(shards.parameters, -1, self.owned_size)
                 flat = yield from reduce_scatter(parts.transpose(0, 1).reshape(-1), groups.block)
-            self.gradient = flat if self.gradient is None else self.gradient.add_(flat)
+            flat = flat if self.gradient is None else flat.add_(self.gradient)
+            self.gradient = flat if last else flat.to(self.gradient_dtype)
         elif last:
-            self.gradient, self.sum = self.sum, None
+            self.gradient = self._take_sum()
         if last:
             assert self.gradient is not None
             if shards.gradients != shards.optimizer:
@@ -168,12 +227,22 @@ class Bucket:
                 assert work is not None
                 yield work
 
+    def _take_sum(self) -> torch.Tensor:
+        """The whole gradients, to be reduced."""
+        flat, self.sum = self.sum, None
+        assert flat is not None, "no micro-batch has added its gradients"
+        for name in self.members.keys() - self.summed:
+            self.members[name].part(flat, 0).zero_()
+        self.summed.clear()
+        return flat.to(self.reduce_dtype)
+
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, once the last reduction has been started."""
         self.finish()
         gradient, self.gradient = self.gradient, None
-        assert gradient is not None, "no micro-batch has added its gradients"
-        return {n: m.part(gradient, self.owned_at) for n, m in self.members.items()}
+        assert gradient is not None, "no gradients were reduced"
+        gradient = gradient.to(self.master.dtype)
+        return {n: m.shaped(m.part(gradient, self.owned_at)) for n, m in self.members.items()}
 
     def join(self, parts: Mapping[str, torch.Tensor]) -> Tensors:
         """Whole tensors like the parameters from the parts of them that the ranks own. Collective.
@@ -182,7 +251,7 @@ class Bucket:
         """
         flat = self.master.new_zeros(self.owned_size)
         for name, part in parts.items():
-            self.members[name].part(flat, self.owned_at).copy_(part.detach())
+            self.members[name].part(flat, self.owned_at).copy_(part.detach().reshape(-1))
         whole = flat.new_empty(self.numel)
         if self.groups.block is None:
             whole = flat
@@ -195,24 +264,15 @@ class Bucket:
 
 
 def make_buckets(
-    tensors: Mapping[str, torch.Tensor], groups: ShardGroups, bucket_bytes: int = BUCKET_BYTES
+    tensors: Mapping[str, torch.Tensor],
+    groups: ShardGroups,
+    precision: Precision | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Bucket]:
     """Buckets of about that size, the tensors in their order; a dtype begins a new one."""
-    return [Bucket(part, groups) for part in _parts(tensors, bucket_bytes)]
-
-
-def _parts(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> Iterator[Tensors]:
-    part: Tensors = {}
-    held_bytes = 0
-    for name, tensor in tensors.items():
-        same = all(other.dtype == tensor.dtype for other in part.values())
-        if part and not (same and held_bytes + tensor.nbytes <= bucket_bytes):
-            yield part
-            part, held_bytes = {}, 0
-        part[name] = tensor
-        held_bytes += tensor.nbytes
-    if part:
-        yield part
+    items = ((name, t.dtype, t.nbytes) for name, t in tensors.items())
+    found = bucket_names(items, bucket_bytes)
+    return [Bucket({name: tensors[name] for name in names}, groups, precision) for names in found]
 
 
 def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -72,15 +72,15 @@ def program_memory(
     chunks: Mapping[int, Chunk],
     static_bytes: int,
     times: Times | None = None,
-    gradient_shards: int = 1,
+    gradient_shards: Mapping[int, int] | None = None,
 ) -> tuple[ActionMemory, ...]:
     """The memory of a rank action by action; without `times` messages leave at once.
 
     `static_bytes` are alive all the time: parameters, buffers, constants, optimizer state. The
-    gradients of a stage, of which a rank keeps one of `gradient_shards`, are counted from its first
-    backward on, until the end of the step.
+    gradients of a stage, of which a rank keeps one of its `gradient_shards`, are counted from its
+    first backward on, until the end of the step.
     """
-    return _Memory(program, chunks, static_bytes, times, gradient_shards).run()
+    return _Memory(program, chunks, static_bytes, times, gradient_shards or {}).run()
 
 
 def verify_memory(rank: int, memory: Sequence[ActionMemory], capacity_bytes: int) -> None:
@@ -102,7 +102,7 @@ class _Memory:
     chunks: Mapping[int, Chunk]
     live_bytes: int
     times: Times | None
-    gradient_shards: int
+    gradient_shards: Mapping[int, int]
     leaving: list[tuple[float, Place]] = field(default_factory=list)  # a heap
     sizes: dict[Place, int] = field(default_factory=dict)
     holders: Counter[Place] = field(default_factory=Counter)
@@ -190,7 +190,9 @@ class _Memory:
         self._hold(work, after)
         if effect.gradient_bytes and action.stage not in self.with_gradients:
             self.with_gradients.add(action.stage)
-            self.live_bytes += -(-effect.gradient_bytes // self.gradient_shards)
+            self.live_bytes += -(
+                -effect.gradient_bytes // self.gradient_shards.get(action.stage, 1)
+            )
 
     def _send(self, position: int, action: Action, *, last: bool) -> None:
         key = action.stage, action.micro_batch, action.value, action.is_grad

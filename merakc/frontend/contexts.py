@@ -51,8 +51,13 @@ class Slot:
     is_parameter: bool
 
 
-def put_fakes(model: torch.nn.Module, fake_mode: FakeTensorMode) -> list[Slot]:
-    """Puts fake tensors in the place of all parameters and buffers; a tied one has one slot."""
+def put_fakes(
+    model: torch.nn.Module, fake_mode: FakeTensorMode, parameter_dtype: torch.dtype | None = None
+) -> list[Slot]:
+    """Puts fake tensors in the place of all parameters and buffers; a tied one has one slot.
+
+    Those of floating parameters have `parameter_dtype`, if one is given.
+    """
     fakes: dict[int, torch.Tensor] = {}
     slots: list[Slot] = []
     for path, module in model.named_modules():
@@ -61,7 +66,7 @@ def put_fakes(model: torch.nn.Module, fake_mode: FakeTensorMode) -> list[Slot]:
                 if tensor is None:
                     continue
                 if id(tensor) not in fakes:
-                    fake = fakes[id(tensor)] = _fake(tensor, fake_mode)
+                    fake = fakes[id(tensor)] = _fake(tensor, fake_mode, parameter_dtype)
                     name = f"{path}.{key}" if path else key
                     is_parameter = isinstance(tensor, torch.nn.Parameter)
                     slots.append(Slot(states, key, name, fake, tensor, is_parameter))
@@ -69,9 +74,13 @@ def put_fakes(model: torch.nn.Module, fake_mode: FakeTensorMode) -> list[Slot]:
     return slots
 
 
-def _fake(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+def _fake(
+    tensor: torch.Tensor, fake_mode: FakeTensorMode, parameter_dtype: torch.dtype | None
+) -> torch.Tensor:
+    is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+    dtype = parameter_dtype if parameter_dtype and is_cast else tensor.dtype
     with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
     return fake

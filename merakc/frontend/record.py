@@ -37,32 +37,42 @@ class Recording:
     model_name: str
 
 
-def record(model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+def record(
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    parameter_dtype: torch.dtype | None = None,
+) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
-    A module whose control flow depends on the data becomes one node, which runs it as it is. Raises
-    `RecordError`, with the user's line, where that would be the model itself, for random ops that
-    cannot be reproduced on every layout, and for whatever a graph cannot say: writes to parameters,
-    hooks on gradients, higher-order ops.
+    Its floating parameters are recorded in `parameter_dtype`, if one is given. A module whose
+    control flow depends on the data becomes one node, which runs it as it is. Raises `RecordError`,
+    with the user's line, where that would be the model itself, for random ops that cannot be
+    reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
+    gradients, higher-order ops.
     """
     _check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
     while True:
         try:
-            return _record(model, args, kwargs, fallbacks)
+            return _record(model, args, kwargs, fallbacks, parameter_dtype)
         except UntraceableError as error:
             fallbacks.add(error)
 
 
 def _record(
-    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], fallbacks: Fallbacks
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fallbacks: Fallbacks,
+    parameter_dtype: torch.dtype | None,
 ) -> Recording:
     """One attempt, with some modules kept whole."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(fake_mode)
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     with untouched(model):
-        for slot in put_fakes(model, fake_mode):
+        for slot in put_fakes(model, fake_mode, parameter_dtype):
             recorder.state_input(slot)
         for path, cause in fallbacks.causes.items():
             recorder.keep_whole(path, fallbacks.modules[path], cause)

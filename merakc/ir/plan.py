@@ -11,10 +11,11 @@ from pathlib import Path
 import pydantic
 
 from merakc.errors import PlanError
+from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import UNSHARDED, StateShards
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ class Plan:
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
     that each tp rank computes whole because there is no rule to split them. With
     `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
-    of parameters, gradients and optimizer state over dp.
+    of parameters, gradients and optimizer state over dp, stage by stage; empty, none is sharded.
+    Without a `precision` the model computes in its own dtypes.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
     the order of work of each pipeline rank, where the name of the schedule does not say it.
@@ -109,7 +111,8 @@ class Plan:
     whole_ops: tuple[str, ...] = ()
     opaque_modules: tuple[OpaqueModule, ...] = ()
     sequence_parallel: bool = False
-    state_shards: StateShards = UNSHARDED
+    state_shards: tuple[StateShards, ...] = ()
+    precision: Precision | None = None
     placement: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     keep_bytes: tuple[int, ...] = ()
@@ -126,6 +129,10 @@ class Plan:
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
         return self.placement or tuple(range(self.pp))
+
+    def shards(self, stage: int) -> StateShards:
+        """How the state of a stage is sharded over dp."""
+        return self.state_shards[stage] if self.state_shards else UNSHARDED
 
     @property
     def hash(self) -> str:

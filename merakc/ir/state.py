@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from merakc.errors import ConfigError
@@ -52,21 +52,35 @@ class StateShards:
 
 
 UNSHARDED = StateShards()
+# A stage of ZeRO or three numbers, for all stages or for each.
+ShardsGiven = str | Sequence[int] | Sequence[str | Sequence[int]]
 ZERO = {"zero-0": (1, 1, 1), "zero-1": (1, 1, 0), "zero-2": (1, 0, 0), "zero-3": (0, 0, 0)}
 
 
-def parse_shards(given: str | tuple[int, int, int], dp: int) -> StateShards:
-    """The shards that a user asks for: three numbers, or a stage of ZeRO over all `dp` ranks.
+def parse_shards(given: ShardsGiven, dp: int, stages: int) -> tuple[StateShards, ...]:
+    """The shards of each stage that a user asks for.
 
-    Raises `ConfigError` for what is neither, and as `StateShards` and its `check` do.
+    Three numbers, or a stage of ZeRO over all `dp` ranks; or a sequence of these, one a stage.
+    Raises `ConfigError` for what is none of them, and as `StateShards` and its `check` do.
     """
+    if isinstance(given, str) or all(isinstance(count, int) for count in given):
+        return (_parse(given, dp),) * stages  # type: ignore[arg-type]
+    if len(given) != stages:
+        raise ConfigError(
+            f"state_shards has {len(given)} entries, the pipeline {stages} stages; give one for "
+            "each, or one for all"
+        )
+    return tuple(_parse(one, dp) for one in given)  # type: ignore[arg-type]
+
+
+def _parse(given: str | Sequence[int], dp: int) -> StateShards:
     if isinstance(given, str):
         if given not in ZERO:
             raise ConfigError(
                 f"state_shards {given!r} is not known; choose one of {', '.join(ZERO)}, or give "
                 "the numbers of shards of parameters, gradients and optimizer state"
             )
-        given = tuple(count or dp for count in ZERO[given])  # type: ignore[assignment]
+        given = [count or dp for count in ZERO[given]]
     if len(given) != 3:
         raise ConfigError(
             f"state_shards {given!r} must be three numbers of shards: of parameters, gradients and "

@@ -103,9 +103,11 @@ def _header(plan: Plan) -> Panel:
         ("recompute", plan.recompute),
         ("plan", f"{plan.hash[:12]}, of graph {plan.graph.hash[:12]}"),
     ]
-    if plan.state_shards.optimizer > 1:
-        shares = f"{plan.state_shards} of parameters, gradients, optimizer state"
-        facts.append(("shards", shares))
+    if any(shards.optimizer > 1 for shards in plan.state_shards):
+        shares = "; ".join(str(shards) for shards in dict.fromkeys(plan.state_shards))
+        facts.append(("shards", f"{shares} of parameters, gradients, optimizer state"))
+    if plan.precision:
+        facts.append(("precision", str(plan.precision)))
     if plan.prediction:
         facts.insert(4, ("predicted", _prediction(plan.prediction)))
     return Panel(_facts(facts), title=Text(plan.model), title_align="left", expand=False)

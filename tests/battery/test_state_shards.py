@@ -101,7 +101,7 @@ def test_a_plan_keeps_its_shards(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     (first, _) = run_ranks(2, partial(trained, dp=2, state_shards=(1, 2, 2)))
     first["plan"].save(path)
-    assert merakc.load_plan(path).state_shards == StateShards(1, 2, 2)
+    assert merakc.load_plan(path).state_shards == (StateShards(1, 2, 2),)
     (again, _) = run_ranks(2, partial(trained, plan=path))
     assert again["local"] == first["local"]
     with pytest.raises(RankError, match="contradicts the plan's state_shards=1, 2, 2"):

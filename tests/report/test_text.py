@@ -103,7 +103,7 @@ def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
 
 
 def test_sharded_state_is_said() -> None:
-    text = plan_text(replace(_plan(), dp=4, state_shards=StateShards(1, 4, 4)))
+    text = plan_text(replace(_plan(), dp=4, state_shards=(StateShards(1, 4, 4),)))
     assert "1, 4, 4 of parameters, gradients, optimizer state" in text
 
 
