@@ -50,7 +50,8 @@ def plain() -> Tensors:
 def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, Tensors, int, int]:
     groups = Groups(mesh, dist.get_rank())
     dp = groups.coordinates[0]
-    buckets = make_buckets(initial(), ShardGroups(groups, shards), bucket_bytes=150)
+    parameters = {name: torch.nn.Parameter(value) for name, value in initial().items()}
+    buckets = make_buckets(parameters, ShardGroups(groups, shards), bucket_bytes=150)
     owned = [p for bucket in buckets for p in bucket.owned.values()]
     optimizer = torch.optim.AdamW(owned, lr=0.1, weight_decay=0.1)
     for step in range(STEPS):
