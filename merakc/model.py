@@ -218,6 +218,17 @@ class ParallelModel(nn.Module):
         scale = self._own("_steps").loss_scale
         return scale.scale if scale else 1.0
 
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        """Sets it, the same on every rank, as to go on from a checkpoint."""
+        scale = self._own("_steps").loss_scale
+        if scale is None or not scale.dynamic:
+            raise ConfigError(
+                f"loss_scale = {value}: this model's loss is not scaled; only that of "
+                'precision="fp16-mixed" is'
+            )
+        scale.scale = float(value)
+
     @property
     def skipped_steps(self) -> int:
         """Steps in mixed precision whose gradients were not finite on some rank, so that no rank
