@@ -80,28 +80,22 @@ def auto_parallel(
         batch: one dp rank's example: a mapping (called by keyword), a sequence (by position) or a
             tensor. Other ranks' batches and later ones may have other shapes.
         plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
-        dp: data-parallel degree; chosen if None, as are tp and pp.
-        tp: tensor-parallel degree.
-        pp: pipeline ranks.
+        dp, tp, pp: the data-, tensor- and pipeline-parallel degrees; chosen where None.
         micro_batches: the parts that a dp rank's batch is run in.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
-        recompute: "none", "full" (a stage's whole forward), "selective" (what is cheap for its
-            bytes) or "auto" (where the memory does not suffice).
+        recompute: "none", "full" (whole stages), "selective" (what is cheap) or "auto" (as needed).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         state_shards: numbers of shards over dp of parameters, gradients and optimizer state, or
-            "zero-1" to "zero-3", for all stages or for each; `parameters()` are then parts of the
-            model's, for elementwise optimizers.
-        precision: "bf16-mixed" or "fp16-mixed", with a float32 master of every parameter for the
-            optimizer; a step with gradients that are not finite is skipped by all ranks.
+            "zero-1" to "zero-3", for all stages or each; `parameters()` are then parts.
+        precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         cluster: the machines. Where None, the plan is made with nominal figures, the same in every
             run, and the prediction with figures measured on the spot.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws and of the weights of a model on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
 
-    Raises `ConfigError` for arguments that contradict each other, `RecordError` for a forward that
-    cannot be recorded, `CutError` for too many stages, `PlanError` for a plan that does not fit,
-    `ProgramError` for an order that cannot run, `MismatchError` where another rank differs.
+    Raises children of `MerakError`: `ConfigError` for arguments that contradict each other,
+    `RecordError` for a forward that cannot be recorded, `MismatchError` where ranks differ.
     """
     world = _start_distributed(device := _device(device))
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
