@@ -80,7 +80,9 @@ def auto_parallel(
         batch: one dp rank's example: a mapping (called by keyword), a sequence (by position) or a
             tensor. Other ranks' batches and later ones may have other shapes.
         plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
-        dp, tp, pp: the data-, tensor- and pipeline-parallel degrees; chosen where None.
+        dp: data-parallel degree; chosen if None, as are tp and pp.
+        tp: tensor-parallel degree.
+        pp: pipeline ranks.
         micro_batches: the parts that a dp rank's batch is run in.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
         recompute: "none", "full" (whole stages), "selective" (what is cheap) or "auto" (as needed).
@@ -88,8 +90,7 @@ def auto_parallel(
         state_shards: numbers of shards over dp of parameters, gradients and optimizer state, or
             "zero-1" to "zero-3", for all stages or each; `parameters()` are then parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
-        cluster: the machines. Where None, the plan is made with nominal figures, the same in every
-            run, and the prediction with figures measured on the spot.
+        cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws and of the weights of a model on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
