@@ -203,8 +203,11 @@ def _by_tensor(named: Iterable[tuple[str, Tensor]]) -> tuple[list[list[str]], li
     return [names for names, _ in found.values()], [tensor for _, tensor in found.values()]
 
 
-def try_out(call: ModuleCall, specs: Sequence[Spec], state: Sequence[Tensor]) -> tuple[Result, int]:
-    """Runs a call on random arguments of these specs, and on the module's own weights.
+def try_out(
+    call: ModuleCall, specs: Sequence[Spec], state: Sequence[tuple[Tensor, torch.dtype]]
+) -> tuple[Result, int]:
+    """Runs a call on random arguments of these specs, and on the module's own weights, each in a
+    dtype.
 
     Returns what it gave, and the flops. Raises `CannotBeNodeError` where what it returns depends on
     the data in more than values, or where it leaves something behind that a node cannot.
@@ -216,7 +219,7 @@ def try_out(call: ModuleCall, specs: Sequence[Spec], state: Sequence[Tensor]) ->
     with _disable_current_modes(), eager(), autograd_reachable():
         for number in range(DRAWS):
             with drawing((), number, ()):
-                weights = [_weight(t) for t in state]
+                weights = [_weight(t, dtype) for t, dtype in state]
                 values = [_random(shape, dtype, number) for shape, dtype in specs]
                 found.append(_observe(call, [*values, *weights]))
     first = found[0][0]
@@ -265,13 +268,13 @@ def _spec(tensor: Tensor) -> Spec:
     return tuple(tensor.shape), tensor.dtype
 
 
-def _weight(tensor: Tensor) -> Tensor:
+def _weight(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A parameter or buffer on the CPU; on the meta device it has small random values."""
     if not tensor.is_meta:
-        return tensor.detach().cpu().clone()
-    if tensor.is_floating_point():
-        return torch.randn(tensor.shape, dtype=tensor.dtype) * 0.1
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return tensor.detach().cpu().to(dtype, copy=True)
+    if dtype.is_floating_point:
+        return torch.randn(tensor.shape, dtype=dtype) * 0.1
+    return torch.zeros(tensor.shape, dtype=dtype)
 
 
 def _random(shape: tuple[int, ...], dtype: torch.dtype, number: int) -> Tensor:

@@ -125,7 +125,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         call, given = module_call(module, forward, args, kwargs)
         real = {id(slot.fake): slot.real for slot, _ in self.states}
         held = given[len(given) - len(call.parameters) - len(call.buffers) :]
-        state = [real[id(t)].to(t.dtype) if id(t) in real else t.to("meta") for t in held]
+        state = [(real[id(t)] if id(t) in real else t.to("meta"), t.dtype) for t in held]
         specs = [(tuple(t.shape), t.dtype) for t in given[: len(given) - len(held)]]
         result, flops = try_out(call, specs, state)
         self.opaques += 1
