@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,6 +54,11 @@ class CompiledStep:
     executor: Executor
     state: Tensors
     counts: Compiled | None
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that the loss gives a gradient to."""
+        return frozenset(trained(self.lowered.loss.graph))
 
     @property
     def has_loss(self) -> bool:
@@ -219,7 +225,7 @@ class Steps:
             for batch, scalar in zip(batches, scalars, strict=True)
         ]
         if self.sharded is not None:
-            self.sharded.begin(trained(graph))
+            self.sharded.begin(step.trained)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):

@@ -60,7 +60,8 @@ class ShardedState:
         for bucket in self.buckets:
             if bucket.groups.shards.optimizer > 1:
                 _owned.update(dict.fromkeys(bucket.owned.values(), True))
-        self.wanted: dict[Bucket, set[str]] = {}  # the parameters that get a gradient in this step
+        self.trained: Collection[str] = ()  # the parameters that get a gradient in this step
+        self.wanted: dict[Bucket, set[str]] = {}  # those of each bucket
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
         self.reducing: deque[Bucket] = deque()
@@ -72,7 +73,9 @@ class ShardedState:
         """Starts a step in which these parameters get gradients: brings in what all ranks'
         optimizers wrote.
         """
-        self.wanted = {b: {n for n in b.members if n in trained} for b in self.buckets}
+        if trained is not self.trained:
+            self.trained = trained
+            self.wanted = {b: {n for n in b.members if n in trained} for b in self.buckets}
         self.held.clear()
         self.place = 0
         for bucket in self.buckets:
@@ -148,7 +151,7 @@ class ShardedState:
             return
         bucket = self.bucket_of[name]
         bucket.add(name, gradient)
-        if bucket.arrived >= self.wanted[bucket]:
+        if len(bucket.arrived) == len(self.wanted[bucket]):
             bucket.start(bucket.reduce(last=self.last))
             if self.last:
                 self.reducing.append(bucket)
