@@ -1,0 +1,15 @@
+"""merakc, as in its README, with `state_shards`."""
+
+from __future__ import annotations
+
+import merakc
+from benchmarks.peers.training import Contestant, Training, adamw, plain_step
+
+
+def build(training: Training, sharding: str, rank: int) -> Contestant:
+    """The model on this rank, for "zero-0" to "zero-3"."""
+    model = merakc.auto_parallel(
+        training.model(), training.batch(0, rank), dp=training.ranks, state_shards=sharding
+    )
+    step = plain_step(model, adamw(model.parameters()))
+    return Contestant(step, model.full_state_dict)

@@ -1,0 +1,167 @@
+"""Measures contestants in turns, so that what the machine does besides meets all alike."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.peers.crew import Crew, CrewError
+from benchmarks.peers.environments import Environment
+from benchmarks.peers.networks import Network
+from benchmarks.peers.training import Training
+
+CHECKED_STEPS = 3  # before the weights are compared; they warm up, too
+MAX_OTHERS = 0.05  # share of the machine's CPU that others may take, or the visit is repeated
+MAX_TRIES = 4
+STAT = Path("/proc/stat")
+
+Advance = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contestant at one sharding: the module of `benchmarks.peers`, and what tables call it."""
+
+    peer: str
+    sharding: str
+    label: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was measured of an entry; `steps_s` by round, the slowest rank's mean of some steps.
+
+    `hidden` is 1 − (step with communication − step without any) / communication alone: 1 where
+    communication costs no time, 0 where it costs what it takes by itself, less where it is in the
+    way of computing besides. `others` is the largest share of the CPU that other processes took.
+    """
+
+    network: str
+    entry: Entry
+    failure: str = ""
+    steps_s: tuple[float, ...] = ()
+    error: float = float("nan")
+    others: float = 0.0
+    with_s: float = float("nan")
+    without_s: float = float("nan")
+    alone_s: float = float("nan")
+    collectives: int = 0
+    handed_bytes: int = 0
+
+    @property
+    def step_s(self) -> float:
+        """The median."""
+        return statistics.median(self.steps_s) if self.steps_s else float("nan")
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication that is hidden."""
+        return 1 - (self.with_s - self.without_s) / self.alone_s
+
+
+def ratios(row: Row, base: Row) -> tuple[float, float, float]:
+    """The median, least and largest of the row's step over the base's, each of the same round."""
+    each = [a / b for a, b in zip(row.steps_s, base.steps_s, strict=True)]
+    return statistics.median(each), min(each), max(each)
+
+
+class Course:
+    """The training that entries are measured at; `advance` hears of every part that begins."""
+
+    def __init__(
+        self, training: Training, environments: Mapping[str, Environment], advance: Advance
+    ) -> None:
+        self.training, self.environments, self.advance = training, environments, advance
+
+    def crew(self, entry: Entry, network: Network, *, probe: bool) -> Crew:
+        """The entry's ranks; they still start."""
+        found = self.environments.get(entry.peer)
+        return Crew(
+            entry.peer, entry.sharding, self.training, network, probe=probe,
+            python=found.python if found else None,
+            environment=found.variables if found else None,
+        )  # fmt: skip
+
+    def measure(self, network: Network, entries: list[Entry], rounds: int, steps: int) -> list[Row]:
+        """All entries: their weights against one process, steps in turns, then what is hidden."""
+        rows = {entry: Row(network.name, entry) for entry in entries}
+        with ExitStack() as stack:
+            crews = {}
+            for entry in entries:
+                self.advance(f"{network.name}: {entry.label} starts")
+                try:
+                    crews[entry], error = self._started(entry, network, stack)
+                    rows[entry] = replace(rows[entry], error=error)
+                except CrewError as failure:
+                    rows[entry] = replace(rows[entry], failure=str(failure))
+            for k in range(rounds):
+                order = list(crews)[k % len(crews) :] + list(crews)[: k % len(crews)]
+                for entry in order:
+                    self.advance(f"{network.name}: {entry.label}, round {k + 1} of {rounds}")
+                    step_s, others = self._visit(crews[entry], steps)
+                    row = rows[entry]
+                    rows[entry] = replace(
+                        row, steps_s=(*row.steps_s, step_s), others=max(row.others, others)
+                    )
+        for entry in crews:
+            self.advance(f"{network.name}: {entry.label}, what is hidden")
+            try:
+                rows[entry] = self._share(rows[entry], network, rounds, steps)
+            except CrewError as failure:
+                rows[entry] = replace(rows[entry], failure=str(failure))
+        return list(rows.values())
+
+    def _started(self, entry: Entry, network: Network, stack: ExitStack) -> tuple[Crew, float]:
+        crew = stack.enter_context(self.crew(entry, network, probe=False))
+        crew.answers()
+        crew.ask("train", steps=CHECKED_STEPS)
+        return crew, crew.ask("compare")[0]["error"]
+
+    def _visit(self, crew: Crew, steps: int, *, muted: bool = False) -> tuple[float, float]:
+        """Seconds of a step, and others' share of the CPU; the quietest of some tries."""
+        tries = []
+        for _ in range(MAX_TRIES):
+            start_s, busy_s = time.perf_counter(), _busy_s()
+            answers = crew.ask("train", steps=steps, muted=muted)
+            wall_s, busy_s = time.perf_counter() - start_s, _busy_s() - busy_s
+            own_s = sum(answer["cpu_s"] for answer in answers)
+            others = max(0.0, busy_s - own_s) / (wall_s * (os.cpu_count() or 1))
+            tries.append((others, max(answer["step_s"] for answer in answers)))
+            if others <= MAX_OTHERS:
+                break
+        others, step_s = min(tries)
+        return step_s, others
+
+    def _share(self, row: Row, network: Network, rounds: int, steps: int) -> Row:
+        """With the communication, without any, and that alone, in turns."""
+        found: dict[str, list[float]] = {"with": [], "without": [], "alone": []}
+        with self.crew(row.entry, network, probe=True) as crew:
+            crew.answers()
+            crew.ask("train", steps=CHECKED_STEPS)  # DeepSpeed sees the order of layers, too
+            crew.ask("train", steps=1, muted=True)
+            recorded = crew.ask("record")[0]
+            for _ in range(rounds):
+                found["with"].append(self._visit(crew, steps)[0])
+                found["without"].append(self._visit(crew, steps, muted=True)[0])
+                found["alone"].append(max(a["alone_s"] for a in crew.ask("replay")))
+        return replace(
+            row,
+            with_s=statistics.median(found["with"]),
+            without_s=statistics.median(found["without"]),
+            alone_s=statistics.median(found["alone"]),
+            collectives=recorded["collectives"],
+            handed_bytes=recorded["bytes"],
+        )
+
+
+def _busy_s() -> float:
+    """Seconds of CPU that all processes have taken so far; 0 where the system does not tell."""
+    if not STAT.exists():
+        return 0.0
+    user, nice, system, _, _, irq, soft_irq, *_ = map(int, STAT.read_text().split()[1:9])
+    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")

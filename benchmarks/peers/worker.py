@@ -1,0 +1,123 @@
+"""`python -m benchmarks.peers.worker '{...}'`: one rank of a contestant, which does as it is told.
+
+Reads a command a line from standard input, answers each with a line on standard output, as JSON.
+What the contestants print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from benchmarks.peers.probe import NAME, Tape, install
+from benchmarks.peers.training import Contestant, Training, largest_error, train_alone
+
+BATCHES = 4  # that steps go round
+TIMEOUT_S = 300.0
+
+Answer = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Rank:
+    """A rank with its contestant. Its methods are the commands; all ranks get the same ones."""
+
+    training: Training
+    rank: int
+    contestant: Contestant
+    tape: Tape
+    own: dist.ProcessGroupGloo  # for the start and the end of what is timed; never muted
+    taken: int = 0
+
+    def train(self, steps: int, muted: bool = False) -> Answer:
+        """Seconds of a step, the mean of `steps`, and the CPU's for all of them."""
+        batches = [self.training.batch((self.taken + k) % BATCHES, self.rank) for k in range(steps)]
+        self.taken += steps
+        self.tape.muted = muted
+        wall_s, cpu_s = self._timed(lambda: [self.contestant.step(batch) for batch in batches])
+        self.tape.muted = False
+        return {"step_s": wall_s / steps, "cpu_s": cpu_s}
+
+    def compare(self) -> Answer:
+        """How far the weights are from those of one process."""
+        found = self.contestant.weights()
+        if self.rank:
+            return {"error": 0.0}
+        before, after = train_alone(self.training, self.taken)
+        return {"error": largest_error({n: found[n] for n in after}, before, after)}
+
+    def record(self) -> Answer:
+        """Remembers the collectives of a step: their number, and the bytes that they were given."""
+        self.tape.recording = True
+        self.train(1)
+        self.tape.recording = False
+        return {"collectives": len(self.tape.calls), "bytes": self.tape.handed_bytes}
+
+    def replay(self) -> Answer:
+        """Seconds of a step's collectives alone."""
+        wall_s, _ = self._timed(self.tape.replay)
+        return {"alone_s": wall_s}
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        self.own.barrier().wait()  # type: ignore[attr-defined]
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        work()
+        self.own.barrier().wait()  # type: ignore[attr-defined]
+        return time.perf_counter() - start_s, time.process_time() - start_cpu_s
+
+
+def start(
+    peer: str, sharding: str, sizes: dict[str, int], rank: int, store: str, probe: bool
+) -> Rank:
+    """Joins the other ranks and builds the contestant."""
+    torch.set_num_threads(1)
+    training, tape = Training(**sizes), Tape()
+    own = FileStore(f"{store}-own", training.ranks)
+    if probe:
+        install(tape)
+    dist.init_process_group(
+        NAME if probe else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=training.ranks,
+        timeout=timedelta(seconds=TIMEOUT_S),
+    )
+    group = dist.ProcessGroupGloo(own, rank, training.ranks, timedelta(seconds=TIMEOUT_S))
+    module = importlib.import_module(f"benchmarks.peers.{peer}")
+    contestant = module.build(training, sharding, rank)
+    return Rank(training, rank, contestant, tape, group)
+
+
+def serve(rank: Rank, commands: TextIO, answers: TextIO) -> None:
+    """Does what is asked until nothing more comes."""
+    for line in commands:
+        name, arguments = json.loads(line)
+        answers.write(json.dumps(getattr(rank, name)(**arguments)) + "\n")
+        answers.flush()
+
+
+def main() -> None:
+    """Runs a rank; ends without tidying up, which may wait for ranks that are gone."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    rank = start(**json.loads(sys.argv[1]))
+    answers.write("{}\n")
+    answers.flush()
+    serve(rank, sys.stdin, answers)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

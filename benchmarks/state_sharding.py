@@ -1,0 +1,272 @@
+"""`python -m benchmarks.state_sharding`: sharded state beside other systems', in one run.
+
+merakc with `state_shards`, `DistributedDataParallel`, `ZeroRedundancyOptimizer`, FSDP2 and
+DeepSpeed train the same Llama on the same data and ranks, one core a rank, over gloo: on this
+machine's loopback, and on links of a given rate. Each is first compared with one process; then all
+take turns. A contestant's step is the median over the rounds, of the slowest rank; its ratio to
+merakc's at the same sharding is taken round by round.
+
+What is hidden of the communication is measured on ranks of their own, whose process groups can
+leave collectives out and replay them (`benchmarks.peers.probe`):
+1 − (step with communication − step without any) / (the step's collectives one after the other,
+with nothing else going on). On the loopback communication is computing, and of two ranks on two
+cores little can be hidden.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.peers.environments import Environment, MissingPeerError, deepspeed_environment
+from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
+from benchmarks.peers.rounds import CHECKED_STEPS, Course, Entry, Row, ratios
+from benchmarks.peers.training import Training
+from merakc.version import __version__
+
+SHARDINGS = ("zero-0", "zero-1", "zero-2", "zero-3")
+MERAKC, DEEPSPEED = "merakc_state", "deepspeed_zero"
+OWN = "merakc"
+# In float32 the order of a sum moves the weights by 1e-5 of their way in three steps.
+MAX_ERROR = 1e-3
+# A median over five rounds of a quiet machine moves by that much from run to run.
+TOLERANCE = 0.02
+CACHE = Path("~/.cache/merakc-peers")
+WIDTH = 130
+
+
+def entries(names: Sequence[str], shardings: Sequence[str]) -> list[Entry]:
+    """The contestants at each sharding, merakc first; `names` are modules of `benchmarks.peers`."""
+    found = []
+    for sharding in shardings:
+        listed = [
+            Entry(MERAKC, sharding, OWN),
+            *{
+                "zero-0": [Entry("torch_ddp", sharding, "DDP")],
+                "zero-1": [Entry("torch_ddp", sharding, "DDP + ZeroRedundancyOptimizer")],
+                "zero-2": [Entry("fsdp2", sharding, "FSDP2, kept after forward")],
+                "zero-3": [Entry("fsdp2", sharding, "FSDP2")],
+            }[sharding],
+            Entry(DEEPSPEED, sharding, f"DeepSpeed {sharding.replace('zero', 'ZeRO')}"),
+        ]
+        found += [entry for entry in listed if entry.peer in names]
+    return found
+
+
+def base_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """Merakc's row at the same sharding on the same network, where both were measured."""
+    for other in rows:
+        same = (other.network, other.entry.sharding) == (row.network, row.entry.sharding)
+        if same and other.entry.peer == MERAKC and other.steps_s and row.steps_s:
+            return other
+    return None
+
+
+def complaints(rows: Sequence[Row]) -> list[str]:
+    """What is not as it should be: weights, failures of merakc, peers that are faster."""
+    found = []
+    for row in rows:
+        name = f"{row.network}, {row.entry.sharding}, {row.entry.label}"
+        base = base_of(row, rows)
+        if row.failure and row.entry.peer == MERAKC:
+            found.append(f"{name}: {row.failure}")
+        if not row.steps_s:
+            continue
+        if not row.error <= MAX_ERROR:
+            found.append(f"{name}: weights are {row.error:.1e} from those of one process")
+        elif base is not None and ratios(row, base)[0] < 1 - TOLERANCE:
+            found.append(f"{name}: takes {ratios(row, base)[0]:.2f} of merakc's time")
+    return found
+
+
+HEAD = ("sharding", "contestant", "step", "to merakc", "hidden", "exposed", "alone", "weights")
+
+
+def cells(row: Row, rows: Sequence[Row]) -> list[str]:
+    """A row of the table, with rich's markup."""
+    name = [row.entry.sharding, row.entry.label]
+    if not row.steps_s:
+        return [*name, "[yellow]missing[/]", *[""] * (len(HEAD) - 3)]
+    base, ratio = base_of(row, rows), ""
+    if base is not None and base is not row:
+        middle, least, most = ratios(row, base)
+        colour = "green" if middle >= 1 - TOLERANCE else "red"
+        ratio = f"[{colour}]{middle:.2f}[/] ({least:.2f} to {most:.2f})"
+    good = row.error <= MAX_ERROR
+    return [
+        *name,
+        f"{row.step_s * 1e3:.0f} ms",
+        ratio,
+        f"{row.hidden:.2f}",
+        f"{(row.with_s - row.without_s) * 1e3:.0f} ms",
+        f"{row.alone_s * 1e3:.0f} ms",
+        f"[{'green' if good else 'red'}]{row.error:.0e}[/]",
+    ]
+
+
+def table_of(network: str, rows: Sequence[Row]) -> Table:
+    """The rows of one network."""
+    table = Table(title=f"A training step with sharded state, {network}")
+    for name in HEAD:
+        table.add_column(name, justify="left" if name in HEAD[:2] else "right")
+    own = [row for row in rows if row.network == network]
+    for k, row in enumerate(own):
+        if k and own[k - 1].entry.sharding != row.entry.sharding:
+            table.add_section()
+        table.add_row(*cells(row, rows))
+    others = max((row.others for row in own), default=0.0)
+    table.caption = (
+        "to merakc: median (least to largest) over rounds, above 1 merakc is faster; weights: "
+        f"relative to one process's; other processes took up to {others:.0%} of the CPU"
+    )
+    return table
+
+
+def document(rows: Sequence[Row], notes: Sequence[str], about: str) -> str:
+    """The tables as a page of the documentation."""
+    parts = []
+    for network in dict.fromkeys(row.network for row in rows):
+        body = [list(HEAD), ["---"] * 2 + ["---:"] * (len(HEAD) - 2)]
+        for row in rows:
+            if row.network == network:
+                body.append([Text.from_markup(text).plain for text in cells(row, rows)])
+        lines = "\n".join("| " + " | ".join(line) + " |" for line in body)
+        parts.append(f"## {network.capitalize()}\n\n{lines}\n")
+    noted = "".join(f"- {note}\n" for note in notes) or "Nothing is missing.\n"
+    tables = "\n".join(parts)
+    return f"""# Sharded state beside other systems
+
+{about}
+
+A step is the median over rounds in which all contestants take turns, of the slowest rank; `to
+merakc` is the median (least to largest) of its ratio to merakc's at the same sharding, round by
+round: above 1 merakc is faster. `alone` is what a step's collectives take one after the other
+with nothing else going on, `exposed` what a step is longer than one whose collectives are left
+out, and `hidden` is 1 − exposed / alone: on the loopback, where communication is computing on the
+same cores, it can be below 0. `weights` is how far the weights are from those of one process after
+{CHECKED_STEPS} steps of AdamW, relative to their way, for the worst parameter.
+
+{tables}
+{noted}"""
+
+
+def measure_all(
+    names: Sequence[str], found: list[Entry], course: Course, rounds: int, steps: int
+) -> tuple[list[Row], list[str]]:
+    """The rows of every network, and why a network is missing."""
+    rows: list[Row] = []
+    notes = []
+    for name in names:
+        try:
+            ranks = course.training.ranks
+            with nullcontext(LOOPBACK) if name == "loopback" else slow_network(ranks, name) as made:
+                rows += course.measure(made, found, rounds, steps)
+        except NetworkError as error:
+            notes.append(f"links of {name} are skipped: {error}")
+    return rows, notes
+
+
+def _environments(found: list[Entry], cache: Path) -> tuple[dict[str, Environment], list[str]]:
+    """Those that peers need, and why one is missing."""
+    if all(entry.peer != DEEPSPEED for entry in found):
+        return {}, []
+    try:
+        return {DEEPSPEED: deepspeed_environment(cache.expanduser())}, []
+    except MissingPeerError as error:
+        return {}, [f"DeepSpeed is missing: {error}"]
+
+
+def _about(training: Training, environments: Mapping[str, Environment], wall_s: float) -> str:
+    """The command, the date, the machine, the versions, the sizes."""
+    command = shlex.join(["python", "-m", "benchmarks.state_sharding", *sys.argv[1:]])
+    versions = [f"merakc {__version__}", *(f"{n} {version(n)}" for n in ("torch", "transformers"))]
+    versions += [f"DeepSpeed {e.version}" for e in environments.values()]
+    model = training.model()
+    size = sum(p.numel() for p in model.parameters())
+    return (
+        f"`{command}`, {datetime.date.today()}, {platform.machine()} with {os.cpu_count()} CPU "
+        f"cores, Python {platform.python_version()}, {', '.join(versions)}, {wall_s:.0f} s in all."
+        f"\n\nA Llama of {size / 1e6:.1f} million parameters ({training.layers} layers, hidden "
+        f"{training.hidden}, vocabulary {training.vocabulary}) in float32 with AdamW, "
+        f"{training.samples} × {training.sequence} tokens a rank, dp = {training.ranks}, one core "
+        "a rank, gloo."
+    )
+
+
+def main(
+    dp: Annotated[int, typer.Option(help="Ranks.")] = 2,
+    networks: Annotated[
+        str, typer.Option(help='"loopback", and rates of links as tc writes them.')
+    ] = "loopback,1gbit",
+    shardings: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SHARDINGS),
+    peers: Annotated[str, typer.Option(help="Beside merakc.")] = "torch_ddp,fsdp2,deepspeed_zero",
+    rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 7,
+    steps: Annotated[int, typer.Option(help="Of a contestant in a round.")] = 3,
+    layers: Annotated[int, typer.Option(help="Of the Llama.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Its width.")] = 256,
+    samples: Annotated[int, typer.Option(help="Of a rank, 128 tokens each.")] = 4,
+    cache: Annotated[Path, typer.Option(help="Where DeepSpeed is installed.")] = CACHE,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures here.")
+    ] = None,
+    doc: Annotated[
+        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
+    ] = None,
+) -> None:
+    """Times contestants in turns; exits with 1 where weights differ or a peer is faster."""
+    start_s = time.perf_counter()
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    training = Training(ranks=dp, layers=layers, hidden=hidden, samples=samples)
+    found = entries([MERAKC, *peers.split(",")], shardings.split(","))
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        bar = progress.add_task("environments", total=None)
+        environments, notes = _environments(found, cache)
+        found = [e for e in found if e.peer != DEEPSPEED or e.peer in environments]
+        names = networks.split(",")
+        progress.update(bar, total=len(names) * len(found) * (rounds + 2))
+
+        def advance(text: str) -> None:
+            progress.update(bar, description=text, advance=1)
+
+        course = Course(training, environments, advance)
+        rows, skipped = measure_all(names, found, course, rounds, steps)
+    notes += skipped + [f"{r.network}, {r.entry.label}: {r.failure}" for r in rows if r.failure]
+    for network in dict.fromkeys(row.network for row in rows):
+        console.print(table_of(network, rows))
+    for note in notes:
+        console.print(note, markup=False)
+    wrong = complaints(rows)
+    for line in wrong:
+        console.print(line, markup=False)
+    wall_s = time.perf_counter() - start_s
+    console.print(f"{'FAILED' if wrong else 'passed'}: {len(rows)} rows, {wall_s:.0f} s")
+    if doc is not None:
+        doc.write_text(document(rows, notes, _about(training, environments, wall_s)))
+    if json_path is not None:
+        body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong}
+        listed = [dataclasses.asdict(r) | {"step_s": r.step_s, "hidden": r.hidden} for r in rows]
+        json_path.write_text(json.dumps(body | {"rows": listed}, indent=1) + "\n")
+    raise typer.Exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
