@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -232,6 +233,8 @@ def main(
 ) -> None:
     """Times contestants in turns; exits with 1 where weights differ or a peer is faster."""
     start_s = time.perf_counter()
+    # What ends it from outside is an exception, too: ranks end, and namespaces go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     console = Console()
     console.width = max(console.width, WIDTH)
     training = Training(ranks=dp, layers=layers, hidden=hidden, samples=samples)

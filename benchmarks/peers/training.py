@@ -94,6 +94,7 @@ def train_alone(training: Training, steps: int) -> tuple[Tensors, Tensors]:
     return before, {name: p.detach() for name, p in model.named_parameters()}
 
 
+@torch.no_grad()
 def largest_error(found: Mapping[str, torch.Tensor], before: Tensors, after: Tensors) -> float:
     """How far weights are from `after`, relative to the way from `before`: the worst parameter.
 

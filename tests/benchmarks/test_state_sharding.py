@@ -47,7 +47,7 @@ def test_complains_of_what_is_wrong() -> None:
 def test_the_page_holds_the_figures() -> None:
     rows = [row(MERAKC, 1.0), row("fsdp2", 1.5), row("deepspeed_zero", 1.0, steps_s=())]
     page = document(rows, ["a note"], "about")
-    assert "| zero-1 | merakc | 1050 ms |  | 0.75 | 100 ms | 400 ms | 1e-05 |" in page
+    assert "| zero-1 | merakc_state | 1050 ms |  | 0.75 | 100 ms | 400 ms | 1e-05 |" in page
     assert "| zero-1 | fsdp2 | 1575 ms | 1.50 (1.50 to 1.50) | 0.75 | 100 ms | 400 ms |" in page
     assert "| zero-1 | deepspeed_zero | missing |" in page
     assert "- a note\n" in page

@@ -23,7 +23,7 @@ def test_ranks_train_compare_and_leave_communication_out() -> None:
         assert all(a["alone_s"] > 0 for a in crew.ask("replay"))
         # Left out, gradients were not added up: the ranks have gone their own ways.
         assert crew.ask("compare")[0]["error"] > 1e-3
-        with pytest.raises(CrewError, match="torch_ddp zero-0 ended:\n(.|\n)*no_such_command"):
+        with pytest.raises(CrewError, match=r"torch_ddp zero-0 ended:\n(.|\n)*no_such_command"):
             crew.ask("no_such_command")
     assert all(process.returncode is not None for process in crew.ranks)
 
@@ -31,6 +31,6 @@ def test_ranks_train_compare_and_leave_communication_out() -> None:
 def test_a_rank_that_fails_is_quoted() -> None:
     with (
         Crew("no_such_peer", "zero-0", TINY, LOOPBACK) as crew,
-        pytest.raises(CrewError, match="No module named 'benchmarks.peers.no_such_peer'"),
+        pytest.raises(CrewError, match="no_such_peer"),
     ):
         crew.answers()

@@ -28,7 +28,7 @@ class Engine(nn.Module):
         return self.model(**batch)
 
     def backward(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        torch.autograd.backward(loss)
 
     def step(self) -> None:
         self.optimizer.step()

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.peers import merakc_state
 from benchmarks.ranks import run_ranks
 from tests.benchmarks.peers.comparing import error_of
 
 
 @pytest.mark.parametrize("sharding", ["zero-0", "zero-3"])
 def test_trains_as_one_process(sharding: str) -> None:
-    assert run_ranks(2, error_of, merakc_state.build, sharding)[0] < 1e-3
+    assert run_ranks(2, error_of, "merakc_state", sharding)[0] < 1e-3
