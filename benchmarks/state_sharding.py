@@ -211,6 +211,17 @@ def _about(training: Training, environments: Mapping[str, Environment], wall_s: 
     )
 
 
+def report(console: Console, rows: Sequence[Row], notes: Sequence[str], wall_s: float) -> list[str]:
+    """Prints the tables, what is missing and what is wrong; gives the latter."""
+    for network in dict.fromkeys(row.network for row in rows):
+        console.print(table_of(network, rows))
+    wrong = complaints(rows)
+    for line in (*notes, *wrong):
+        console.print(line, markup=False)
+    console.print(f"{'FAILED' if wrong else 'passed'}: {len(rows)} rows, {wall_s:.0f} s")
+    return wrong
+
+
 def main(
     dp: Annotated[int, typer.Option(help="Ranks.")] = 2,
     networks: Annotated[
@@ -253,15 +264,8 @@ def main(
         course = Course(training, environments, advance)
         rows, skipped = measure_all(names, found, course, rounds, steps)
     notes += skipped + [f"{r.network}, {r.entry.label}: {r.failure}" for r in rows if r.failure]
-    for network in dict.fromkeys(row.network for row in rows):
-        console.print(table_of(network, rows))
-    for note in notes:
-        console.print(note, markup=False)
-    wrong = complaints(rows)
-    for line in wrong:
-        console.print(line, markup=False)
     wall_s = time.perf_counter() - start_s
-    console.print(f"{'FAILED' if wrong else 'passed'}: {len(rows)} rows, {wall_s:.0f} s")
+    wrong = report(console, rows, notes, wall_s)
     if doc is not None:
         doc.write_text(document(rows, notes, _about(training, environments, wall_s)))
     if json_path is not None:
