@@ -37,7 +37,9 @@ from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven, parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
-from merakc.planner import Lowered, apply_plan, predict
+from merakc.passes.collectives import chunk_touches
+from merakc.planner import Lowered, apply_plan
+from merakc.predict import predict
 from merakc.recording import record_part
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
@@ -333,12 +335,14 @@ def _simulated(
             own = {s: with_seconds(cost, seconds[s]) for s, cost in own.items()}
         latency_s, bytes_per_s = measure_link(steps.device)
         cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
-    costs = together(lambda: own)
+    touches = {s: chunk_touches(chunk) for s, chunk in step.chunks.items()}
+    found = together(lambda: {s: (cost, touches[s]) for s, cost in own.items()})
     mesh, rank_of = lowered.plan.mesh, lowered.plan.rank_of
-    prediction, simulation = predict(
-        lowered, cluster, tuple(costs[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of))
-    )
-    times = rank_times(lowered.programs(), simulation.events)[steps.groups.rank]
+    of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
+    every = {s: touches for s, (_, touches) in enumerate(of_stage)}
+    prediction, simulation = predict(lowered, cluster, tuple(c for c, _ in of_stage), every)
+    programs = lowered.with_collectives(lowered.programs(), every)
+    times = rank_times(programs, simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
     shards = {s: lowered.plan.shards(s).gradients for s in step.chunks}
     memory = program_memory(step.executor.program, step.chunks, static_bytes, times, shards)

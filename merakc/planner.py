@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
-from merakc.costs.keep import with_kept
-from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
-from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
 from merakc.ir.layout import Layout, parse_layout
-from merakc.ir.plan import OpaqueModule, Plan, Prediction
+from merakc.ir.plan import OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.passes.collectives import (
+    Touches,
+    like,
+    rank_buckets,
+    rough_touches,
+    trained,
+    with_collectives,
+)
 from merakc.passes.differentiate import differentiate
 from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
@@ -42,7 +48,6 @@ from merakc.passes.stages import (
 from merakc.passes.weigh_loss import WeighedLoss, weigh_loss
 from merakc.schedules.registry import make_schedule, stage_ranks
 from merakc.schedules.text import parse_schedule
-from merakc.simulate import Simulation, simulate
 from merakc.version import __version__
 
 
@@ -93,10 +98,35 @@ class Lowered:
         return {s: self.chunk(s, tp_rank, train=train) for s in stages}
 
     def programs(self, *, forward_only: bool = False) -> tuple[Program, ...]:
-        """The actions of every rank."""
+        """The actions of every rank, without collectives over dp."""
         return build_programs(
             self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only
         )
+
+    def with_collectives(
+        self,
+        programs: Sequence[Program],
+        touches: Mapping[int, Touches] | None = None,
+        buckets: Sequence[BucketSpec] | None = None,
+    ) -> tuple[Program, ...]:
+        """Programs with their collectives over dp.
+
+        Without the `touches` of the stages' own pieces, rough ones are used; `buckets` are those of
+        the Programs' one pipeline rank, where they are known.
+        """
+        if self.plan.dp == 1:
+            return tuple(programs)
+        local = self.stages.local
+        touches = touches or {s: rough_touches(graph) for s, graph in enumerate(local)}
+        of_loss, made = trained(self.loss.graph), {}
+        found = []
+        for program in programs:
+            _, rank, _ = self.plan.mesh.coordinates(program.rank)
+            if rank not in made:
+                own = rank_buckets(self.plan, local, rank) if buckets is None else buckets
+                made[rank] = with_collectives(program, touches, own, of_loss)
+            found.append(like(program, made[rank]))
+        return tuple(found)
 
 
 def planned_schedule(plan: Plan) -> Schedule:
@@ -239,38 +269,6 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     sharding = _sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
-
-
-def predict(
-    lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...] | None = None
-) -> tuple[Prediction, Simulation]:
-    """Simulates one step. Without `costs` of the stages, rough ones are used."""
-    if costs is None:
-        costs = tuple(
-            rough_stage_cost(g, cluster, lowered.plan.shards(s))
-            for s, g in enumerate(lowered.stages.local)
-        )
-        kept = lowered.plan.keep_bytes
-        costs = tuple(map(with_kept, costs, kept)) if kept else costs
-    dp = lowered.plan.dp
-    costs = tuple(
-        replace(c, reduce_s=_reduce_seconds(g, dp, cluster))
-        for c, g in zip(costs, lowered.stages.local, strict=True)
-    )
-    table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s)
-    simulation = simulate(lowered.programs(), table)
-    mesh = lowered.plan.mesh
-    peaks = tuple(simulation.peak_bytes[mesh.rank(0, r, 0)] for r in range(mesh.pp))
-    return Prediction(simulation.step_s, simulation.bubble_share, peaks), simulation
-
-
-def _reduce_seconds(local: Graph, dp: int, cluster: Cluster) -> float:
-    """A ring all-reduce of the stage's gradients over dp: 2 (dp - 1) / dp times their bytes."""
-    if dp == 1:
-        return 0.0
-    trained = [i for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad]
-    grads_bytes = sum(i.spec.size_bytes for i in trained)
-    return cluster.link_latency_s + 2 * (dp - 1) / dp * grads_bytes / cluster.link_bytes_per_s
 
 
 def _weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:

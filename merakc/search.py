@@ -16,7 +16,8 @@ from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import ShardsGiven, parse_shards
-from merakc.planner import Lowered, make_plan, predict
+from merakc.planner import Lowered, make_plan
+from merakc.predict import predict
 from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
 from merakc.schedules.text import format_schedule, parse_schedule
@@ -170,7 +171,7 @@ def _generated(
         recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
         keep_bytes=(),
     )
-    prediction, _ = predict(replace(lowered, plan=made), cluster)
+    prediction, _ = predict(replace(lowered, plan=made), cluster, dp_rank=0)
     assert plan.prediction is not None
     fits, fitted = (
         max(p.peak_bytes) <= cluster.memory_bytes for p in (prediction, plan.prediction)
@@ -213,7 +214,7 @@ def _plan(
         kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
         plan = replace(plan, recompute=choice, keep_bytes=kept)
         lowered = replace(lowered, plan=plan)
-        prediction, _ = predict(lowered, cluster)
+        prediction, _ = predict(lowered, cluster, dp_rank=0)
         plan = replace(plan, prediction=prediction)
         lowered = replace(lowered, plan=plan)
         if max(prediction.peak_bytes) <= cluster.memory_bytes:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from merakc.costs.streams import Streams
 from merakc.ir.costs import CostTable, StageCost
-from merakc.ir.program import Action, ActionKind, Event, Program
+from merakc.ir.program import Action, ActionKind, CollectiveKind, Event, Program
 from merakc.verify import Channel, Work, run_programs, trains, verify_programs
+
+GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,11 @@ class MemorySample:
 class Simulation:
     """One simulated step. `busy_s` and `peak_bytes` are per rank, in the order of the Programs.
 
-    Busy is computing or reducing; `bubble_share` is the idle part of ranks times `step_s`. A
-    `RECV` event lasts as long as the rank waits, a `SEND` event, which takes the rank no time,
-    stands at the moment of posting. `memory` holds samples, rank by rank in order of time.
+    Busy is computing or reducing, or waiting for collectives over dp: that is the exposed part of
+    their seconds. `bubble_share` is the idle part of ranks times `step_s`. A `RECV` event lasts as
+    long as the rank waits, a `SEND` event, which takes the rank no time, stands at the moment of
+    posting. `collectives` are the events of those over dp, which run beside the others. `memory`
+    holds samples, rank by rank in order of time.
     """
 
     step_s: float
@@ -39,6 +44,9 @@ class Simulation:
     bubble_share: float
     peak_bytes: tuple[int, ...]
     memory: tuple[MemorySample, ...] = ()
+    exposed_s: tuple[float, ...] = ()
+    communication_s: tuple[float, ...] = ()
+    collectives: tuple[Event, ...] = ()
 
 
 def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
@@ -46,7 +54,9 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
 
     A stage's costs are those of `costs.stages[action.stage]`. The messages of an ordered pair of
     ranks share one link: each takes size / `p2p_bytes_per_s` of it, after the one before, and
-    arrives `p2p_latency_s` later. A reduction takes `reduce_s` and waits for nobody.
+    arrives `p2p_latency_s` later. The collectives over dp that an action holds run beside the
+    computing, one after the other. A reduction takes `reduce_s`, ends when they all have, and waits
+    for no other rank.
 
     A message of a rank to itself takes no time, and memory only at the receiving stage.
 
@@ -70,10 +80,10 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     def post(rank: int, action: Action) -> None:
         pair, state = (rank, action.peer), states[rank]
         if action.peer == rank:
-            arrivals_s[rank, rank, action.is_grad].append(state.now_s)
+            arrivals_s[rank, rank, action.is_grad].append(state.clock.now_s)
             state.hand_over(action)
             return
-        start_s = max(state.now_s, link_free_s.get(pair, 0.0))
+        start_s = max(state.clock.now_s, link_free_s.get(pair, 0.0))
         link_free_s[pair] = start_s + action.size_bytes / costs.p2p_bytes_per_s
         arrival_s = link_free_s[pair] + costs.p2p_latency_s
         arrivals_s[rank, action.peer, action.is_grad].append(arrival_s)
@@ -91,7 +101,7 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
 
 
 def _result(states: Sequence[_Rank]) -> Simulation:
-    step_s = max((s.now_s for s in states), default=0.0)
+    step_s = max((s.clock.now_s for s in states), default=0.0)
     busy_s = tuple(s.busy_s for s in states)
     total_s = len(states) * step_s
     return Simulation(
@@ -101,6 +111,9 @@ def _result(states: Sequence[_Rank]) -> Simulation:
         bubble_share=1.0 - sum(busy_s) / total_s if total_s else 0.0,
         peak_bytes=tuple(s.peak_bytes for s in states),
         memory=tuple(m for s in states for m in s.memory),
+        exposed_s=tuple(s.clock.exposed_s for s in states),
+        communication_s=tuple(s.clock.posted_s for s in states),
+        collectives=tuple(e for s in states for e in s.collectives()),
     )
 
 
@@ -113,7 +126,7 @@ class _Rank:
     live_bytes: int
     training: bool
     recomputed: frozenset[Work]
-    now_s: float = 0.0
+    clock: Streams = field(init=False)
     busy_s: float = 0.0
     peak_bytes: int = field(init=False)
     events: list[Event] = field(default_factory=list)
@@ -123,21 +136,24 @@ class _Rank:
 
     def __post_init__(self) -> None:
         self.peak_bytes = self.live_bytes
+        self.clock = Streams(self.costs.overlap)
 
     def hand_over(self, action: Action) -> None:
-        self._advance(action, 0.0)
+        self._note(action, self.clock.now_s)
 
     def send(self, action: Action, arrival_s: float) -> None:
         heapq.heappush(self.in_flight, (arrival_s, action.size_bytes))
         self.live_bytes += action.size_bytes
         self._touch()
-        self._advance(action, 0.0)
+        self._note(action, self.clock.now_s)
 
     def receive(self, action: Action, arrival_s: float) -> None:
         self.received_bytes[action.stage, action.micro_batch, action.is_grad] += action.size_bytes
         self.live_bytes += action.size_bytes
         self._touch()
-        self._advance(action, max(0.0, arrival_s - self.now_s))
+        start_s = self.clock.now_s
+        self.clock.idle(max(0.0, arrival_s - start_s))
+        self._note(action, start_s)
 
     def compute(self, action: Action) -> None:
         cost, kind = self.costs.stages[action.stage], action.kind
@@ -160,22 +176,44 @@ class _Rank:
             case ActionKind.WEIGHT_GRAD:
                 self._touch(cost.weight_peak_bytes)
                 self.live_bytes -= cost.deferred_bytes
-        duration_s = _duration_s(cost, kind)
-        self.busy_s += duration_s
-        self._advance(action, duration_s)
+        start_s = self.clock.now_s
+        self._run(action, _duration_s(cost, kind))
+        self.busy_s += self.clock.now_s - start_s
+        self._note(action, start_s)
 
-    def _advance(self, action: Action, duration_s: float) -> None:
-        start_s, self.now_s = self.now_s, self.now_s + duration_s
+    def _run(self, action: Action, duration_s: float) -> None:
+        """Computes, and starts and waits for collectives on the way."""
+        clock, done = self.clock, 0.0
+        for collective in action.collectives:
+            clock.compute(duration_s * (collective.share - done))
+            done = collective.share
+            if collective.kind is CollectiveKind.WAIT:
+                for kind in GATHERING:
+                    clock.wait((collective.bucket, kind))
+            else:
+                key = collective.bucket, collective.kind
+                clock.post(key, self.costs.collective_s[key])
+        clock.compute(duration_s * (1.0 - done))
+        if action.kind is ActionKind.REDUCE:
+            clock.wait_all()
+
+    def collectives(self) -> Iterator[Event]:
+        """The collectives over dp, with their times."""
+        for (bucket, kind), start_s, end_s in self.clock.ended:
+            of = ActionKind.GATHER if kind in GATHERING else ActionKind.REDUCE
+            yield Event(self.rank, f"{kind} {bucket}", of, start_s, end_s)
+
+    def _note(self, action: Action, start_s: float) -> None:
         if action.kind.is_compute:
-            self.memory.append(MemorySample(self.rank, self.now_s, self.live_bytes))
-        self.events.append(Event(self.rank, str(action), action.kind, start_s, self.now_s))
+            self.memory.append(MemorySample(self.rank, self.clock.now_s, self.live_bytes))
+        self.events.append(Event(self.rank, str(action), action.kind, start_s, self.clock.now_s))
 
     def _touch(self, extra_bytes: int = 0) -> None:
         """Notes the peak. Messages only leave between sends, so an action peaks at its start."""
-        while self.in_flight and self.in_flight[0][0] <= self.now_s:
+        while self.in_flight and self.in_flight[0][0] <= self.clock.now_s:
             self.live_bytes -= heapq.heappop(self.in_flight)[1]
         self.peak_bytes = max(self.peak_bytes, self.live_bytes + extra_bytes)
-        self.memory.append(MemorySample(self.rank, self.now_s, self.live_bytes + extra_bytes))
+        self.memory.append(MemorySample(self.rank, self.clock.now_s, self.live_bytes + extra_bytes))
 
 
 def _duration_s(cost: StageCost, kind: ActionKind) -> float:
@@ -190,6 +228,8 @@ def _duration_s(cost: StageCost, kind: ActionKind) -> float:
             return cost.weight_grad_s
         case ActionKind.RECOMPUTE:
             return cost.recompute_s
+        case ActionKind.GATHER:
+            return 0.0
         case ActionKind.REDUCE:
             return cost.reduce_s
         case _:

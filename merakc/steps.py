@@ -22,10 +22,11 @@ from merakc.batches import (
 )
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording
-from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, TensorSpec
+from merakc.ir.graph import InputKind, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.passes.collectives import chunk_touches, trained
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
@@ -120,8 +121,12 @@ class Steps:
         counting = lowered.loss.counts
         constants = counting.constants if counting else {}
         state = self.state | {name: value.to(self.device) for name, value in constants.items()}
+        program = lowered.programs(forward_only=not train)[self.groups.rank]
+        if self.sharded is not None:
+            touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
+            program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
         executor = Executor(
-            lowered.programs(forward_only=not train)[self.groups.rank],
+            program,
             chunks,
             state,
             self.device,
@@ -376,16 +381,3 @@ class Steps:
         precision = self.planned.plan.precision
         dtype = precision.dtype("compute") if precision else place.dtype
         return torch.zeros(shape, dtype=dtype, device=self.device)
-
-
-def trained(graph: Graph) -> set[str]:
-    """The names of the parameters that the loss gives a gradient to."""
-    needed = {o.ref.node for o in graph.outputs if o.kind is OutputKind.LOSS}
-    for node in reversed(graph.nodes):
-        if node.name in needed and node.grad and ".detach" not in node.op:
-            needed.update(r.node for r in node.refs)
-    return {
-        i.target
-        for i in graph.inputs
-        if i.kind is InputKind.PARAMETER and i.requires_grad and i.name in needed
-    }

@@ -168,8 +168,9 @@ def _verify_compute(programs: Sequence[Program], at_least: int, training: bool) 
     training = training or trains(programs)
     for program in programs:
         done = _verify_rank(program)
+        reduced = {a.stage for a in program.actions if a.kind is ActionKind.REDUCE}
         for stage in dict.fromkeys(a.stage for a in program.actions):
-            if reduces and Action(ActionKind.REDUCE, stage) not in program.actions:
+            if reduces and stage not in reduced:
                 raise ProgramError(f"rank {program.rank}, reduce {stage}: is missing")
             for j in range(micro_batches):
                 kinds = done[stage, j]
@@ -192,7 +193,7 @@ def _verify_rank(program: Program) -> dict[Work, set[ActionKind]]:
     done: dict[Work, set[ActionKind]] = defaultdict(set)
     reduced: set[int] = set()
     for action in program.actions:
-        if action.kind.is_message:
+        if action.kind.is_message or action.kind is ActionKind.GATHER:
             continue
         if action.stage in reduced:
             raise ProgramError(

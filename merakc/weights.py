@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
-from merakc.ir.buckets import parameters_in_order
+from merakc.ir.buckets import Held, parameters_in_order, plan_buckets
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import DimFactor, Layout, parse_layout
-from merakc.ir.precision import Precision
+from merakc.ir.precision import kept_dtype
 from merakc.planner import Lowered
 from merakc.runtime.groups import Groups
 from merakc.runtime.sharded_state import ShardedState
@@ -46,22 +46,18 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
         planned = parse_layout(split) if split else whole(tuple(tensor.shape))
         held = holders.get(name, {homes.get(name.rpartition(".")[0], len(stages) - 1)})
         held = set(range(len(stages))) if name in everywhere else held
+        dtype = tensor.dtype
+        if isinstance(tensor, nn.Parameter):
+            dtype = kept_dtype(dtype, lowered.plan.precision, is_trained=tensor.requires_grad)
         found[name] = Placement(
             sharding.layouts[refs[name]] if name in refs else planned,
-            _kept_dtype(tensor, lowered.plan.precision),
+            dtype,
             tuple(sorted(held)),
             tuple(sorted({lowered.plan.rank_of[s] for s in held})),
             isinstance(tensor, nn.Parameter),
             tensor.requires_grad,
         )
     return found
-
-
-def _kept_dtype(tensor: torch.Tensor, precision: Precision | None) -> torch.dtype:
-    """That of what an optimizer updates; in mixed precision frozen parameters have no master."""
-    if precision and isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-        return precision.dtype("master" if tensor.requires_grad else "compute")
-    return tensor.dtype
 
 
 def whole(shape: tuple[int, ...]) -> Layout:
@@ -108,30 +104,24 @@ def shard_state(
     plan = lowered.plan
     if plan.dp == 1 and plan.precision is None:
         return None
-    of_stage = [plan.shards(s) for s in range(len(plan.rank_of))]
-    made = {shards: ShardGroups(groups, shards) for shards in sorted(set(of_stage))}
     own = groups.coordinates[1]
-    parts: dict[tuple[bool, int], Tensors] = {}
-    for name in _in_order(lowered, state):
-        place = placements[name]
-        stage = next(s for s in place.stages if plan.rank_of[s] == own)
-        if place.requires_grad or of_stage[stage].parameters > 1:
-            parts.setdefault((len(place.stages) > 1, stage), {})[name] = _cast(state[name], place)
-        else:
+    used = dict.fromkeys(i.target for g in lowered.stages.graphs for i in parameters_in_order(g))
+    held = []
+    for name in dict.fromkeys([*used, *state]):
+        if isinstance(state.get(name), nn.Parameter):
+            place = placements[name]
             state[name] = _cast(state[name], place)
-    sharded = ShardedState(
-        [(tensors, made[of_stage[stage]]) for (_, stage), tensors in parts.items()],
-        [name for name, place in placements.items() if len(place.stages) > 1],
-        plan.precision,
-    )
+            stage = next(s for s in place.stages if plan.rank_of[s] == own)
+            shared = len(place.stages) > 1
+            held.append(
+                Held(name, place.dtype, state[name].numel(), stage, place.requires_grad, shared,
+                     name in used)
+            )  # fmt: skip
+    every = sorted({plan.shards(s) for s in range(len(plan.rank_of))})
+    made = {shards: ShardGroups(groups, shards) for shards in every}
+    sharded = ShardedState(plan_buckets(held, plan.shards), state, made, plan.precision)
     state |= sharded.owned
     return sharded
-
-
-def _in_order(lowered: Lowered, state: Tensors) -> list[str]:
-    """This rank's parameters: as the stages use them, and then those that none uses."""
-    used = [i.target for graph in lowered.stages.graphs for i in parameters_in_order(graph)]
-    return [n for n in dict.fromkeys([*used, *state]) if isinstance(state.get(n), nn.Parameter)]
 
 
 def _cast(tensor: torch.Tensor, place: Placement) -> torch.Tensor:

@@ -191,6 +191,9 @@ class _Step:
                 self.send(k, action)
             elif action.kind is ActionKind.RECV:
                 self.receive(k, action)
+            elif action.kind is ActionKind.GATHER:
+                if self.of.sharded is not None:
+                    self.of.sharded.follow(action.collectives)
             elif action.kind is not ActionKind.REDUCE:
                 self.compute(action)
             elif k == self.of.reduce_at:
@@ -224,6 +227,7 @@ class _Step:
             self._sum_tangents(live)
         if self.of.sharded is not None:
             self.of.sharded.last = action == stage.last_gradients
+            self.of.sharded.follow(action.collectives)
         outs = piece.run(self._given(stage, live, piece))
         found: Tensors = {}
         for out, value in zip(piece.returned, outs, strict=True):

@@ -15,9 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError, MerakWarning
-from merakc.ir.buckets import BUCKET_BYTES
+from merakc.ir.buckets import BucketSpec
 from merakc.ir.precision import Precision
-from merakc.runtime.shards import Bucket, ShardGroups, make_buckets
+from merakc.ir.program import Collective, CollectiveKind
+from merakc.ir.state import StateShards
+from merakc.runtime.shards import Bucket, ShardGroups
 
 Tensors = dict[str, torch.Tensor]
 # Every element is updated from its own gradient and state alone, so that parts can be.
@@ -28,35 +30,37 @@ ELEMENTWISE = (
 )  # fmt: skip
 _owned = WeakIdKeyDictionary()
 HELD = 2  # gathered buckets: the one that is read and the next
+GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 
 
 class ShardedState:
-    """Parameters in buckets, each of the parameters of one stage in the order of their first use.
+    """The buckets of a rank: `specs`, of `tensors`, over the groups of their shards.
 
-    `parts` are the parameters of one stage each, and how they are sharded. Those of `shared` are
-    read by several stages: their gradients are added up first. A bucket is reduced when the last
-    of its trained parameters has its gradient.
+    What a Program's action says of gathering is given to `follow`. The gradients of shared
+    parameters are added up first. A bucket is reduced when the last of its trained parameters has
+    its gradient.
     """
 
     def __init__(
         self,
-        parts: Sequence[tuple[Tensors, ShardGroups]],
-        shared: Collection[str] = (),
+        specs: Sequence[BucketSpec],
+        tensors: Tensors,
+        groups: Mapping[StateShards, ShardGroups],
         precision: Precision | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         _watch_optimizers()
-        self.buckets = [
-            bucket
-            for tensors, groups in parts
-            for frozen in (False, True)
-            for bucket in make_buckets(
-                {n: t for n, t in tensors.items() if t.requires_grad is not frozen},
-                groups, None if frozen else precision, bucket_bytes,
+        self.specs = tuple(specs)
+        self.named = {
+            spec.name: Bucket(
+                {name: tensors[name] for name in spec.members},
+                groups[spec.shards],
+                precision if spec.is_trained else None,
             )
-        ]  # fmt: skip
+            for spec in specs
+        }
+        self.buckets = list(self.named.values())
         self.bucket_of = {name: b for b in self.buckets for name in b.members}
-        self.shared = self.bucket_of.keys() & set(shared)
+        self.shared = {name for spec in specs if spec.is_shared for name in spec.members}
         for bucket in self.buckets:
             if bucket.groups.shards.optimizer > 1:
                 _owned.update(dict.fromkeys(bucket.owned.values(), True))
@@ -65,21 +69,38 @@ class ShardedState:
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
         self.reducing: deque[Bucket] = deque()
-        self.held: deque[tuple[Bucket, torch.Tensor]] = deque(maxlen=HELD)
-        self.order: list[Bucket] = []  # of fetching in the last step
-        self.place = 0
+        self.held: dict[Bucket, torch.Tensor] = {}  # whole ones, at most `HELD`
+        self.current: Bucket | None = None  # the one of them that was read last
+        self.ahead: deque[Collective] = deque()  # what the running action is still to start
 
     def begin(self, trained: Collection[str]) -> None:
-        """Starts a step in which these parameters get gradients: brings in what all ranks'
-        optimizers wrote.
-        """
+        """Starts a step in which these parameters get gradients."""
         if trained is not self.trained:
             self.trained = trained
             self.wanted = {b: {n for n in b.members if n in trained} for b in self.buckets}
         self.held.clear()
-        self.place = 0
+        self.ahead.clear()
+        self.current = None
         for bucket in self.buckets:
-            bucket.start(bucket.refresh())
+            if bucket.groups.refresh is None:
+                bucket.start(bucket.refresh())
+
+    def follow(self, collectives: Sequence[Collective]) -> None:
+        """Gathers from here on as an action of the Program says: now what it does not wait for, the
+        rest as its parameters are fetched.
+        """
+        assert not self.ahead, "the last action has not read what its Program says"
+        self.ahead.extend(c for c in collectives if c.kind in GATHERING)
+        self._start_ahead()
+
+    def _start_ahead(self) -> None:
+        while self.ahead and self.ahead[0].kind is not CollectiveKind.WAIT:
+            started = self.ahead.popleft()
+            bucket = self.named[started.bucket]
+            if started.kind is CollectiveKind.REFRESH:
+                bucket.start(bucket.refresh())
+            else:
+                self._gather(bucket)
 
     @contextmanager
     def muted(self) -> Iterator[None]:
@@ -104,42 +125,24 @@ class ShardedState:
     def fetch(self, name: str) -> torch.Tensor:
         """A whole parameter; the next bucket is gathered while it is used."""
         bucket = self.bucket_of[name]
-        if bucket.groups.gather is None:
-            bucket.finish()
-            return bucket.whole[name]
-        whole = self._gathered(bucket)
-        self._prefetch(bucket)
-        member = bucket.members[name]
-        return member.part(whole, 0).view(member.shape)
-
-    def _gathered(self, bucket: Bucket) -> torch.Tensor:
-        for held, whole in self.held:
-            if held is bucket:
-                bucket.finish()
-                return whole
-        whole = self._start(bucket)
+        if bucket.groups.gather is not None:
+            if bucket not in self.held:
+                self._gather(bucket)
+            self.current = bucket
         bucket.finish()
-        return whole
+        if self.ahead and self.named[self.ahead[0].bucket] is bucket:
+            self.ahead.popleft()
+            self._start_ahead()
+        if bucket.groups.gather is None:
+            return bucket.whole[name]
+        member = bucket.members[name]
+        return member.part(self.held[bucket], 0).view(member.shape)
 
-    def _start(self, bucket: Bucket) -> torch.Tensor:
-        whole = bucket.kept.new_empty(bucket.numel)
+    def _gather(self, bucket: Bucket) -> None:
+        """Starts to gather a bucket, in the place of all but the one that is read."""
+        self.held = {b: whole for b, whole in self.held.items() if b is self.current}
+        self.held[bucket] = whole = bucket.kept.new_empty(bucket.numel)
         bucket.start(bucket.gather(whole))
-        self.held.append((bucket, whole))
-        return whole
-
-    def _prefetch(self, bucket: Bucket) -> None:
-        """Follows the order of the step before."""
-        if self.place and self.order[self.place - 1] is bucket:
-            return
-        if self.place < len(self.order) and self.order[self.place] is bucket:
-            self.place += 1
-        else:
-            self.order[self.place :] = [bucket]
-            self.place += 1
-        if self.place < len(self.order):
-            following = self.order[self.place]
-            if all(held is not following for held, _ in self.held):
-                self._start(following)
 
     def sinks(self, name: str) -> bool:
         """Whether the gradient of a parameter is taken as soon as a graph has made it."""

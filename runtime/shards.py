@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merakc.ir.buckets import BUCKET_BYTES, bucket_names
 from merakc.ir.precision import Precision
 from merakc.ir.state import StateShards
 from merakc.runtime.groups import Groups
@@ -261,18 +260,6 @@ class Bucket:
             parts_of = whole.view(-1, shards.parameters, self.owned_size)
             whole = parts_of.transpose(0, 1).reshape(-1)
         return self.views(whole)
-
-
-def make_buckets(
-    tensors: Mapping[str, torch.Tensor],
-    groups: ShardGroups,
-    precision: Precision | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
-) -> list[Bucket]:
-    """Buckets of about that size, the tensors in their order; a dtype begins a new one."""
-    items = ((name, t.dtype, t.nbytes) for name, t in tensors.items())
-    found = bucket_names(items, bucket_bytes)
-    return [Bucket({name: tensors[name] for name in names}, groups, precision) for names in found]
 
 
 def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:

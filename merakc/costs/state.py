@@ -6,11 +6,12 @@ communicating. What communication is waited for is exposed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from merakc.costs.fabric import Fabric, all_gather_seconds, all_reduce_seconds, shard_group
+from merakc.costs.streams import Streams
+from merakc.ir.program import CollectiveKind
 from merakc.ir.state import StateShards
 
 
@@ -91,22 +92,24 @@ def state_cost(
     `optimizer_bytes_per_s`.
     """
     parameters = sum(layer.parameters for layer in layers)
-    walk = _Walk(group.overlap)
-    comm = _Communication(shards, group, precision)
+    seconds = [collective_seconds(layer.parameters, shards, group, precision) for layer in layers]
+    walk = Streams(group.overlap)
     forward = [(k, False) for k in range(len(layers))]
     order = [(j, *at) for j in range(micro_batches) for at in (*forward, *_backward(forward))]
-    for k, layer in enumerate(layers):
-        walk.post(("fresh", k), comm.refresh_s(layer))
-    walk.post(0, comm.gather_s(layers[0]))
+    for k in range(len(layers)):
+        walk.post(("fresh", k), seconds[k][CollectiveKind.REFRESH])
+    walk.post(0, seconds[0][CollectiveKind.GATHER])
     for place, (j, k, is_backward) in enumerate(order):
         if place + 1 < len(order):
-            walk.post(place + 1, comm.gather_s(layers[order[place + 1][1]]))
+            walk.post(place + 1, seconds[order[place + 1][1]][CollectiveKind.GATHER])
         walk.wait(("fresh", k))
         walk.wait(place)
         layer = layers[k]
         walk.compute(layer.backward_s if is_backward else layer.forward_s)
         if is_backward:
-            walk.post(("reduced", j, k), comm.reduce_s(layer, last=j == micro_batches - 1))
+            is_last = j == micro_batches - 1
+            kind = CollectiveKind.REDUCE if is_last else CollectiveKind.SCATTER
+            walk.post(("reduced", j, k), seconds[k][kind])
     walk.wait_all()
     state = 2 * precision.optimizer_bytes * -(-parameters // shards.optimizer)
     step_s = walk.now_s + state / optimizer_bytes_per_s
@@ -119,76 +122,30 @@ def _backward(forward: Sequence[tuple[int, bool]]) -> list[tuple[int, bool]]:
     return [(k, True) for k, _ in reversed(forward)]
 
 
-@dataclass(slots=True)
-class _Communication:
-    """Seconds of a layer's collectives."""
+def collective_seconds(
+    parameters: int, shards: StateShards, group: DpGroup, precision: Precision = MIXED
+) -> dict[CollectiveKind, float]:
+    """Seconds of each collective of so many parameters.
 
-    shards: StateShards
-    group: DpGroup
-    precision: Precision
+    Those that the optimizer wrote are gathered to the shards of parameters, these to whole
+    parameters. A micro-batch's gradients are scattered; after the last one they are reduced to what
+    is optimized, and over all replicas.
+    """
 
-    def gather_s(self, layer: Layer) -> float:
-        """Of the parameters that a layer computes with."""
-        return self._gather(self.precision.parameter_bytes, layer, self.shards.parameters, 1)
+    def gather_s(size_bytes: int, shards_from: int, shards_to: int) -> float:
+        found = shard_group(shards_from, shards_to, group.fabric, group.stride)
+        return all_gather_seconds(size_bytes * parameters / shards_to, found, group.fabric)
 
-    def refresh_s(self, layer: Layer) -> float:
-        """Of the parameters that the optimizer wrote, to those that parameters are kept in."""
-        size_bytes = self.precision.parameter_bytes
-        return self._gather(size_bytes, layer, self.shards.optimizer, self.shards.parameters)
-
-    def reduce_s(self, layer: Layer, *, last: bool) -> float:
-        """Of the gradients of a micro-batch: scattered; after the last one, over all replicas."""
-        size_bytes, shards = self.precision.gradient_bytes, self.shards
-        seconds = self._gather(size_bytes, layer, shards.gradients, 1)
-        if last:
-            seconds += self._gather(size_bytes, layer, shards.optimizer, shards.gradients)
-            replicas = shard_group(
-                self.group.dp, shards.optimizer, self.group.fabric, self.group.stride
-            )
-            share = size_bytes * layer.parameters / shards.optimizer
-            seconds += all_reduce_seconds(share, replicas, self.group.fabric)
-        return seconds
-
-    def _gather(self, size_bytes: int, layer: Layer, shards: int, before: int) -> float:
-        """From `shards` to `before` shards, or the other way."""
-        group = shard_group(shards, before, self.group.fabric, self.group.stride)
-        return all_gather_seconds(size_bytes * layer.parameters / before, group, self.group.fabric)
-
-
-@dataclass(slots=True)
-class _Walk:
-    """Two streams of one rank: computing, and communicating in the order of posting."""
-
-    overlap: float
-    now_s: float = 0.0
-    exposed_s: float = 0.0
-    posted_s: float = 0.0
-    queue: deque[tuple[object, float]] = field(default_factory=deque)
-
-    def post(self, key: object, seconds: float) -> None:
-        """Starts a collective of that many seconds behind those that run already."""
-        if seconds > 0:
-            self.queue.append((key, seconds))
-            self.posted_s += seconds
-
-    def compute(self, seconds: float) -> None:
-        """Computes, with the communication running beside it."""
-        self.now_s += seconds
-        budget_s = seconds * self.overlap
-        while self.queue and budget_s > 0:
-            key, left_s = self.queue.popleft()
-            if left_s > budget_s:
-                self.queue.appendleft((key, left_s - budget_s))
-            budget_s -= left_s
-
-    def wait(self, key: object) -> None:
-        """Waits until a collective has ended, and those before it."""
-        while any(key == other for other, _ in self.queue):
-            _, left_s = self.queue.popleft()
-            self.now_s += left_s
-            self.exposed_s += left_s
-
-    def wait_all(self) -> None:
-        """Waits for all that runs."""
-        while self.queue:
-            self.wait(self.queue[-1][0])
+    replicas = shard_group(group.dp, shards.optimizer, group.fabric, group.stride)
+    share = precision.gradient_bytes * parameters / shards.optimizer
+    scatter_s = gather_s(precision.gradient_bytes, shards.gradients, 1)
+    return {
+        CollectiveKind.REFRESH: gather_s(
+            precision.parameter_bytes, shards.optimizer, shards.parameters
+        ),
+        CollectiveKind.GATHER: gather_s(precision.parameter_bytes, shards.parameters, 1),
+        CollectiveKind.SCATTER: scatter_s,
+        CollectiveKind.REDUCE: scatter_s
+        + gather_s(precision.gradient_bytes, shards.optimizer, shards.gradients)
+        + all_reduce_seconds(share, replicas, group.fabric),
+    }

@@ -2,15 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 
 from merakc.ir.graph import Graph, Input, InputKind, Ref
+from merakc.ir.state import StateShards
 
 # Large enough to fill a link, small enough that a bucket's copy does not matter: the size that
 # DistributedDataParallel uses.
 BUCKET_BYTES = 25 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter that a rank holds, in the dtype in which it is kept.
+
+    `stage` is the first of the rank's stages that has it. One that several stages read is shared.
+    """
+
+    name: str
+    dtype: torch.dtype
+    numel: int
+    stage: int
+    is_trained: bool
+    is_shared: bool = False
+    is_used: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSpec:
+    """Parameters of a stage that are gathered and reduced together.
+
+    `name` is the stage's number and the bucket's: `2:0` is the first of stage 2. The gradients of
+    shared ones are first added up over the stages that have them.
+    """
+
+    name: str
+    stage: int
+    members: tuple[str, ...]
+    dtype: torch.dtype
+    numel: int
+    shards: StateShards
+    is_trained: bool
+    is_shared: bool
+
+
+def plan_buckets(
+    held: Iterable[Held],
+    shards: Callable[[int], StateShards],
+    bucket_bytes: int = BUCKET_BYTES,
+) -> tuple[BucketSpec, ...]:
+    """The buckets of a rank, from its parameters in the order of first use.
+
+    `shards` gives those of a stage. Frozen parameters that are not sharded are in none. A bucket
+    holds parameters of one stage, trained or frozen, shared or not; unused ones come last, so that
+    the names of the others follow from the graphs alone.
+    """
+    parts: dict[tuple[int, bool, bool, bool], list[Held]] = {}
+    for item in held:
+        if item.is_trained or shards(item.stage).parameters > 1:
+            key = item.stage, not item.is_used, item.is_shared, not item.is_trained
+            parts.setdefault(key, []).append(item)
+    found: list[BucketSpec] = []
+    for (stage, _, is_shared, is_frozen), part in sorted(parts.items(), key=lambda p: p[0]):
+        numel = {h.name: h.numel for h in part}
+        dtype = {h.name: h.dtype for h in part}
+        for names in bucket_names(
+            ((h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part), bucket_bytes
+        ):
+            number = sum(spec.stage == stage for spec in found)
+            found.append(
+                BucketSpec(
+                    f"{stage}:{number}", stage, names, dtype[names[0]],
+                    sum(numel[n] for n in names), shards(stage), not is_frozen, is_shared,
+                )
+            )  # fmt: skip
+    return tuple(found)
 
 
 def parameters_in_order(graph: Graph) -> list[Input]:

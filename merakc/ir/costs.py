@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from merakc.ir.program import CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """Costs of one stage on one tp rank. Seconds are of one micro-batch, tp collectives included.
+
+    `reduce_s` is what adding up the gradients of parameters that other ranks hold too takes.
 
     `saved_bytes` live from the forward of a micro-batch to the end of its backward;
     `forward_peak_bytes` and `backward_peak_bytes` are what an action allocates at its highest
@@ -39,9 +44,17 @@ class StageCost:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """Stage costs, the link between stages, and where the figures come from."""
+    """Stage costs, the link between stages, and where the figures come from.
+
+    `collective_s` are seconds of a bucket's collectives over dp, which run at the share `overlap`
+    of their speed while the rank computes.
+    """
 
     stages: tuple[StageCost, ...]
     p2p_latency_s: float
     p2p_bytes_per_s: float
     source: Literal["formula", "measured"] = "formula"
+    collective_s: Mapping[tuple[str, CollectiveKind], float] = field(
+        default_factory=dict, hash=False
+    )
+    overlap: float = 1.0

@@ -55,11 +55,15 @@ class CutReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the simulator expects of one step; `peak_bytes` per pipeline rank."""
+    """What the simulator expects of one step; `peak_bytes` and `exposed_s` per pipeline rank.
+
+    The latter are the seconds that a rank waits for collectives over dp.
+    """
 
     step_s: float
     bubble_share: float
     peak_bytes: tuple[int, ...]
+    exposed_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,3 +69,10 @@ def parse_precision(given: str | Precision | None) -> Precision | None:
             "merakc.Precision, or None to compute in the model's own dtypes"
         )
     return NAMED[given]
+
+
+def kept_dtype(dtype: torch.dtype, precision: Precision | None, *, is_trained: bool) -> torch.dtype:
+    """The dtype in which a rank keeps a parameter: its master's; frozen ones have none."""
+    if precision is None or not dtype.is_floating_point:
+        return dtype
+    return precision.dtype("master" if is_trained else "compute")

@@ -5,6 +5,11 @@ The simulator and the runtime execute the same lists. Notation of an action, aft
 backward, `2I0`/`2W0` its input- and weight-gradient halves, `2R0` its forward once more for what
 the backward reads, `send 2F0 add_7 -> 3` and `recv 1F0 add_3 <- 1` messages with a peer rank. A
 message of a rank to itself is handed over in memory, from one of its stages to another.
+
+Collectives over dp run beside the computes that start them. `gather 2 [refresh 2:0]` starts them
+with the step, `2F0 [wait 2:0, gather 2:1 @ linear]` waits for a bucket before its first reader and
+starts the next one's gather, `2B3 [reduce 2:1 @ mm_4]` reduces one as soon as `mm_4` has made its
+last gradient, and `reduce 2` waits for what is left.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ class ActionKind(StrEnum):
     RECOMPUTE = "R"  # the forward again, for what was not kept
     SEND = "send"
     RECV = "recv"
+    GATHER = "gather"  # of parameters over dp, started with the step
     REDUCE = "reduce"  # gradients over dp and over the holders of tied parameters
 
     @property
@@ -39,7 +45,7 @@ class ActionKind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether it runs a graph on a micro-batch."""
-        return not self.is_message and self is not ActionKind.REDUCE
+        return not self.is_message and self not in (ActionKind.GATHER, ActionKind.REDUCE)
 
     @property
     def sends_gradients(self) -> bool:
@@ -80,12 +86,40 @@ class Transfer:
     grad: bool  # whether its gradient travels back
 
 
+class CollectiveKind(StrEnum):
+    """What happens to a bucket of parameters (`merakc.ir.buckets`) in a compute."""
+
+    REFRESH = "refresh"  # starts to bring what the optimizers wrote to the shards of parameters
+    GATHER = "gather"  # starts to gather its shards of parameters
+    WAIT = "wait"  # its parameters are read from here on
+    SCATTER = "scatter"  # starts to scatter a micro-batch's gradients
+    REDUCE = "reduce"  # starts the reduction of its gradients after the last micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective over dp that an action starts or, as `WAIT`, waits for.
+
+    It stands right before `node` of the action's graph or, of gradients, right behind it, with
+    `share` of the graph's work before it.
+    """
+
+    kind: CollectiveKind
+    bucket: str
+    node: str = ""
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        where = f" @ {self.node}" if self.node else ""
+        return f"{self.kind} {self.bucket}{where}"
+
+
 @dataclass(frozen=True, slots=True)
 class Action:
     """One entry of a rank's list.
 
-    `stage` is the acting rank's. The other fields are those of a message: `peer` and `peer_stage`
-    are the rank and the stage at its other end.
+    `stage` is the acting rank's. `collectives` run over dp, in their order. The other fields are
+    those of a message: `peer` and `peer_stage` are the rank and the stage at its other end.
     """
 
     kind: ActionKind
@@ -96,6 +130,7 @@ class Action:
     size_bytes: int = 0
     is_grad: bool = False  # the message is the gradient of `value`
     peer_stage: int = -1
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def message(self) -> tuple[str, bool, int, int, int]:
@@ -107,14 +142,20 @@ class Action:
         return self.value, self.is_grad, self.micro_batch, source, target
 
     def __str__(self) -> str:
-        if self.kind is ActionKind.REDUCE:
-            return f"reduce {self.stage}"
-        if self.kind in (ActionKind.SEND, ActionKind.RECV):
+        if self.kind in (ActionKind.GATHER, ActionKind.REDUCE):
+            return f"{self.kind} {self.stage}"
+        if self.kind.is_message:
             arrow = "->" if self.kind is ActionKind.SEND else "<-"
             phase = "B" if self.is_grad else "F"
             where = f"{self.stage}{phase}{self.micro_batch}"
             return f"{self.kind} {where} {self.value} {arrow} {self.peer}"
         return f"{self.stage}{self.kind}{self.micro_batch}"
+
+    @property
+    def text(self) -> str:
+        """The action with its collectives."""
+        inside = ", ".join(map(str, self.collectives))
+        return f"{self} [{inside}]" if inside else str(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +224,7 @@ class Program:
     actions: tuple[Action, ...]
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: " + "; ".join(map(str, self.actions))
+        return f"rank {self.rank}: " + "; ".join(a.text for a in self.actions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,11 @@ def _header(plan: Plan) -> Panel:
 
 
 def _prediction(prediction: Prediction) -> str:
+    exposed_s = max(prediction.exposed_s, default=0.0)
+    exposed = f"{format_seconds(exposed_s)} waiting for dp, " if exposed_s else ""
     return (
         f"{format_seconds(prediction.step_s)} a step, {prediction.bubble_share:.1%} idle, "
-        f"peak {format_bytes(max(prediction.peak_bytes, default=0))}"
+        f"{exposed}peak {format_bytes(max(prediction.peak_bytes, default=0))}"
     )
 
 

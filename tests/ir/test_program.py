@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from merakc.ir.program import Action, ActionKind, Mesh, Program
+from merakc.ir.program import Action, ActionKind, Collective, CollectiveKind, Mesh, Program
 
 DEGREES = st.integers(1, 5)
 MESHES = st.builds(Mesh, DEGREES, DEGREES, DEGREES)
@@ -55,6 +55,21 @@ def test_text_form_of_an_action(action: Action, text: str) -> None:
 def test_text_form_of_a_program() -> None:
     actions = (Action(ActionKind.FORWARD, 0), Action(ActionKind.SEND, 0, 0, "h", 1))
     assert str(Program(0, actions)) == "rank 0: 0F0; send 0F0 h -> 1"
+
+
+def test_text_form_of_collectives() -> None:
+    marks = (
+        Collective(CollectiveKind.WAIT, "0:0", "linear"),
+        Collective(CollectiveKind.GATHER, "0:1", "linear", 0.25),
+    )
+    actions = (
+        Action(ActionKind.GATHER, 0, collectives=(Collective(CollectiveKind.REFRESH, "0:0"),)),
+        Action(ActionKind.FORWARD, 0, 2, collectives=marks),
+    )
+    assert str(actions[1]) == "0F2"  # the label of its event
+    assert str(Program(0, actions)) == (
+        "rank 0: gather 0 [refresh 0:0]; 0F2 [wait 0:0 @ linear, gather 0:1 @ linear]"
+    )
 
 
 def test_a_send_and_its_receive_carry_the_same_message() -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError, MerakWarning
-from merakc.ir.program import Mesh
+from merakc.ir.buckets import Held, plan_buckets
+from merakc.ir.program import Collective, CollectiveKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.runtime.groups import Groups
 from merakc.runtime.sharded_state import ShardedState
@@ -19,18 +20,39 @@ from merakc.runtime.shards import ShardGroups
 
 STAGES = {"a": 6, "b": 3}, {"c": 5}, {"tied": 4}
 NAMES = ("a", "b", "c", "tied")
+REFRESH, GATHER, WAIT = CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT
 
 
 def state(shards: StateShards, dp: int) -> ShardedState:
     groups = ShardGroups(Groups(Mesh(dp=dp), dist.get_rank() if dp > 1 else 0), shards)
-    parts = [
-        {n: torch.nn.Parameter(torch.arange(float(size)) + len(n)) for n, size in own.items()}
-        for own in STAGES
+    held = [
+        Held(n, torch.float32, size, stage, is_trained=True, is_shared=n in ("b", "tied"))
+        for stage, own in enumerate(STAGES)
+        for n, size in own.items()
     ]
-    return ShardedState([(part, groups) for part in parts], {"tied", "b"}, bucket_bytes=1)
+    tensors = {
+        n: torch.nn.Parameter(torch.arange(float(size)) + len(n))
+        for own in STAGES
+        for n, size in own.items()
+    }
+    specs = plan_buckets(held, lambda _: shards, bucket_bytes=1)
+    return ShardedState(specs, tensors, {shards: groups})
 
 
-def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str, int]]:
+def gathering(shards: StateShards) -> list[Collective]:
+    """Of every bucket, in the order of `NAMES`, each one ahead."""
+    order = ["0:0", "0:1", "1:0", "2:0"]
+    found = [Collective(REFRESH, b) for b in order if shards.optimizer > shards.parameters]
+    if shards.parameters == 1:
+        return found + [Collective(WAIT, b) for b in order]
+    found.append(Collective(GATHER, order[0]))
+    for bucket, then in zip(order, [*order[1:], ""], strict=True):
+        found.append(Collective(WAIT, bucket))
+        found += [Collective(GATHER, then)] if then else []
+    return found
+
+
+def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str, object]]:
     """Two steps of two micro-batches, and the number of collectives that were waited for."""
     sharded, rank = state(shards, 2), dist.get_rank()
     with sharded.muted():
@@ -39,6 +61,10 @@ def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str
     for _ in range(2):
         sharded.begin({"a", "c", "tied"})
         for j in range(2):
+            marks = gathering(shards)
+            sharded.follow(marks if j == 0 else [m for m in marks if m.kind is not REFRESH])
+            if j == 0:
+                started = [(b.work is not None, b in sharded.held) for b in sharded.buckets]
             seen = {name: sharded.fetch(name).clone() for name in NAMES}
             sharded.last = j == 1
             for name in ("c", "a"):
@@ -53,7 +79,8 @@ def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str
             if name in gradients:
                 parameter.data -= gradients[name]
         found.append(seen | {f"{n} gradient": g for n, g in whole.items()})
-    return found, {"held": len(sharded.held), "order": len(sharded.order)}
+        assert not sharded.ahead
+    return found, {"held": len(sharded.held), "started": started}
 
 
 @pytest.mark.parametrize("counts", [(1, 1, 2), (1, 2, 2), (2, 2, 2), (1, 1, 1)])
@@ -68,8 +95,11 @@ def test_two_steps(counts: tuple[int, int, int]) -> None:
         for name, value in summed.items():
             for step in (first, second):
                 assert torch.all(step[f"{name} gradient"] == value)
-        gathered = counts[0] > 1
-        assert sizes == {"held": 2 if gathered else 0, "order": 8 if gathered else 0}
+        # Before anything is fetched: all refreshes, or the first gather.
+        started = [(counts == (1, 1, 2) or counts == (1, 2, 2), False)] * 4
+        if counts[0] > 1:
+            started[0] = True, True
+        assert sizes == {"held": 2 if counts[0] > 1 else 0, "started": started}
 
 
 def refused(shards: StateShards) -> str:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
+from merakc.ir.buckets import bucket_names
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.runtime.groups import Groups
-from merakc.runtime.shards import Bucket, ShardGroups, make_buckets
+from merakc.runtime.shards import Bucket, ShardGroups
 
 DP, STEPS, MICRO_BATCHES = 4, 3, 2
 # Uneven shapes, a scalar, a parameter of fewer elements than ranks.
@@ -51,7 +52,10 @@ def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, Tensors, int, int
     groups = Groups(mesh, dist.get_rank())
     dp = groups.coordinates[0]
     parameters = {name: torch.nn.Parameter(value) for name, value in initial().items()}
-    buckets = make_buckets(parameters, ShardGroups(groups, shards), bucket_bytes=150)
+    items = ((name, p.dtype, p.nbytes) for name, p in parameters.items())
+    made = ShardGroups(groups, shards)
+    names = bucket_names(items, bucket_bytes=150)
+    buckets = [Bucket({n: parameters[n] for n in own}, made) for own in names]
     owned = [p for bucket in buckets for p in bucket.owned.values()]
     optimizer = torch.optim.AdamW(owned, lr=0.1, weight_decay=0.1)
     for step in range(STEPS):

@@ -1,0 +1,51 @@
+"""Seconds of the collectives of buckets, on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from merakc.cluster import Cluster
+from merakc.costs.fabric import Fabric, Group, all_reduce_seconds
+from merakc.costs.state import DpGroup, Precision, collective_seconds
+from merakc.ir import precision as ir
+from merakc.ir.buckets import BucketSpec
+from merakc.ir.program import CollectiveKind, Mesh
+
+
+def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
+    """The dp ranks of a mesh on a cluster, which says nothing of nodes: as one of them."""
+    return DpGroup(mesh.dp, _fabric(mesh, cluster), stride=mesh.pp * mesh.tp)
+
+
+def _fabric(mesh: Mesh, cluster: Cluster) -> Fabric:
+    link = cluster.link_bytes_per_s
+    return Fabric(mesh.world_size, link, link, cluster.link_latency_s, cluster.link_latency_s)
+
+
+def bucket_seconds(
+    buckets: Iterable[BucketSpec], group: DpGroup, precision: ir.Precision | None = None
+) -> dict[tuple[str, CollectiveKind], float]:
+    """Seconds of each collective of each bucket.
+
+    What is gathered travels in the dtype that is computed with, gradients in float32 or wider.
+    """
+    found: dict[tuple[str, CollectiveKind], float] = {}
+    for spec in buckets:
+        gradient = precision.dtype("gradients") if precision else spec.dtype
+        computed = precision.dtype("compute") if precision and spec.is_trained else spec.dtype
+        reduced = torch.promote_types(gradient, torch.float32)
+        sizes = Precision(computed.itemsize, reduced.itemsize, 0)
+        seconds = collective_seconds(spec.numel, spec.shards, group, sizes)
+        found |= {(spec.name, kind): value for kind, value in seconds.items()}
+    return found
+
+
+def tied_seconds(shared_bytes: Mapping[int, int], mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of adding up gradients over so many ranks of the pipeline each, bytes by ranks."""
+    fabric = _fabric(mesh, cluster)
+    return sum(
+        all_reduce_seconds(size_bytes, Group(ranks, ranks), fabric)
+        for ranks, size_bytes in shared_bytes.items()
+    )

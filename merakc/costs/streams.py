@@ -1,0 +1,83 @@
+"""The two streams of a rank: computing, and communicating over dp in the order of posting."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class _Running:
+    """A collective that is posted; `start_s` is negative until it is its turn."""
+
+    key: Hashable
+    left_s: float
+    start_s: float = -1.0
+
+
+@dataclass(slots=True)
+class Streams:
+    """The clock of a rank whose collectives run beside its kernels, one after the other.
+
+    While the rank computes, they run at the share `overlap` of their speed: collectives and kernels
+    compete for multiprocessors and memory. What is waited for is exposed. `ended` holds the key,
+    the start and the end of each, in seconds since the start of the step.
+    """
+
+    overlap: float = 1.0
+    now_s: float = 0.0
+    exposed_s: float = 0.0
+    posted_s: float = 0.0
+    queue: deque[_Running] = field(default_factory=deque)
+    ended: list[tuple[Any, float, float]] = field(default_factory=list)
+
+    def post(self, key: Hashable, seconds: float) -> None:
+        """Starts a collective of that many seconds behind those that run already."""
+        if seconds > 0:
+            self.queue.append(_Running(key, seconds))
+            self.posted_s += seconds
+
+    def compute(self, seconds: float) -> None:
+        """Computes for so long."""
+        self._pass(seconds, self.overlap)
+
+    def idle(self, seconds: float) -> None:
+        """Waits so long for something else, with nothing in the way of collectives."""
+        self._pass(seconds, 1.0)
+
+    def wait(self, key: Hashable) -> None:
+        """Waits until the collectives of this key have ended, and those before them."""
+        while any(key == running.key for running in self.queue):
+            self._finish_first()
+
+    def wait_all(self) -> None:
+        """Waits for all that runs."""
+        while self.queue:
+            self._finish_first()
+
+    def _finish_first(self) -> None:
+        left_s = self.queue[0].left_s
+        self.exposed_s += left_s
+        self._end_first(self.now_s, self.now_s + left_s)
+        self.now_s += left_s
+
+    def _pass(self, seconds: float, speed: float) -> None:
+        at_s, self.now_s = self.now_s, self.now_s + seconds
+        budget_s = seconds * speed
+        while self.queue and budget_s > 0:
+            first = self.queue[0]
+            if first.start_s < 0:
+                first.start_s = at_s
+            if first.left_s > budget_s:
+                first.left_s -= budget_s
+                return
+            budget_s -= first.left_s
+            end_s = min(at_s + first.left_s / speed, self.now_s)
+            self._end_first(at_s, end_s)
+            at_s = end_s
+
+    def _end_first(self, at_s: float, end_s: float) -> None:
+        first = self.queue.popleft()
+        self.ended.append((first.key, first.start_s if first.start_s >= 0 else at_s, end_s))

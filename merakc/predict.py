@@ -1,0 +1,74 @@
+"""What a plan should cost: the simulated step of its Programs, on a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from merakc.cluster import Cluster
+from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.keep import with_kept
+from merakc.costs.stage import rough_stage_cost
+from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.graph import Graph, InputKind
+from merakc.ir.plan import Plan, Prediction
+from merakc.ir.program import CollectiveKind
+from merakc.passes.collectives import Touches, rank_buckets
+from merakc.planner import Lowered
+from merakc.simulate import Simulation, simulate
+
+
+def predict(
+    lowered: Lowered,
+    cluster: Cluster,
+    costs: tuple[StageCost, ...] | None = None,
+    touches: Mapping[int, Touches] | None = None,
+    *,
+    dp_rank: int | None = None,
+) -> tuple[Prediction, Simulation]:
+    """Simulates one step, of all ranks or of one dp rank's.
+
+    Without `costs` and `touches` of the stages, rough ones are used.
+    """
+    plan, local = lowered.plan, lowered.stages.local
+    mesh = plan.mesh
+    if costs is None:
+        costs = tuple(rough_stage_cost(g, cluster, plan.shards(s)) for s, g in enumerate(local))
+        costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
+    costs = tuple(
+        replace(c, reduce_s=tied_seconds(_tied_bytes(plan, g, s), mesh, cluster))
+        for s, (c, g) in enumerate(zip(costs, local, strict=True))
+    )
+    seconds: dict[tuple[str, CollectiveKind], float] = {}
+    for rank in range(mesh.pp if mesh.dp > 1 else 0):
+        buckets = rank_buckets(plan, local, rank)
+        seconds |= bucket_seconds(buckets, dp_group(mesh, cluster), plan.precision)
+    table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s, collective_s=seconds)
+    programs = lowered.programs()
+    if dp_rank is not None:
+        first = {mesh.rank(dp_rank, r, 0) for r in range(mesh.pp)}
+        programs = tuple(p for p in programs if p.rank in first)
+    simulation = simulate(lowered.with_collectives(programs, touches), table)
+    place = {p.rank: k for k, p in enumerate(programs)}
+    own = [place[mesh.rank(dp_rank or 0, r, 0)] for r in range(mesh.pp)]
+    prediction = Prediction(
+        simulation.step_s,
+        simulation.bubble_share,
+        tuple(simulation.peak_bytes[k] for k in own),
+        tuple(simulation.exposed_s[k] for k in own),
+    )
+    return prediction, simulation
+
+
+def _tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
+    """Bytes of the gradients that a rank adds up for this stage, by the ranks that share them."""
+    found: Counter[int] = Counter()
+    for item in local.inputs:
+        if item.kind is InputKind.PARAMETER and item.requires_grad:
+            stages = plan.parameters[item.target]
+            ranks = {plan.rank_of[s] for s in stages}
+            mine = min(s for s in stages if plan.rank_of[s] == plan.rank_of[stage])
+            if len(ranks) > 1 and stage == mine:
+                found[len(ranks)] += item.spec.size_bytes
+    return dict(found)
