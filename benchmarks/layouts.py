@@ -43,6 +43,7 @@ class Task:
     schedule: str = "1f1b"
     sequence_parallel: bool | None = None
     state_shards: tuple[int, int, int] | None = None
+    clip_norm: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,8 @@ def train_layout(task: Task) -> Reference:
             optimizer.zero_grad()
             loss = parallel(**batch)["loss"]
             loss.backward()
+            if task.clip_norm is not None:
+                parallel.clip_grad_norm_(task.clip_norm)
             losses.append(loss.item())
             gradients.append(parallel.full_gradients())
             optimizer.step()

@@ -60,11 +60,13 @@ def train_reference(
     dtype: torch.dtype = torch.float64,
     lift_casts: bool = False,
     dp: int = 1,
+    clip_norm: float | None = None,
 ) -> Reference:
     """Trains `case` for `steps` steps of `micro_batches` micro-batches of the whole batch.
 
     With `dp` > 1 only the micro-batches of dp rank 0, the first of each batch, write the buffers:
-    data parallelism keeps rank 0's running statistics, as `DistributedDataParallel` does.
+    data parallelism keeps rank 0's running statistics, as `DistributedDataParallel` does. Gradients
+    are those after clipping.
     """
     model = case.model(dtype)
     optimizer = optimizer_for(model)
@@ -74,6 +76,8 @@ def train_reference(
             parts = split_batch(step_batch(case, batch_size, dtype, step), micro_batches)
             optimizer.zero_grad()
             losses.append(_accumulate(model, case.valid_labels, parts, micro_batches // dp))
+            if clip_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
             gradients.append(
                 {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
             )

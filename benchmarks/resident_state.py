@@ -1,0 +1,202 @@
+"""The bytes of parameters, gradients and optimizer state that are really alive on a rank.
+
+Every tensor of the process that Python knows is found by the garbage collector; its storage counts
+once, and as what it is reached from. Nothing is asked of the code that made it: neither its figures
+nor its shapes.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import merakc
+from benchmarks.layouts import Task
+from benchmarks.reference import optimizer_for, split_batch, step_batch
+from merakc.ir.program import Action, ActionKind
+from merakc.model import ParallelModel
+from merakc.runtime.executor import _Step
+
+Sizes = dict[int, int]  # bytes by a storage's address
+# What holds no tensor of a step; to walk through them would be to walk through all of Python.
+CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes on one rank, whose part of the model has `elements` trained elements.
+
+    `gradients` are those that are being added up, between two micro-batches, once their collectives
+    have ended; `in_flight` what is held besides until then. `gathered` are whole parameters that
+    are held for their readers. `between_steps` and `between_micro_batches` are all else: buffers,
+    constants, batches, activations.
+    """
+
+    elements: int
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int = 0
+    in_flight_bytes: int = 0
+    other_between_steps_bytes: int = 0
+    other_between_micro_batches_bytes: int = 0
+
+
+def resident_state(task: Task, dtype: torch.dtype = torch.float64) -> Held:
+    """Trains two steps on this rank and weighs its state; collective."""
+    gc.collect()
+    before = _tensors(gc.get_objects())  # kept alive, so that no address is used again
+    case, mesh = task.case, task.mesh
+    rank = mesh.coordinates(dist.get_rank() if dist.is_initialized() else 0)[0]
+    parts = split_batch(step_batch(case, task.batch_size, dtype, 0), mesh.dp)
+    parallel = merakc.auto_parallel(
+        case.model(dtype), parts[rank], dp=mesh.dp, tp=mesh.tp, pp=mesh.pp,
+        micro_batches=task.micro_batches // mesh.dp, schedule=task.schedule,
+        state_shards=task.state_shards,
+    )  # fmt: skip
+    optimizer = optimizer_for(parallel)
+    scale = _Scale(parallel, optimizer, _sizes(before))
+    for step in range(2):
+        with scale.watching() if step else _nothing():
+            loss = parallel(**parts[rank])["loss"]
+        loss.backward()
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            scale.between_steps()
+    assert scale.held is not None, "no micro-batch followed another"
+    return scale.held
+
+
+class _Scale:
+    """Weighs a model's state between its steps, and then between two micro-batches."""
+
+    def __init__(
+        self, parallel: ParallelModel, optimizer: torch.optim.Optimizer, before: Sizes
+    ) -> None:
+        self.parallel, self.optimizer, self.before = parallel, optimizer, before
+        self.steps = parallel._own("_steps")
+        self.kept: Sizes = {}
+        self.state: Sizes = {}
+        self.other_bytes = 0
+        self.held: Held | None = None
+
+    def between_steps(self) -> None:
+        """Finds what stays from step to step."""
+        self.state = _sizes(
+            value
+            for own in self.optimizer.state.values()
+            for value in own.values()
+            if isinstance(value, torch.Tensor)
+        )
+        gathered = self._gathered()
+        reached = _sizes(self.parallel.parameters()) | self._reached(self.steps.sharded)
+        self.kept = _less(reached, self.state, gathered)
+        self.other_bytes = sum(self._other(gathered).values())
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Weighs after the first backward of the next step."""
+        with _after_compute(self._between_micro_batches):
+            yield
+
+    def _between_micro_batches(self, step: _Step, action: Action) -> None:
+        if action.kind is not ActionKind.BACKWARD or self.held is not None:
+            return
+        sharded = self.steps.sharded
+        unsettled = self._gradients(step)
+        for bucket in sharded.buckets if sharded is not None else ():
+            bucket.finish()
+        gradients, gathered = self._gradients(step), self._gathered()
+        self.held = Held(
+            sum(_local_elements(self.parallel)),
+            sum(self.kept.values()),
+            sum(gradients.values()),
+            sum(self.state.values()),
+            sum(gathered.values()),
+            max(0, sum(unsettled.values()) - sum(gradients.values())),
+            self.other_bytes,
+            sum(_less(self._other(gathered), gradients).values()),
+        )
+
+    def _gradients(self, step: _Step) -> Sizes:
+        reached = self._reached((step.sums, step.gradients, self.steps.sharded))
+        return _less(reached, self.kept, self.state, self._gathered())
+
+    def _gathered(self) -> Sizes:
+        sharded = self.steps.sharded
+        held = [whole for _, whole in sharded.held] if sharded is not None else []
+        return _less(_sizes(held), self.kept)
+
+    def _other(self, gathered: Sizes) -> Sizes:
+        gc.collect()  # what has left circles of references only waits for it
+        alive = _sizes(_tensors(gc.get_objects()))
+        return _less(alive, self.before, self.kept, self.state, gathered)
+
+    def _reached(self, root: object) -> Sizes:
+        return _sizes(_tensors(reachable(root)))
+
+
+def _local_elements(parallel: ParallelModel) -> Iterator[int]:
+    """Elements of each trained parameter, or of its part, that this rank's stages read."""
+    groups = parallel._own("_steps").groups
+    _, pipeline_rank, tp_rank = groups.coordinates
+    for place in parallel._own("_steps").placements.values():
+        if place.is_parameter and place.requires_grad and pipeline_rank in place.ranks:
+            yield math.prod(place.layout.local_shape(groups.mesh.tp, tp_rank))
+
+
+def reachable(root: object) -> list[Any]:
+    """Every object that `root` leads to."""
+    found: dict[int, Any] = {}
+    fresh = [root]
+    while fresh:
+        fresh = [o for o in fresh if id(o) not in found and not isinstance(o, CLOSED)]
+        found |= {id(o): o for o in fresh}
+        fresh = gc.get_referents(*fresh)
+    return list(found.values())
+
+
+def _tensors(objects: Iterable[object]) -> list[torch.Tensor]:
+    # By the type, since isinstance would ask lazily made objects for their class.
+    return [o for o in objects if issubclass(type(o), torch.Tensor)]  # type: ignore[misc]
+
+
+def _sizes(tensors: Iterable[torch.Tensor]) -> Sizes:
+    """Bytes of the tensors' storages."""
+    storages = (t.untyped_storage() for t in tensors)
+    return {s._cdata: s.nbytes() for s in storages if s.device.type != "meta"}
+
+
+def _less(sizes: Sizes, *others: Sizes) -> Sizes:
+    return {key: size for key, size in sizes.items() if not any(key in o for o in others)}
+
+
+@contextmanager
+def _after_compute(look: Callable[[_Step, Action], None]) -> Iterator[None]:
+    """Calls `look` after each compute of every executor."""
+    plain = _Step.compute
+
+    def compute(step: _Step, action: Action) -> None:
+        plain(step, action)
+        look(step, action)
+
+    _Step.compute = compute  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _Step.compute = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
