@@ -1,9 +1,10 @@
 """Sharded state against torch's `DistributedDataParallel` on the same ranks, bit by bit.
 
-A sum of two is the same in any order, and a power of two scales without rounding: on two ranks, with
-as many labels on each as a power of two, nothing is left in which two right programs may differ but
-the order in which micro-batches are added. That follows from the shards: where gradients are
-sharded, every micro-batch's are reduced and then added; elsewhere they are added and then reduced.
+A sum of two is the same in any order, and a power of two scales without rounding: on two ranks,
+with as many labels on each as a power of two, nothing is left in which two right programs may
+differ but the order in which micro-batches are added. That follows from the shards: where gradients
+are sharded, every micro-batch's are reduced and then added; elsewhere they are added and then
+reduced.
 """
 
 from __future__ import annotations
@@ -65,16 +66,12 @@ def train_ddp(
                     if parameter.grad is not None:
                         sums[name] = sums[name] + parameter.grad if k else parameter.grad.clone()
                         parameter.grad = sums[name] if k == micro_batches - 1 else None
-        found.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        )
+        found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         optimizer.step()
     return found, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def unequal_to_ddp(
-    case: ModelCase, shards: StateShards, micro_batches: int, steps: int
-) -> str:
+def unequal_to_ddp(case: ModelCase, shards: StateShards, micro_batches: int, steps: int) -> str:
     """The first gradient or weight in which `steps` steps are not bit-equal to DDP's; collective.
 
     Empty where all are, and on ranks other than 0.
@@ -97,7 +94,8 @@ def unequal_to_ddp(
             own = parallel.full_gradients()
             unequal = unequal or _unequal(f"gradient of step {step} of", own, gradients[step])
             optimizer.step()
-        return unequal or _unequal("weight", parallel.full_state_dict(), weights)
+        whole = parallel.full_state_dict()
+        return unequal or _unequal("weight", whole, weights)
 
 
 def _unequal(kind: str, own: Tensors, wanted: Tensors) -> str:

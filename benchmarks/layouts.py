@@ -23,6 +23,7 @@ from benchmarks.reference import (
     step_batch,
 )
 from merakc.ir.program import Mesh
+from merakc.ir.state import ShardsGiven
 
 # A gradient below this share of the bound, relative to the largest gradient, is zero in theory
 # (the bias of an attention's keys) and rounding in practice, and so is a buffer (the mean of what a
@@ -42,7 +43,8 @@ class Task:
     lift_casts: bool
     schedule: str = "1f1b"
     sequence_parallel: bool | None = None
-    state_shards: tuple[int, int, int] | None = None
+    state_shards: ShardsGiven | None = None
+    precision: str | None = None
     clip_norm: float | None = None
 
 
@@ -76,6 +78,7 @@ def train_layout(task: Task) -> Reference:
             schedule=task.schedule,
             sequence_parallel=task.sequence_parallel,
             state_shards=task.state_shards,
+            precision=task.precision,
         )
         optimizer = optimizer_for(parallel)
         for batch in batches:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
@@ -35,9 +35,9 @@ class Held:
     """Bytes on one rank, whose part of the model has `elements` trained elements.
 
     `gradients` are those that are being added up, between two micro-batches, once their collectives
-    have ended; `in_flight` what is held besides until then. `gathered` are whole parameters that
-    are held for their readers. `between_steps` and `between_micro_batches` are all else: buffers,
-    constants, batches, activations.
+    have ended; `in_flight` what these hold besides until then. In mixed precision the optimizer's
+    are also its masters. `gathered` are whole parameters that are held for their readers. The
+    others are all else: buffers, constants, batches, activations.
     """
 
     elements: int
@@ -60,12 +60,12 @@ def resident_state(task: Task, dtype: torch.dtype = torch.float64) -> Held:
     parallel = merakc.auto_parallel(
         case.model(dtype), parts[rank], dp=mesh.dp, tp=mesh.tp, pp=mesh.pp,
         micro_batches=task.micro_batches // mesh.dp, schedule=task.schedule,
-        state_shards=task.state_shards,
+        state_shards=task.state_shards, precision=task.precision,
     )  # fmt: skip
     optimizer = optimizer_for(parallel)
     scale = _Scale(parallel, optimizer, _sizes(before))
     for step in range(2):
-        with scale.watching() if step else _nothing():
+        with scale.watching() if step else nullcontext():
             loss = parallel(**parts[rank])["loss"]
         loss.backward()
         del loss
@@ -98,6 +98,8 @@ class _Scale:
             for value in own.values()
             if isinstance(value, torch.Tensor)
         )
+        if self.parallel.plan.precision is not None:
+            self.state |= _sizes(self.parallel.parameters())  # masters, which nothing computes with
         gathered = self._gathered()
         reached = _sizes(self.parallel.parameters()) | self._reached(self.steps.sharded)
         self.kept = _less(reached, self.state, gathered)
@@ -195,8 +197,3 @@ def _after_compute(look: Callable[[_Step, Action], None]) -> Iterator[None]:
         yield
     finally:
         _Step.compute = plain  # type: ignore[method-assign]
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

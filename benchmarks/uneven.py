@@ -1,4 +1,4 @@
-"""A model whose sizes are primes, some of whose parameters have fewer elements than there are ranks."""
+"""A model whose sizes are primes, with parameters of fewer elements than there are ranks."""
 
 from __future__ import annotations
 
