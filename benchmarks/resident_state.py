@@ -188,9 +188,9 @@ def _after_compute(look: Callable[[_Step, Action], None]) -> Iterator[None]:
     """Calls `look` after each compute of every executor."""
     plain = _Step.compute
 
-    def compute(step: _Step, action: Action) -> None:
-        plain(step, action)
-        look(step, action)
+    def compute(self: _Step, action: Action) -> None:
+        plain(self, action)
+        look(self, action)
 
     _Step.compute = compute  # type: ignore[method-assign]
     try:

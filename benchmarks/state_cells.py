@@ -54,7 +54,7 @@ class Cell:
     def byte_error(self, kind: str) -> float:
         """The largest relative difference of a rank's bytes from the formula."""
         mesh = MESHES[self.mesh]
-        found = 0.0
+        found: float = 0.0
         for rank, held in enumerate(self.held):
             shards = self.shards[mesh.coordinates(rank)[1]]
             formula = MIXED if self.precision else DOUBLE

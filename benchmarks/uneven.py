@@ -26,7 +26,8 @@ class UnevenBlock(nn.Module):
         wide = self.up(x) + self.offset
         share = self.mix.softmax(0)
         y = share[0] * wide.tanh() + share[1] * wide.sigmoid() + share[2] * wide.sin()
-        return x + self.scale * self.down(y)
+        out: torch.Tensor = x + self.scale * self.down(y)
+        return out
 
 
 class Uneven(nn.Module):
