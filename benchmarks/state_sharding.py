@@ -264,8 +264,7 @@ def main(
         course = Course(training, environments, advance)
         rows, skipped = measure_all(names, found, course, rounds, steps)
     notes += skipped + [f"{r.network}, {r.entry.label}: {r.failure}" for r in rows if r.failure]
-    wall_s = time.perf_counter() - start_s
-    wrong = report(console, rows, notes, wall_s)
+    wrong = report(console, rows, notes, wall_s := time.perf_counter() - start_s)
     if doc is not None:
         doc.write_text(document(rows, notes, _about(training, environments, wall_s)))
     if json_path is not None:
