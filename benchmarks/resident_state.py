@@ -136,7 +136,7 @@ class _Scale:
 
     def _gathered(self) -> Sizes:
         sharded = self.steps.sharded
-        held = [whole for _, whole in sharded.held] if sharded is not None else []
+        held = sharded.held.values() if sharded is not None else ()
         return _less(_sizes(held), self.kept)
 
     def _other(self, gathered: Sizes) -> Sizes:
