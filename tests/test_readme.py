@@ -89,6 +89,18 @@ def test_the_script_runs_on_two_ranks_with_chosen_degrees(
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_the_command_line_works(tmp_path: Path) -> None:
+    lines = [c.split()[1:] for c in COMMANDS if c.startswith("merakc ")]
+    assert [words[0] for words in lines] == ["plan", "plan", "show", "diff"]
+    for words in lines:
+        command = [sys.executable, "-c", "from merakc.cli import app; app()", *words]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True, text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == (words[0] == "diff"), done.stdout + done.stderr
+
+
 def test_the_make_commands_exist() -> None:
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for command in COMMANDS:

@@ -52,7 +52,7 @@ def _opaque(modules: tuple[OpaqueModule, ...]) -> Group:
     """Modules of one pattern and reason share a row, with the sum of their shares."""
     shares: dict[tuple[str, str, str], list[float]] = {}
     for m in modules:
-        shares.setdefault((_pattern(m.name), m.source, m.reason), []).append(m.flops_share)
+        shares.setdefault((name_pattern(m.name), m.source, m.reason), []).append(m.flops_share)
     rows = [
         (*key, str(len(own)), f"{sum(own):.0%}" if sum(own) else "-") for key, own in shares.items()
     ]
@@ -144,13 +144,13 @@ def _span(first: str, last: str) -> str:
     return first if first == last else f"{first} .. {last}"
 
 
-def _pattern(name: str) -> str:
+def name_pattern(name: str) -> str:
     """`layers.3.mlp.weight` -> `layers.*.mlp.weight`."""
     return _LAYER_INDEX.sub("*", name)
 
 
 def _tensors(plan: Plan) -> Group:
-    groups = Counter((_pattern(name), layout) for name, layout in plan.splits.items())
+    groups = Counter((name_pattern(name), layout) for name, layout in plan.splits.items())
     rows = [(pattern, layout, str(count)) for (pattern, layout), count in groups.items()]
     whole = sum(name not in plan.splits for name in plan.parameters)
     rows.append(("(all other parameters)", "whole", str(whole)))
@@ -160,7 +160,7 @@ def _tensors(plan: Plan) -> Group:
 
 def _shared(plan: Plan) -> Group:
     groups = Counter(
-        (_pattern(name), ", ".join(map(str, stages)))
+        (name_pattern(name), ", ".join(map(str, stages)))
         for name, stages in plan.parameters.items()
         if len(stages) > 1
     )

@@ -14,7 +14,7 @@ from merakc.report.text import format_bytes, format_seconds, plan_text
 LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")
 
 
-def _plan() -> Plan:
+def tiny_plan() -> Plan:
     parameters: dict[str, tuple[int, ...]] = {"embed.weight": (0, 1)}
     parameters |= {f"layers.{i}.{n}": (i // 2,) for i in range(4) for n in LAYER_TENSORS}
     splits = {"embed.weight": "96* x 8"}
@@ -93,23 +93,23 @@ Cut into 2 stages (load 1 is even)
 
 
 def test_golden() -> None:
-    plan = _plan()
+    plan = tiny_plan()
     assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
 
 
 def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
-    text = plan_text(replace(_plan(), sequence_parallel=True))
+    text = plan_text(replace(tiny_plan(), sequence_parallel=True))
     assert "mesh       dp 1 x tp 2 x pp 2 = 4 ranks, sequence parallel" in text
 
 
 def test_sharded_state_is_said() -> None:
-    text = plan_text(replace(_plan(), dp=4, state_shards=(StateShards(1, 4, 4),)))
+    text = plan_text(replace(tiny_plan(), dp=4, state_shards=(StateShards(1, 4, 4),)))
     assert "1, 4, 4 of parameters, gradients, optimizer state" in text
 
 
 def test_without_prediction_collectives_or_shared_parameters() -> None:
-    parameters = {name: stages[:1] for name, stages in _plan().parameters.items()}
-    text = plan_text(replace(_plan(), prediction=None, collectives={}, parameters=parameters))
+    parameters = {name: stages[:1] for name, stages in tiny_plan().parameters.items()}
+    text = plan_text(replace(tiny_plan(), prediction=None, collectives={}, parameters=parameters))
     assert "predicted  " not in text
     assert "several stages" not in text
     assert "collective" not in text
@@ -118,14 +118,14 @@ def test_without_prediction_collectives_or_shared_parameters() -> None:
 
 def test_indices_in_any_place_become_patterns_and_digits_in_words_stay() -> None:
     splits = {f"{i}.fc1.{i}": "8*" for i in range(11)}
-    text = plan_text(replace(_plan(), splits=splits))
+    text = plan_text(replace(tiny_plan(), splits=splits))
     assert "  *.fc1.*                  8*                       11\n" in text
 
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_width_is_kept_and_no_name_is_cut_off(width: int) -> None:
     name = "model." + "deep." * 20 + "weight"
-    text = plan_text(replace(_plan(), splits={name: "8*"}), width)
+    text = plan_text(replace(tiny_plan(), splits={name: "8*"}), width)
     assert max(map(len, text.splitlines())) <= width
     joined = "".join(line[2:].split("   ")[0].strip() for line in text.splitlines())
     assert name in joined
@@ -140,12 +140,12 @@ def test_units() -> None:
 
 
 def test_ops_kept_whole_are_named_with_their_lines() -> None:
-    plan = replace(_plan(), whole_ops=("aten.sort.default at model.py:12",))
+    plan = replace(tiny_plan(), whole_ops=("aten.sort.default at model.py:12",))
     text = plan_text(plan)
     assert "no sharding rule" in text
     assert "aten.sort.default" in text
     assert "model.py:12" in text
-    assert "no sharding rule" not in plan_text(_plan())
+    assert "no sharding rule" not in plan_text(tiny_plan())
 
 
 def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
@@ -153,14 +153,16 @@ def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
         OpaqueModule(f"layers.{k}.mlp", "model.py:12", "depends on the data", 0.125)
         for k in range(2)
     )
-    assert "as they are" not in plan_text(_plan())
-    text = plan_text(replace(_plan(), opaque_modules=modules))
+    assert "as they are" not in plan_text(tiny_plan())
+    text = plan_text(replace(tiny_plan(), opaque_modules=modules))
     assert "Run as they are, whole on one stage" in text
     assert re.search(r"layers\.\*\.mlp +model.py:12 +depends on the data +2 +25%\n", text)
 
 
 def test_all_stages_are_there_with_their_ranks() -> None:
-    plan = replace(_plan(), placement=(0, 1, 1, 0), prediction=Prediction(1.0, 0.1, (1024, 2048)))
+    plan = replace(
+        tiny_plan(), placement=(0, 1, 1, 0), prediction=Prediction(1.0, 0.1, (1024, 2048))
+    )
     rows = [line.split() for line in plan_text(plan).splitlines()]
     found = [(row[0], row[1], *row[-2:]) for row in rows if row and row[0] in ("2", "3")]
     assert found == [("2", "1", "2.00", "KiB"), ("3", "0", "1.00", "KiB")]

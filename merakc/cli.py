@@ -1,0 +1,146 @@
+"""The command line: plans made, shown and compared without ranks, weights or GPUs.
+
+Exit codes: 0 where all is well, 1 where the answer is no (plans differ, nothing fits), 2 for
+arguments that cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU
+from merakc.errors import ConfigError, MerakError
+from merakc.ir.plan import Plan, load_plan
+from merakc.ir.precision import parse_precision
+from merakc.offline import plan_offline
+from merakc.report.diff import changes_table, plan_changes, prediction_changes
+from merakc.report.text import format_bytes, plan_table
+from merakc.search import Request, with_schedule
+from merakc.sources import load_source
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Plans for training in 3D parallelism."
+)
+NO, UNUSABLE = 1, 2
+CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@contextmanager
+def _told(problem: Console) -> Iterator[None]:
+    """An error of the user's is one message, and an exit code."""
+    try:
+        yield
+    except MerakError as error:
+        problem.print(
+            f"{type(error).__name__}: {error}", style="red", highlight=False, markup=False
+        )
+        raise typer.Exit(UNUSABLE) from error
+
+
+@app.command()
+def plan(
+    source: Annotated[
+        str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
+    ],
+    ranks: Annotated[int, typer.Option(help="Devices, one rank each.", min=1)],
+    batch: Annotated[int, typer.Option(help="Samples a step, over all ranks.", min=1)],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The plan file.")] = Path(
+        "plan.json"
+    ),
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.")] = None,
+    cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}.")] = "gpu",
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.")] = None,
+    schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
+    recompute: Annotated[str, typer.Option(help="none, full, selective or auto.")] = "auto",
+    state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3, or 1,1,8.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a plan for a model and write it to a file."""
+    progress = Console(stderr=True)
+    with _told(progress), progress.status(f"reading {source}") as status:
+        if cluster not in CLUSTERS:
+            raise ConfigError(f"cluster {cluster!r} is not known; choose one of {[*CLUSTERS]}")
+        request = Request(
+            ranks, 0, dp, tp, pp, micro_batches, schedule, (), recompute, None,
+            _shards(state_shards), parse_precision(precision),
+        )  # fmt: skip
+        given = load_source(source, sequence)
+        machines = CLUSTERS[cluster]
+        made, _ = plan_offline(
+            given, with_schedule(request), batch, machines, lambda text: status.update(text)
+        )
+        made.save(output)
+    _print(made, as_json=as_json)
+    progress.print(f"written to {output}")
+    assert made.prediction is not None
+    most = max(made.prediction.peak_bytes)
+    if most > machines.memory_bytes:
+        progress.print(
+            f"does not fit: a rank needs {format_bytes(most)} of "
+            f"{format_bytes(machines.memory_bytes)}; use more ranks, or shard the state",
+            style="red",
+        )
+        raise typer.Exit(NO)
+
+
+@app.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="A plan file.")], as_json: AsJson = False
+) -> None:
+    """Show what a plan decides, and what it expects."""
+    with _told(Console(stderr=True)):
+        _print(load_plan(file), as_json=as_json)
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan file.")],
+    second: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what two plans decide differently; exits with 1 where they do."""
+    with _told(Console(stderr=True)):
+        old, new = load_plan(first), load_plan(second)
+    changes, predictions = plan_changes(old, new), prediction_changes(old, new)
+    console = Console()
+    if as_json:
+        found = {"changes": changes, "predictions": predictions}
+        console.print_json(json.dumps({k: [asdict(c) for c in v] for k, v in found.items()}))
+    elif changes:
+        console.print(changes_table([*changes, *predictions], str(first), str(second)))
+    else:
+        console.print("the plans decide the same")
+    if changes:
+        raise typer.Exit(NO)
+
+
+def _shards(text: str | None) -> str | tuple[int, ...] | None:
+    """`1,1,8` as numbers; a name as it is."""
+    if text is None or "," not in text:
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--state-shards {text}: give zero-1 to zero-3, or three numbers such as 1,1,8"
+        ) from error
+
+
+def _print(made: Plan, *, as_json: bool) -> None:
+    if as_json:
+        Console().print_json(json.dumps(asdict(made)))
+    else:
+        Console().print(plan_table(made))

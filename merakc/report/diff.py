@@ -1,0 +1,111 @@
+"""What two plans decide differently."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from merakc.ir.plan import Plan
+from merakc.report.text import format_bytes, format_seconds, name_pattern
+
+# What is no decision, or is told by others.
+SKIPPED = {"graph", "stages", "cut", "prediction", "merakc_version", "schema_version"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that differs: what, and how it is in each of the two."""
+
+    what: str
+    first: str
+    second: str
+
+
+def plan_changes(first: Plan, second: Plan) -> list[Change]:
+    """Every decision in which two plans differ; empty where they train alike.
+
+    Parameters appear as patterns in which `*` stands for a layer's index.
+    """
+    found: list[Change] = []
+    if first.graph.hash != second.graph.hash:
+        pairs = first.graph.hash[:12], second.graph.hash[:12]
+        found.append(Change("graph", *pairs))
+    for field in dataclasses.fields(Plan):
+        if field.name in SKIPPED:
+            continue
+        old, new = getattr(first, field.name), getattr(second, field.name)
+        if old == new:
+            continue
+        if isinstance(old, Mapping):
+            found += _mapping_changes(field.name, old, new)
+        else:
+            found.append(Change(field.name, _shown(old), _shown(new)))
+    return [*found, *_stage_changes(first, second)]
+
+
+def prediction_changes(first: Plan, second: Plan) -> list[Change]:
+    """The predictions of two plans side by side, where both have one."""
+    old, new = first.prediction, second.prediction
+    if old is None or new is None:
+        return []
+    step = f"{format_seconds(new.step_s)} ({new.step_s / old.step_s - 1:+.1%})"
+    peaks = [max(p.peak_bytes, default=0) for p in (old, new)]
+    peak = f"{format_bytes(peaks[1])} ({peaks[1] / max(peaks[0], 1) - 1:+.1%})"
+    return [
+        Change("step", format_seconds(old.step_s), step),
+        Change("idle", f"{old.bubble_share:.1%}", f"{new.bubble_share:.1%}"),
+        Change("peak of a rank", format_bytes(peaks[0]), peak),
+    ]
+
+
+def changes_table(changes: list[Change], first: str, second: str) -> Table:
+    """The changes for `rich` to print, the two plans under these names."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("", first, second):
+        table.add_column(name, overflow="fold")
+    for change in changes:
+        table.add_row(*(Text(cell) for cell in (change.what, change.first, change.second)))
+    return table
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "; ".join(str(v) for v in value) or "-"
+    return "-" if value is None else str(value)
+
+
+def _mapping_changes(
+    field: str, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[Change]:
+    """The changed entries, those of one pattern and one change once."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for name in dict.fromkeys([*old, *new]):
+        if old.get(name) != new.get(name):
+            key = name_pattern(name), _shown(old.get(name)), _shown(new.get(name))
+            counts[key] = counts.get(key, 0) + 1
+    for (pattern, before, after), count in counts.items():
+        times = f" ({count})" if count > 1 else ""
+        yield Change(f"{field}: {pattern}{times}", before, after)
+
+
+def _stage_changes(first: Plan, second: Plan) -> Iterator[Change]:
+    """The stages whose modules differ, where both plans have as many."""
+    if len(first.rank_of) != len(second.rank_of) or first.graph.hash != second.graph.hash:
+        return
+    for stage in range(len(first.rank_of)):
+        old, new = (
+            "; ".join(
+                f"{r.first_module or '(model)'} .. {r.last_module or '(model)'}"
+                for r in plan.stages
+                if r.stage == stage
+            )
+            for plan in (first, second)
+        )
+        if old != new:
+            yield Change(f"stage {stage}", old, new)

@@ -1,0 +1,176 @@
+"""Where a model to plan for comes from: a configuration, a preset, or a function of the user's.
+
+Models are made on the meta device, without weights; batches hold zeros: only shapes are looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from merakc.batches import batch_size_of, call_arguments
+from merakc.errors import ConfigError
+
+# Published configurations, in the fields of transformers' configs.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Radford et al. 2019, table 2.
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    # Brown et al. 2020 (arXiv 2005.14165), table 2.1.
+    "gpt3-175b": {
+        "model_type": "gpt2", "n_positions": 2048, "n_embd": 12288, "n_layer": 96, "n_head": 96,
+    },
+    # Llama team 2024 (arXiv 2407.21783), table 3.
+    "llama-3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    "llama-3-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    # Raffel et al. 2020 (arXiv 1910.10683), section 3.7.
+    "t5-11b": {
+        "model_type": "t5", "d_model": 1024, "d_ff": 65536, "d_kv": 128, "num_heads": 128,
+        "num_layers": 24, "vocab_size": 32128,
+    },
+}  # fmt: skip
+# The kinds of model that a batch is known for, by transformers' tables of their classes.
+TASKS = {
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES": "speech",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "text",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "text",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "text",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image",
+}
+HINT = "give MODULE:FUNCTION, a function that returns a model and a batch"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and the batch of any number of samples that it is called with."""
+
+    name: str
+    model: nn.Module
+    batch: Callable[[int], Any]
+
+
+def load_source(text: str, sequence: int | None = None) -> Source:
+    """The source that a user names: a preset, a config.json or its folder, or MODULE:FUNCTION.
+
+    `sequence` is the length of texts; the model's own where None. Raises `ConfigError` where
+    there is no such thing, or it is of a kind whose batches are not known.
+    """
+    if text in PRESETS:
+        return _from_config(text, PRESETS[text], sequence)
+    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    if path.is_file() and path.suffix == ".json":
+        return _from_file(path, sequence)
+    if ":" in text:
+        return _from_function(text)
+    raise ConfigError(
+        f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with one; or "
+        f"{HINT}"
+    )
+
+
+def _from_function(text: str) -> Source:
+    module_name, _, name = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{text}: {error}; {HINT}") from error
+    try:
+        model, batch = function()
+    except TypeError as error:
+        raise ConfigError(f"{text}() gave no model and batch: {error}; {HINT}") from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{text}() gave a {type(model).__name__} for a model; {HINT}")
+    return Source(text, model, lambda samples: resized(batch, samples))
+
+
+def resized(batch: Any, samples: int) -> Any:
+    """The batch with another number of samples; their values are zeros."""
+    size = batch_size_of(*call_arguments(batch))
+
+    def resize(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size:
+            return leaf.new_zeros((samples, *leaf.shape[1:]))
+        return leaf
+
+    return pytree.tree_map(resize, batch)
+
+
+def _from_file(path: Path, sequence: int | None) -> Source:
+    transformers = _transformers(str(path))
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path}: no config of transformers' ({error})") from error
+    return _from_hf(str(path), config, sequence)
+
+
+def _from_config(name: str, fields: Mapping[str, Any], sequence: int | None) -> Source:
+    transformers = _transformers(name)
+    return _from_hf(name, transformers.AutoConfig.for_model(**fields), sequence)
+
+
+def _transformers(wanted_by: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{wanted_by}: transformers is not installed; install merakc[hf], or {HINT}"
+        ) from error
+    return transformers
+
+
+def _from_hf(name: str, config: Any, sequence: int | None) -> Source:
+    from transformers.models.auto import modeling_auto as tables
+
+    transformers = _transformers(name)
+    classes = getattr(config, "architectures", None) or []
+    for table, task in TASKS.items():
+        found = getattr(tables, table).get(config.model_type)
+        known = (found,) if isinstance(found, str) else tuple(found or ())
+        if known and (not classes or classes[0] in known):
+            with torch.device("meta"):
+                model = getattr(transformers, classes[0] if classes else known[0])(config)
+            model.config.use_cache = False
+            length = sequence or _own_length(config)
+            return Source(name, model.train(), partial(_batch, task, config, length))
+    what = classes[0] if classes else config.model_type
+    raise ConfigError(f"{name}: merakc knows no batch for {what}; {HINT}")
+
+
+def _own_length(config: Any) -> int:
+    for field in ("n_positions", "max_position_embeddings", "max_target_positions"):
+        if getattr(config, field, None):
+            return int(getattr(config, field))
+    return 512
+
+
+def _batch(task: str, config: Any, length: int, samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, length, dtype=torch.long)
+    if task == "text":
+        return {"input_ids": ids, "labels": ids}
+    if task == "speech":
+        frames = 2 * config.max_source_positions
+        features = torch.zeros(samples, config.num_mel_bins, frames)
+        return {"input_features": features, "labels": ids}
+    side = getattr(config, "image_size", 224)  # what ImageNet's pictures are cropped to
+    pixels = torch.zeros(samples, config.num_channels, side, side)
+    return {"pixel_values": pixels, "labels": torch.zeros(samples, dtype=torch.long)}

@@ -1,0 +1,59 @@
+"""What two plans decide differently."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from merakc.ir.plan import Plan, Prediction
+from merakc.ir.state import StateShards
+from merakc.report.diff import Change, changes_table, plan_changes, prediction_changes
+from tests.report.test_text import tiny_plan
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return tiny_plan()
+
+
+def test_equal_plans_have_no_changes(plan: Plan) -> None:
+    assert plan_changes(plan, replace(plan, prediction=None, merakc_version="9")) == []
+
+
+def test_every_decision_is_told(plan: Plan) -> None:
+    moved = {n: (1,) if n == "layers.1.norm.weight" else s for n, s in plan.parameters.items()}
+    whole = {n: layout for n, layout in plan.splits.items() if "qkv" not in n}
+    other = replace(
+        plan,
+        dp=2,
+        state_shards=(StateShards(1, 1, 2),) * 2,
+        parameters=moved,
+        splits=whole,
+        stages=(plan.stages[0], replace(plan.stages[1], first_module="x"), plan.stages[2]),
+    )
+    assert plan_changes(plan, other) == [
+        Change("dp", "1", "2"),
+        Change("parameters: layers.*.norm.weight", "0", "1"),
+        Change("splits: layers.*.attn.qkv.weight (4)", "3·4*·2 x 8", "-"),
+        Change("state_shards", "-", "1, 1, 2; 1, 1, 2"),
+        Change(
+            "stage 1",
+            "(model) .. (model); layers.2.attn .. lm_head",
+            "x .. (model); layers.2.attn .. lm_head",
+        ),
+    ]
+
+
+def test_predictions_and_the_table(plan: Plan) -> None:
+    slower = replace(plan, dp=2, prediction=Prediction(0.0246, 0.5, (3 << 29, 0)))
+    changes = prediction_changes(plan, slower)
+    assert changes[0] == Change("step", "12.30 ms", "24.60 ms (+100.0%)")
+    assert changes[2] == Change("peak of a rank", "3.00 GiB", "1.50 GiB (-50.0%)")
+    assert prediction_changes(plan, replace(plan, prediction=None)) == []
+    page = io.StringIO()
+    Console(file=page, width=80).print(changes_table(changes, "a.json", "b.json"))
+    assert "a.json" in page.getvalue()
+    assert "24.60 ms (+100.0%)" in page.getvalue()

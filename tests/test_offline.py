@@ -1,0 +1,35 @@
+"""Plans made without ranks, for a batch over all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from merakc.cluster import NOMINAL_CPU
+from merakc.errors import ConfigError, CutError, PlanError
+from merakc.offline import plan_offline
+from merakc.search import Request
+from merakc.sources import load_source
+
+
+def test_each_degree_that_divides_the_batch_is_tried() -> None:
+    source, said = load_source("tests.small_source:small"), []
+    plan, lowered = plan_offline(source, Request(4, 0), 6, NOMINAL_CPU, said.append)
+    assert plan.mesh.world_size == 4
+    assert plan.batch_size * plan.dp == 6
+    assert plan.dp in (1, 2)  # of 1, 2 and 4
+    assert [t for t in said if t.startswith("searching")] == ["searching dp=1", "searching dp=2"]
+    assert lowered.plan == plan
+    assert plan.prediction is not None
+    for dp in (1, 2):
+        other, _ = plan_offline(source, Request(4, 0, dp=dp), 6, NOMINAL_CPU)
+        assert other.prediction is not None
+        assert other.dp == dp
+        assert other.prediction.step_s >= plan.prediction.step_s
+
+
+def test_what_cannot_be() -> None:
+    source = load_source("tests.small_source:small")
+    with pytest.raises(ConfigError, match="6 samples does not divide over dp=4 of 4 ranks"):
+        plan_offline(source, Request(4, 0, dp=4), 6, NOMINAL_CPU)
+    with pytest.raises((CutError, PlanError)):
+        plan_offline(source, Request(64, 0, pp=64), 6, NOMINAL_CPU)
