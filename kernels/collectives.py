@@ -93,18 +93,40 @@ def scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> 
 
 def all_reduce_now(x: Tensor, axis: str, reduce: str) -> Tensor:
     """What `merakc::all_reduce` computes, past the dispatcher and autograd."""
-    out, work = all_reduce_async(x, axis, reduce)
-    work.wait()
-    return out
+    return start_all_reduce(x, axis, reduce).wait()
 
 
-def all_reduce_async(x: Tensor, axis: str, reduce: str) -> tuple[Tensor, dist.Work]:
-    """Starts an all-reduce of a copy of x; the tensor holds the result after `work.wait()`."""
+class Pending:
+    """A collective that is under way; `held` is what the process group still reads.
+
+    On a GPU a wait holds up the stream of the caller, not the caller.
+    """
+
+    __slots__ = ("_finish", "_held", "_work")
+
+    def __init__(
+        self, work: dist.Work, finish: Callable[[], Tensor], *held: Tensor | Sequence[Tensor]
+    ) -> None:
+        self._work, self._finish, self._held = work, finish, held
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+        self._work.wait()
+        return self._finish()
+
+
+def wait(pending: Pending) -> Tensor:
+    """The result of a collective that was started."""
+    return pending.wait()
+
+
+def start_all_reduce(x: Tensor, axis: str, reduce: str) -> Pending:
+    """Starts what `merakc::all_reduce` computes."""
     group = axis_group(axis)
     out = _contiguous_copy(x)
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[reduce]
-    return out, group.allreduce([out], options)
+    return Pending(group.allreduce([out], options), lambda: out)
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:
@@ -116,7 +138,8 @@ def _copy_to(x: Tensor, axis: str) -> Tensor:
     return _contiguous_copy(x)
 
 
-def _all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+def start_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Pending:
+    """Starts what `merakc::all_gather` and `merakc::gather_to` compute."""
     group = axis_group(axis)
     assert len(sizes) == group.size(), (sizes, group.size())
     assert rank == group.rank(), (rank, group.rank())
@@ -127,13 +150,25 @@ def _all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int)
     padded = x.new_zeros(block)
     padded.narrow(dim, 0, sizes[rank]).copy_(x)
     blocks = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(blocks, padded, group)
-    trimmed = [part.narrow(dim, 0, size) for part, size in zip(blocks, sizes, strict=True)]
+    work = dist.all_gather(blocks, padded, group, async_op=True)
+    assert work is not None, "this rank is not in the group"
     block[dim] = sum(sizes)
-    return torch.cat(trimmed, dim, out=x.new_empty(block))
+
+    def join() -> Tensor:
+        trimmed = [part.narrow(dim, 0, size) for part, size in zip(blocks, sizes, strict=True)]
+        return torch.cat(trimmed, dim, out=x.new_empty(block))
+
+    return Pending(work, join, padded)
 
 
-def _reduce_scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+def _all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    return start_all_gather(x, axis, dim, sizes, rank).wait()
+
+
+def start_reduce_scatter(
+    x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int
+) -> Pending:
+    """Starts what `merakc::reduce_scatter` computes."""
     group = axis_group(axis)
     assert len(sizes) == group.size(), (sizes, group.size())
     assert x.shape[dim] == sum(sizes), (x.shape, dim, sizes)
@@ -143,8 +178,17 @@ def _reduce_scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: 
     for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):
         own.narrow(dim, 0, part.shape[dim]).copy_(part)
     out = x.new_empty(block)
-    dist.reduce_scatter(out, blocks, group=group)
-    return _contiguous_copy(out.narrow(dim, 0, sizes[rank])) if len(set(sizes)) > 1 else out
+    work = dist.reduce_scatter(out, blocks, group=group, async_op=True)
+    assert work is not None, "this rank is not in the group"
+
+    def take() -> Tensor:
+        return _contiguous_copy(out.narrow(dim, 0, sizes[rank])) if len(set(sizes)) > 1 else out
+
+    return Pending(work, take, blocks)
+
+
+def _reduce_scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
+    return start_reduce_scatter(x, axis, dim, sizes, rank).wait()
 
 
 def _scatter(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:

@@ -23,6 +23,25 @@ COMPOSITES: Mapping[str, Callable[..., Any]] = {
 }
 
 
+# Collectives in two halves, which the compiler puts in the place of an op: the first returns a
+# `collectives.Pending`, the second its result.
+STARTS: Mapping[str, str] = {
+    "merakc.all_reduce.default": "start.all_reduce",
+    "merakc.all_gather.default": "start.all_gather",
+    "merakc.gather_to.default": "start.gather_to",
+    "merakc.reduce_scatter.default": "start.reduce_scatter",
+}
+STARTED: Mapping[str, str] = {start: op for op, start in STARTS.items()}
+WAIT = "wait.default"
+_HALVES: Mapping[str, Callable[..., Any]] = {
+    "start.all_reduce": collectives.start_all_reduce,
+    "start.all_gather": collectives.start_all_gather,
+    "start.gather_to": collectives.start_all_gather,
+    "start.reduce_scatter": collectives.start_reduce_scatter,
+    WAIT: collectives.wait,
+}
+
+
 def _group_norm(x: torch.Tensor, *args: Any) -> Any:
     return torch.ops.aten.native_group_norm(x.contiguous(), *args)
 
@@ -50,6 +69,8 @@ def resolve_op(op: str) -> Callable[..., Any]:
     """The callable of `aten.add.Tensor`, `merakc.dropout.default`, `composite.NAME`."""
     if op in COMPOSITES:
         return COMPOSITES[op]
+    if op in _HALVES:
+        return _HALVES[op]
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part)
@@ -66,9 +87,19 @@ def makes_tensor(op: str) -> bool:
     return not tensors and any(a.name == "device" for a in arguments)
 
 
+def returns_list(op: str) -> bool:
+    """Whether the op returns a list of tensors."""
+    if op in _HALVES:
+        return False
+    returns = resolve_op(op)._schema.returns  # type: ignore[attr-defined]
+    return len(returns) == 1 and str(returns[0].type).startswith("List")
+
+
 def returns_view(op: str) -> bool:
     """Whether the op's result may share its argument's memory."""
     if op in COMPOSITES or op.startswith("function."):
         return True
+    if op in _HALVES:
+        return False
     returns = resolve_op(op)._schema.returns  # type: ignore[attr-defined]
     return any(r.alias_info is not None for r in returns)

@@ -37,6 +37,7 @@ from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven, parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
+from merakc.overlap import with_parts
 from merakc.passes.collectives import chunk_touches
 from merakc.planner import Lowered, apply_plan
 from merakc.predict import predict
@@ -69,6 +70,7 @@ def auto_parallel(
     sequence_parallel: bool | None = None,
     state_shards: ShardsGiven | None = None,
     precision: str | Precision | None = None,
+    overlap: int | None = None,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -89,20 +91,19 @@ def auto_parallel(
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
         recompute: "none", "full" (whole stages), "selective" (what is cheap) or "auto" (as needed).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
-        state_shards: numbers of shards over dp of parameters, gradients and optimizer state, or
-            "zero-1" to "zero-3", for all stages or each; `parameters()` are then parts.
+        state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
+        overlap: parts of a micro-batch, tp's communication of one under the others' arithmetic.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws and of the weights of a model on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
 
-    Raises children of `MerakError`: `ConfigError` for arguments that contradict each other,
-    `RecordError` for a forward that cannot be recorded, `MismatchError` where ranks differ.
+    Raises children of `MerakError`: `ConfigError`, `RecordError`, `MismatchError`, ...
     """
     world = _start_distributed(device := _device(device))
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    request = Request(*given, state_shards, parse_precision(precision))
+    request = Request(*given, state_shards, parse_precision(precision), overlap)
     made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s)
 
@@ -141,7 +142,10 @@ def _decide(
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
-    lowered = _lowered(request, given, recorded, machines)
+    if request.overlap is None and cluster is None and device.type == "cpu":
+        # Gloo communicates with the cores that compute, and over links unknown: nothing to gain.
+        request = replace(request, overlap=0)
+    lowered = with_parts(_lowered(request, given, recorded, machines), recorded)
     recording = recorded(lowered.plan.micro_batches)
     return _Decision(model, device, example(), recording, lowered, machines)
 
@@ -237,6 +241,8 @@ def _requested(
         raise ConfigError(
             f"recompute {fixed.recompute!r} is not known; choose one of {', '.join(RECOMPUTE)}"
         )
+    if fixed.overlap is not None and fixed.overlap < 0:
+        raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
     fixed = with_schedule(fixed)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     args, kwargs = call_arguments(batch)
@@ -258,6 +264,11 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
+    if fixed.overlap is not None and fixed.overlap not in (given.sub_batches or (0,)):
+        raise ConfigError(
+            f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
+            "one of the two"
+        )
     asked = fixed.state_shards
     stages = len(given.rank_of)
     planned_shards = [given.shards(s) for s in range(stages)]

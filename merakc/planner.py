@@ -45,6 +45,8 @@ from merakc.passes.stages import (
     stages_of_runs,
     transfer_stages,
 )
+from merakc.passes.sub_batches import Parts, divided
+from merakc.passes.subpipeline import overlapped, same_nodes
 from merakc.passes.weigh_loss import WeighedLoss, weigh_loss
 from merakc.schedules.registry import make_schedule, stage_ranks
 from merakc.schedules.text import parse_schedule
@@ -58,6 +60,7 @@ class Lowered:
     plan: Plan
     loss: WeighedLoss
     stages: Stages
+    parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -68,11 +71,35 @@ class Lowered:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
         without `train` no backward.
         """
-        local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
         if not train:
+            local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
             frozen = tuple(replace(i, requires_grad=False) for i in local.inputs)
             return differentiate(replace(local, inputs=frozen))
-        return self._with_pieces(stage, differentiate(local))
+        chunk = self._pieces(stage, tp_rank)
+        if not self.plan.sub_batches or self.plan.tp == 1:
+            return chunk
+        machines = self.plan.machines or NOMINAL_GPU
+        unlike = self.stages.sharding.unlike_ranks(self.stages.graphs[stage])
+        if len(unlike) == 1:
+            return overlapped(chunk, machines)
+        # Every rank comes to the same order, without a word to the others.
+        kinds = [self._pieces(stage, rank) for rank in unlike]
+        alike = all(same_nodes(c, kinds[0]) for c in kinds)
+        return overlapped(chunk, machines, kinds[0]) if alike else chunk
+
+    def local(self, stage: int, tp_rank: int) -> Graph:
+        """The forward of a micro-batch on one rank and stage, in parts where the plan says so."""
+        local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
+        count = self.plan.sub_batches[stage] if self.plan.sub_batches else 1
+        for parts in self.parts:
+            if parts.count == count:
+                stages = parts.stages
+                part = localise(stages.graphs[stage], stages.sharding, tp_rank)
+                return divided(local, part, parts)
+        return local
+
+    def _pieces(self, stage: int, tp_rank: int) -> Chunk:
+        return self._with_pieces(stage, differentiate(self.local(stage, tp_rank)))
 
     def _with_pieces(self, stage: int, chunk: Chunk) -> Chunk:
         order = self.schedule.orders[self.schedule.rank_of[stage]]
@@ -197,7 +224,7 @@ def make_plan(
     an order of work. Raises `CutError` where the graph does not give them, `ShardError` where it
     does not divide over `mesh.tp` ranks.
     """
-    loss = _weighed(training_graph(recording.graph), mesh.tp)
+    loss = weighed(training_graph(recording.graph), mesh.tp)
     sharding = shard(loss.graph, mesh.tp, cluster=cluster, sequence_parallel=sequence_parallel)
     placement = _placement(mesh, schedule, order, chunks)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster)
@@ -250,8 +277,8 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = _weighed(training_graph(recording.graph), plan.tp)
-    sharding = _sharding(loss.graph, plan)
+    loss = weighed(training_graph(recording.graph), plan.tp)
+    sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
 
@@ -265,13 +292,13 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     plan = lowered.plan
     graph = recording.graph if results else training_graph(recording.graph)
     graph = with_outputs(graph, graph.outputs)
-    loss = _weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
-    sharding = _sharding(loss.graph, plan)
+    loss = weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
+    sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
 
 
-def _weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:
+def weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:
     """The graph that is sharded and cut, with losses of micro-batches that add up.
 
     `gathered` says whether its products are to be gathered; where it is None, the graph does.
@@ -293,7 +320,7 @@ def _splits_of_results(
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
     if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
         return {}
-    whole = _weighed(graph, tp, gathered=gathered).graph
+    whole = weighed(graph, tp, gathered=gathered).graph
     try:
         found = shard(whole, tp, splits).splits(whole)
     except PlanError:  # the results need whole what training splits: `predict` refuses them
@@ -301,7 +328,8 @@ def _splits_of_results(
     return {name: layout for name, layout in found.items() if name not in trained}
 
 
-def _sharding(graph: Graph, plan: Plan) -> Sharding:
+def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
+    """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from merakc.cluster import Cluster
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.keep import with_kept
-from merakc.costs.stage import rough_stage_cost
+from merakc.costs.stage import faster, rough_stage_cost
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan, Prediction
@@ -34,7 +34,7 @@ def predict(
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
     if costs is None:
-        costs = tuple(rough_stage_cost(g, cluster, plan.shards(s)) for s, g in enumerate(local))
+        costs = planned_costs(lowered, cluster)
         costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
     costs = tuple(
         replace(c, reduce_s=tied_seconds(_tied_bytes(plan, g, s), mesh, cluster))
@@ -59,6 +59,16 @@ def predict(
         tuple(simulation.exposed_s[k] for k in own),
     )
     return prediction, simulation
+
+
+def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
+    """Rough costs of the stages, less the communication that is to run under computation."""
+    plan = lowered.plan
+    costs = tuple(
+        rough_stage_cost(g, cluster, plan.shards(s)) for s, g in enumerate(lowered.stages.local)
+    )
+    gains = plan.overlap_gains or (0.0,) * len(costs)
+    return tuple(faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True))
 
 
 def _tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from merakc.cluster import Cluster
 from merakc.costs.keep import keep_bytes
-from merakc.costs.stage import rough_stage_cost
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import ShardsGiven, parse_shards
+from merakc.overlap import choose_overlap
 from merakc.planner import Lowered, make_plan
-from merakc.predict import predict
+from merakc.predict import planned_costs, predict
 from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
 from merakc.schedules.text import format_schedule, parse_schedule
@@ -51,6 +51,7 @@ class Request:
     sequence_parallel: bool | None = None
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
+    overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
 
 
 def with_schedule(request: Request) -> Request:
@@ -150,10 +151,7 @@ def _generated(
     """
     if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
         return plan, lowered
-    costs = tuple(
-        rough_stage_cost(graph, cluster, plan.shards(s))
-        for s, graph in enumerate(lowered.stages.local)
-    )
+    costs = planned_costs(lowered, cluster)
     if request.recompute == "none":  # recomputing would give nothing back
         costs = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
     sizes = [t.size_bytes for t in lowered.stages.transfers]
@@ -210,6 +208,8 @@ def _plan(
         given = parse_shards(request.state_shards, mesh.dp, len(plan.rank_of))
         plan = replace(plan, state_shards=given)
     plan = replace(plan, precision=request.precision)
+    lowered = choose_overlap(replace(lowered, plan=plan), record, cluster, request.overlap)
+    plan = lowered.plan
     for choice in choices:
         kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
         plan = replace(plan, recompute=choice, keep_bytes=kept)
@@ -224,11 +224,8 @@ def _plan(
 
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
     """What each stage may keep of a micro-batch in the cluster's memory."""
-    plan = lowered.plan
-    costs = [
-        rough_stage_cost(g, cluster, plan.shards(s)) for s, g in enumerate(lowered.stages.local)
-    ]
-    return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * plan.pp)
+    costs = planned_costs(lowered, cluster)
+    return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * lowered.plan.pp)
 
 
 def _recomputations(request: Request) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from merakc.ir.graph import InputKind, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.overlap import with_parts
 from merakc.passes.collectives import chunk_touches, trained
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
@@ -161,12 +162,17 @@ class Steps:
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
         plan = self.planned.plan
-        recording = record_part(
-            self.source, args, kwargs, plan.micro_batches, self.device, plan.precision
-        )
+
+        def recorded(micro_batches: int) -> Recording:
+            source, precision = self.source, plan.precision
+            return record_part(source, args, kwargs, micro_batches, self.device, precision)
+
+        recording = recorded(plan.micro_batches)
         has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
         train, results = train and has_loss, results or not has_loss
         lowered = adapt_plan(self.planned, recording, results=results)
+        if train and not results:
+            lowered = with_parts(lowered, recorded, batch_size_of(args, kwargs))
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)

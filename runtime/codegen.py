@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.kernels.ops import DIRECT, makes_tensor, resolve_op
+from merakc.kernels.ops import DIRECT, makes_tensor, resolve_op, returns_list
 
 Compiled = Callable[[list[Any]], list[Any]]
 
@@ -145,7 +145,4 @@ class _Writer:
 
 def returns_tuple(node: Node) -> bool:
     """Whether the node's op returns several values or a list of them."""
-    if len(node.outputs) > 1:
-        return True
-    returns = resolve_op(node.op)._schema.returns  # type: ignore[attr-defined]
-    return len(returns) == 1 and str(returns[0].type).startswith("List")
+    return len(node.outputs) > 1 or returns_list(node.op)

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
+from merakc.kernels.ops import WAIT
 
 # Ops that move no data.
 FREE = frozenset(
@@ -18,7 +19,7 @@ FREE = frozenset(
      "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
      "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
      "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
-     "merakc.copy_to.default"}
+     "merakc.copy_to.default", WAIT}
 )  # fmt: skip
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default")  # fmt: skip

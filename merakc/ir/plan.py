@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pydantic
 
+from merakc.cluster import Cluster
 from merakc.errors import PlanError
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
@@ -95,7 +96,10 @@ class Plan:
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
     the order of work of each pipeline rank, where the name of the schedule does not say it.
     `keep_bytes` is what a micro-batch may keep on each stage from its forward to its backward where
-    `recompute` is "solved"; at -1 it keeps all.
+    `recompute` is "solved"; at -1 it keeps all. `sub_batches` is the number of parts in which each
+    stage runs a micro-batch, one's communication under the others' arithmetic; without it,
+    collectives block. `overlap_gains` is the share of its seconds that each is expected to save so,
+    on `machines`, whose figures decide the order of its nodes.
     """
 
     model: str
@@ -120,6 +124,9 @@ class Plan:
     placement: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     keep_bytes: tuple[int, ...] = ()
+    sub_batches: tuple[int, ...] = ()
+    overlap_gains: tuple[float, ...] = ()
+    machines: Cluster | None = None
     prediction: Prediction | None = None
     merakc_version: str = ""
     schema_version: int = SCHEMA_VERSION

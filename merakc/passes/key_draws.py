@@ -50,7 +50,7 @@ def key_draws(graph: Graph, sampled: Collection[str], wide: Graph | None = None)
     else:
         dims = propagate(graph)
         names = {i.name for i in inputs}
-        samples = _sample_factors(dims, names)
+        samples = sample_factors(dims, names)
         depends = _depending(graph, names)
         found = {
             n.name: _keying(
@@ -77,7 +77,7 @@ def _depending(graph: Graph, names: Collection[str]) -> set[str]:
     return found
 
 
-def _sample_factors(dims: Dims, names: Collection[str]) -> set[Factor]:
+def sample_factors(dims: Dims, names: Collection[str]) -> set[Factor]:
     """The factors of dim 0 of these inputs, and of what ops without a rule make of it."""
     found = {f for name in names for f in leaves(dims.of[Ref(name)][0])}
     for node in dims.graph.nodes:

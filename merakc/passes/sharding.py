@@ -36,6 +36,20 @@ class Sharding:
     opaque: tuple[Node, ...]
     sequences: tuple[SequenceSplit, ...] = ()
 
+    def unlike_ranks(self, graph: Graph) -> tuple[int, ...]:
+        """One rank for each set of sizes that the parts of a graph's values have: (0,) where all
+        dims divide evenly.
+        """
+        refs = graph.specs()
+        every = [self.layouts, *(s.layouts for s in self.sequences)]
+        split = dict.fromkeys(
+            layouts[r] for layouts in every for r in refs if r in layouts and layouts[r].is_split
+        )
+        found: dict[tuple[tuple[int, ...], ...], int] = {}
+        for rank in range(self.tp):
+            found.setdefault(tuple(lay.local_shape(self.tp, rank) for lay in split), rank)
+        return tuple(found.values())
+
     def sequence_of(self, ref: Ref) -> SequenceSplit | None:
         """The sequence split that a value is kept in."""
         return next((s for s in self.sequences if ref in s.kept), None)

@@ -230,6 +230,22 @@ def transfer_stages(
     return found
 
 
+def stages_like(graph: Graph, planned: Graph, of: Mapping[str, int]) -> dict[str, int]:
+    """Stages for a recording of other sizes that is to exchange the same values.
+
+    A node goes where the node of the same module, op and turn went, or to every stage that reads
+    it where that one did; one that `planned` lacks follows what it reads.
+    """
+    known = {key: of.get(node.name, -1) for key, node in _turns(planned)}
+    found: dict[str, int] = {}
+    for key, node in _turns(graph):
+        earliest = max((found[r.node] for r in node.refs if r.node in found), default=-1)
+        stage = known.get(key, earliest)
+        if stage >= 0:
+            found[node.name] = max(stage, earliest)
+    return found
+
+
 def _turns(graph: Graph) -> list[tuple[tuple[str, str, int], Node]]:
     counts: dict[tuple[str, str], int] = {}
     found = []

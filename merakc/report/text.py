@@ -106,6 +106,8 @@ def _header(plan: Plan) -> Panel:
     if any(shards.optimizer > 1 for shards in plan.state_shards):
         shares = "; ".join(str(shards) for shards in dict.fromkeys(plan.state_shards))
         facts.append(("shards", f"{shares} of parameters, gradients, optimizer state"))
+    if plan.sub_batches:
+        facts.append(("overlap", _overlap(plan)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if plan.prediction:
@@ -120,6 +122,20 @@ def _prediction(prediction: Prediction) -> str:
         f"{format_seconds(prediction.step_s)} a step, {prediction.bubble_share:.1%} idle, "
         f"{exposed}peak {format_bytes(max(prediction.peak_bytes, default=0))}"
     )
+
+
+def _overlap(plan: Plan) -> str:
+    """In how many parts stages run a micro-batch, and what that saves."""
+    parts = []
+    for count in dict.fromkeys(plan.sub_batches):
+        stages = [s for s, own in enumerate(plan.sub_batches) if own == count]
+        every = len(stages) == len(plan.sub_batches)
+        where = "" if every else f" on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        form = f"micro-batches in {count} parts" if count > 1 else "whole micro-batches"
+        gains = [plan.overlap_gains[s] for s in stages if plan.overlap_gains]
+        saved = f", saves {min(gains):.1%} to {max(gains):.1%} of a stage" if gains else ""
+        parts.append(form + where + saved)
+    return "; ".join(parts)
 
 
 def _stages(plan: Plan) -> Group:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
-from merakc.costs.stage import rough_stage_cost, stage_cost, static_bytes, with_seconds
+from merakc.costs.stage import faster, rough_stage_cost, stage_cost, static_bytes, with_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
 from merakc.ir.program import ActionKind, Mesh
@@ -80,3 +80,11 @@ def test_sharded_state_is_a_share(counts: tuple[int, int, int]) -> None:
     size = 8 * 16 * 4
     expected = size + size // p + size // g + 2 * size // os
     assert static_bytes(graph, StateShards(*counts)) == expected
+
+
+def test_a_faster_stage_has_the_same_bytes() -> None:
+    cost = rough_stage_cost(lowered("1f1b", "none").stages.local[0], NOMINAL_CPU)
+    made = faster(cost, 0.5)
+    assert made.forward_s == cost.forward_s / 2
+    assert made.backward_s == cost.backward_s / 2
+    assert made.saved_bytes == cost.saved_bytes

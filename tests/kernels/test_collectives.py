@@ -16,7 +16,6 @@ from merakc.errors import ConfigError
 from merakc.kernels.collectives import (
     all_gather,
     all_reduce,
-    all_reduce_async,
     all_reduce_now,
     axis_group,
     bind_axis,
@@ -24,6 +23,9 @@ from merakc.kernels.collectives import (
     gather_to,
     reduce_scatter,
     scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
     unbind_axes,
 )
 
@@ -49,9 +51,8 @@ def _bind() -> int:
 def _reduce_all_ways(dtype: torch.dtype) -> list[Tensor]:
     x = _part(_bind(), dtype=dtype)
     before = x.clone()
-    later, work = all_reduce_async(x.t(), "tp", "sum")
-    work.wait()
-    results = [all_reduce(x, "tp"), all_reduce_now(x, "tp", "sum"), later.t()]
+    pending = start_all_reduce(x.t(), "tp", "sum")
+    results = [all_reduce(x, "tp"), all_reduce_now(x, "tp", "sum"), pending.wait().t()]
     results += [all_reduce(x, "tp", "max"), all_reduce_now(x, "tp", "max")]
     assert torch.equal(x, before)
     return results
@@ -218,7 +219,34 @@ def test_axes_have_groups_of_their_own() -> None:
     assert values == [[11.0, 101.0], [11.0, 1010.0], [1100.0, 101.0], [1100.0, 1010.0]]
 
 
-@pytest.mark.parametrize("call", [all_reduce, all_reduce_now, all_reduce_async])
+def _started() -> list[bool]:
+    """Several at once, waited for in another order, against one after the other."""
+    rank = _bind()
+    x, wide, sizes = _part(rank), _part(rank, (5, 4)), (2, 3)
+    own = _part(rank, (sizes[rank], 4))
+    pending = [
+        start_all_reduce(x, "tp", "max"),
+        start_all_gather(own, "tp", 0, sizes, rank),
+        start_reduce_scatter(wide, "tp", 0, sizes, rank),
+        start_all_reduce(wide, "tp", "sum"),
+    ]
+    wanted = [
+        all_reduce(x, "tp", "max"),
+        all_gather(own, "tp", 0, sizes, rank),
+        reduce_scatter(wide, "tp", 0, sizes, rank),
+        all_reduce(wide, "tp"),
+    ]
+    kept = x.clone(), wide.clone()
+    found = [p.wait() for p in reversed(pending)][::-1]
+    same = [torch.equal(a, b) for a, b in zip(found, wanted, strict=True)]
+    return [*same, torch.equal(x, kept[0]), torch.equal(wide, kept[1])]
+
+
+def test_collectives_in_flight_together() -> None:
+    assert run_ranks(2, _started) == [[True] * 6] * 2
+
+
+@pytest.mark.parametrize("call", [all_reduce, all_reduce_now, start_all_reduce])
 def test_unbound_axis_is_refused(call: Any) -> None:
     with pytest.raises(ConfigError, match=r"axis 'tp' has no process group \(bound axes: none\)"):
         call(torch.ones(1), "tp", "sum")

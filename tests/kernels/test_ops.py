@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from merakc.kernels import collectives, vocabulary
-from merakc.kernels.ops import COMPOSITES, DIRECT, makes_tensor, resolve_op, returns_view
+from merakc.kernels.ops import (
+    COMPOSITES,
+    DIRECT,
+    STARTED,
+    STARTS,
+    WAIT,
+    makes_tensor,
+    resolve_op,
+    returns_list,
+    returns_view,
+)
 
 
 def test_resolution() -> None:
@@ -52,7 +62,7 @@ def test_views(op: str, view: bool) -> None:
 
 
 def test_every_name_resolves() -> None:
-    for op in (*COMPOSITES, *DIRECT):
+    for op in (*COMPOSITES, *DIRECT, *STARTS, *STARTED, WAIT):
         assert callable(resolve_op(op))
 
 
@@ -75,3 +85,12 @@ def test_group_norms_take_tensors_of_any_layout() -> None:
     leaf = x.detach().requires_grad_()
     torch.nn.functional.group_norm(leaf, 3, weight).backward(grad)
     assert torch.allclose(found[0], leaf.grad, atol=1e-5)
+
+
+def test_halves_of_collectives_return_one_thing_of_its_own() -> None:
+    assert STARTS.keys() == set(STARTED.values())
+    for op in (*STARTED, WAIT):
+        assert not returns_list(op)
+        assert not returns_view(op)
+        assert not makes_tensor(op)
+    assert returns_list("aten.split.Tensor")

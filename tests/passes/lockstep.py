@@ -65,13 +65,19 @@ class ThreadGroup:
         return _Done()
 
 
-def _reduce_scatter(out: Tensor, blocks: list[Tensor], group: ThreadGroup) -> None:
+def _reduce_scatter(
+    out: Tensor, blocks: list[Tensor], group: ThreadGroup, *, async_op: bool
+) -> _Done:
+    assert async_op
     out.copy_(sum(given[group.rank()] for given in group.exchange(torch.stack(blocks))))
+    return _Done()
 
 
-def _all_gather(blocks: list[Tensor], own: Tensor, group: ThreadGroup) -> None:
+def _all_gather(blocks: list[Tensor], own: Tensor, group: ThreadGroup, *, async_op: bool) -> _Done:
+    assert async_op
     for block, value in zip(blocks, group.exchange(own), strict=True):
         block.copy_(value)
+    return _Done()
 
 
 @contextmanager

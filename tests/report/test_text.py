@@ -167,3 +167,11 @@ def test_all_stages_are_there_with_their_ranks() -> None:
     found = [(row[0], row[1], *row[-2:]) for row in rows if row and row[0] in ("2", "3")]
     assert found == [("2", "1", "2.00", "KiB"), ("3", "0", "1.00", "KiB")]
     assert "Cut into 4 stages" in plan_text(plan)
+
+
+def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
+    made = replace(_plan(), sub_batches=(2, 2), overlap_gains=(0.25, 0.125))
+    wanted = r"overlap +micro-batches in 2 parts, saves 12\.5% to 25\.0% of a stage "
+    assert re.search(wanted, plan_text(made))
+    mixed = plan_text(replace(made, sub_batches=(2, 1)), width=180)
+    assert "micro-batches in 2 parts on stage 0, saves 25.0% to 25.0% of a stage; whole " in mixed

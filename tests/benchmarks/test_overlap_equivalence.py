@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+from rich.console import Console
+
+from benchmarks.layouts import Difference
+from benchmarks.overlap_equivalence import TRIED, Cell, cells_table, measure
+from benchmarks.zoo_models import ZOO
+
+GOOD = Cell(
+    "gpt2", 2, 2, 2, sub_batches=(2, 2), started=9, collectives=10, error=Difference(1e-15, "w")
+)
+
+
+def test_overlapped_steps_equal_one_process() -> None:
+    (whole,) = measure(["llama"], [(2, 1)], [1], [True], 120.0)
+    (parts,) = measure(["t5"], [(2, 2)], [4], [False], 120.0)
+    for cell in (whole, parts):
+        assert cell.passed, cell
+        assert 0 < cell.started <= cell.collectives
+    assert parts.sub_batches == (4, 4)
+
+
+def test_a_failure_is_reported() -> None:
+    (cell,) = measure(["llama"], [(2, 1)], [3], [False], 120.0)
+    assert not cell.passed
+    assert "ConfigError" in cell.failed or "MismatchError" in cell.failed
+
+
+@pytest.mark.parametrize(
+    ("changes", "passes"),
+    [
+        ({}, True),
+        ({"error": Difference(1e-9, "w")}, False),
+        ({"error": None, "failed": "rank 1 failed"}, False),
+        ({"sub_batches": (2, 1)}, False),
+        ({"started": 0}, False),
+    ],
+)
+def test_what_passes(changes: dict[str, object], passes: bool) -> None:
+    assert dataclasses.replace(GOOD, **changes).passed is passes  # type: ignore[arg-type]
+
+
+def test_the_table_has_a_column_for_each_layout_and_number_of_parts() -> None:
+    other = dataclasses.replace(GOOD, tp=4, sub_batches=(2, 1))
+    failed = dataclasses.replace(GOOD, model="t5", error=None, failed="no")
+    page = io.StringIO()
+    Console(file=page, width=120).print(cells_table([GOOD, other, failed]))
+    text = page.getvalue()
+    assert "tp 4 pp 2" in text
+    assert "1e-15 (2, 1)" in text
+    assert "failed" in text
+
+
+def test_all_models_are_there() -> None:
+    assert len(TRIED.split(",")) == 10
+    assert set(TRIED.split(",")) <= ZOO.keys()

@@ -1,0 +1,120 @@
+"""Where communication runs under computation: chosen by price, or asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.models import MODELS
+from merakc.cluster import NOMINAL_GPU, Cluster
+from merakc.errors import ConfigError, PlanError
+from merakc.frontend.record import Recording
+from merakc.ir.plan import load_plan
+from merakc.ir.program import Mesh
+from merakc.kernels.ops import STARTED
+from merakc.overlap import choose_overlap, with_parts
+from merakc.planner import Lowered, apply_plan, make_plan
+from merakc.predict import planned_costs, predict
+from merakc.recording import record_part
+
+# Samples of a dp rank's batch, of which a micro-batch has 4.
+SAMPLES, MICRO_BATCHES = 8, 2
+# Links on which the collectives of these tiny models take about as long as their products, far
+# longer, and next to nothing; no latencies, so that parts of tensors cost parts of the time.
+SLOW = Cluster("slow", 1e9, 1e10, 1e-9, 1 << 33, 0.0, 3e7)
+SLOWEST, FAST = replace(SLOW, link_bytes_per_s=1e3), replace(SLOW, link_bytes_per_s=1e15)
+
+
+@cache
+def recorded(name: str, micro_batches: int) -> Recording:
+    case = MODELS[name]
+    batch = case.batch(SAMPLES)
+    return record_part(case.model(), (), batch, micro_batches, torch.device("cpu"))
+
+
+TP_AND_PP = Mesh(tp=2, pp=2)
+
+
+def planned(name: str, cluster: Cluster, asked: int | None, mesh: Mesh = TP_AND_PP) -> Lowered:
+    _, lowered = make_plan(
+        recorded(name, MICRO_BATCHES), mesh, MICRO_BATCHES, cluster, batch_size=SAMPLES
+    )
+    return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
+
+
+def test_parts_are_chosen_where_they_pay() -> None:
+    plan = planned("llama", SLOW, None).plan
+    assert set(plan.sub_batches) <= {2, 4}
+    assert min(plan.overlap_gains) > 0.15
+    assert planned("llama", FAST, None).plan.sub_batches == ()
+    # Nothing hides what takes so long, and calls without end cost more than that.
+    slow_calls = replace(SLOWEST, op_overhead_s=1.0)
+    assert planned("llama", slow_calls, None).plan.sub_batches in ((), (1, 1))
+
+
+def test_without_tensor_parallelism_there_is_nothing_to_hide() -> None:
+    assert planned("llama", SLOW, 2, Mesh(pp=2)).plan.sub_batches == ()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_what_is_asked_for_is_done(count: int) -> None:
+    lowered = planned("llama", FAST, count)
+    assert lowered.plan.sub_batches == (count, count)
+    assert [parts.count for parts in lowered.parts] == ([count] if count > 1 else [])
+    assert planned("llama", SLOW, 0).plan.sub_batches == ()
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"overlap=3: .* 8 samples do not divide into 2 .* of 3"):
+        planned("llama", SLOW, 3)
+
+
+def test_a_model_that_writes_buffers_runs_whole() -> None:
+    with pytest.raises(ConfigError, match=r"overlap=2: no stage .* makes no buffer"):
+        planned("resnet", SLOW, 2, Mesh(tp=2))
+
+
+def test_the_plan_says_it_and_means_the_same_everywhere(tmp_path: Path) -> None:
+    lowered = planned("llama", SLOW, 2)
+    lowered.plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan == lowered.plan
+    assert plan.machines == replace(SLOW, memory_bytes=0)
+    again = with_parts(
+        apply_plan(plan, recorded("llama", MICRO_BATCHES)), lambda parts: recorded("llama", parts)
+    )
+    one, other = lowered.chunk(0, 0), again.chunk(0, 0)
+    assert one.forward == other.forward
+    assert one.backward == other.backward
+    assert any(node.op in STARTED for node in one.forward.nodes)
+
+
+def test_a_batch_of_another_size_runs_whole_where_it_does_not_divide() -> None:
+    lowered = replace(planned("llama", SLOW, 2), parts=())
+    made = with_parts(lowered, lambda parts: recorded("llama", parts), samples=6)
+    assert made.parts == ()
+    assert made.local(0, 0) == lowered.stages.local[0]
+
+
+def test_predictions_take_what_is_hidden_off() -> None:
+    hidden, blocking = (planned("llama", SLOW, count) for count in (2, 0))
+    gain = hidden.plan.overlap_gains[0]
+    costs = planned_costs(hidden, SLOW), planned_costs(blocking, SLOW)
+    assert costs[0][0].forward_s == pytest.approx(costs[1][0].forward_s * (1 - gain))
+    assert predict(hidden, SLOW)[0].step_s < predict(blocking, SLOW)[0].step_s
+
+
+def test_a_graph_that_differs_with_the_number_of_samples_is_refused() -> None:
+    lowered = planned("llama", SLOW, 0, Mesh(tp=2))
+    wanted = replace(lowered, plan=replace(lowered.plan, sub_batches=(2,)))
+    with pytest.raises(PlanError):
+        with_parts(wanted, lambda parts: recorded("gpt2", parts)).local(0, 0)
+
+
+def test_nominal_machines_hide_something_or_nothing() -> None:
+    plan = planned("gpt2", NOMINAL_GPU, None).plan
+    assert len(plan.sub_batches) in (0, 2)
