@@ -54,6 +54,18 @@ COLUMNS = (
 )  # fmt: skip
 
 
+def complaint(cell: Cell) -> str:
+    """What is out of its bound."""
+    if cell.failed:
+        return cell.failed
+    found = []
+    if cell.error is not None and not cell.error.error <= BOUND:
+        found.append(f"{cell.error.name} differs by {cell.error.error:.2e}")
+    over = [kind for kind in KINDS if cell.byte_error(kind) > BYTES_BOUND]
+    found += [f"the bytes of {kind} by {cell.byte_error(kind):.2%}" for kind in over]
+    return "; ".join(found)
+
+
 def measure_all(
     cells: Sequence[Cell], equalities: Sequence[Equality], timeout_s: float, console: Console
 ) -> Iterator[Cell | Equality]:
@@ -66,7 +78,12 @@ def measure_all(
         for cell in cells:
             text = " | ".join(map(str, dict.fromkeys(cell.shards)))
             progress.update(bar, description=f"{cell.model}, {cell.mesh}: {text}")
-            yield measure_cell(cell, timeout_s)
+            measured = measure_cell(cell, timeout_s)
+            if not measured.passed:
+                console.print(
+                    f"{cell.model}, {cell.mesh}, {text}: {complaint(measured)}", markup=False
+                )
+            yield measured
             progress.advance(bar)
         for equality in equalities:
             progress.update(bar, description=f"{equality.model}, DDP: {equality.shards}")
@@ -191,9 +208,6 @@ def main(
     console.width = max(console.width, TABLE_WIDTH)
     console.print(cells_table(cells))
     console.print(equal_table(equalities))
-    for cell in cells:
-        if cell.failed:
-            console.print(f"{cell.model}, {cell.mesh}, {cell.shards}: {cell.failed}", markup=False)
     wall_s = time.perf_counter() - start_s
     failed = sum(not found.passed for found in measured)
     verdict = "FAILED" if failed else "passed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from benchmarks import state_equivalence
 from benchmarks.layouts import Difference
 from benchmarks.resident_state import Held
 from benchmarks.state_cells import Cell, Equality
-from benchmarks.state_equivalence import COLUMNS, cell_texts, equality_texts
+from benchmarks.state_equivalence import COLUMNS, cell_texts, complaint, equality_texts
 from merakc.ir.state import StateShards
 
 HELD = Held(1000, 8000, 8000, 16000, gathered_bytes=4000)
@@ -26,6 +27,14 @@ def test_a_row() -> None:
     assert texts[4:] == ["1e-15", "0.00%", "0.00%", "0.00%", "0", "0.50", "0.00"]
     stages = StateShards(1, 1, 4), StateShards(4, 4, 4)
     assert cell_texts(Cell("gpt2", "pp = 2", stages))[2] == "1, 1, 4 | 4, 4, 4"
+
+
+def test_complaints() -> None:
+    far = dataclasses.replace(CELL, error=Difference(1e-3, "weight of w"))
+    assert complaint(far) == "weight of w differs by 1.00e-03"
+    heavy = dataclasses.replace(CELL, held=(dataclasses.replace(HELD, optimizer_bytes=20000),))
+    assert complaint(heavy) == "the bytes of optimizer by 25.00%"
+    assert complaint(dataclasses.replace(CELL, failed="rank 1 died")) == "rank 1 died"
 
 
 def test_equalities_by_model_and_micro_batches() -> None:
