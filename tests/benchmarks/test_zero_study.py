@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from benchmarks import zero_study
 from benchmarks.zero_study import NODES, SIZES, build, predict, zero
+from benchmarks.zero_study_measured import SMALL, Row
 from merakc.ir.state import StateShards
+from tests.benchmarks.test_zero_study_measured import rows
 
 
 def test_stages_are_points_of_the_lattice() -> None:
@@ -30,6 +32,23 @@ def test_the_command(tmp_path: Path) -> None:
     app = Typer()
     app.command()(zero_study.main)
     path = tmp_path / "found.json"
-    done = CliRunner().invoke(app, ["--json", str(path), "--models", "580M"])
+    args = ["--json", str(path), "--models", "580M", "--small", ""]
+    done = CliRunner().invoke(app, args)
     assert done.exit_code == 0, done.output
-    assert len(json.loads(path.read_text())) == 4 * len(NODES)
+    assert len(json.loads(path.read_text())["predicted"]) == 4 * len(NODES)
+
+
+@pytest.mark.parametrize("third_s", [2.0, 0.5])
+def test_measured_models_decide_too(third_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[object] = []
+
+    def measured(*args: object) -> list[list[Row]]:
+        seen.append(args)
+        return [rows(third_s)]
+
+    monkeypatch.setattr(zero_study, "measure", measured)
+    app = Typer()
+    app.command()(zero_study.main)
+    done = CliRunner().invoke(app, ["--models", "", "--small", "2M", "--rounds", "3"])
+    assert done.exit_code == (third_s < 1), done.output
+    assert seen == [(list(SMALL[:1]), 3)]
