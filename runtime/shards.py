@@ -272,19 +272,22 @@ def all_gather(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup)
 def reduce_scatter(
     flat: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Generator[dist.Work, None, torch.Tensor]:
-    """This rank's part of the sum over the group. `flat` is written to.
+    """This rank's part of the sum over the group.
 
-    gloo's own takes twice the time of its all-reduce (16 MiB over four ranks of one machine: 131
-    against 63 ms), of which the part is taken.
+    gloo's own is an all-reduce, of twice the bytes. There ranks exchange parts and add them up
+    themselves, in the order of ranks: 16 MiB over two ranks at 1 Gb/s take 79 ms where its own
+    takes 142 and an all-reduce 135, over four ranks of one machine 15, 40 and 23 ms.
     """
     if group is None:
         return flat
-    own = flat.chunk(dist.get_world_size(group))[dist.get_rank(group)]
+    size = dist.get_world_size(group)
     if dist.get_backend(group) == "gloo":
-        work = dist.all_reduce(flat, group=group, async_op=True)
+        parts = torch.empty_like(flat)
+        work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
         assert work is not None
         yield work
-        return own.clone()
+        return parts.view(size, -1).sum(0)
+    own = flat.chunk(size)[dist.get_rank(group)]
     out = torch.empty_like(own)
     yield _COLLECTIVES["scatter"](out, flat, group=group, async_op=True)
     return out
