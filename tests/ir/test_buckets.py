@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from merakc.frontend.record import record
-from merakc.ir.buckets import Held, bucket_names, parameters_in_order, plan_buckets
+from merakc.ir.buckets import LEAST_BUCKETS, Held, bucket_names, parameters_in_order, plan_buckets
 from merakc.ir.state import UNSHARDED, StateShards
 
 WEIGHT = Held("a", torch.float32, 10, 0, is_trained=True)
@@ -67,3 +67,14 @@ def test_frozen_parameters_that_stay_whole_are_in_no_bucket() -> None:
     frozen = replace(WEIGHT, is_trained=False)
     assert plan_buckets([frozen], lambda _: StateShards(1, 1, 4)) == ()
     assert plan_buckets([WEIGHT], lambda _: UNSHARDED)[0].members == ("a",)
+
+
+def test_little_state_is_in_small_buckets() -> None:
+    def sizes(count: int, each_bytes: int) -> list[int]:
+        held = [replace(WEIGHT, name=str(k), numel=each_bytes // 4) for k in range(count)]
+        return [4 * b.numel for b in plan_buckets(held, lambda _: UNSHARDED)]
+
+    mega = 1 << 20
+    assert sizes(1000, mega) == [25 * mega] * 40
+    assert sizes(32, mega) == [4 * mega] * LEAST_BUCKETS  # not one of 25 and one of 7
+    assert sizes(16, mega // 4) == [mega] * 4

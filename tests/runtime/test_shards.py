@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from merakc.ir.buckets import bucket_names
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.runtime.groups import Groups
-from merakc.runtime.shards import Bucket, ShardGroups
+from merakc.runtime.shards import Bucket, ShardGroups, reduce_scatter
 
 DP, STEPS, MICRO_BATCHES = 4, 3, 2
 # Uneven shapes, a scalar, a parameter of fewer elements than ranks.
@@ -99,3 +101,35 @@ def test_dp_ranks_beside_other_axes() -> None:
     expected = plain()
     for found, *_ in run_ranks(8, partial(sharded, StateShards(2, 2, 4), Mesh(dp=4, tp=2))):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def scattered() -> tuple[torch.Tensor, torch.Tensor, list[str]]:
+    """This rank's part, what was given afterwards, and the collectives that were called."""
+    called: list[str] = []
+
+    def listen(name: str) -> Callable[..., dist.Work | None]:
+        real: Callable[..., dist.Work | None] = getattr(dist, name)
+
+        def call(*args: Any, **options: Any) -> dist.Work | None:
+            called.append(name)
+            return real(*args, **options)
+
+        return call
+
+    flat = torch.arange(8.0) * 10.0 ** dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single"):
+            patch.setattr(dist, name, listen(name))
+        steps = reduce_scatter(flat, dist.group.WORLD)
+        while True:
+            try:
+                next(steps).wait()
+            except StopIteration as end:
+                return end.value, flat, called
+
+
+def test_a_scatter_over_gloo_sends_each_rank_its_part_alone() -> None:
+    for rank, (part, given, called) in enumerate(run_ranks(4, scattered)):
+        assert part.tolist() == [1111.0 * (2 * rank), 1111.0 * (2 * rank + 1)]
+        assert torch.equal(given, torch.arange(8.0) * 10.0**rank)
+        assert called == ["all_to_all_single"]  # an all-reduce sends twice the bytes
