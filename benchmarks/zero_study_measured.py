@@ -31,7 +31,7 @@ from merakc.costs.fabric import Fabric
 from merakc.costs.layers import graph_layers
 from merakc.costs.state import DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.frontend.record import record
-from merakc.ir.buckets import BUCKET_BYTES
+from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import parse_shards
 from merakc.report.text import format_bytes
@@ -219,8 +219,10 @@ class Trained:
 
 def model_layers(case: ModelCase, part: Batch, machine: Machine) -> list[Layer]:
     """The model in buckets, whose seconds add up to the measured ones of a micro-batch."""
-    graph = record(case.model(), (), part).graph
-    layers = graph_layers(graph, NOMINAL_CPU, BUCKET_BYTES)
+    model = case.model()
+    share = sum(p.nbytes for p in model.parameters()) // LEAST_BUCKETS
+    bucket_bytes = min(BUCKET_BYTES, max(LEAST_BYTES, share))  # as planned
+    layers = graph_layers(record(model, (), part).graph, NOMINAL_CPU, bucket_bytes)
     forward = machine.forward_s / sum(layer.forward_s for layer in layers)
     backward = machine.backward_s / sum(layer.backward_s for layer in layers)
     return [
