@@ -4,7 +4,7 @@ reader. No interpreter and no autograd engine is in the loop at run time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +16,29 @@ from merakc.kernels.ops import DIRECT, makes_tensor, resolve_op, returns_list
 Compiled = Callable[[list[Any]], list[Any]]
 
 
+PRODUCT = "aten.mm.default"
+
+
+def _no_place(_: str) -> torch.Tensor | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """What a compiled graph asks for while it runs, and what it hands out before its end.
 
     An input in `fetched` (input name -> argument of `fetch`) is fetched right before its first
     reader; an output in `sunk` (output name -> argument of `sink`) is handed to `sink` as soon as
-    it is made. Neither is among what the function is given or returns.
+    it is made. Neither is among what the function is given or returns. A product among `placed` is
+    written where `place` says, with the same argument; None there means memory of its own.
     """
 
     fetch: Callable[[str], torch.Tensor]
     sink: Callable[[str, torch.Tensor], None]
     fetched: Mapping[str, str]
     sunk: Mapping[str, str]
+    place: Callable[[str], torch.Tensor | None] = _no_place
+    placed: Collection[str] = ()
 
 
 def _none(*_: object) -> Any:
@@ -56,7 +66,9 @@ class _Writer:
 
     def __init__(self, graph: Graph, device: torch.device, hooks: Hooks) -> None:
         self.graph, self.device = graph, device
-        self.scope: dict[str, Any] = {"fetch": hooks.fetch, "sink": hooks.sink}
+        self.scope: dict[str, Any] = {
+            "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place, "product": torch.mm,
+        }  # fmt: skip
         self.names: dict[Ref, str] = {}
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
         self.unfetched = {Ref(name): target for name, target in hooks.fetched.items()}
@@ -66,6 +78,12 @@ class _Writer:
         for out in graph.outputs:
             if out.name in hooks.sunk:
                 self.sunk.setdefault(out.ref, []).append(hooks.sunk[out.name])
+        read = {r for n in graph.nodes for r in n.refs} | {o.ref for o in self.returned}
+        self.placed = {
+            o.ref: hooks.sunk[o.name]
+            for o in graph.outputs
+            if o.name in hooks.placed and o.ref not in read and len(self.sunk[o.ref]) == 1
+        }
 
     def source(self) -> str:
         """The function's source."""
@@ -123,6 +141,9 @@ class _Writer:
         return self.names.setdefault(ref, f"v{len(self.names)}")
 
     def _call(self, node: Node) -> str:
+        if node.op == PRODUCT and Ref(node.name) in self.placed:
+            factors = ", ".join(map(self._arg, node.args))
+            return f"product({factors}, out=place({self.placed[Ref(node.name)]!r}))"
         function = f"f{len(self.scope)}"
         self.scope[function] = DIRECT.get(node.op) or resolve_op(node.op)
         parts = [self._arg(a) for a in node.args]

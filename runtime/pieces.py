@@ -81,15 +81,22 @@ class Stage:
     def _compile(self, graph: Graph, device: torch.device) -> Piece:
         hooks = NO_HOOKS
         if self.sharded is not None:
-            sharded = self.sharded
+            sharded, specs = self.sharded, graph.specs()
+            sunk = {
+                o.name: self.targets[o.name]
+                for o in graph.outputs
+                if o.kind is OutputKind.GRADIENT and sharded.sinks(self.targets[o.name])
+            }
             hooks = Hooks(
                 fetch=sharded.fetch,
                 sink=sharded.sink,
                 fetched={i.name: i.target for i in graph.inputs if i.target in sharded.bucket_of},
-                sunk={
-                    o.name: self.targets[o.name]
+                sunk=sunk,
+                place=sharded.place,
+                placed={
+                    o.name
                     for o in graph.outputs
-                    if o.kind is OutputKind.GRADIENT and sharded.sinks(self.targets[o.name])
+                    if o.name in sunk and sharded.takes(sunk[o.name], specs[o.ref])
                 },
             )
         return Piece(

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.buckets import BucketSpec
+from merakc.ir.graph import TensorSpec
 from merakc.ir.precision import Precision
 from merakc.ir.program import Collective, CollectiveKind
 from merakc.ir.state import StateShards
@@ -147,6 +148,17 @@ class ShardedState:
     def sinks(self, name: str) -> bool:
         """Whether the gradient of a parameter is taken as soon as a graph has made it."""
         return name in self.bucket_of and name not in self.shared
+
+    def takes(self, name: str, spec: TensorSpec) -> bool:
+        """Whether a gradient can be made in its place among those of its bucket."""
+        bucket = self.bucket_of[name]
+        return spec.dtype == bucket.gradient_dtype and spec.shape == bucket.members[name].shape
+
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where a graph writes the gradient of a parameter, so that `sink` need not copy it; None
+        where there is one, to which it is added.
+        """
+        return None if self.is_muted else self.bucket_of[name].place(name)
 
     def sink(self, name: str, gradient: torch.Tensor) -> None:
         """Takes a micro-batch's gradient of a parameter."""

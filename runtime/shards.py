@@ -185,20 +185,27 @@ class Bucket:
         """The parameters in the whole bucket."""
         return {n: m.part(whole, 0).view(m.shape) for n, m in self.members.items()}
 
+    def place(self, name: str) -> torch.Tensor | None:
+        """Where one parameter's gradient belongs; None where there is one, to which it is added."""
+        return None if name in self.summed else self._part_of_sum(name)
+
     def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Adds one parameter's gradient to the whole gradients."""
+        """Adds one parameter's gradient to the whole gradients, unless it was made in its place."""
+        part = self._part_of_sum(name)
+        if name in self.summed:
+            part.add_(gradient)
+        elif gradient.data_ptr() != part.data_ptr():
+            part.copy_(gradient)
+        self.summed.add(name)
+        self.arrived.add(name)
+
+    def _part_of_sum(self, name: str) -> torch.Tensor:
         if self.sum is None:
             self.finish()
             self.sum = self.master.new_empty(self.numel, dtype=self.gradient_dtype)
             self.sum[self.total :] = 0
         member = self.members[name]
-        part = member.part(self.sum, 0).view(member.shape)
-        if name in self.summed:
-            part.add_(gradient)
-        else:
-            part.copy_(gradient)
-            self.summed.add(name)
-        self.arrived.add(name)
+        return member.part(self.sum, 0).view(member.shape)
 
     def reduce(self, *, last: bool) -> Iterator[dist.Work]:
         """Scatters what was added where gradients are sharded; after the last micro-batch, leaves

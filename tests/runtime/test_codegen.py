@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.runtime.codegen import compile_graph, returns_tuple
+from merakc.runtime.codegen import Hooks, compile_graph, returns_tuple
 
 CPU = torch.device("cpu")
 SPEC = TensorSpec((2, 4), torch.float32)
@@ -92,3 +92,36 @@ def test_lists_are_tuples_too() -> None:
     assert not returns_tuple(node("neg", "aten.neg.default", Ref("x")))
     (found,) = compile_graph(graph((one,), Ref("one")), CPU)([torch.ones(2, 4)])
     assert torch.equal(found, torch.ones(2, 4))
+
+
+def test_products_are_made_where_they_belong() -> None:
+    """But not those that something else reads, too, nor sums."""
+    square = TensorSpec((2, 2), torch.float32)
+    nodes = (
+        node("t", "aten.t.default", Ref("x"), outputs=(TensorSpec((4, 2), torch.float32),)),
+        node("own", "aten.mm.default", Ref("x"), Ref("t"), outputs=(square,)),
+        node("read", "aten.mm.default", Ref("x"), Ref("t"), outputs=(square,)),
+        node("sum", "aten.add.Tensor", Ref("read"), Ref("read"), outputs=(square,)),
+    )
+    rooms: dict[str, torch.Tensor | None] = {
+        name: torch.zeros(2, 2) for name in ("own", "read", "sum")
+    }
+    sunk: dict[str, torch.Tensor] = {}
+    names = {f"%{name}": name for name in rooms}
+    made = graph(nodes, *map(Ref, rooms))
+    assert {o.name for o in made.outputs} == names.keys()
+    hooks = Hooks(
+        lambda name: x, sunk.__setitem__, {}, names, place=rooms.__getitem__, placed=names.keys()
+    )
+    run = compile_graph(made, CPU, hooks)
+    x = torch.arange(8.0).view(2, 4)
+    assert run([x]) == []
+    assert sunk["own"] is rooms["own"]
+    assert sunk["read"] is not rooms["read"]
+    assert torch.equal(sunk["own"], x @ x.t())
+    assert torch.equal(sunk["sum"], 2 * sunk["own"])
+    rooms["own"] = None  # there is one already, to which it is added
+    kept = sunk["own"]
+    run([x + 1])
+    assert torch.equal(kept, x @ x.t())
+    assert torch.equal(sunk["own"], (x + 1) @ (x + 1).t())

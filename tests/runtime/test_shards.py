@@ -133,3 +133,20 @@ def test_a_scatter_over_gloo_sends_each_rank_its_part_alone() -> None:
         assert part.tolist() == [1111.0 * (2 * rank), 1111.0 * (2 * rank + 1)]
         assert torch.equal(given, torch.arange(8.0) * 10.0**rank)
         assert called == ["all_to_all_single"]  # an all-reduce sends twice the bytes
+
+
+def placed() -> tuple[bool, list[list[float]]]:
+    shards = ShardGroups(Groups(Mesh(dp=2), dist.get_rank()), StateShards(1, 1, 1))
+    bucket = Bucket({"a": torch.zeros(2), "b": torch.zeros(3)}, shards)
+    room = bucket.place("b")
+    assert room is not None
+    bucket.add("b", room.copy_(torch.tensor([1.0, 2.0, 3.0])))
+    bucket.add("a", torch.ones(2))
+    second = bucket.place("b") is None
+    bucket.add("b", torch.ones(3))
+    bucket.start(bucket.reduce(last=True))
+    return second, [g.tolist() for g in bucket.take_gradients().values()]
+
+
+def test_a_gradient_may_be_made_in_its_place_once() -> None:
+    assert run_ranks(2, placed) == [(True, [[2.0, 2.0], [4.0, 6.0, 8.0]])] * 2
