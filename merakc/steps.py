@@ -236,7 +236,7 @@ class Steps:
             for batch, scalar in zip(batches, scalars, strict=True)
         ]
         if self.sharded is not None:
-            self.sharded.begin(step.trained)
+            self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
@@ -361,6 +361,8 @@ class Steps:
 
     def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
         """Sums the gradients of a tied parameter over the ranks that share it."""
+        if self.sharded is not None:
+            return self.sharded.sink_shared
         wanted = trained(lowered.loss.graph)
         _, own, _ = self.groups.coordinates
         tied: list[tuple[dist.ProcessGroup, list[str]]] = []
@@ -376,14 +378,10 @@ class Steps:
                     if name not in gradients:
                         gradients[name] = self._zeros(name)
                 reduce_tensors([gradients[n] for n in names], group)
-            if self.sharded is not None:
-                self.sharded.sink_shared(gradients)
 
         return reduce
 
     def _zeros(self, name: str) -> torch.Tensor:
         place, (_, _, tp_rank) = self.placements[name], self.groups.coordinates
         shape = place.layout.local_shape(self.groups.mesh.tp, tp_rank)
-        precision = self.planned.plan.precision
-        dtype = precision.dtype("compute") if precision else place.dtype
-        return torch.zeros(shape, dtype=dtype, device=self.device)
+        return torch.zeros(shape, dtype=place.dtype, device=self.device)

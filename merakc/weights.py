@@ -111,15 +111,19 @@ def shard_state(
         if isinstance(state.get(name), nn.Parameter):
             place = placements[name]
             state[name] = _cast(state[name], place)
-            stage = next(s for s in place.stages if plan.rank_of[s] == own)
-            shared = len(place.stages) > 1
+            shared = sum(plan.rank_of[s] == own for s in place.stages) > 1
             held.append(
-                Held(name, place.dtype, state[name].numel(), stage, place.requires_grad, shared,
-                     name in used)
+                Held(name, place.dtype, state[name].numel(), place.stages, place.requires_grad,
+                     shared, name in used)
             )  # fmt: skip
     every = sorted({plan.shards(s) for s in range(len(plan.rank_of))})
     made = {shards: ShardGroups(groups, shards) for shards in every}
-    sharded = ShardedState(plan_buckets(held, plan.shards), state, made, plan.precision)
+    holders = {  # all ranks make all groups, in one order
+        ranks: groups.holders(ranks) for ranks in sorted({p.ranks for p in placements.values()})
+    }
+    tied = {p.stages: holders[p.ranks] for p in placements.values() if own in p.ranks}
+    specs = plan_buckets(held, plan.shards)
+    sharded = ShardedState(specs, state, made, tied, plan.precision)
     state |= sharded.owned
     return sharded
 

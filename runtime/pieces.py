@@ -77,6 +77,9 @@ class Stage:
                     later |= chunk.taken(graph)
                     rewritten |= {i.name for i in graph.inputs if i.target in chunk.written}
         self.rewritten = tuple(sorted(rewritten))
+        outs = [o for p in compiled.values() for o in p.graph.outputs]
+        grads = {self.targets.get(o.name) for o in outs if o.kind is OutputKind.GRADIENT}
+        self.gradients = frozenset(t for t in grads if t)  # of which parameters it makes one
 
     def _compile(self, graph: Graph, device: torch.device) -> Piece:
         hooks = NO_HOOKS

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
 
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -37,9 +38,10 @@ GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 class ShardedState:
     """The buckets of a rank: `specs`, of `tensors`, over the groups of their shards.
 
-    What a Program's action says of gathering is given to `follow`. The gradients of shared
-    parameters are added up first. A bucket is reduced when the last of its trained parameters has
-    its gradient.
+    What a Program's action says of gathering is given to `follow`. A bucket is reduced when the
+    last of its parameters has its gradient. What several stages of the rank share is added up
+    before that; what stages of several ranks share, after, over `holders`: its buckets are the same
+    on all of them.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class ShardedState:
         specs: Sequence[BucketSpec],
         tensors: Tensors,
         groups: Mapping[StateShards, ShardGroups],
+        holders: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         precision: Precision | None = None,
     ) -> None:
         _watch_optimizers()
@@ -61,12 +64,17 @@ class ShardedState:
         }
         self.buckets = list(self.named.values())
         self.bucket_of = {name: b for b in self.buckets for name in b.members}
+        self.tied = [
+            (self.named[spec.name], holders[spec.stages])
+            for spec in specs
+            if spec.is_trained and holders.get(spec.stages) is not None
+        ]
         self.shared = {name for spec in specs if spec.is_shared for name in spec.members}
         for bucket in self.buckets:
             if bucket.groups.shards.optimizer > 1:
                 _owned.update(dict.fromkeys(bucket.owned.values(), True))
-        self.trained: Collection[str] = ()  # the parameters that get a gradient in this step
-        self.wanted: dict[Bucket, set[str]] = {}  # those of each bucket
+        self.trained: Set[str] = frozenset()  # the parameters that get a gradient in this step
+        self.wanted: dict[Bucket, set[str]] = {}  # those that get one of this rank, by bucket
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
         self.reducing: deque[Bucket] = deque()
@@ -74,11 +82,11 @@ class ShardedState:
         self.current: Bucket | None = None  # the one of them that was read last
         self.ahead: deque[Collective] = deque()  # what the running action is still to start
 
-    def begin(self, trained: Collection[str]) -> None:
-        """Starts a step in which these parameters get gradients."""
+    def begin(self, trained: Set[str], made: Collection[str]) -> None:
+        """Starts a step in which these parameters get gradients, and this rank makes those."""
         if trained is not self.trained:
             self.trained = trained
-            self.wanted = {b: {n for n in b.members if n in trained} for b in self.buckets}
+            self.wanted = {b: {n for n in b.members if n in made} for b in self.buckets}
         self.held.clear()
         self.ahead.clear()
         self.current = None
@@ -189,10 +197,15 @@ class ShardedState:
         """The gradients of what this rank owns, of the trained parameters."""
         while self.reducing:
             self.reducing.popleft().finish()
+        for bucket, group in self.tied:
+            if not self.trained.isdisjoint(bucket.members):
+                dist.all_reduce(bucket.reduced(), group=group)
         found: Tensors = {}
-        for bucket, wanted in self.wanted.items():
-            if wanted:
-                found |= {n: g for n, g in bucket.take_gradients().items() if n in wanted}
+        for bucket in self.buckets:
+            names = self.trained & bucket.members.keys()
+            if names:
+                gradients = bucket.take_gradients()
+                found |= {name: gradients[name] for name in names}
         return found
 
     def whole(self, parts: Mapping[str, torch.Tensor]) -> Tensors:

@@ -242,6 +242,15 @@ class Bucket:
         self.summed.clear()
         return flat.to(self.reduce_dtype)
 
+    def reduced(self) -> torch.Tensor:
+        """The sum of what this rank owns, once the last reduction has been started; zeros where no
+        graph of this rank makes any.
+        """
+        self.finish()
+        if self.gradient is None:
+            self.gradient = self.master.new_zeros(self.owned_size, dtype=self.reduce_dtype)
+        return self.gradient
+
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, once the last reduction has been started."""
         self.finish()

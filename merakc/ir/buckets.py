@@ -24,13 +24,13 @@ LEAST_BYTES = 1 << 20
 class Held:
     """A parameter that a rank holds, in the dtype in which it is kept.
 
-    `stage` is the first of the rank's stages that has it. One that several stages read is shared.
+    `stages` are all that have it, of other ranks too; where several are this rank's, it is shared.
     """
 
     name: str
     dtype: torch.dtype
     numel: int
-    stage: int
+    stages: tuple[int, ...]
     is_trained: bool
     is_shared: bool = False
     is_used: bool = True
@@ -38,14 +38,15 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """Parameters of a stage that are gathered and reduced together.
+    """Parameters of the same stages that are gathered and reduced together.
 
-    `name` is the stage's number and the bucket's: `2:0` is the first of stage 2. The gradients of
-    shared ones are first added up over the stages that have them.
+    `name` says the stages and the bucket's number: `2:0` is the first of stage 2, `0+3:0` the first
+    of what stages 0 and 3 have, the same on the ranks of both. The gradients of shared ones are
+    first added up over the stages of this rank.
     """
 
     name: str
-    stage: int
+    stages: tuple[int, ...]
     members: tuple[str, ...]
     dtype: torch.dtype
     numel: int
@@ -61,28 +62,30 @@ def plan_buckets(
 ) -> tuple[BucketSpec, ...]:
     """The buckets of a rank, from its parameters in the order of first use.
 
-    `shards` gives those of a stage. A bucket of several holds `bucket_bytes` at most, and less
-    where that would make fewer than `LEAST_BUCKETS`. Frozen parameters that are not sharded are in
-    none. A bucket holds parameters of one stage, trained or frozen, shared or not; unused ones come
-    last, so that the names of the others follow from the graphs alone.
+    `shards` gives those of a stage; of several, the first one's count. A bucket of several holds
+    `bucket_bytes` at most, and less where that would make fewer than `LEAST_BUCKETS`. Frozen
+    parameters that are not sharded are in none. A bucket holds parameters of the same stages,
+    trained or frozen; unused ones come last, so that the names of the others follow from the graphs
+    alone.
     """
-    parts: dict[tuple[int, bool, bool, bool], list[Held]] = {}
+    parts: dict[tuple[tuple[int, ...], bool, bool], list[Held]] = {}
     for item in held:
-        if item.is_trained or shards(item.stage).parameters > 1:
-            key = item.stage, not item.is_used, item.is_shared, not item.is_trained
+        if item.is_trained or shards(item.stages[0]).parameters > 1:
+            key = item.stages, not item.is_used, not item.is_trained
             parts.setdefault(key, []).append(item)
     found: list[BucketSpec] = []
-    for (stage, _, is_shared, is_frozen), part in sorted(parts.items(), key=lambda p: p[0]):
+    for (stages, _, is_frozen), part in sorted(parts.items(), key=lambda p: p[0]):
         numel = {h.name: h.numel for h in part}
         dtype = {h.name: h.dtype for h in part}
         sizes = [(h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part]
         share = max(LEAST_BYTES, sum(size for *_, size in sizes) // LEAST_BUCKETS)
         for names in bucket_names(sizes, min(bucket_bytes, share)):
-            number = sum(spec.stage == stage for spec in found)
+            number = sum(spec.stages == stages for spec in found)
             found.append(
                 BucketSpec(
-                    f"{stage}:{number}", stage, names, dtype[names[0]],
-                    sum(numel[n] for n in names), shards(stage), not is_frozen, is_shared,
+                    f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype[names[0]],
+                    sum(numel[n] for n in names), shards(stages[0]), not is_frozen,
+                    part[0].is_shared,
                 )
             )  # fmt: skip
     return tuple(found)

@@ -106,9 +106,8 @@ def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketS
         if name in specs:
             stages, item = plan.parameters[name], specs[name]
             dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
-            stage = min(s for s in stages if s in own)
-            shared = len(stages) > 1
-            held.append(Held(name, dtype, item.spec.numel, stage, item.requires_grad, shared))
+            shared = sum(s in own for s in stages) > 1
+            held.append(Held(name, dtype, item.spec.numel, stages, item.requires_grad, shared))
     return plan_buckets(held, plan.shards)
 
 
@@ -184,8 +183,15 @@ class _Placing:
     ) -> None:
         self.program, self.buckets = program, buckets
         self.bucket_of = {name: b for b in buckets for name in b.members}
-        self.wanted = {b.name: {n for n in b.members if n in trained} for b in buckets}
         actions = program.actions
+        made = {
+            touch.parameter
+            for stage in {a.stage for a in actions}
+            for found in touches[stage].values()
+            for touch in found
+            if touch.is_gradient and touch.parameter in trained
+        }
+        self.wanted = {b.name: made.intersection(b.members) for b in buckets}
         self.last = {a.stage: k for k, a in enumerate(actions) if a.kind in GRADIENTS}
         again = {(a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.RECOMPUTE}
         known: dict[tuple[int, ActionKind, bool], tuple[_Use, ...]] = {}

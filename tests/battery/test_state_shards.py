@@ -99,6 +99,37 @@ def test_frozen_and_unused_parameters_and_the_norm(shards: str) -> None:
     assert all(len(r["local"]["a.weight"]) == 2 for r in found)  # parts keep their dims
 
 
+class Detached(nn.Module):
+    """Tied over two stages, of which the second gives no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean is over the samples."""
+        hidden = torch.tanh(self.b(torch.tanh(self.a(x))))
+        return {"loss": (hidden @ self.a.weight.detach()).square().mean()}
+
+
+def tied_once(**options: object) -> dict[str, torch.Tensor]:
+    model = merakc.auto_parallel(
+        Detached().double(), {"x": batch(0)}, micro_batches=2, cluster=NOMINAL_CPU, **options
+    )
+    model(x=batch(model.data_parallel_rank))["loss"].backward()
+    return model.full_gradients()
+
+
+@pytest.mark.parametrize("shards", [["zero-0", "zero-2"], "zero-2", ["zero-3", "zero-1"]])
+def test_a_tied_parameter_with_gradients_of_one_stage_alone(shards: object) -> None:
+    model = Detached().double()
+    model(torch.cat([batch(0), batch(1)]))["loss"].backward()
+    found = run_ranks(4, partial(tied_once, dp=2, pp=2, state_shards=shards))[0]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-14)
+
+
 def test_a_plan_keeps_its_shards(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     (first, _) = run_ranks(2, partial(trained, dp=2, state_shards=(1, 2, 2)))

@@ -11,7 +11,7 @@ from merakc.frontend.record import record
 from merakc.ir.buckets import LEAST_BUCKETS, Held, bucket_names, parameters_in_order, plan_buckets
 from merakc.ir.state import UNSHARDED, StateShards
 
-WEIGHT = Held("a", torch.float32, 10, 0, is_trained=True)
+WEIGHT = Held("a", torch.float32, 10, (0,), is_trained=True)
 
 
 class Backwards(nn.Module):
@@ -45,21 +45,21 @@ def test_buckets_are_named_by_their_stage() -> None:
     held = [
         replace(WEIGHT, name="unused", is_used=False),
         WEIGHT,
-        replace(WEIGHT, name="later", stage=2, numel=5, dtype=torch.bfloat16),
-        replace(WEIGHT, name="tied", is_shared=True),
+        replace(WEIGHT, name="later", stages=(2,), numel=5, dtype=torch.bfloat16),
+        replace(WEIGHT, name="tied", stages=(0, 2), is_shared=True),
         replace(WEIGHT, name="b"),
         replace(WEIGHT, name="frozen", is_trained=False),
     ]
     of = {0: StateShards(2, 2, 2), 2: StateShards(1, 1, 4)}
     found = plan_buckets(held, of.__getitem__)
     assert {b.name: b.members for b in found} == {
-        "0:0": ("a", "b"), "0:1": ("frozen",), "0:2": ("tied",), "0:3": ("unused",),
+        "0:0": ("a", "b"), "0:1": ("frozen",), "0:2": ("unused",), "0+2:0": ("tied",),
         "2:0": ("later",),
     }  # fmt: skip
     first, last = found[0], found[-1]
     assert (first.numel, first.dtype, first.shards) == (20, torch.float32, of[0])
-    assert (last.stage, last.numel, last.dtype, last.shards) == (2, 5, torch.bfloat16, of[2])
-    assert [b.name for b in found if b.is_shared] == ["0:2"]
+    assert (last.stages, last.numel, last.dtype, last.shards) == ((2,), 5, torch.bfloat16, of[2])
+    assert [b.name for b in found if b.is_shared] == ["0+2:0"]
     assert [b.name for b in found if not b.is_trained] == ["0:1"]
 
 

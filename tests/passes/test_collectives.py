@@ -43,7 +43,9 @@ def makes(*names: str) -> tuple[Touch, ...]:
 
 def placed(*counts: int, actions: list[Action], shared: str = "") -> str:
     """Buckets a, b, c; a compute reads them in that order, a backward the other way round."""
-    held = [Held(n, torch.float32, 1, 0, True, n in shared) for n in "abc"]
+    held = [
+        Held(n, torch.float32, 1, (0, 1)[: 1 + (n in shared)], True, n in shared) for n in "abc"
+    ]
     backward = (*reads("c"), *makes("c"), *reads("b", "a"), *makes("b", "a"))
     touches = {(F, True): reads(*"abc"), (F, False): reads(*"abc"), (R, True): reads(*"abc"),
                (B, True): backward, (B, False): backward, (I, False): reads(*"cba"),
@@ -89,7 +91,7 @@ def test_sharded_parameters_are_gathered_one_bucket_ahead() -> None:
 
 def test_shared_parameters_are_reduced_last() -> None:
     assert placed(1, 1, 1, actions=TWO[:2], shared="ab") == (
-        "0F0\n0B0 [reduce 0:0 @ of_c]\nreduce 0 [reduce 0:1, reduce 0:2]"
+        "0F0\n0B0 [reduce 0:0 @ of_c]\nreduce 0 [reduce 0+1:0, reduce 0+1:1]"
     )
 
 

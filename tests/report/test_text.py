@@ -170,7 +170,7 @@ def test_all_stages_are_there_with_their_ranks() -> None:
 
 
 def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
-    made = replace(_plan(), sub_batches=(2, 2), overlap_gains=(0.25, 0.125))
+    made = replace(tiny_plan(), sub_batches=(2, 2), overlap_gains=(0.25, 0.125))
     wanted = r"overlap +micro-batches in 2 parts, saves 12\.5% to 25\.0% of a stage "
     assert re.search(wanted, plan_text(made))
     mixed = plan_text(replace(made, sub_batches=(2, 1)), width=180)

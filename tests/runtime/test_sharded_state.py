@@ -20,13 +20,14 @@ from merakc.runtime.shards import ShardGroups
 
 STAGES = {"a": 6, "b": 3}, {"c": 5}, {"tied": 4}
 NAMES = ("a", "b", "c", "tied")
+TRAINED = {"a", "c", "tied"}
 REFRESH, GATHER, WAIT = CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT
 
 
 def state(shards: StateShards, dp: int) -> ShardedState:
     groups = ShardGroups(Groups(Mesh(dp=dp), dist.get_rank() if dp > 1 else 0), shards)
     held = [
-        Held(n, torch.float32, size, stage, is_trained=True, is_shared=n in ("b", "tied"))
+        Held(n, torch.float32, size, (stage, 3)[: 1 + (n == "tied")], True, n == "tied")
         for stage, own in enumerate(STAGES)
         for n, size in own.items()
     ]
@@ -36,12 +37,12 @@ def state(shards: StateShards, dp: int) -> ShardedState:
         for n, size in own.items()
     }
     specs = plan_buckets(held, lambda _: shards, bucket_bytes=1)
-    return ShardedState(specs, tensors, {shards: groups})
+    return ShardedState(specs, tensors, {shards: groups}, {})
 
 
 def gathering(shards: StateShards) -> list[Collective]:
     """Of every bucket, in the order of `NAMES`, each one ahead."""
-    order = ["0:0", "0:1", "1:0", "2:0"]
+    order = ["0:0", "0:1", "1:0", "2+3:0"]
     found = [Collective(REFRESH, b) for b in order if shards.optimizer > shards.parameters]
     if shards.parameters == 1:
         return found + [Collective(WAIT, b) for b in order]
@@ -59,7 +60,7 @@ def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str
         sharded.sink("a", torch.full((6,), torch.nan))
     found = []
     for _ in range(2):
-        sharded.begin({"a", "c", "tied"})
+        sharded.begin(TRAINED, TRAINED)
         for j in range(2):
             marks = gathering(shards)
             sharded.follow(marks if j == 0 else [m for m in marks if m.kind is not REFRESH])
