@@ -117,6 +117,7 @@ def tied_once(**options: object) -> dict[str, torch.Tensor]:
     model = merakc.auto_parallel(
         Detached().double(), {"x": batch(0)}, micro_batches=2, cluster=NOMINAL_CPU, **options
     )
+    assert model.plan.parameters["a.weight"] == (0, 1)
     model(x=batch(model.data_parallel_rank))["loss"].backward()
     return model.full_gradients()
 
