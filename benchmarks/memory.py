@@ -34,15 +34,25 @@ from merakc.model import ParallelModel
 
 # Large enough that kernels, and not Python between them, say when a message leaves.
 RANKS, MICRO_BATCHES, BATCH_SIZE = 2, 4, 512
+SHARDED_BATCH_SIZE = 16  # small enough that state counts, where it is sharded
 BOUND = 0.03
 SWITCH_INTERVAL_S = 1e-5
 REPEATS = 5  # when a message leaves varies from step to step
-CELLS = tuple(
-    (model, schedule, recompute)
-    for model in ("gpt2", "llama", "t5", "bert", "resnet")
-    for schedule, recompute in (
-        ("1f1b", "none"), ("gpipe", "full"), ("zb-h1", "none"), ("zb-v", "selective"),
-    )
+MODELS_OF_CELLS = ("gpt2", "llama", "t5", "bert", "resnet")
+CELLS: tuple[tuple[str, dict[str, Any]], ...] = (
+    *(
+        (model, {"pp": RANKS, "schedule": schedule, "recompute": recompute})
+        for model in MODELS_OF_CELLS
+        for schedule, recompute in (
+            ("1f1b", "none"), ("gpipe", "full"), ("zb-h1", "none"), ("zb-v", "selective"),
+        )
+    ),
+    *(
+        (model, {"dp": RANKS, "state_shards": shards, "precision": precision})
+        for model in ("gpt2", "resnet")
+        for shards in ("zero-0", "zero-1", "zero-2", "zero-3")
+        for precision in (None, "bf16-mixed")
+    ),
 )  # fmt: skip
 
 
@@ -122,11 +132,10 @@ def _alive(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One model, schedule and recomputation: the peak bytes of each rank."""
+    """One model under some options of `auto_parallel`: the peak bytes of each rank."""
 
     model: str
-    schedule: str
-    recompute: str
+    options: str
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
 
@@ -137,17 +146,15 @@ class Cell:
         return max(abs(p - m) / m for p, m in pairs)
 
 
-def measure_step(model: str, schedule: str, recompute: str) -> tuple[int, int]:
+def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int]:
     """One rank's predicted and measured peak bytes of a step; collective."""
     # Python lets another thread run every 5 ms, which is as long as many actions here: what lets go
     # of sent values would come too late.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     case = MODELS[model]
-    batch = step_batch(case, BATCH_SIZE, torch.float32, 0)
-    parallel = merakc.auto_parallel(
-        case.model(), batch, pp=dist.get_world_size(), micro_batches=MICRO_BATCHES,
-        schedule=schedule, recompute=recompute,
-    )  # fmt: skip
+    size = SHARDED_BATCH_SIZE if "state_shards" in options else BATCH_SIZE
+    batch = step_batch(case, size, torch.float32, 0)
+    parallel = merakc.auto_parallel(case.model(), batch, micro_batches=MICRO_BATCHES, **options)
     optimizer = optimizer_for(parallel)
     for _ in range(2):  # afterwards the optimizer has its state
         optimizer.zero_grad()
@@ -155,12 +162,13 @@ def measure_step(model: str, schedule: str, recompute: str) -> tuple[int, int]:
         optimizer.step()
     prediction = parallel.plan.prediction
     assert prediction is not None
-    predicted_bytes = prediction.peak_bytes[dist.get_rank()]
+    _, rank, _ = parallel.plan.mesh.coordinates(dist.get_rank())
+    predicted_bytes = prediction.peak_bytes[rank]
     peaks = []
     for _ in range(REPEATS):
         optimizer.zero_grad()
-        constants = _constants(parallel)
-        peaks.append(peak_live_bytes(parallel, optimizer, lambda: parallel(**batch), constants))
+        others = [*_constants(parallel), *_buckets(parallel)]
+        peaks.append(peak_live_bytes(parallel, optimizer, lambda: parallel(**batch), others))
     return predicted_bytes, statistics.median_low(peaks)
 
 
@@ -171,17 +179,23 @@ def _constants(parallel: ParallelModel) -> list[torch.Tensor]:
     return [value for stage in stages for value in stage.constants.values()]
 
 
+def _buckets(parallel: ParallelModel) -> list[torch.Tensor]:
+    """What a rank holds of sharded parameters beside its own part."""
+    sharded = parallel._own("_steps").sharded
+    return [b.kept for b in sharded.buckets] if sharded else []
+
+
 def cells_table(cells: list[Cell]) -> Table:
     """A row a cell."""
     table = Table(title="Peak bytes of a step on each rank: predicted / measured")
-    for name in ("model", "schedule", "recompute", "predicted / measured", "largest error"):
-        table.add_column(name, justify="left" if name in ("model", "schedule") else "right")
+    for name in ("model", "options", "predicted / measured", "largest error"):
+        table.add_column(name, justify="left" if name in ("model", "options") else "right")
     for cell in cells:
         pairs = zip(cell.predicted_bytes, cell.measured_bytes, strict=True)
         colour = "green" if cell.error <= BOUND else "red"
         table.add_row(
-            cell.model, cell.schedule, cell.recompute,
-            ", ".join(f"{p} / {m}" for p, m in pairs), f"[{colour}]{cell.error:.2%}[/]",
+            cell.model, cell.options, ", ".join(f"{p} / {m}" for p, m in pairs),
+            f"[{colour}]{cell.error:.2%}[/]",
         )  # fmt: skip
     return table
 
@@ -195,11 +209,12 @@ def main(
     """Compares predicted with measured peaks; exits with 1 where one is more than 3 % off."""
     torch.set_num_threads(1)
     cells = []
-    for model, schedule, recompute in CELLS:
+    for model, options in CELLS:
         if not models or model in models.split(","):
-            found = run_ranks(RANKS, measure_step, model, schedule, recompute, timeout_s=120.0)
+            found = run_ranks(RANKS, measure_step, model, options, timeout_s=120.0)
             predicted, measured = zip(*found, strict=True)
-            cells.append(Cell(model, schedule, recompute, predicted, measured))
+            text = " ".join(str(value) for value in options.values() if isinstance(value, str))
+            cells.append(Cell(model, text, predicted, measured))
     Console(width=120).print(cells_table(cells))
     good = all(cell.error <= BOUND for cell in cells)
     within = sum(cell.error <= BOUND for cell in cells)

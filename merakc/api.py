@@ -26,15 +26,16 @@ from merakc.batches import (
     with_tensor_specs,
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.costs.stage import OPTIMIZER_STATES, stage_cost, with_seconds
+from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
+from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
 from merakc.errors import ConfigError, MerakWarning
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
-from merakc.ir.graph import OutputKind
+from merakc.ir.graph import InputKind, OutputKind
 from merakc.ir.plan import Plan, Prediction, load_plan
 from merakc.ir.precision import Precision, parse_precision
-from merakc.ir.state import ShardsGiven, parse_shards
+from merakc.ir.state import AUTO, ShardsGiven, parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.overlap import with_parts
@@ -272,7 +273,7 @@ def _check_plan(fixed: Request, given: Plan) -> None:
     asked = fixed.state_shards
     stages = len(given.rank_of)
     planned_shards = [given.shards(s) for s in range(stages)]
-    if asked is not None and list(parse_shards(asked, given.dp, stages)) != planned_shards:
+    if asked not in (None, AUTO) and list(parse_shards(asked, given.dp, stages)) != planned_shards:
         raise ConfigError(
             f"state_shards={asked} contradicts the plan's state_shards="
             f"{'; '.join(map(str, planned_shards))}; give one of the two"
@@ -339,7 +340,11 @@ def _simulated(
     ranks at once, as they train; without, they are the cluster's.
     """
     lowered = step.lowered
-    own = {s: stage_cost(chunk, cluster) for s, chunk in step.chunks.items()}
+    plan = lowered.plan
+    own = {
+        s: stage_cost(chunk, cluster, plan.shards(s), plan.precision)
+        for s, chunk in step.chunks.items()
+    }
     if measured:
         seconds = steps.measure(step)
         if seconds is not None:
@@ -348,18 +353,18 @@ def _simulated(
         cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
     touches = {s: chunk_touches(chunk) for s, chunk in step.chunks.items()}
     found = together(lambda: {s: (cost, touches[s]) for s, cost in own.items()})
-    mesh, rank_of = lowered.plan.mesh, lowered.plan.rank_of
+    mesh, rank_of = plan.mesh, plan.rank_of
     of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
     every = {s: touches for s, (_, touches) in enumerate(of_stage)}
     prediction, simulation = predict(lowered, cluster, tuple(c for c, _ in of_stage), every)
     programs = lowered.with_collectives(lowered.programs(), every)
     times = rank_times(programs, simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
-    shards = {s: lowered.plan.shards(s).gradients for s in step.chunks}
-    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, shards)
+    sunk = sunk_gradients(steps.sharded.specs if steps.sharded else (), plan.precision)
+    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, sunk)
 
     def peak_bytes() -> int:
-        if lowered.plan.order and lowered.plan.schedule != "auto":  # the user's own
+        if plan.order and plan.schedule != "auto":  # the user's own
             verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
         return max((m.peak_bytes for m in memory), default=static_bytes)
 
@@ -369,11 +374,16 @@ def _simulated(
 
 
 def _static_bytes(steps: Steps, step: CompiledStep) -> int:
-    """Parameters, buffers and constants of this rank, and what an optimizer keeps of the first."""
+    """Parameters, buffers and constants of this rank, what an optimizer keeps of the first."""
     held = list(steps.state.values())
     constants = [c for s in step.executor.stages.values() for c in s.constants.values()]
     total = sum(t.nbytes for t in (*held, *constants))
     total += OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)
+    plan, graph = step.lowered.plan, step.lowered.loss.graph
+    if plan.precision:  # the batch as it is computed with
+        batch = [i.spec for i in graph.inputs if i.kind is InputKind.BATCH]
+        floats = sum(s.size_bytes for s in batch if s.dtype.is_floating_point)
+        total += plan.micro_batches * floats
     return total + (steps.sharded.extra_bytes if steps.sharded else 0)
 
 

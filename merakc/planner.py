@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -124,11 +124,14 @@ class Lowered:
         stages = (s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank)
         return {s: self.chunk(s, tp_rank, train=train) for s in stages}
 
-    def programs(self, *, forward_only: bool = False) -> tuple[Program, ...]:
-        """The actions of every rank, without collectives over dp."""
+    def programs(
+        self, *, forward_only: bool = False, ranks: Iterable[int] | None = None
+    ) -> tuple[Program, ...]:
+        """The actions of every rank, or of these, without collectives over dp."""
         return build_programs(
-            self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only
-        )
+            self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
+            ranks=ranks,
+        )  # fmt: skip
 
     def with_collectives(
         self,

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from merakc.cluster import Cluster
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
-from merakc.costs.keep import with_kept
 from merakc.costs.stage import faster, rough_stage_cost
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, InputKind
@@ -27,7 +26,7 @@ def predict(
     *,
     dp_rank: int | None = None,
 ) -> tuple[Prediction, Simulation]:
-    """Simulates one step, of all ranks or of one dp rank's.
+    """Simulates one step, of all ranks or of one dp rank's, which stands for all.
 
     Without `costs` and `touches` of the stages, rough ones are used.
     """
@@ -35,7 +34,6 @@ def predict(
     mesh = plan.mesh
     if costs is None:
         costs = planned_costs(lowered, cluster)
-        costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
     costs = tuple(
         replace(c, reduce_s=tied_seconds(_tied_bytes(plan, g, s), mesh, cluster))
         for s, (c, g) in enumerate(zip(costs, local, strict=True))
@@ -45,13 +43,11 @@ def predict(
         buckets = rank_buckets(plan, local, rank)
         seconds |= bucket_seconds(buckets, dp_group(mesh, cluster), plan.precision)
     table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s, collective_s=seconds)
-    programs = lowered.programs()
-    if dp_rank is not None:
-        first = {mesh.rank(dp_rank, r, 0) for r in range(mesh.pp)}
-        programs = tuple(p for p in programs if p.rank in first)
+    own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
+    programs = lowered.programs(ranks=None if dp_rank is None else own)
     simulation = simulate(lowered.with_collectives(programs, touches), table)
-    place = {p.rank: k for k, p in enumerate(programs)}
-    own = [place[mesh.rank(dp_rank or 0, r, 0)] for r in range(mesh.pp)]
+    if dp_rank is not None:
+        own = list(range(mesh.pp))
     prediction = Prediction(
         simulation.step_s,
         simulation.bubble_share,
@@ -65,7 +61,8 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Rough costs of the stages, less the communication that is to run under computation."""
     plan = lowered.plan
     costs = tuple(
-        rough_stage_cost(g, cluster, plan.shards(s)) for s, g in enumerate(lowered.stages.local)
+        rough_stage_cost(g, cluster, plan.shards(s), plan.precision)
+        for s, g in enumerate(lowered.stages.local)
     )
     gains = plan.overlap_gains or (0.0,) * len(costs)
     return tuple(faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True))

@@ -8,14 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from merakc.cluster import Cluster
-from merakc.costs.keep import keep_bytes
+from merakc.costs.keep import keep_bytes, with_kept
+from merakc.costs.stage import with_state
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Mesh
-from merakc.ir.state import ShardsGiven, parse_shards
+from merakc.ir.state import AUTO, ShardsGiven, StateShards, lattice, parse_shards
 from merakc.overlap import choose_overlap
+from merakc.passes.collectives import rough_touches
 from merakc.planner import Lowered, make_plan
 from merakc.predict import planned_costs, predict
 from merakc.schedules.generate import generate
@@ -204,9 +206,9 @@ def _plan(
         schedule=schedule, order=request.order, recompute=choices[0],
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
-    if request.state_shards is not None:
-        given = parse_shards(request.state_shards, mesh.dp, len(plan.rank_of))
-        plan = replace(plan, state_shards=given)
+    asked = request.state_shards
+    if asked is not None and asked != AUTO:
+        plan = replace(plan, state_shards=parse_shards(asked, mesh.dp, len(plan.rank_of)))
     plan = replace(plan, precision=request.precision)
     lowered = choose_overlap(replace(lowered, plan=plan), record, cluster, request.overlap)
     plan = lowered.plan
@@ -215,11 +217,43 @@ def _plan(
         plan = replace(plan, recompute=choice, keep_bytes=kept)
         lowered = replace(lowered, plan=plan)
         prediction, _ = predict(lowered, cluster, dp_rank=0)
+        fits = max(prediction.peak_bytes) <= cluster.memory_bytes
+        if mesh.dp > 1 and (asked == AUTO or (asked is None and not fits)):
+            plan = replace(plan, state_shards=_fastest_shards(lowered, cluster))
+            lowered = replace(lowered, plan=plan)
+            prediction, _ = predict(lowered, cluster, dp_rank=0)
         plan = replace(plan, prediction=prediction)
         lowered = replace(lowered, plan=plan)
         if max(prediction.peak_bytes) <= cluster.memory_bytes:
             break
     return plan, lowered
+
+
+def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ...]:
+    """The shards of each stage with which its rank waits least for dp, of those that fit.
+
+    Every point of the lattice is simulated once, on all ranks alike: what a rank waits for follows
+    from its own stages. Among equals the least is communicated, then the least sharded. Where
+    nothing fits a rank, what takes the fewest bytes.
+    """
+    plan, local = lowered.plan, lowered.stages.local
+    touches = {s: rough_touches(graph) for s, graph in enumerate(local)}
+    costs = planned_costs(lowered, cluster)
+    costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
+    keys: list[dict[StateShards, tuple[object, ...]]] = [{} for _ in range(plan.pp)]
+    for shards in lattice(plan.dp):
+        tried = replace(lowered, plan=replace(plan, state_shards=(shards,) * len(plan.rank_of)))
+        own = tuple(
+            with_state(cost, graph, shards, plan.precision)
+            for cost, graph in zip(costs, local, strict=True)
+        )
+        found, simulation = predict(tried, cluster, own, touches, dp_rank=0)
+        for rank, peak_bytes in enumerate(found.peak_bytes):
+            lacking = max(peak_bytes - cluster.memory_bytes, 0)
+            waits = round(found.exposed_s[rank], 9)
+            keys[rank][shards] = lacking, waits, simulation.communication_s[rank], shards
+    best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
+    return tuple(best[rank] for rank in plan.rank_of)
 
 
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:

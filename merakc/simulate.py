@@ -176,6 +176,9 @@ class _Rank:
             case ActionKind.WEIGHT_GRAD:
                 self._touch(cost.weight_peak_bytes)
                 self.live_bytes -= cost.deferred_bytes
+            case ActionKind.REDUCE:
+                self.live_bytes += cost.reduced_bytes
+                self._touch()
         start_s = self.clock.now_s
         self._run(action, _duration_s(cost, kind))
         self.busy_s += self.clock.now_s - start_s

@@ -27,7 +27,7 @@ from benchmarks.reference import (
     train_reference,
 )
 from merakc.cluster import NOMINAL_CPU
-from merakc.costs.stage import OPTIMIZER_STATES
+from merakc.costs.sharded import OPTIMIZER_STATES
 from merakc.ir.program import Mesh
 
 # peft asks transformers by a name that transformers will drop.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from merakc.costs.flops import FREE
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
@@ -81,11 +81,16 @@ class ActionBytes:
         return sum(m.size_bytes for m in self.held)
 
 
-def order_bytes(chunk: Chunk, order: Sequence[ActionKind]) -> tuple[ActionBytes, ...]:
+def order_bytes(
+    chunk: Chunk, order: Sequence[ActionKind], sunk: Collection[str] = ()
+) -> tuple[ActionBytes, ...]:
     """The bytes of each compute of a micro-batch, run on a stage in this order.
 
-    A value is let go of by the last piece that reads it, at its last reader there.
+    A value is let go of by the last piece that reads it, at its last reader there, and so are the
+    gradients of the parameters in `sunk`, which are handed out as they are made.
     """
+    if sunk:
+        chunk = _without(chunk, sunk)
     pieces = chunk.pieces(order)
     later = [frozenset[str]()]
     for piece in reversed(pieces[1:]):
@@ -104,6 +109,24 @@ def order_bytes(chunk: Chunk, order: Sequence[ActionKind]) -> tuple[ActionBytes,
         bytes_, held = _run_piece(chunk, kind, piece, held, leaves)
         found.append(bytes_)
     return tuple(found)
+
+
+def _without(chunk: Chunk, sunk: Collection[str]) -> Chunk:
+    """The chunk without the gradients of these parameters; they are made all the same."""
+    names = {i.name for i in chunk.forward.inputs if i.target in sunk}
+
+    def pruned(graph: Graph | None) -> Graph | None:
+        if graph is None:
+            return None
+        gone = [o for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in names]
+        return replace(graph, outputs=tuple(o for o in graph.outputs if o not in gone))
+
+    return replace(
+        chunk,
+        backward=pruned(chunk.backward),
+        input_grad=pruned(chunk.input_grad),
+        weight_grad=pruned(chunk.weight_grad),
+    )
 
 
 def _is_received(item: Input) -> bool:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from merakc.cluster import Cluster
 from merakc.costs.memory import live_bytes, order_bytes
 from merakc.costs.roofline import graph_seconds
+from merakc.costs.sharded import graph_state_bytes
 from merakc.ir.costs import StageCost
-from merakc.ir.graph import Graph, InputKind
+from merakc.ir.graph import Graph, Input, InputKind
+from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Chunk
 from merakc.ir.state import UNSHARDED, StateShards
 
-# Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
-OPTIMIZER_STATES = 2
 # A backward is about two forwards: the gradients of both arguments of every product.
 BACKWARD_PER_FORWARD = 2.0
 _F, _B, _I, _W, _R = (
@@ -26,7 +26,12 @@ _F, _B, _I, _W, _R = (
 )
 
 
-def stage_cost(chunk: Chunk, cluster: Cluster) -> StageCost:
+def stage_cost(
+    chunk: Chunk,
+    cluster: Cluster,
+    shards: StateShards = UNSHARDED,
+    precision: Precision | None = None,
+) -> StageCost:
     """The cost of a stage from its own graphs; of pieces that were not made, nothing."""
 
     def seconds(graph: Graph | None) -> float:
@@ -49,7 +54,8 @@ def stage_cost(chunk: Chunk, cluster: Cluster) -> StageCost:
         checkpoint_peak_bytes=again[0].peak_bytes if again else 0,
         recompute_peak_bytes=again[1].peak_bytes if again else 0,
         weight_peak_bytes=split[2].peak_bytes if split else 0,
-        static_bytes=static_bytes(chunk.forward),
+        static_bytes=static_bytes(chunk.forward, shards, precision),
+        reduced_bytes=reduced_bytes(chunk.forward, shards, precision),
     )
 
 
@@ -77,7 +83,23 @@ def faster(cost: StageCost, share: float) -> StageCost:
     )
 
 
-def rough_stage_cost(local: Graph, cluster: Cluster, shards: StateShards = UNSHARDED) -> StageCost:
+def with_state(
+    cost: StageCost, graph: Graph, shards: StateShards, precision: Precision | None = None
+) -> StageCost:
+    """The cost of a stage with its state in these shards."""
+    return replace(
+        cost,
+        static_bytes=static_bytes(graph, shards, precision),
+        reduced_bytes=reduced_bytes(graph, shards, precision),
+    )
+
+
+def rough_stage_cost(
+    local: Graph,
+    cluster: Cluster,
+    shards: StateShards = UNSHARDED,
+    precision: Precision | None = None,
+) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
     Everything that the forward makes is taken for saved, half of it for deferred from the input to
@@ -103,19 +125,38 @@ def rough_stage_cost(local: Graph, cluster: Cluster, shards: StateShards = UNSHA
         checkpoint_peak_bytes=peak_bytes,
         recompute_peak_bytes=everything,
         weight_peak_bytes=peak_bytes,
-        static_bytes=static_bytes(local, shards),
+        static_bytes=static_bytes(local, shards, precision),
+        reduced_bytes=reduced_bytes(local, shards, precision),
     )
 
 
-def static_bytes(graph: Graph, shards: StateShards = UNSHARDED) -> int:
-    """Parameters, buffers and constants; gradients and optimizer state of the trained ones."""
-    total = 0
-    for item in graph.inputs:
-        if item.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT):
-            size = item.spec.size_bytes
-            if item.requires_grad:
-                state = -(-OPTIMIZER_STATES * size // shards.optimizer)
-                total += -(-size // shards.parameters) - (-size // shards.gradients) + state
-            else:
-                total += size
-    return total
+def static_bytes(
+    graph: Graph, shards: StateShards = UNSHARDED, precision: Precision | None = None
+) -> int:
+    """Parameters, buffers and constants; gradients and optimizer state of the trained ones.
+
+    Whole buckets that are gathered or filled are counted all along, gradients as they are while
+    micro-batches run: `reduced_bytes` is what they take more in the end, or less.
+    """
+    others = sum(
+        i.spec.size_bytes
+        for i in graph.inputs
+        if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards)
+    )
+    state = graph_state_bytes(graph, shards, precision)
+    held = state.kept_bytes + state.gathered_bytes
+    return others + held + state.summed_bytes + state.filling_bytes
+
+
+def reduced_bytes(
+    graph: Graph, shards: StateShards = UNSHARDED, precision: Precision | None = None
+) -> int:
+    """What the reduced gradients take more than those of the micro-batches."""
+    state = graph_state_bytes(graph, shards, precision)
+    return state.reduced_bytes - state.summed_bytes - state.filling_bytes
+
+
+def _is_whole(item: Input, shards: StateShards) -> bool:
+    """Whether it is a parameter that is in no bucket."""
+    is_frozen = item.kind is InputKind.PARAMETER and not item.requires_grad
+    return is_frozen and shards.parameters == 1

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from merakc.costs.memory import ActionBytes, order_bytes
+from merakc.costs.sharded import SunkGradients
 from merakc.errors import ProgramError
 from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Chunk, Event, Program
 
@@ -72,15 +73,15 @@ def program_memory(
     chunks: Mapping[int, Chunk],
     static_bytes: int,
     times: Times | None = None,
-    gradient_shards: Mapping[int, int] | None = None,
+    sunk: Mapping[int, SunkGradients] | None = None,
 ) -> tuple[ActionMemory, ...]:
     """The memory of a rank action by action; without `times` messages leave at once.
 
     `static_bytes` are alive all the time: parameters, buffers, constants, optimizer state. The
-    gradients of a stage, of which a rank keeps one of its `gradient_shards`, are counted from its
-    first backward on, until the end of the step.
+    gradients of a stage are counted from its first backward on, until the end of the step; those
+    that are `sunk` into buckets, by stage, as these take them.
     """
-    return _Memory(program, chunks, static_bytes, times, gradient_shards or {}).run()
+    return _Memory(program, chunks, static_bytes, times, sunk or {}).run()
 
 
 def verify_memory(rank: int, memory: Sequence[ActionMemory], capacity_bytes: int) -> None:
@@ -102,7 +103,7 @@ class _Memory:
     chunks: Mapping[int, Chunk]
     live_bytes: int
     times: Times | None
-    gradient_shards: Mapping[int, int]
+    sunk: Mapping[int, SunkGradients]
     leaving: list[tuple[float, Place]] = field(default_factory=list)  # a heap
     sizes: dict[Place, int] = field(default_factory=dict)
     holders: Counter[Place] = field(default_factory=Counter)
@@ -112,12 +113,14 @@ class _Memory:
     handed: dict[object, Place] = field(default_factory=dict)
     readers: Counter[tuple[int, int, str, bool]] = field(default_factory=Counter)
     read: set[tuple[int, int, str]] = field(default_factory=set)  # what was received for
-    with_gradients: set[int] = field(default_factory=set)
+    with_gradients: dict[int, int] = field(default_factory=dict)  # their bytes
+    with_sums: set[int] = field(default_factory=set)  # of gradients that are sunk
     posted: int = 0
 
     def run(self) -> tuple[ActionMemory, ...]:
         actions = self.program.actions
-        effects = _effects(self.program, self.chunks)
+        effects = _effects(self.program, self.chunks, self.sunk)
+        whole = _effects(self.program, self.chunks, {}) if self.sunk else effects
         self.readers = Counter(
             (a.stage, a.micro_batch, a.value, a.is_grad)
             for a in actions
@@ -137,8 +140,10 @@ class _Memory:
                 self._arrive(action, self.handed.pop(action.message))
             elif action.kind.is_compute:
                 effect = effects[k]
-                peak_bytes += effect.peak_bytes
+                peak_bytes += max(effect.peak_bytes, self._sink(action, whole[k], effect))
                 self._compute(action, effect)
+            elif action.kind is ActionKind.REDUCE and self.sunk:
+                self._reduce(action.stage)
             peak_bytes = max(peak_bytes, self.live_bytes)
             found.append(ActionMemory(action, self.live_bytes, peak_bytes))
         return tuple(found)
@@ -189,10 +194,31 @@ class _Memory:
                 after.add(early)
         self._hold(work, after)
         if effect.gradient_bytes and action.stage not in self.with_gradients:
-            self.with_gradients.add(action.stage)
-            self.live_bytes += -(
-                -effect.gradient_bytes // self.gradient_shards.get(action.stage, 1)
-            )
+            self.with_gradients[action.stage] = effect.gradient_bytes
+            self.live_bytes += effect.gradient_bytes
+
+    def _sink(self, action: Action, whole: ActionBytes, effect: ActionBytes) -> int:
+        """What a compute needs at its highest point, its gradients on their way included.
+
+        The first one fills sums of whole gradients as it goes on. Where gradients are scattered, a
+        bucket is filled each time, at most all of them.
+        """
+        if whole.gradient_bytes == effect.gradient_bytes:  # it sinks none
+            return 0
+        sunk = self.sunk[action.stage]
+        filling_bytes = min(effect.peak_bytes + sunk.filling_bytes, whole.peak_bytes)
+        if action.stage in self.with_sums:
+            return filling_bytes
+        self.with_sums.add(action.stage)
+        self.live_bytes += sunk.summed_bytes
+        return filling_bytes + sunk.summed_bytes if sunk.filling_bytes else whole.peak_bytes
+
+    def _reduce(self, stage: int) -> None:
+        """Puts the reduced gradients in the place of those that were added up."""
+        self.live_bytes -= self.with_gradients.get(stage, 0)
+        if stage in self.sunk:
+            summed = self.sunk[stage].summed_bytes if stage in self.with_sums else 0
+            self.live_bytes += self.sunk[stage].reduced_bytes - summed
 
     def _send(self, position: int, action: Action, *, last: bool) -> None:
         key = action.stage, action.micro_batch, action.value, action.is_grad
@@ -233,7 +259,9 @@ class _Memory:
         self.live_bytes -= 0 if self.holders[place] else self.sizes[place]
 
 
-def _effects(program: Program, chunks: Mapping[int, Chunk]) -> dict[int, ActionBytes]:
+def _effects(
+    program: Program, chunks: Mapping[int, Chunk], sunk: Mapping[int, SunkGradients]
+) -> dict[int, ActionBytes]:
     """What each compute of the Program does, by its position."""
     orders: dict[Work, list[int]] = {}
     for k, action in enumerate(program.actions):
@@ -244,6 +272,7 @@ def _effects(program: Program, chunks: Mapping[int, Chunk]) -> dict[int, ActionB
     for (stage, _), positions in orders.items():
         kinds = tuple(program.actions[k].kind for k in positions)
         if (stage, kinds) not in known:
-            known[stage, kinds] = order_bytes(chunks[stage], kinds)
+            names = sunk[stage].parameters if stage in sunk else ()
+            known[stage, kinds] = order_bytes(chunks[stage], kinds, names)
         found |= dict(zip(positions, known[stage, kinds], strict=True))
     return found

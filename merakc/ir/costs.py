@@ -18,7 +18,8 @@ class StageCost:
     `saved_bytes` live from the forward of a micro-batch to the end of its backward;
     `forward_peak_bytes` and `backward_peak_bytes` are what an action allocates at its highest
     point, over what was alive before it (what it leaves behind included); `static_bytes` are
-    parameters, buffers, gradients and optimizer state. Where a micro-batch is recomputed, the
+    parameters, buffers, gradients and optimizer state, `reduced_bytes` what the gradients take more
+    once they are reduced (less, where it is negative). Where a micro-batch is recomputed, the
     forward leaves `checkpoint_bytes` behind, and the recomputation makes them `saved_bytes`. Where
     the backward is split, `deferred_bytes` live from the input gradient to the weight gradient.
     `checkpoint_peak_bytes`, `recompute_peak_bytes` and `weight_peak_bytes` are the highest points
@@ -40,6 +41,7 @@ class StageCost:
     recompute_peak_bytes: int = 0
     weight_peak_bytes: int = 0
     static_bytes: int = 0
+    reduced_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,8 +52,9 @@ class StateShards:
 
 
 UNSHARDED = StateShards()
-# A stage of ZeRO or three numbers, for all stages or for each.
+# "auto", or a stage of ZeRO or three numbers, for all stages or for each.
 ShardsGiven = str | Sequence[int] | Sequence[str | Sequence[int]]
+AUTO = "auto"
 ZERO = {"zero-0": (1, 1, 1), "zero-1": (1, 1, 0), "zero-2": (1, 0, 0), "zero-3": (0, 0, 0)}
 
 
@@ -77,8 +78,8 @@ def _parse(given: str | Sequence[int], dp: int) -> StateShards:
     if isinstance(given, str):
         if given not in ZERO:
             raise ConfigError(
-                f"state_shards {given!r} is not known; choose one of {', '.join(ZERO)}, or give "
-                "the numbers of shards of parameters, gradients and optimizer state"
+                f"state_shards {given!r} is not known; choose one of {AUTO}, {', '.join(ZERO)}, "
+                "or give the numbers of shards of parameters, gradients and optimizer state"
             )
         given = [count or dp for count in ZERO[given]]
     if len(given) != 3:

@@ -11,7 +11,7 @@ what was sent before has arrived before.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from merakc.errors import ConfigError
@@ -27,8 +27,10 @@ def build_programs(
     transfers: Sequence[Transfer],
     *,
     forward_only: bool = False,
+    ranks: Iterable[int] | None = None,
 ) -> tuple[Program, ...]:
-    """One Program per rank, in rank order; a rank runs the stages of its pp coordinate.
+    """One Program per rank, in rank order, of all or of these; a rank runs the stages of its pp
+    coordinate.
 
     Ranks that exchange messages share their dp and tp coordinates. Transfers may skip stages;
     those between two stages of one rank are messages of the rank to itself. With `forward_only`
@@ -54,7 +56,8 @@ def build_programs(
             stages = (s for s, holder in enumerate(schedule.rank_of) if holder == rank)
             actions += [Action(ActionKind.REDUCE, stage) for stage in stages]
         lists.append(actions)
-    return tuple(_placed(rank, mesh, lists) for rank in range(mesh.world_size))
+    wanted = range(mesh.world_size) if ranks is None else ranks
+    return tuple(_placed(rank, mesh, lists) for rank in wanted)
 
 
 def _placed(rank: int, mesh: Mesh, lists: Sequence[Sequence[Action]]) -> Program:

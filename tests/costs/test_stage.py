@@ -9,9 +9,17 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
-from merakc.costs.stage import faster, rough_stage_cost, stage_cost, static_bytes, with_seconds
+from merakc.costs.stage import (
+    faster,
+    reduced_bytes,
+    rough_stage_cost,
+    stage_cost,
+    static_bytes,
+    with_seconds,
+)
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
+from merakc.ir.precision import parse_precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.planner import Lowered, make_plan
@@ -65,21 +73,30 @@ def test_measured_seconds_replace_those_of_the_formula() -> None:
     assert found.saved_bytes == cost.saved_bytes
 
 
+@pytest.mark.parametrize("precision", [None, "bf16-mixed"])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (1, 1, 4), (1, 4, 4), (4, 4, 4)])
-def test_sharded_state_is_a_share(counts: tuple[int, int, int]) -> None:
-    spec = TensorSpec((8, 16), torch.float32)
+def test_sharded_state_is_a_share(counts: tuple[int, int, int], precision: str | None) -> None:
+    compute = torch.bfloat16 if precision else torch.float32
+    spec = TensorSpec((8, 16), compute)
     graph = Graph(
         (
             Input("w", InputKind.PARAMETER, spec, "w", True),
             Input("frozen", InputKind.PARAMETER, spec, "frozen"),
+            Input("buffer", InputKind.BUFFER, TensorSpec((3,), torch.int64), "buffer"),
         ),
         (),
         (),
     )
     p, g, os = counts
-    size = 8 * 16 * 4
-    expected = size + size // p + size // g + 2 * size // os
-    assert static_bytes(graph, StateShards(*counts)) == expected
+    size, whole = 8 * 16, spec.size_bytes
+    parameters, gradients = 2 * whole // p, whole // g
+    optimized = size * (12 if precision else 8) // os  # a master in mixed precision
+    on_the_way = (2 * whole if p > 1 else 0) + (whole if g > 1 else 0)
+    expected = 3 * 8 + parameters + gradients + optimized + on_the_way
+    shards = StateShards(*counts), parse_precision(precision)
+    assert static_bytes(graph, *shards) == expected
+    filling = whole if g > 1 else 0
+    assert reduced_bytes(graph, *shards) == 4 * size // os - gradients - filling
 
 
 def test_a_faster_stage_has_the_same_bytes() -> None:
