@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_CPU
+from merakc.cluster import NOMINAL_CPU, Cluster
 from merakc.errors import ConfigError, CutError, ProgramError, ShardError
 from merakc.frontend.record import Recording, record
 from merakc.ir.program import ActionKind, Mesh
+from merakc.ir.state import StateShards, lattice
+from merakc.predict import predict
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 
 BATCH_SIZE = 8
@@ -174,3 +176,80 @@ def test_the_first_error_is_raised_where_no_mesh_works() -> None:
         search(Request(10_000, BATCH_SIZE, pp=10_000), recording, NOMINAL_CPU)
     with pytest.raises(ShardError, match="tp=4096"):
         search(Request(4096, BATCH_SIZE, tp=4096), recording, NOMINAL_CPU)
+
+
+# --- sharded state ---------------------------------------------------------------------------
+
+SHARDED = Request(4, BATCH_SIZE, dp=4, tp=1, pp=1, micro_batches=4)
+
+
+def peak_bytes(state_shards: object, cluster: Cluster = NOMINAL_CPU, **fixed: object) -> int:
+    request = replace(SHARDED, state_shards=state_shards, recompute="none", **fixed)  # type: ignore[arg-type]
+    plan, _ = search(request, recording, cluster)
+    assert plan.prediction is not None
+    return max(plan.prediction.peak_bytes)
+
+
+def test_state_stays_whole_where_it_fits() -> None:
+    assert search(SHARDED, recording, NOMINAL_CPU)[0].state_shards == ()
+
+
+def test_state_is_sharded_before_anything_is_recomputed() -> None:
+    whole, zero_1 = peak_bytes("zero-0"), peak_bytes("zero-1")
+    assert zero_1 < whole
+    tight = replace(NOMINAL_CPU, memory_bytes=zero_1)
+    plan, lowered = search(SHARDED, recording, tight)
+    assert plan.recompute == "none"
+    (shards,) = plan.state_shards
+    assert shards.optimizer == 4
+    assert plan.prediction is not None
+    assert max(plan.prediction.peak_bytes) <= zero_1
+    # It is the one that waits least of all that fit.
+    for other in lattice(4):
+        made = replace(lowered, plan=replace(plan, state_shards=(other,)))
+        found, _ = predict(made, tight, dp_rank=0)
+        if max(found.peak_bytes) <= tight.memory_bytes:
+            assert found.exposed_s[0] >= plan.prediction.exposed_s[0] - 1e-9
+
+
+def test_recomputation_comes_after_sharding() -> None:
+    least = min(peak_bytes((s.parameters, s.gradients, s.optimizer)) for s in lattice(4))
+    tight = replace(NOMINAL_CPU, memory_bytes=least - 1)
+    plan, _ = search(SHARDED, recording, tight)
+    assert plan.recompute != "none"
+    assert plan.state_shards != ()
+    given, _ = search(replace(SHARDED, state_shards=(1, 1, 1)), recording, tight)
+    assert given.state_shards == (StateShards(),)
+
+
+def test_auto_takes_what_waits_least() -> None:
+    request = replace(SHARDED, state_shards="auto")
+    # Compute hides everything, or nothing: the latency alone counts, and then the bytes.
+    slow = replace(NOMINAL_CPU, link_latency_s=0.0, link_bytes_per_s=1e5)
+    plan, lowered = search(request, recording, slow)
+    assert plan.prediction is not None
+    exposed_s = {}
+    for shards in lattice(4):
+        made = replace(lowered, plan=replace(plan, state_shards=(shards,)))
+        exposed_s[shards] = predict(made, slow, dp_rank=0)[0].exposed_s[0]
+    assert plan.prediction.exposed_s[0] == pytest.approx(min(exposed_s.values()))
+    assert max(exposed_s.values()) > 1.1 * min(exposed_s.values())
+    one, _ = search(replace(request, world_size=1, dp=1), recording, slow)
+    assert one.state_shards == ()
+
+
+def test_each_stage_has_its_own_shards() -> None:
+    """What one stage's memory asks for is no reason to shard another's state alike."""
+    request = replace(SHARDED, world_size=4, dp=2, pp=2, schedule="1f1b", recompute="none")
+    roomy, lowered = search(replace(request, state_shards="auto"), recording, NOMINAL_CPU)
+    peaks = {}
+    for shards in lattice(2):
+        made = replace(lowered, plan=replace(roomy, state_shards=(shards,) * 2))
+        peaks[shards] = predict(made, NOMINAL_CPU, dp_rank=0)[0].peak_bytes
+    full = max((0, 1), key=lambda rank: peaks[StateShards()][rank])
+    least = min(peak[full] for peak in peaks.values())
+    assert least > peaks[roomy.state_shards[1 - full]][1 - full]
+    plan, _ = search(request, recording, replace(NOMINAL_CPU, memory_bytes=least))
+    assert peaks[plan.state_shards[full]][full] == least
+    assert plan.state_shards[1 - full] == roomy.state_shards[1 - full]
+    assert plan.state_shards[0] != plan.state_shards[1]
