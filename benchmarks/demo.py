@@ -205,7 +205,10 @@ def write_outputs(out: Path, runs: Sequence[Run], single: Run) -> None:
     curves = {"one process": single.losses, f"tp {TP} x pp {PP}": runs[0].losses}
     plot_losses(out / "loss.png", curves)
     measured = [event for run in runs for event in run.events]
-    write_trace(simulation.events, out / "timeline.json", measured=measured)
+    write_trace(
+        simulation.events, out / "timeline.json", measured=measured,
+        collectives=simulation.collectives,
+    )  # fmt: skip
 
 
 def main(

@@ -10,9 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from merakc.costs.fabric import Fabric
+from merakc.costs.state import DpGroup, Layer, collective_seconds, state_cost
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
-from merakc.ir.program import Action, ActionKind, Event, Mesh, Program, Transfer
+from merakc.ir.program import (
+    Action,
+    ActionKind,
+    Collective,
+    CollectiveKind,
+    Event,
+    Mesh,
+    Program,
+    Transfer,
+)
+from merakc.ir.state import StateShards
 from merakc.passes.schedule import build_programs
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.text import parse_schedule
@@ -217,3 +229,97 @@ def test_simulate_verifies_first() -> None:
     programs[0] = Program(0, programs[0].actions[:1])
     with pytest.raises(ProgramError, match="no matching receive"):
         simulate(programs, _unit_costs(3))
+
+
+# --- collectives over dp ---------------------------------------------------------------------
+
+MARK = CollectiveKind
+
+
+def _marked(kind: ActionKind, *marks: tuple[CollectiveKind, str, float], stage: int = 0) -> Action:
+    return Action(kind, stage, collectives=tuple(Collective(k, b, "n", at) for k, b, at in marks))
+
+
+def _seconds(**found: float) -> dict[tuple[str, CollectiveKind], float]:
+    """`a_gather=2.0`: the gather of bucket a takes 2 s."""
+    keys = {name: tuple(name.split("_")) for name in found}
+    return {(keys[n][0], MARK(keys[n][1])): seconds for n, seconds in found.items()}
+
+
+def test_what_a_compute_hides_is_not_exposed() -> None:
+    program = Program(0, (
+        _marked(ActionKind.GATHER, (MARK.GATHER, "a", 0.0)),
+        _marked(F, (MARK.WAIT, "a", 0.0), (MARK.GATHER, "b", 0.0), (MARK.WAIT, "b", 0.5)),
+        _marked(B, (MARK.REDUCE, "b", 0.5), (MARK.REDUCE, "a", 1.0)),
+        Action(REDUCE, 0),
+    ))  # fmt: skip
+    costs = CostTable(
+        (StageCost(4.0, 8.0, reduce_s=0.25),), 0.0, 1.0,
+        collective_s=_seconds(a_gather=1.0, b_gather=3.0, b_reduce=5.0, a_reduce=2.0),
+    )  # fmt: skip
+    found = simulate([program], costs)
+    # 1 s for a; b's gather is hidden for 2 s of 3; b's reduction for 4 of 5, then a's.
+    assert found.exposed_s == (1.0 + 1.0 + (1.0 + 2.0 - 0.25),)
+    assert found.communication_s == (11.0,)
+    assert found.step_s == 4.0 + 8.0 + 0.25 + found.exposed_s[0]
+    assert found.busy_s == (found.step_s,)
+    assert [(e.label, e.start_s, e.end_s) for e in found.collectives] == [
+        ("gather a", 0.0, 1.0), ("gather b", 1.0, 4.0), ("reduce b", 10.0, 15.0),
+        ("reduce a", 15.0, 17.0),
+    ]  # fmt: skip
+    assert [e.label for e in found.events] == ["gather 0", "0F0", "0B0", "reduce 0"]
+    slower = simulate([program], replace(costs, overlap=0.0))
+    assert slower.exposed_s[0] == pytest.approx(11.0 - 0.25)
+
+
+def test_waiting_for_a_message_hides_collectives() -> None:
+    programs = _two_ranks(
+        [Action(F, 0), _message(SEND, "a", 0)],
+        [
+            _marked(ActionKind.GATHER, (MARK.REFRESH, "b", 0.0), stage=1),
+            _message(RECV, "a", 0),
+            _marked(F, (MARK.WAIT, "b", 0.0), stage=1),
+        ],
+    )
+    costs = CostTable(
+        (StageCost(3.0, 0.0),) * 2, 0.0, 1.0, collective_s=_seconds(b_refresh=2.5), overlap=0.1
+    )
+    found = simulate(programs, costs)
+    assert (found.step_s, found.exposed_s) == (6.0, (0.0, 0.0))
+
+
+def test_the_walk_is_that_of_the_cost_model() -> None:
+    """A stage of equal buckets, each read and made in its own piece of a compute."""
+    layers, micro_batches = 4, 3
+    group = DpGroup(8, Fabric(8, 1e9, 1e9, 0.0, 0.0), overlap=0.5)
+    expected = state_cost(
+        [Layer(10**9, 1.0, 2.0)] * layers, micro_batches, StateShards(1, 8, 8), group
+    )
+    seconds = collective_seconds(10**9, StateShards(1, 8, 8), group)
+    names = [f"0:{k}" for k in range(layers)]
+    actions = [_marked(ActionKind.GATHER, *((MARK.REFRESH, n, 0.0) for n in names))]
+    for j in range(micro_batches):
+        waits = [(MARK.WAIT, n, k / layers) for k, n in enumerate(names)] if j == 0 else []
+        kind = MARK.REDUCE if j == micro_batches - 1 else MARK.SCATTER
+        made = [(kind, n, (k + 1) / layers) for k, n in enumerate(reversed(names))]
+        actions += [replace(_marked(F, *waits), micro_batch=j),
+                    replace(_marked(B, *made), micro_batch=j)]  # fmt: skip
+    table = CostTable(
+        (StageCost(4.0, 8.0),), 0.0, 1.0, overlap=0.5,
+        collective_s={(n, kind): s for n in names for kind, s in seconds.items()},
+    )  # fmt: skip
+    found = simulate([Program(0, (*actions, Action(REDUCE, 0)))], table)
+    assert found.step_s == pytest.approx(expected.step_s)
+    assert found.exposed_s == pytest.approx((expected.exposed_s,))
+    assert found.communication_s == pytest.approx((expected.communication_s,))
+    assert expected.exposed_s > 0
+
+
+def test_reduced_gradients_stand_in_the_place_of_the_others() -> None:
+    program = Program(0, (Action(F, 0), Action(B, 0), Action(REDUCE, 0)))
+    stage = StageCost(1.0, 2.0, saved_bytes=5, forward_peak_bytes=5, static_bytes=100)
+    for more, peak_bytes in ((3, 105), (20, 120), (-50, 105)):
+        table = CostTable((replace(stage, reduced_bytes=more),), 0.0, 1.0)
+        found = simulate([program], table)
+        assert found.peak_bytes == (peak_bytes,)
+        assert found.memory[-1].live_bytes == 100 + more

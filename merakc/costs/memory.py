@@ -26,15 +26,32 @@ class Memory:
     size_bytes: int
 
 
-def live_bytes(graph: Graph, handed: Mapping[str, Memory] | None = None) -> LiveBytes:
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What the gradients of these parameters are added to as soon as a compute has made them.
+
+    It is there from the first of them on; where it is scattered, until the last one has come.
+    """
+
+    parameters: frozenset[str]
+    size_bytes: int
+    is_scattered: bool = False
+
+
+def live_bytes(
+    graph: Graph,
+    handed: Mapping[str, Memory] | None = None,
+    beside: Mapping[str, tuple[int, int]] | None = None,
+) -> LiveBytes:
     """Live ranges of the graph's own values.
 
     A view keeps the memory of what it looks at. Every other value lives from its node to its last
     reader, or beyond the graph if it is an output. Inputs are counted by whoever holds them, but
     those in `handed` (name -> memory) are given away: their memory is freed after its last reader,
-    and makes room for the graph's own values.
+    and makes room for the graph's own values. `beside` is what comes at a node from elsewhere, and
+    what goes after it.
     """
-    handed = handed or {}
+    handed, beside = handed or {}, beside or {}
     owner = _owners(graph, {name: Ref(m.owner) for name, m in handed.items()})
     sizes = {ref: spec.size_bytes for ref, spec in graph.specs().items() if owner[ref] == ref}
     given = {Ref(m.owner): m.size_bytes for m in handed.values()}
@@ -55,8 +72,10 @@ def live_bytes(graph: Graph, handed: Mapping[str, Memory] | None = None) -> Live
             ref = Ref(node.name, i)
             if spec is not None and owner[ref] == ref:
                 alive += sizes[ref]
+        comes, goes = beside.get(node.name, (0, 0))
+        alive += comes
         peak = max(peak, alive)
-        alive -= sum(sizes[r] for r in ending.get(k, ()))
+        alive -= goes + sum(sizes[r] for r in ending.get(k, ()))
     return LiveBytes(peak, sum(sizes[r] for r in kept - held - given.keys()))
 
 
@@ -82,15 +101,13 @@ class ActionBytes:
 
 
 def order_bytes(
-    chunk: Chunk, order: Sequence[ActionKind], sunk: Collection[str] = ()
+    chunk: Chunk, order: Sequence[ActionKind], sums: Sequence[Sum] = ()
 ) -> tuple[ActionBytes, ...]:
     """The bytes of each compute of a micro-batch, run on a stage in this order.
 
-    A value is let go of by the last piece that reads it, at its last reader there, and so are the
-    gradients of the parameters in `sunk`, which are handed out as they are made.
+    A value is let go of by the last piece that reads it, at its last reader there. Gradients that
+    are added to `sums` are let go of at once, and are not among an action's gradient bytes.
     """
-    if sunk:
-        chunk = _without(chunk, sunk)
     pieces = chunk.pieces(order)
     later = [frozenset[str]()]
     for piece in reversed(pieces[1:]):
@@ -106,27 +123,41 @@ def order_bytes(
             received = {o.name for o in chunk.forward.outputs if o.kind is OutputKind.ACTIVATION}
             tangents = (i for i in whole if i.kind is InputKind.TANGENT and i.target in received)
             held |= {i.key: _memory(i, "tangent") for i in tangents}
-        bytes_, held = _run_piece(chunk, kind, piece, held, leaves)
+        beside: dict[str, tuple[int, int]] = {}
+        if sums and piece is not None:
+            piece, beside = _summed(chunk, piece, sums)
+        bytes_, held = _run_piece(chunk, kind, piece, held, leaves, beside)
         found.append(bytes_)
     return tuple(found)
 
 
-def _without(chunk: Chunk, sunk: Collection[str]) -> Chunk:
-    """The chunk without the gradients of these parameters; they are made all the same."""
-    names = {i.name for i in chunk.forward.inputs if i.target in sunk}
-
-    def pruned(graph: Graph | None) -> Graph | None:
-        if graph is None:
-            return None
-        gone = [o for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in names]
-        return replace(graph, outputs=tuple(o for o in graph.outputs if o not in gone))
-
-    return replace(
-        chunk,
-        backward=pruned(chunk.backward),
-        input_grad=pruned(chunk.input_grad),
-        weight_grad=pruned(chunk.weight_grad),
-    )
+def _summed(
+    chunk: Chunk, piece: Graph, sums: Sequence[Sum]
+) -> tuple[Graph, dict[str, tuple[int, int]]]:
+    """The piece without the gradients that are added up, and what sums take beside its nodes."""
+    targets = {i.name: i.target for i in chunk.forward.inputs}
+    sum_of = {name: k for k, s in enumerate(sums) for name in s.parameters}
+    gone = {
+        o.name: sum_of[targets[o.name]]
+        for o in piece.outputs
+        if o.kind is OutputKind.GRADIENT and targets.get(o.name) in sum_of
+    }
+    place = {node.name: k for k, node in enumerate(piece.nodes)}
+    made: dict[int, list[int]] = {}
+    for out in piece.outputs:
+        if out.name in gone and out.ref.node in place:
+            made.setdefault(gone[out.name], []).append(place[out.ref.node])
+    beside: dict[str, tuple[int, int]] = {}
+    for number, places in made.items():
+        size_bytes = sums[number].size_bytes
+        left = [(min(places), size_bytes, 0)]
+        if sums[number].is_scattered:
+            left.append((max(places), 0, size_bytes))
+        for at, comes, goes in left:
+            before = beside.get(piece.nodes[at].name, (0, 0))
+            beside[piece.nodes[at].name] = before[0] + comes, before[1] + goes
+    outputs = tuple(o for o in piece.outputs if o.name not in gone)
+    return replace(piece, outputs=outputs), beside
 
 
 def _is_received(item: Input) -> bool:
@@ -147,6 +178,7 @@ def _run_piece(
     piece: Graph | None,
     held: Mapping[str, Memory],
     leaves: Collection[str],
+    beside: Mapping[str, tuple[int, int]],
 ) -> tuple[ActionBytes, dict[str, Memory]]:
     """What running a piece does, and what the micro-batch holds after it."""
     kept = {k: m for k, m in held.items() if k in leaves}
@@ -157,7 +189,7 @@ def _run_piece(
     read = {m.owner for m in given.values()}
     unread = {k: m for k, m in held.items() if m.owner not in owners | read}
     handed = {name: m for name, m in given.items() if m.owner not in owners}
-    peak_bytes = live_bytes(piece, handed).peak_bytes - _total(unread)
+    peak_bytes = live_bytes(piece, handed, beside).peak_bytes - _total(unread)
     home = _owners(piece, {name: Ref(m.owner) for name, m in given.items()})
     specs = piece.specs()
     known = {m.owner: m for m in given.values()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from merakc.costs.memory import Sum
 from merakc.ir.buckets import BucketSpec, Held, plan_buckets
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.precision import Precision, kept_dtype
@@ -84,14 +85,19 @@ def graph_state_bytes(
 class SunkGradients:
     """The gradients of a stage that go into its buckets as they are made.
 
-    They are added up in `summed_bytes`, and `filling_bytes` are on their way. `reduced_bytes` stand
-    in their place in the end, shared parameters' among them.
+    They are added to `sums`. Where these are scattered, `scattered_bytes` is what is left of them
+    between micro-batches. `reduced_bytes` stand in the place of all in the end, shared parameters'
+    among them.
     """
 
-    parameters: frozenset[str]
-    summed_bytes: int
-    filling_bytes: int
+    sums: tuple[Sum, ...]
+    scattered_bytes: int
     reduced_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What is there between two micro-batches."""
+        return self.scattered_bytes + sum(s.size_bytes for s in self.sums if not s.is_scattered)
 
 
 def sunk_gradients(
@@ -105,11 +111,15 @@ def sunk_gradients(
     found = {}
     for stage, specs in of_stage.items():
         own = [spec for spec in specs if not spec.is_shared]
-        sums = state_bytes(own, precision)
+        sums = []
+        for spec in own:
+            dtype = precision.dtype("gradients") if precision else spec.dtype
+            is_scattered = spec.shards.gradients > 1
+            sums.append(Sum(frozenset(spec.members), dtype.itemsize * spec.numel, is_scattered))
+        scattered = [s for s in own if s.shards.gradients > 1]
         found[stage] = SunkGradients(
-            frozenset(n for spec in own for n in spec.members),
-            sums.summed_bytes,
-            sums.filling_bytes,
+            tuple(sums),
+            state_bytes(scattered, precision).summed_bytes,
             state_bytes(specs, precision).reduced_bytes,
         )
     return found

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
-from merakc.costs.memory import ActionBytes, order_bytes
+from merakc.costs.memory import ActionBytes, Sum, order_bytes
 from merakc.costs.sharded import SunkGradients
 from merakc.errors import ProgramError
 from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Chunk, Event, Program
@@ -119,8 +119,12 @@ class _Memory:
 
     def run(self) -> tuple[ActionMemory, ...]:
         actions = self.program.actions
-        effects = _effects(self.program, self.chunks, self.sunk)
-        whole = _effects(self.program, self.chunks, {}) if self.sunk else effects
+        sums = {stage: sunk.sums for stage, sunk in self.sunk.items()}
+        first = _effects(self.program, self.chunks, sums)
+        effects = first
+        if sums:  # what is not scattered is there from the first gradients on
+            there = {k: tuple(_there(s) for s in own) for k, own in sums.items()}
+            effects = _effects(self.program, self.chunks, there)
         self.readers = Counter(
             (a.stage, a.micro_batch, a.value, a.is_grad)
             for a in actions
@@ -140,7 +144,7 @@ class _Memory:
                 self._arrive(action, self.handed.pop(action.message))
             elif action.kind.is_compute:
                 effect = effects[k]
-                peak_bytes += max(effect.peak_bytes, self._sink(action, whole[k], effect))
+                peak_bytes += self._peak(action, first[k], effect)
                 self._compute(action, effect)
             elif action.kind is ActionKind.REDUCE and self.sunk:
                 self._reduce(action.stage)
@@ -197,28 +201,21 @@ class _Memory:
             self.with_gradients[action.stage] = effect.gradient_bytes
             self.live_bytes += effect.gradient_bytes
 
-    def _sink(self, action: Action, whole: ActionBytes, effect: ActionBytes) -> int:
-        """What a compute needs at its highest point, its gradients on their way included.
-
-        The first one fills sums of whole gradients as it goes on. Where gradients are scattered, a
-        bucket is filled each time, at most all of them.
-        """
-        if whole.gradient_bytes == effect.gradient_bytes:  # it sinks none
-            return 0
-        sunk = self.sunk[action.stage]
-        filling_bytes = min(effect.peak_bytes + sunk.filling_bytes, whole.peak_bytes)
-        if action.stage in self.with_sums:
-            return filling_bytes
+    def _peak(self, action: Action, first: ActionBytes, effect: ActionBytes) -> int:
+        """The highest point of a compute, which is another one where gradients are the first."""
+        makes = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
+        if action.stage not in self.sunk or action.stage in self.with_sums or not makes:
+            return effect.peak_bytes
         self.with_sums.add(action.stage)
-        self.live_bytes += sunk.summed_bytes
-        return filling_bytes + sunk.summed_bytes if sunk.filling_bytes else whole.peak_bytes
+        self.live_bytes += self.sunk[action.stage].held_bytes
+        return first.peak_bytes + self.sunk[action.stage].scattered_bytes
 
     def _reduce(self, stage: int) -> None:
         """Puts the reduced gradients in the place of those that were added up."""
         self.live_bytes -= self.with_gradients.get(stage, 0)
         if stage in self.sunk:
-            summed = self.sunk[stage].summed_bytes if stage in self.with_sums else 0
-            self.live_bytes += self.sunk[stage].reduced_bytes - summed
+            held = self.sunk[stage].held_bytes if stage in self.with_sums else 0
+            self.live_bytes += self.sunk[stage].reduced_bytes - held
 
     def _send(self, position: int, action: Action, *, last: bool) -> None:
         key = action.stage, action.micro_batch, action.value, action.is_grad
@@ -259,8 +256,13 @@ class _Memory:
         self.live_bytes -= 0 if self.holders[place] else self.sizes[place]
 
 
+def _there(found: Sum) -> Sum:
+    """A sum as a later micro-batch finds it."""
+    return found if found.is_scattered else replace(found, size_bytes=0)
+
+
 def _effects(
-    program: Program, chunks: Mapping[int, Chunk], sunk: Mapping[int, SunkGradients]
+    program: Program, chunks: Mapping[int, Chunk], sums: Mapping[int, Sequence[Sum]]
 ) -> dict[int, ActionBytes]:
     """What each compute of the Program does, by its position."""
     orders: dict[Work, list[int]] = {}
@@ -272,7 +274,6 @@ def _effects(
     for (stage, _), positions in orders.items():
         kinds = tuple(program.actions[k].kind for k in positions)
         if (stage, kinds) not in known:
-            names = sunk[stage].parameters if stage in sunk else ()
-            known[stage, kinds] = order_bytes(chunks[stage], kinds, names)
+            known[stage, kinds] = order_bytes(chunks[stage], kinds, sums.get(stage, ()))
         found |= dict(zip(positions, known[stage, kinds], strict=True))
     return found

@@ -23,6 +23,7 @@ _KINDS = {
     ActionKind.INPUT_GRAD: ("input gradient", "#F0C75E"),
     ActionKind.WEIGHT_GRAD: ("weight gradient", "#009E73"),
     ActionKind.RECOMPUTE: ("recompute", "#0072B2"),
+    ActionKind.GATHER: ("gather", "#8C6BB1"),
     ActionKind.REDUCE: ("reduce", "#CC79A7"),
 }
 _IDLE_COLOUR = "#F2F2F2"
@@ -30,6 +31,7 @@ _CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#00000
 _CURVE_STYLES = ("-", "--", "-.", ":")
 _WIDTH_INCHES = 12.0
 _BOX_HEIGHT = 0.86  # of the distance between two ranks
+_LANE_HEIGHT = 0.18  # of collectives over dp
 _MIN_FONT_POINTS, _MAX_FONT_POINTS = 4.0, 9.0  # below 4 points digits cannot be read
 _DIGIT_WIDTH = 0.75  # of a digit, with its share of the margins, in units of the font size
 
@@ -60,18 +62,23 @@ def plot_losses(
 
 
 def plot_timeline(
-    path: str | Path, events: Sequence[Event], *, title: str = "Pipeline timeline"
+    path: str | Path,
+    events: Sequence[Event],
+    *,
+    title: str = "Pipeline timeline",
+    collectives: Sequence[Event] = (),
 ) -> None:
     """Draws a row a rank, a box an action with its micro-batch. The suffix gives the format.
 
-    Waits are left grey. Numbers are left out of boxes too narrow for them.
+    Waits are left grey. Numbers are left out of boxes too narrow for them. Simulated `collectives`
+    over dp, which run beside the actions, are drawn along the lower edge of their rank's row.
     Raises `ConfigError` where there is nothing to draw.
     """
     drawn = [e for e in events if e.kind in _KINDS and e.end_s > e.start_s]
     if not drawn:
         raise ConfigError(f"{path}: no forward, backward or reduction to draw")
     ranks = sorted({e.rank for e in drawn})
-    end_s = max(e.end_s for e in drawn)
+    end_s = max(e.end_s for e in (*drawn, *collectives))
     unit, per_second = _time_unit(end_s)
     figure, axes = _figure(_WIDTH_INCHES, min(40.0, 1.6 + 0.42 * len(ranks)))
     axes.set_facecolor(_IDLE_COLOUR)
@@ -79,7 +86,14 @@ def plot_timeline(
     axes.set(xlim=(0, end_s * per_second), ylim=(len(ranks) - 0.5, -0.5))
     axes.set(title=title, xlabel=f"time ({unit})", ylabel="rank")
     axes.set_yticks(range(len(ranks)), [str(r) for r in ranks])
-    _add_legend(figure, {e.kind for e in drawn})
+    for row, rank in enumerate(ranks):
+        mine = [e for e in collectives if e.rank == rank]
+        axes.broken_barh(
+            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in mine],
+            (row + _BOX_HEIGHT / 2 - _LANE_HEIGHT, _LANE_HEIGHT),
+            facecolors=[_KINDS[e.kind][1] for e in mine],
+        )
+    _add_legend(figure, {e.kind for e in (*drawn, *collectives)})
     figure.savefig(path)
 
 

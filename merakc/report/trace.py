@@ -23,6 +23,7 @@ _CATEGORIES = {
     ActionKind.RECOMPUTE: "recompute",
     ActionKind.SEND: "send",
     ActionKind.RECV: "wait",
+    ActionKind.GATHER: "gather",
     ActionKind.REDUCE: "reduce",
 }
 # chrome://tracing's own names; Perfetto colours by the slice's name without its digits.
@@ -34,8 +35,10 @@ _COLOURS = {
     ActionKind.RECOMPUTE: "thread_state_sleeping",
     ActionKind.SEND: "grey",
     ActionKind.RECV: "white",
+    ActionKind.GATHER: "rail_response",
     ActionKind.REDUCE: "thread_state_unknown",
 }
+_PIDS = {"simulated": 1, "measured": 2, "simulated, over dp": 3}
 _TIDS_PER_PROCESS = 1_000_000  # both tools take a thread whose tid is 0 or its pid for special
 
 
@@ -45,16 +48,18 @@ def write_trace(
     *,
     measured: Sequence[Event] = (),
     memory: Sequence[MemorySample] = (),
+    collectives: Sequence[Event] = (),
 ) -> None:
     """Writes the simulated events, and beside them the measured ones if there are any.
 
-    Each timeline is a process and each rank a thread of it; an arrow leads from a send to the
+    Each timeline is a process and each rank a thread of it; the simulated `collectives` over dp,
+    which run beside the events, are one of their own. An arrow leads from a send to the
     receive of its message where both are there. `memory` of the simulation becomes a track of live
     bytes for each rank. Times are microseconds.
     """
     flow_ids = count(1)
     body: list[_TraceEvent] = []
-    for pid, name, timeline in ((1, "simulated", events), (2, "measured", measured)):
+    for (name, pid), timeline in zip(_PIDS.items(), (events, measured, collectives), strict=True):
         if timeline:
             body += _timeline(pid, name, timeline, flow_ids)
     body += [_counter(sample) for sample in memory]

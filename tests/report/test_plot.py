@@ -82,3 +82,14 @@ def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
         plot_losses(tmp_path / "l.png", {})
     with pytest.raises(ConfigError, match="no forward, backward or reduction"):
         plot_timeline(tmp_path / "t.png", [Event(0, "recv", ActionKind.RECV, 0.0, 1.0)])
+
+
+def test_collectives_lie_along_the_rows(tmp_path: Path) -> None:
+    events = [Event(0, "0F0", ActionKind.FORWARD, 0.0, 1.0)]
+    collectives = [Event(0, "gather 0:0", ActionKind.GATHER, 0.0, 2.0)]
+    plot_timeline(tmp_path / "t.png", events, collectives=collectives)
+    assert {"#56B4E9", "#8C6BB1"} <= _colours(tmp_path / "t.png")
+    plot_timeline(tmp_path / "t.svg", events, collectives=collectives)
+    assert "gather" in _texts(tmp_path / "t.svg")
+    plot_timeline(tmp_path / "plain.svg", events)
+    assert "gather" not in _texts(tmp_path / "plain.svg")

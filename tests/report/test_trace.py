@@ -124,3 +124,20 @@ def test_memory_is_a_track_for_each_rank(tmp_path: Path) -> None:
         assert max(c["args"]["bytes"] for c in own) == found.peak_bytes[rank]
         assert own[-1]["args"]["bytes"] == 1000
     assert "recompute" in {s["cat"] for s in _of(trace, "X")}
+
+
+def test_collectives_over_dp_are_a_process_of_their_own(tmp_path: Path) -> None:
+    events = (Event(0, "0F0", ActionKind.FORWARD, 0.0, 2.0),)
+    collectives = (
+        Event(0, "refresh 0:0", ActionKind.GATHER, 0.0, 1.0),
+        Event(0, "reduce 0:0", ActionKind.REDUCE, 1.0, 3.0),
+    )
+    write_trace(events, tmp_path / "t.json", collectives=collectives)
+    trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in trace if e["name"] == "process_name"}
+    slices = {s["name"]: (names[s["pid"]], s["cat"]) for s in _of(trace, "X")}
+    assert slices == {
+        "0F0": ("simulated", "forward"),
+        "refresh 0:0": ("simulated, over dp", "gather"),
+        "reduce 0:0": ("simulated, over dp", "reduce"),
+    }
