@@ -103,7 +103,7 @@ def _header(plan: Plan) -> Panel:
         ("recompute", plan.recompute),
         ("plan", f"{plan.hash[:12]}, of graph {plan.graph.hash[:12]}"),
     ]
-    if any(shards.optimizer > 1 for shards in plan.state_shards):
+    if _is_sharded(plan):
         shares = "; ".join(str(shards) for shards in dict.fromkeys(plan.state_shards))
         facts.append(("shards", f"{shares} of parameters, gradients, optimizer state"))
     if plan.sub_batches:
@@ -113,6 +113,10 @@ def _header(plan: Plan) -> Panel:
     if plan.prediction:
         facts.insert(4, ("predicted", _prediction(plan.prediction)))
     return Panel(_facts(facts), title=Text(plan.model), title_align="left", expand=False)
+
+
+def _is_sharded(plan: Plan) -> bool:
+    return any(shards.optimizer > 1 for shards in plan.state_shards)
 
 
 def _prediction(prediction: Prediction) -> str:
@@ -149,6 +153,12 @@ def _stages(plan: Plan) -> Group:
         rows.append((str(stage), str(rank), modules, str(held), peak))
     columns = {"stage": True, "rank": True, "modules": False, "parameters": True,
                "predicted peak": True}  # fmt: skip
+    if _is_sharded(plan):
+        columns |= {"shards": True, "waits for dp": True}
+        waits = plan.prediction.exposed_s if plan.prediction else ()
+        for stage, rank in enumerate(plan.rank_of):
+            exposed = format_seconds(waits[rank]) if rank < len(waits) else "-"
+            rows[stage] += (str(plan.shards(stage)), exposed)
     if not plan.placement:  # each rank has the stage of its number
         del columns["rank"]
         rows = [(stage, *rest) for stage, _, *rest in rows]

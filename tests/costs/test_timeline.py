@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from merakc.costs.memory import Sum
+from merakc.costs.sharded import SunkGradients
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
@@ -112,3 +114,22 @@ def test_a_cap_that_is_exceeded_is_refused_with_the_action() -> None:
     first = memory[0].peak_bytes
     with pytest.raises(ProgramError, match="rank 0, 0F1, action 1 of 7: needs"):
         verify_memory(0, memory, first)
+
+
+@pytest.mark.parametrize("is_scattered", [False, True])
+def test_gradients_that_are_sunk_are_alive_in_their_sums(is_scattered: bool) -> None:
+    """A sum is there from the first gradient on; one that is scattered leaves its shard behind."""
+    schedule = parse_schedule("0F0 0B0 0F1 0B1")
+    (program,) = build_programs(Mesh(), schedule, [])
+    plain = [m.live_bytes for m in program_memory(program, {0: CHUNKS[0]}, 0)]
+    assert plain[1] == plain[4] == WEIGHT
+    total, shard = 100 * WEIGHT, 7 if is_scattered else 0
+    sunk = SunkGradients((Sum(frozenset({"wa"}), total, is_scattered),), shard, 3)
+    found = program_memory(program, {0: CHUNKS[0]}, 0, None, {0: sunk})
+    held = shard or total
+    forward = plain[0]
+    assert [m.live_bytes for m in found] == [forward, held, forward + held, held, 3]
+    full = [m.peak_bytes >= total for m in found]
+    assert full == [False, True, not is_scattered, True, not is_scattered]
+    # The second time it is there already, or filled again.
+    assert found[3].peak_bytes - found[1].peak_bytes == 0

@@ -103,8 +103,16 @@ def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
 
 
 def test_sharded_state_is_said() -> None:
-    text = plan_text(replace(tiny_plan(), dp=4, state_shards=(StateShards(1, 4, 4),)))
-    assert "1, 4, 4 of parameters, gradients, optimizer state" in text
+    shards = StateShards(1, 4, 4), StateShards(4, 4, 4)
+    waits = Prediction(1.0, 0.1, (1024, 2048), (0.25, 0.002))
+    plan = replace(tiny_plan(), dp=4, state_shards=shards, prediction=waits)
+    text = plan_text(plan)
+    assert "1, 4, 4; 4, 4, 4 of parameters, gradients, optimizer state" in text
+    assert "250.00 ms waiting for dp" in text
+    assert re.search(r"1, 4, 4 +250\.00 ms\n", text)
+    assert re.search(r"4, 4, 4 +2\.00 ms\n", text)
+    assert re.search(r"4, 4, 4 +-\n", plan_text(replace(plan, prediction=None)))
+    assert "waits for dp" not in plan_text(tiny_plan())
 
 
 def test_without_prediction_collectives_or_shared_parameters() -> None:
