@@ -360,7 +360,8 @@ def _simulated(
     programs = lowered.with_collectives(lowered.programs(), every)
     times = rank_times(programs, simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
-    sunk = sunk_gradients(steps.sharded.specs if steps.sharded else (), plan.precision)
+    buckets = steps.sharded.specs if steps.sharded else ()
+    sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
     memory = program_memory(step.executor.program, step.chunks, static_bytes, times, sunk)
 
     def peak_bytes() -> int:

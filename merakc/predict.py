@@ -69,7 +69,10 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
 
 
 def _tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
-    """Bytes of the gradients that a rank adds up for this stage, by the ranks that share them."""
+    """Bytes of the gradients that a rank adds up for this stage, by the ranks that share them.
+
+    Where there are several dp ranks, that is what it optimizes of them, reduced already.
+    """
     found: Counter[int] = Counter()
     for item in local.inputs:
         if item.kind is InputKind.PARAMETER and item.requires_grad:
@@ -77,5 +80,9 @@ def _tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
             ranks = {plan.rank_of[s] for s in stages}
             mine = min(s for s in stages if plan.rank_of[s] == plan.rank_of[stage])
             if len(ranks) > 1 and stage == mine:
-                found[len(ranks)] += item.spec.size_bytes
+                numel, kept = item.spec.numel, item.spec.dtype.itemsize
+                if plan.dp > 1 or plan.precision:
+                    numel = -(-numel // plan.shards(stages[0]).optimizer)
+                    kept = max(kept, 4)  # float32 at least
+                found[len(ranks)] += numel * kept
     return dict(found)

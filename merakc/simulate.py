@@ -55,7 +55,7 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     A stage's costs are those of `costs.stages[action.stage]`. The messages of an ordered pair of
     ranks share one link: each takes size / `p2p_bytes_per_s` of it, after the one before, and
     arrives `p2p_latency_s` later. The collectives over dp that an action holds run beside the
-    computing, one after the other. A reduction takes `reduce_s`, ends when they all have, and waits
+    computing, one after the other. A reduction takes `reduce_s` once they all have ended, and waits
     for no other rank.
 
     A message of a rank to itself takes no time, and memory only at the receiving stage.
@@ -196,9 +196,9 @@ class _Rank:
             else:
                 key = collective.bucket, collective.kind
                 clock.post(key, self.costs.collective_s[key])
-        clock.compute(duration_s * (1.0 - done))
         if action.kind is ActionKind.REDUCE:
             clock.wait_all()
+        clock.compute(duration_s * (1.0 - done))
 
     def collectives(self) -> Iterator[Event]:
         """The collectives over dp, with their times."""

@@ -259,7 +259,7 @@ def test_what_a_compute_hides_is_not_exposed() -> None:
     )  # fmt: skip
     found = simulate([program], costs)
     # 1 s for a; b's gather is hidden for 2 s of 3; b's reduction for 4 of 5, then a's.
-    assert found.exposed_s == (1.0 + 1.0 + (1.0 + 2.0 - 0.25),)
+    assert found.exposed_s == (1.0 + 1.0 + (1.0 + 2.0),)
     assert found.communication_s == (11.0,)
     assert found.step_s == 4.0 + 8.0 + 0.25 + found.exposed_s[0]
     assert found.busy_s == (found.step_s,)

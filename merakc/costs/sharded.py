@@ -8,7 +8,7 @@ micro-batches run it adds up P g / s_g of gradients; in the end it has P m / s_o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from merakc.costs.memory import Sum
@@ -72,7 +72,7 @@ def graph_state_bytes(
             i.target,
             kept_dtype(i.spec.dtype, precision, is_trained=i.requires_grad),
             i.spec.numel,
-            0,
+            (0,),
             i.requires_grad,
         )
         for i in graph.inputs
@@ -101,13 +101,14 @@ class SunkGradients:
 
 
 def sunk_gradients(
-    buckets: Iterable[BucketSpec], precision: Precision | None = None
+    buckets: Iterable[BucketSpec], stages: Collection[int], precision: Precision | None = None
 ) -> dict[int, SunkGradients]:
-    """Those of a rank, by stage; shared parameters' are added up whole, and reduced last."""
+    """Those of a rank, by its `stages`; shared parameters' are added up whole, and reduced last."""
     of_stage: dict[int, list[BucketSpec]] = {}
     for spec in buckets:
         if spec.is_trained:
-            of_stage.setdefault(spec.stage, []).append(spec)
+            stage = min(s for s in spec.stages if s in stages)
+            of_stage.setdefault(stage, []).append(spec)
     found = {}
     for stage, specs in of_stage.items():
         own = [spec for spec in specs if not spec.is_shared]

@@ -22,7 +22,7 @@ MESH = Mesh(dp=4, tp=2, pp=2)
 
 
 def spec(*counts: int, dtype: torch.dtype = torch.float32) -> BucketSpec:
-    return BucketSpec("0:0", 0, ("a",), dtype, 10**6, StateShards(*counts), True, False)
+    return BucketSpec("0:0", (0,), ("a",), dtype, 10**6, StateShards(*counts), True, False)
 
 
 def seconds(bucket: BucketSpec, precision: str = "") -> list[float]:

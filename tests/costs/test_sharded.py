@@ -14,7 +14,7 @@ from merakc.ir.precision import NAMED
 from merakc.ir.state import StateShards
 
 P = 1000
-BUCKET = BucketSpec("0:0", 0, ("a", "b"), torch.float32, P, StateShards(), True, False)
+BUCKET = BucketSpec("0:0", (0,), ("a", "b"), torch.float32, P, StateShards(), True, False)
 MIXED = NAMED["bf16-mixed"]
 
 
@@ -55,10 +55,10 @@ def test_an_odd_shard_is_rounded_up() -> None:
 
 
 def test_what_gradients_are_added_to() -> None:
-    tied = replace(BUCKET, name="0:1", members=("tied",), is_shared=True)
-    other = replace(sharded(1, 4, 4), name="2:0", stage=2, members=("c",))
+    tied = replace(BUCKET, name="0+2:0", stages=(0, 2), members=("tied",), is_shared=True)
+    other = replace(sharded(1, 4, 4), name="1+2:0", stages=(1, 2), members=("c",))
     frozen = replace(BUCKET, name="2:1", members=("frozen",), is_trained=False)
-    found = sunk_gradients([BUCKET, tied, other, frozen], MIXED)
+    found = sunk_gradients([BUCKET, tied, other, frozen], {0, 2}, MIXED)
     assert found.keys() == {0, 2}
     assert found[0].sums == (Sum(frozenset("ab"), 2 * P),)
     assert (found[0].held_bytes, found[0].reduced_bytes) == (2 * P, 2 * 4 * P)
