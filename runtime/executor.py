@@ -157,6 +157,8 @@ class Executor:
                 step.run()
         finally:
             step.messages.close()
+            if self.sharded is not None:
+                self.sharded.end()
         return StepResult(step.loss(), step.gradients, step.results, tuple(step.events))
 
 

@@ -31,7 +31,7 @@ ELEMENTWISE = (
     torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
 _owned = WeakIdKeyDictionary()
-HELD = 2  # gathered buckets: the one that is read and the next
+HELD = 2  # gathered buckets: the one that is read and the next; and buckets that are reduced
 GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 
 
@@ -87,12 +87,16 @@ class ShardedState:
         if trained is not self.trained:
             self.trained = trained
             self.wanted = {b: {n for n in b.members if n in made} for b in self.buckets}
-        self.held.clear()
+        self.end()
         self.ahead.clear()
-        self.current = None
         for bucket in self.buckets:
             if bucket.groups.refresh is None:
-                bucket.start(bucket.refresh())
+                bucket.gathering.start(bucket.refresh())
+
+    def end(self) -> None:
+        """Lets go of what was gathered."""
+        self.held.clear()
+        self.current = None
 
     def follow(self, collectives: Sequence[Collective]) -> None:
         """Gathers from here on as an action of the Program says: now what it does not wait for, the
@@ -107,7 +111,7 @@ class ShardedState:
             started = self.ahead.popleft()
             bucket = self.named[started.bucket]
             if started.kind is CollectiveKind.REFRESH:
-                bucket.start(bucket.refresh())
+                bucket.gathering.start(bucket.refresh())
             else:
                 self._gather(bucket)
 
@@ -138,7 +142,8 @@ class ShardedState:
             if bucket not in self.held:
                 self._gather(bucket)
             self.current = bucket
-        bucket.finish()
+        bucket.gathering.finish()
+        self._advance()
         if self.ahead and self.named[self.ahead[0].bucket] is bucket:
             self.ahead.popleft()
             self._start_ahead()
@@ -151,7 +156,7 @@ class ShardedState:
         """Starts to gather a bucket, in the place of all but the one that is read."""
         self.held = {b: whole for b, whole in self.held.items() if b is self.current}
         self.held[bucket] = whole = bucket.kept.new_empty(bucket.numel)
-        bucket.start(bucket.gather(whole))
+        bucket.gathering.start(bucket.gather(whole))
 
     def sinks(self, name: str) -> bool:
         """Whether the gradient of a parameter is taken as soon as a graph has made it."""
@@ -175,16 +180,23 @@ class ShardedState:
         bucket = self.bucket_of[name]
         bucket.add(name, gradient)
         if len(bucket.arrived) == len(self.wanted[bucket]):
-            bucket.start(bucket.reduce(last=self.last))
-            if self.last:
-                self.reducing.append(bucket)
+            self._reduce(bucket)
         self._advance()
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Starts a reduction, of a bucket that may still be in that of the micro-batch before."""
+        bucket.reducing.start(bucket.reduce(last=self.last))
+        if bucket in self.reducing:
+            self.reducing.remove(bucket)
+        self.reducing.append(bucket)
+        while bucket.holds_more and len(self.reducing) > HELD:
+            self.reducing.popleft().reducing.finish()
 
     def _advance(self) -> None:
         """Goes on with the reduction that started first, and then the next: in the same order on
         all ranks, whichever ends first.
         """
-        while self.reducing and self.reducing[0].poll():
+        while self.reducing and self.reducing[0].reducing.poll():
             self.reducing.popleft()
 
     def sink_shared(self, gradients: Tensors) -> None:
@@ -196,7 +208,7 @@ class ShardedState:
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, of the trained parameters."""
         while self.reducing:
-            self.reducing.popleft().finish()
+            self.reducing.popleft().reducing.finish()
         for bucket, group in self.tied:
             if not self.trained.isdisjoint(bucket.members):
                 dist.all_reduce(bucket.reduced(), group=group)

@@ -80,13 +80,43 @@ class ShardGroups:
         return self.groups.group(families.values())
 
 
+class Running:
+    """Collectives that run one after the other, beside the computing.
+
+    What they are part of is a generator that yields each as it starts, and goes on when it has
+    ended.
+    """
+
+    def __init__(self) -> None:
+        self.steps: Iterator[dist.Work] = iter(())
+        self.work: dist.Work | None = None
+
+    def start(self, steps: Iterator[dist.Work]) -> None:
+        """Starts the first, once those before have ended."""
+        self.finish()
+        self.steps = steps
+        self.work = next(steps, None)
+
+    def finish(self) -> None:
+        """Waits for all."""
+        while self.work is not None:
+            self.work.wait()
+            self.work = next(self.steps, None)
+
+    def poll(self) -> bool:
+        """Goes on where the running one has ended; whether all have."""
+        while self.work is not None and self.work.is_completed():
+            self.work.wait()
+            self.work = next(self.steps, None)
+        return self.work is None
+
+
 class Bucket:
     """Some parameters of one dtype, on one rank.
 
     `kept` is the rank's shard of them as they are computed with. `master` is what it optimizes of
     them: in a `precision`, memory of its own; otherwise a view of `kept`. `owned` are the
-    parameters' parts of that. Collectives run beside the computing: what they are part of is a
-    generator that yields each as it starts, and goes on when it has ended.
+    parameters' parts of that. `gathering` and `reducing` are what runs of its collectives.
     """
 
     def __init__(
@@ -133,8 +163,7 @@ class Bucket:
         self.summed: set[str] = set()  # those of them that are there
         self.gradient: torch.Tensor | None = None  # the rank's shard of them
         self.arrived: set[str] = set()  # those of the running micro-batch
-        self.running: Iterator[dist.Work] | None = None
-        self.work: dist.Work | None = None
+        self.gathering, self.reducing = Running(), Running()
 
     def _own(self, kept: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes, in the shard of the parameters that it keeps."""
@@ -145,26 +174,15 @@ class Bucket:
         """What is held of the parameters beside `master`."""
         return self.kept.nbytes - (0 if self.is_mixed else self.master.nbytes)
 
-    def start(self, steps: Iterator[dist.Work]) -> None:
-        """Starts collectives, behind those of this bucket that still run."""
-        self.finish()
-        self.running = steps
-        self.work = next(steps, None)
+    @property
+    def holds_more(self) -> bool:
+        """Whether gradients take more memory while they are reduced than before and after."""
+        return self.groups.shards.gradients > 1 or self.gradient_dtype != self.reduce_dtype
 
     def finish(self) -> None:
         """Waits for the collectives of this bucket."""
-        while self.work is not None:
-            self.work.wait()
-            assert self.running is not None
-            self.work = next(self.running, None)
-
-    def poll(self) -> bool:
-        """Goes on where the running collective has ended; whether all have."""
-        while self.work is not None and self.work.is_completed():
-            self.work.wait()
-            assert self.running is not None
-            self.work = next(self.running, None)
-        return self.work is None
+        self.gathering.finish()
+        self.reducing.finish()
 
     def refresh(self) -> Iterator[dist.Work]:
         """Brings what the optimizers of all ranks wrote into `kept`."""
@@ -201,7 +219,6 @@ class Bucket:
 
     def _part_of_sum(self, name: str) -> torch.Tensor:
         if self.sum is None:
-            self.finish()
             self.sum = self.master.new_empty(self.numel, dtype=self.gradient_dtype)
             self.sum[self.total :] = 0
         member = self.members[name]
@@ -246,14 +263,14 @@ class Bucket:
         """The sum of what this rank owns, once the last reduction has been started; zeros where no
         graph of this rank makes any.
         """
-        self.finish()
+        self.reducing.finish()
         if self.gradient is None:
             self.gradient = self.master.new_zeros(self.owned_size, dtype=self.reduce_dtype)
         return self.gradient
 
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, once the last reduction has been started."""
-        self.finish()
+        self.reducing.finish()
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, "no gradients were reduced"
         gradient = gradient.to(self.master.dtype)

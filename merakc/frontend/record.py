@@ -82,6 +82,7 @@ def _record(
             out = model(*fake_args, **fake_kwargs)
         outputs, structure = recorder.finish(out)
     aliases = _aliases(model)
+    recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
     graph = recorder.graph().pruned()
     graph.verify()
     return Recording(graph, outputs, structure, aliases, type(model).__name__)

@@ -15,8 +15,8 @@ from merakc.ir.buckets import Held, plan_buckets
 from merakc.ir.program import Collective, CollectiveKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.runtime.groups import Groups
-from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import ShardGroups
+from merakc.runtime.sharded_state import HELD, ShardedState
+from merakc.runtime.shards import Bucket, ShardGroups
 
 STAGES = {"a": 6, "b": 3}, {"c": 5}, {"tied": 4}
 NAMES = ("a", "b", "c", "tied")
@@ -65,7 +65,9 @@ def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str
             marks = gathering(shards)
             sharded.follow(marks if j == 0 else [m for m in marks if m.kind is not REFRESH])
             if j == 0:
-                started = [(b.work is not None, b in sharded.held) for b in sharded.buckets]
+                started = [
+                    (b.gathering.work is not None, b in sharded.held) for b in sharded.buckets
+                ]
             seen = {name: sharded.fetch(name).clone() for name in NAMES}
             sharded.last = j == 1
             for name in ("c", "a"):
@@ -143,3 +145,46 @@ def test_an_unknown_optimizer_is_warned_of_once() -> None:
     for texts in run_ranks(2, partial(warned, StateShards(1, 1, 2))):
         assert len(texts) == 1
         assert "Own must update every element" in texts[0]
+
+
+class Slow(dist.Work):
+    """Does not end before it is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = 0
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, timeout: object = None) -> bool:
+        del timeout
+        self.waits += 1
+        return True
+
+
+def test_reading_a_parameter_does_not_wait_for_its_gradients() -> None:
+    sharded, slow = state(StateShards(), 1), Slow()
+    sharded.begin(TRAINED, TRAINED)
+    bucket = sharded.bucket_of["a"]
+    bucket.reducing.start(iter([slow]))
+    sharded.reducing.append(bucket)
+    assert sharded.fetch("a").shape == (6,)
+    assert slow.waits == 0
+    sharded.reducing.popleft().reducing.finish()
+    assert slow.waits == 1
+
+
+@pytest.mark.parametrize("holds_more", [True, False])
+def test_few_buckets_are_reduced_at_a_time_where_that_takes_memory(
+    monkeypatch: pytest.MonkeyPatch, *, holds_more: bool
+) -> None:
+    sharded, works = state(StateShards(), 1), [Slow() for _ in NAMES]
+    sharded.begin(TRAINED, TRAINED)
+    monkeypatch.setattr(Bucket, "holds_more", holds_more)
+    monkeypatch.setattr(Bucket, "reduce", lambda _, last: iter([works.pop()]))
+    given = list(works)
+    for bucket in sharded.buckets[: len(NAMES)]:
+        sharded._reduce(bucket)
+    assert len(sharded.reducing) == (HELD if holds_more else len(NAMES))
+    assert [w.waits for w in reversed(given)] == ([1, 1, 0, 0] if holds_more else [0] * 4)

@@ -65,12 +65,12 @@ def sharded(shards: StateShards, mesh: Mesh) -> tuple[Tensors, Tensors, int, int
             for j in range(MICRO_BATCHES):
                 for name, value in gathered(bucket).items():
                     bucket.add(name, gradient(name, value, dp, step, j))
-                bucket.start(bucket.reduce(last=j == MICRO_BATCHES - 1))
+                bucket.reducing.start(bucket.reduce(last=j == MICRO_BATCHES - 1))
             for name, value in bucket.take_gradients().items():
                 bucket.owned[name].grad = value
         optimizer.step()
         for bucket in buckets:
-            bucket.start(bucket.refresh())
+            bucket.gathering.start(bucket.refresh())
     kept = sum(bucket.kept.untyped_storage().nbytes() for bucket in buckets)
     joined = {n: v for b in buckets for n, v in b.join(dict(b.owned)).items()}
     return {n: v for b in buckets for n, v in gathered(b).items()}, joined, len(buckets), kept
@@ -80,7 +80,7 @@ def gathered(bucket: Bucket) -> Tensors:
     whole = bucket.kept
     if bucket.groups.gather is not None:
         whole = bucket.kept.new_empty(bucket.numel)
-        bucket.start(bucket.gather(whole))
+        bucket.gathering.start(bucket.gather(whole))
     bucket.finish()
     return bucket.views(whole)
 
@@ -144,7 +144,7 @@ def placed() -> tuple[bool, list[list[float]]]:
     bucket.add("a", torch.ones(2))
     second = bucket.place("b") is None
     bucket.add("b", torch.ones(3))
-    bucket.start(bucket.reduce(last=True))
+    bucket.reducing.start(bucket.reduce(last=True))
     return second, [g.tolist() for g in bucket.take_gradients().values()]
 
 
