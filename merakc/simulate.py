@@ -180,7 +180,11 @@ class _Rank:
                 self.live_bytes += cost.reduced_bytes
                 self._touch()
         start_s = self.clock.now_s
-        self._run(action, _duration_s(cost, kind))
+        duration_s = _duration_s(cost, kind)
+        if action.collectives or self.clock.queue:
+            self._run(action, duration_s)
+        else:
+            self.clock.compute(duration_s)
         self.busy_s += self.clock.now_s - start_s
         self._note(action, start_s)
 

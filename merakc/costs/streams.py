@@ -65,6 +65,8 @@ class Streams:
 
     def _pass(self, seconds: float, speed: float) -> None:
         at_s, self.now_s = self.now_s, self.now_s + seconds
+        if not self.queue:
+            return
         budget_s = seconds * speed
         while self.queue and budget_s > 0:
             first = self.queue[0]

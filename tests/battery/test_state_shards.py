@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -64,9 +65,8 @@ def batch(dp: int) -> torch.Tensor:
 
 
 def trained(**options: object) -> dict[str, object]:
-    model = merakc.auto_parallel(
-        Mixed().double(), {"x": batch(0)}, micro_batches=2, cluster=NOMINAL_CPU, **options
-    )
+    given = {"micro_batches": 2, "cluster": NOMINAL_CPU} | options
+    model = merakc.auto_parallel(Mixed().double(), {"x": batch(0)}, **given)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     norms = []
     for _ in range(3):
@@ -129,6 +129,18 @@ def test_a_tied_parameter_with_gradients_of_one_stage_alone(shards: object) -> N
     found = run_ranks(4, partial(tied_once, dp=2, pp=2, state_shards=shards))[0]
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_state_that_does_not_fit_is_sharded_and_trains_alike() -> None:
+    plain = run_ranks(2, partial(trained, dp=2))
+    tiny = replace(NOMINAL_CPU, memory_bytes=1)
+    found = run_ranks(2, partial(trained, dp=2, cluster=tiny))
+    assert plain[0]["plan"].state_shards == ()
+    (shards,) = found[0]["plan"].state_shards
+    assert shards.optimizer == 2
+    assert found[0]["norms"] == pytest.approx(plain[0]["norms"], rel=1e-12)
+    for name, value in plain[0]["full"].items():
+        torch.testing.assert_close(found[0]["full"][name], value, rtol=1e-12, atol=1e-14)
 
 
 def test_a_plan_keeps_its_shards(tmp_path: Path) -> None:
