@@ -53,14 +53,19 @@ class RankTimeoutError(TimeoutError):
 
 
 def run_ranks(
-    world_size: int, function: Callable[..., T], *args: Any, timeout_s: float = 120.0
+    world_size: int,
+    function: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 120.0,
+    enter: Callable[[int], None] | None = None,
+    backend: str = "gloo",
 ) -> list[T]:
     """Calls `function(*args)` on `world_size` forked ranks and returns their results in order.
 
     Each rank computes on one thread, inside a gloo process group, with `RANK`, `LOCAL_RANK` and
-    `WORLD_SIZE` set. Results must be picklable, the function and its arguments need not be.
-    Raises `RankError` for the first rank that failed and `RankTimeoutError` after `timeout_s`;
-    in both cases the other ranks are killed.
+    `WORLD_SIZE` set; `enter(rank)` is called before. Results must be picklable, the function and
+    its arguments need not be. Raises `RankError` for the first rank that failed and
+    `RankTimeoutError` after `timeout_s`; in both cases the other ranks are killed.
     """
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()  # or every child would print the buffered text again
@@ -73,7 +78,9 @@ def run_ranks(
                 # One pipe at a time: a rank that held a copy of another's end would hide its death.
                 ours, theirs = context.Pipe()
                 connections.append(ours)
-                call = (rank, world_size, Path(folder), theirs, timeout_s, function, args)
+                first = enter or (lambda _: None)
+                place = Path(folder), theirs, timeout_s, first, backend
+                call = (rank, world_size, *place, function, args)
                 process = context.Process(target=_run_rank, args=call, daemon=True)
                 process.start()
                 processes.append(process)
@@ -123,6 +130,8 @@ def _run_rank(
     folder: Path,
     connection: Connection,
     timeout_s: float,
+    enter: Callable[[int], None],
+    backend: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -130,8 +139,9 @@ def _run_rank(
     code = 0
     try:
         _prepare(rank, world_size)
+        enter(rank)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{folder}/store",
             rank=rank,
             world_size=world_size,

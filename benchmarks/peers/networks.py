@@ -39,8 +39,10 @@ LOOPBACK = Network("loopback", "lo")
 
 
 @contextmanager
-def slow_network(ranks: int, rate: str) -> Iterator[Network]:
+def slow_network(ranks: int, rate: str, burst: str = BURST) -> Iterator[Network]:
     """Links of `rate` (as tc writes it: "1gbit") between so many ranks, while it lasts.
+
+    An idle link lets `burst` bytes through at once.
 
     Raises `NetworkError` where there is no root, no iproute2, or no kernel support.
     """
@@ -55,14 +57,14 @@ def slow_network(ranks: int, rate: str) -> Iterator[Network]:
         _ip("-n", hub, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", hub, "link", "set", "bridge0", "up")
         for rank, name in enumerate(names):
-            _join(hub, name, rank, rate)
+            _join(hub, name, rank, rate, burst)
         yield Network(f"{rate} links", INTERFACE, names)
     finally:
         for name in (hub, *names):  # its links go with a namespace
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def _join(hub: str, name: str, rank: int, rate: str) -> None:
+def _join(hub: str, name: str, rank: int, rate: str, burst: str) -> None:
     """A namespace, and its cable to the bridge."""
     port = f"port{rank}"
     _ip("netns", "add", name)
@@ -73,7 +75,7 @@ def _join(hub: str, name: str, rank: int, rate: str) -> None:
     _ip("-n", name, "addr", "add", f"10.111.0.{rank + 1}/24", "dev", INTERFACE)
     _ip("-n", name, "link", "set", INTERFACE, "up")
     _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
-         "rate", rate, "burst", BURST, "latency", LATENCY)  # fmt: skip
+         "rate", rate, "burst", burst, "latency", LATENCY)  # fmt: skip
 
 
 def _ip(*arguments: str) -> None:

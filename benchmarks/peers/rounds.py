@@ -126,9 +126,9 @@ class Course:
         """Seconds of a step, and others' share of the CPU; the quietest of some tries."""
         tries = []
         for _ in range(MAX_TRIES):
-            start_s, busy_s = time.perf_counter(), _busy_s()
+            start_s, busy_s = time.perf_counter(), cpu_busy_s()
             answers = crew.ask("train", steps=steps, muted=muted)
-            wall_s, busy_s = time.perf_counter() - start_s, _busy_s() - busy_s
+            wall_s, busy_s = time.perf_counter() - start_s, cpu_busy_s() - busy_s
             own_s = sum(answer["cpu_s"] for answer in answers)
             others = max(0.0, busy_s - own_s) / (wall_s * (os.cpu_count() or 1))
             tries.append((others, max(answer["step_s"] for answer in answers)))
@@ -159,7 +159,7 @@ class Course:
         )
 
 
-def _busy_s() -> float:
+def cpu_busy_s() -> float:
     """Seconds of CPU that all processes have taken so far; 0 where the system does not tell."""
     if not STAT.exists():
         return 0.0

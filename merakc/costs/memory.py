@@ -31,13 +31,11 @@ class Sum:
     """What the gradients of these parameters are added to as soon as a compute has made them.
 
     It is there from the first of them on; where it is scattered, until the last one has come.
-    `reducing_bytes` are beside it while it is reduced, once the last one is there.
     """
 
     parameters: frozenset[str]
     size_bytes: int
     is_scattered: bool = False
-    reducing_bytes: int = 0
 
 
 def live_bytes(
@@ -151,12 +149,11 @@ def _summed(
             made.setdefault(gone[out.name], []).append(place[out.ref.node])
     beside: dict[str, tuple[int, int]] = {}
     for number, places in made.items():
-        found = sums[number]
-        left_bytes = found.size_bytes if found.is_scattered else 0
-        for at, comes, goes in (
-            (min(places), found.size_bytes, 0),
-            (max(places), found.reducing_bytes, found.reducing_bytes + left_bytes),
-        ):
+        size_bytes = sums[number].size_bytes
+        left = [(min(places), size_bytes, 0)]
+        if sums[number].is_scattered:
+            left.append((max(places), 0, size_bytes))
+        for at, comes, goes in left:
             before = beside.get(piece.nodes[at].name, (0, 0))
             beside[piece.nodes[at].name] = before[0] + comes, before[1] + goes
     outputs = tuple(o for o in piece.outputs if o.name not in gone)

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from merakc.costs.memory import Sum
 from merakc.ir.buckets import BucketSpec, Held, plan_buckets
 from merakc.ir.graph import Graph, InputKind
@@ -102,17 +100,6 @@ class SunkGradients:
         return self.scattered_bytes + sum(s.size_bytes for s in self.sums if not s.is_scattered)
 
 
-def _reducing_bytes(spec: BucketSpec, gradient: torch.dtype) -> int:
-    """What the reduction of a bucket takes beside its gradients: them in float32, and where they
-    are scattered as much again for other ranks' parts. The gradients are let go of before that.
-    """
-    reduced = torch.promote_types(gradient, torch.float32)
-    cast = reduced.itemsize if reduced != gradient else 0
-    if spec.shards.optimizer == 1:
-        return cast * spec.numel
-    return (reduced.itemsize + (cast - gradient.itemsize if cast else 0)) * spec.numel
-
-
 def sunk_gradients(
     buckets: Iterable[BucketSpec], stages: Collection[int], precision: Precision | None = None
 ) -> dict[int, SunkGradients]:
@@ -128,10 +115,8 @@ def sunk_gradients(
         sums = []
         for spec in own:
             dtype = precision.dtype("gradients") if precision else spec.dtype
-            size_bytes = dtype.itemsize * spec.numel
             is_scattered = spec.shards.gradients > 1
-            reducing_bytes = _reducing_bytes(spec, dtype)
-            sums.append(Sum(frozenset(spec.members), size_bytes, is_scattered, reducing_bytes))
+            sums.append(Sum(frozenset(spec.members), dtype.itemsize * spec.numel, is_scattered))
         scattered = [s for s in own if s.shards.gradients > 1]
         found[stage] = SunkGradients(
             tuple(sums),

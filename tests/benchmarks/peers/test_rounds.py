@@ -47,7 +47,7 @@ class FakeCrew:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(rounds, "Crew", FakeCrew)
-    monkeypatch.setattr(rounds, "_busy_s", lambda: 0.0)
+    monkeypatch.setattr(rounds, "cpu_busy_s", lambda: 0.0)
     FakeCrew.log.clear()
     yield FakeCrew.log
     FakeCrew.log.clear()
@@ -74,7 +74,7 @@ def test_a_visit_is_repeated_while_others_are_busy(
     log: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = iter([0.0, 1e9, 0.0, 0.0, *[0.0] * 100])
-    monkeypatch.setattr(rounds, "_busy_s", lambda: next(busy))
+    monkeypatch.setattr(rounds, "cpu_busy_s", lambda: next(busy))
     (row,) = Course(Training(), {}, lambda _: None).measure(LOOPBACK, [FAST], rounds=1, steps=2)
     assert row.others == 0.0
     assert log[:4] == ["fast train", "fast compare", "fast train", "fast train"]
@@ -86,6 +86,6 @@ def test_ratios_are_of_the_same_round() -> None:
 
 
 def test_busy_seconds_count_up() -> None:
-    first = rounds._busy_s()
+    first = rounds.cpu_busy_s()
     assert sum(range(10**6)) > 0
-    assert rounds._busy_s() >= first
+    assert rounds.cpu_busy_s() >= first
