@@ -29,14 +29,16 @@ def bucket_seconds(
 ) -> dict[tuple[str, CollectiveKind], float]:
     """Seconds of each collective of each bucket.
 
-    What is gathered travels in the dtype that is computed with, gradients in float32 or wider.
+    What is gathered travels in the dtype that is computed with, gradients in their own where they
+    are scattered, and in float32 or wider where they are reduced whole.
     """
     found: dict[tuple[str, CollectiveKind], float] = {}
     for spec in buckets:
         gradient = precision.dtype("gradients") if precision else spec.dtype
         computed = precision.dtype("compute") if precision and spec.is_trained else spec.dtype
-        reduced = torch.promote_types(gradient, torch.float32)
-        sizes = Precision(computed.itemsize, reduced.itemsize, 0)
+        if spec.shards.optimizer == 1:
+            gradient = torch.promote_types(gradient, torch.float32)
+        sizes = Precision(computed.itemsize, gradient.itemsize, 0)
         seconds = collective_seconds(spec.numel, spec.shards, group, sizes)
         found |= {(spec.name, kind): value for kind, value in seconds.items()}
     return found

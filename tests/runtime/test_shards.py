@@ -120,7 +120,7 @@ def scattered() -> tuple[torch.Tensor, torch.Tensor, list[str]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("all_reduce", "all_to_all_single"):
             patch.setattr(dist, name, listen(name))
-        steps = reduce_scatter(flat, dist.group.WORLD)
+        steps = reduce_scatter(flat, dist.group.WORLD, torch.float32)
         while True:
             try:
                 next(steps).wait()
@@ -133,6 +133,23 @@ def test_a_scatter_over_gloo_sends_each_rank_its_part_alone() -> None:
         assert part.tolist() == [1111.0 * (2 * rank), 1111.0 * (2 * rank + 1)]
         assert torch.equal(given, torch.arange(8.0) * 10.0**rank)
         assert called == ["all_to_all_single"]  # an all-reduce sends twice the bytes
+
+
+def added_up() -> torch.Tensor:
+    flat = torch.full((4,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+    steps = reduce_scatter(flat, dist.group.WORLD, torch.float32)
+    while True:
+        try:
+            next(steps).wait()
+        except StopIteration as end:
+            found: torch.Tensor = end.value
+            return found
+
+
+def test_sixteen_bits_are_added_up_in_float32() -> None:
+    for part in run_ranks(4, added_up):
+        assert part.dtype == torch.float32
+        assert part.tolist() == [259.0]  # in bfloat16 256
 
 
 def placed() -> tuple[bool, list[list[float]]]:
