@@ -31,7 +31,7 @@ ELEMENTWISE = (
     torch.optim.Rprop, torch.optim.SGD,
 )  # fmt: skip
 _owned = WeakIdKeyDictionary()
-HELD = 2  # gathered buckets: the one that is read and the next; and buckets that are reduced
+HELD = 2  # gathered buckets: the one that is read and the next
 GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 
 
@@ -184,13 +184,11 @@ class ShardedState:
         self._advance()
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Starts a reduction, of a bucket that may still be in that of the micro-batch before."""
-        bucket.reducing.start(bucket.reduce(last=self.last))
-        if bucket in self.reducing:
-            self.reducing.remove(bucket)
-        self.reducing.append(bucket)
-        while bucket.holds_more and len(self.reducing) > HELD:
+        """Starts a reduction; where that takes memory, once those before it have ended."""
+        while self.reducing and (bucket.holds_more or bucket in self.reducing):
             self.reducing.popleft().reducing.finish()
+        bucket.reducing.start(bucket.reduce(last=self.last))
+        self.reducing.append(bucket)
 
     def _advance(self) -> None:
         """Goes on with the reduction that started first, and then the next: in the same order on

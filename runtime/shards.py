@@ -177,7 +177,7 @@ class Bucket:
     @property
     def holds_more(self) -> bool:
         """Whether gradients take more memory while they are reduced than before and after."""
-        return self.groups.shards.gradients > 1 or self.gradient_dtype != self.reduce_dtype
+        return self.groups.shards.optimizer > 1 or self.gradient_dtype != self.reduce_dtype
 
     def finish(self) -> None:
         """Waits for the collectives of this bucket."""
@@ -235,8 +235,8 @@ class Bucket:
             if shards.gradients == shards.parameters:
                 flat = yield from reduce_scatter(flat, groups.gather, self.reduce_dtype)
             else:
-                parts = flat.view(shards.parameters, -1, self.owned_size)
-                flat = parts.transpose(0, 1).reshape(-1)
+                flat = flat.view(shards.parameters, -1, self.owned_size)
+                flat = flat.transpose(0, 1).reshape(-1)
                 flat = yield from reduce_scatter(flat, groups.block, self.reduce_dtype)
             flat = flat if self.gradient is None else flat.add_(self.gradient)
             self.gradient = flat if last else flat.to(self.gradient_dtype)

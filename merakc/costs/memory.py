@@ -30,12 +30,15 @@ class Memory:
 class Sum:
     """What the gradients of these parameters are added to as soon as a compute has made them.
 
-    It is there from the first of them on; where it is scattered, until the last one has come.
+    It is there from the first of them on. Its reduction starts when the last one has come, and ends
+    when the next one of another sum starts. `reducing_bytes` are there while it runs, and where the
+    sum is scattered, that until then.
     """
 
     parameters: frozenset[str]
     size_bytes: int
     is_scattered: bool = False
+    reducing_bytes: int = 0
 
 
 def live_bytes(
@@ -148,12 +151,16 @@ def _summed(
         if out.name in gone and out.ref.node in place:
             made.setdefault(gone[out.name], []).append(place[out.ref.node])
     beside: dict[str, tuple[int, int]] = {}
-    for number, places in made.items():
-        size_bytes = sums[number].size_bytes
-        left = [(min(places), size_bytes, 0)]
-        if sums[number].is_scattered:
-            left.append((max(places), 0, size_bytes))
-        for at, comes, goes in left:
+    order = sorted(made, key=lambda number: max(made[number]))
+    ends = [*(max(made[number]) for number in order[1:]), len(piece.nodes) - 1]
+    for number, end in zip(order, ends, strict=False):
+        found, places = sums[number], made[number]
+        left_bytes = found.size_bytes if found.is_scattered else 0
+        for at, comes, goes in (
+            (min(places), found.size_bytes, 0),
+            (min(max(places) + 1, end), found.reducing_bytes, 0),
+            (end, 0, found.reducing_bytes + left_bytes),
+        ):
             before = beside.get(piece.nodes[at].name, (0, 0))
             beside[piece.nodes[at].name] = before[0] + comes, before[1] + goes
     outputs = tuple(o for o in piece.outputs if o.name not in gone)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from merakc.costs.memory import Sum
 from merakc.ir.buckets import BucketSpec, Held, plan_buckets
 from merakc.ir.graph import Graph, InputKind
@@ -100,6 +102,16 @@ class SunkGradients:
         return self.scattered_bytes + sum(s.size_bytes for s in self.sums if not s.is_scattered)
 
 
+def _reducing_bytes(spec: BucketSpec, gradient: torch.dtype) -> int:
+    """What the reduction of a bucket takes beside its gradients: as much again for other ranks'
+    parts of them, where they are scattered, or all of them in float32.
+    """
+    if spec.shards.optimizer > 1:
+        return gradient.itemsize * spec.numel
+    reduced = torch.promote_types(gradient, torch.float32)
+    return reduced.itemsize * spec.numel if reduced != gradient else 0
+
+
 def sunk_gradients(
     buckets: Iterable[BucketSpec], stages: Collection[int], precision: Precision | None = None
 ) -> dict[int, SunkGradients]:
@@ -115,8 +127,10 @@ def sunk_gradients(
         sums = []
         for spec in own:
             dtype = precision.dtype("gradients") if precision else spec.dtype
+            size_bytes = dtype.itemsize * spec.numel
             is_scattered = spec.shards.gradients > 1
-            sums.append(Sum(frozenset(spec.members), dtype.itemsize * spec.numel, is_scattered))
+            reducing_bytes = _reducing_bytes(spec, dtype)
+            sums.append(Sum(frozenset(spec.members), size_bytes, is_scattered, reducing_bytes))
         scattered = [s for s in own if s.shards.gradients > 1]
         found[stage] = SunkGradients(
             tuple(sums),

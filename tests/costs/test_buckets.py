@@ -46,8 +46,9 @@ def test_a_megabyte_a_second(counts: tuple[int, int, int], expected: tuple[int, 
     assert seconds(spec(*counts)) == pytest.approx(expected)
 
 
-def test_mixed_precision_gathers_what_it_computes_with_and_reduces_in_float32() -> None:
-    assert seconds(spec(2, 2, 4), "bf16-mixed") == pytest.approx((0.5, 1, 2, 3))
+def test_mixed_precision_gathers_and_scatters_16_bits_and_reduces_in_float32() -> None:
+    assert seconds(spec(2, 2, 4), "bf16-mixed") == pytest.approx((0.5, 1, 1, 1.5))
+    assert seconds(spec(1, 1, 1), "bf16-mixed") == pytest.approx((0, 0, 0, 6))
     assert seconds(spec(4, 4, 4, dtype=torch.float64)) == pytest.approx((0, 6, 6, 6))
     frozen = replace(spec(4, 4, 4, dtype=torch.bfloat16), is_trained=False)
     assert seconds(frozen, "bf16-mixed")[1] == pytest.approx(1.5)

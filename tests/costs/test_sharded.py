@@ -60,7 +60,9 @@ def test_what_gradients_are_added_to() -> None:
     frozen = replace(BUCKET, name="2:1", members=("frozen",), is_trained=False)
     found = sunk_gradients([BUCKET, tied, other, frozen], {0, 2}, MIXED)
     assert found.keys() == {0, 2}
-    assert found[0].sums == (Sum(frozenset("ab"), 2 * P),)
+    assert found[0].sums == (Sum(frozenset("ab"), 2 * P, reducing_bytes=4 * P),)  # cast
     assert (found[0].held_bytes, found[0].reduced_bytes) == (2 * P, 2 * 4 * P)
-    assert found[2].sums == (Sum(frozenset("c"), 2 * P, is_scattered=True),)
+    assert found[2].sums == (Sum(frozenset("c"), 2 * P, True, 2 * P),)
+    (plain,) = sunk_gradients([sharded(1, 1, 4)], {0})[0].sums
+    assert (plain.size_bytes, plain.reducing_bytes) == (4 * P, 4 * P)
     assert (found[2].held_bytes, found[2].reduced_bytes) == (2 * P // 4, 4 * P // 4)
