@@ -1,7 +1,9 @@
 """`python -m benchmarks.memory`: predicted peak memory against the bytes that are really alive.
 
 Every rank of each cell counts all storages that its step makes and frees, and compares their
-highest point, the median of five steps, with the prediction from live ranges.
+highest point, the median of five steps, with the prediction from live ranges. Where gradients are
+scattered, the last bucket of a micro-batch and other ranks' parts of it may still be on their way
+in the next: when they are free depends on the network, so that much is allowed for.
 """
 
 from __future__ import annotations
@@ -138,16 +140,19 @@ class Cell:
     options: str
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
+    on_the_way_bytes: tuple[int, ...]
 
     @property
     def error(self) -> float:
-        """The largest relative difference of a rank."""
-        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
-        return max(abs(p - m) / m for p, m in pairs)
+        """The largest relative difference of a rank, less what may be on the way."""
+        ranks = zip(self.predicted_bytes, self.measured_bytes, self.on_the_way_bytes, strict=True)
+        return max(max(0, abs(p - m) - way) / m for p, m, way in ranks)
 
 
-def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int]:
-    """One rank's predicted and measured peak bytes of a step; collective."""
+def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int, int]:
+    """One rank's predicted and measured peak bytes of a step, and those that may be on the way;
+    collective.
+    """
     # Python lets another thread run every 5 ms, which is as long as many actions here: what lets go
     # of sent values would come too late.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -169,7 +174,7 @@ def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int]:
         optimizer.zero_grad()
         others = [*_constants(parallel), *_buckets(parallel)]
         peaks.append(peak_live_bytes(parallel, optimizer, lambda: parallel(**batch), others))
-    return predicted_bytes, statistics.median_low(peaks)
+    return predicted_bytes, statistics.median_low(peaks), _on_the_way(parallel)
 
 
 def _constants(parallel: ParallelModel) -> list[torch.Tensor]:
@@ -185,16 +190,24 @@ def _buckets(parallel: ParallelModel) -> list[torch.Tensor]:
     return [b.kept for b in sharded.buckets] if sharded else []
 
 
+def _on_the_way(parallel: ParallelModel) -> int:
+    """The bytes of the largest bucket of gradients that is scattered, and of its parts."""
+    sharded = parallel._own("_steps").sharded
+    scattered = [b for b in sharded.buckets if b.groups.shards.gradients > 1] if sharded else []
+    return max((2 * b.numel * b.gradient_dtype.itemsize for b in scattered), default=0)
+
+
 def cells_table(cells: list[Cell]) -> Table:
     """A row a cell."""
     table = Table(title="Peak bytes of a step on each rank: predicted / measured")
-    for name in ("model", "options", "predicted / measured", "largest error"):
+    for name in ("model", "options", "predicted / measured", "on the way", "largest error"):
         table.add_column(name, justify="left" if name in ("model", "options") else "right")
     for cell in cells:
         pairs = zip(cell.predicted_bytes, cell.measured_bytes, strict=True)
         colour = "green" if cell.error <= BOUND else "red"
         table.add_row(
             cell.model, cell.options, ", ".join(f"{p} / {m}" for p, m in pairs),
+            str(max(cell.on_the_way_bytes)),
             f"[{colour}]{cell.error:.2%}[/]",
         )  # fmt: skip
     return table
@@ -212,9 +225,9 @@ def main(
     for model, options in CELLS:
         if not models or model in models.split(","):
             found = run_ranks(RANKS, measure_step, model, options, timeout_s=120.0)
-            predicted, measured = zip(*found, strict=True)
+            predicted, measured, on_the_way = zip(*found, strict=True)
             text = " ".join(str(value) for value in options.values() if isinstance(value, str))
-            cells.append(Cell(model, text, predicted, measured))
+            cells.append(Cell(model, text, predicted, measured, on_the_way))
     Console(width=120).print(cells_table(cells))
     good = all(cell.error <= BOUND for cell in cells)
     within = sum(cell.error <= BOUND for cell in cells)
