@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
-SCRIPT, FIXED_DEGREES, SHARDED, MIXED, WITH_PLAN = PYTHON_BLOCKS
+SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, WITH_PLAN = PYTHON_BLOCKS
 CALL = "model = merakc.auto_parallel(model, batch(0))  # the one line"
 
 
@@ -73,6 +73,14 @@ def test_the_script_trains_alike_with_sharded_state(
     folder, losses = one_process  # every rank trains on the same data, as one process does
     sharded = _torchrun(folder, SCRIPT.replace(CALL, SHARDED.strip()), 4)
     assert sharded == pytest.approx(losses, abs=2e-3)
+
+
+def test_the_script_trains_alike_with_communication_under_computation(
+    one_process: tuple[Path, list[float]],
+) -> None:
+    folder, losses = one_process
+    overlapped = _torchrun(folder, SCRIPT.replace(CALL, OVERLAPPED.strip()), 2)
+    assert overlapped == pytest.approx(losses, abs=2e-3)
 
 
 def test_the_script_trains_in_mixed_precision(one_process: tuple[Path, list[float]]) -> None:
