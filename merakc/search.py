@@ -30,6 +30,8 @@ MICRO_BATCHES_PER_STAGE = 4
 ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
 # Works that the generator schedules: about a second.
 EFFORT = 100_000
+# The best plans, of which each is tried with communication under computation: it takes seconds.
+OVERLAPPED = 3
 # Schedules that are made for recomputation.
 ALWAYS_RECOMPUTES = ("merak",)
 
@@ -122,26 +124,45 @@ def search(
     there is one candidate, taken even if it seems not to fit. Raises the first candidate's error
     where none is possible.
     """
-    candidates = meshes(request)
-    best: tuple[tuple[bool, float], Plan, Lowered] | None = None
+    found: list[tuple[Plan, Lowered]] = []
     first_error: MerakError | None = None
-    for mesh in candidates:
+    for mesh in meshes(request):
         for sequence_parallel in _forms(request, mesh):
             try:
-                plan, lowered = _plan(request, mesh, record, cluster, sequence_parallel)
+                found.append(_plan(request, mesh, record, cluster, sequence_parallel))
             except MerakError as error:
                 first_error = first_error or error
                 break
-            prediction = plan.prediction
-            assert prediction is not None
-            too_big = max(prediction.peak_bytes) > cluster.memory_bytes
-            key = (too_big, prediction.step_s / mesh.dp)
-            if best is None or key < best[0]:
-                best = key, plan, lowered
-    if best is None:
+        found = sorted(found, key=lambda made: _rank(made[0], cluster))[:OVERLAPPED]
+    overlapped: list[tuple[Plan, Lowered]] = []
+    for _, lowered in found:
+        try:
+            overlapped.append(_overlapped(request, lowered, record, cluster))
+        except MerakError as error:
+            first_error = first_error or error
+    if not overlapped:
         assert first_error is not None
         raise first_error
-    return _generated(request, best[1], best[2], cluster)
+    best = min(overlapped, key=lambda made: _rank(made[0], cluster))
+    return _generated(request, *best, cluster)
+
+
+def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
+    """Plans that fit come first, and then the faster ones per sample."""
+    assert plan.prediction is not None
+    too_big = max(plan.prediction.peak_bytes) > cluster.memory_bytes
+    return too_big, plan.prediction.step_s / plan.dp
+
+
+def _overlapped(
+    request: Request, lowered: Lowered, record: Callable[[int], Recording], cluster: Cluster
+) -> tuple[Plan, Lowered]:
+    """The plan with communication under computation, where that is asked for or pays."""
+    made = choose_overlap(lowered, record, cluster, request.overlap)
+    if made is not lowered:
+        prediction, _ = predict(made, cluster, dp_rank=0)
+        made = replace(made, plan=replace(made.plan, prediction=prediction))
+    return made.plan, made
 
 
 def _generated(
@@ -210,8 +231,6 @@ def _plan(
     if asked is not None and asked != AUTO:
         plan = replace(plan, state_shards=parse_shards(asked, mesh.dp, len(plan.rank_of)))
     plan = replace(plan, precision=request.precision)
-    lowered = choose_overlap(replace(lowered, plan=plan), record, cluster, request.overlap)
-    plan = lowered.plan
     for choice in choices:
         kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
         plan = replace(plan, recompute=choice, keep_bytes=kept)

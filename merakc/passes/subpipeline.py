@@ -153,7 +153,7 @@ def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
     overlapped_s = blocking_s = 0.0
     for tasks in (graph_tasks(local, cluster), _backward_tasks(local, cluster)):
         compute_s, link_s = sum(t.compute_s for t in tasks), sum(t.link_s for t in tasks)
-        end_s = min(list_schedule(tasks, lag)[0] for lag in LAGS)
+        end_s, _ = list_schedule(tasks, LAGS[0])
         hidden_s = compute_s + link_s - end_s
         overlapped_s += end_s + (SLOWDOWN - 1) * max(hidden_s, 0.0)
         blocking_s += compute_s + link_s

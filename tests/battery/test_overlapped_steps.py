@@ -1,0 +1,65 @@
+"""Communication under computation together with everything else: gradients of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from benchmarks.ranks import run_ranks
+from merakc.kernels.ops import STARTED
+from tests.battery.small_models import (
+    Tensors,
+    Words,
+    assert_close,
+    parallel,
+    part,
+    warm_up,
+    words,
+)
+
+MICRO_BATCHES = 2  # of each dp rank
+CASES: list[dict[str, Any]] = [
+    {"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "none", "overlap": 2},
+    {"tp": 2, "pp": 2, "schedule": "1f1b", "recompute": "full", "overlap": 2},
+    {"tp": 2, "recompute": "selective", "sequence_parallel": True, "overlap": 1},
+    {"dp": 2, "tp": 2, "state_shards": "zero-3", "overlap": 2},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def train(options: dict[str, Any]) -> tuple[list[float], Tensors, int]:
+    """Two batches, of which the second is of a size that does not divide into the parts."""
+    model = parallel(lambda: Words(dropout=0.3), words(0), **options)
+    losses = []
+    for batch in (words(0), words(1, batch_size=4)):
+        model.zero_grad()
+        loss = model(**part(batch, model))["loss"]
+        loss.backward()
+        losses.append(loss.item())
+    steps = model._own("_steps").compiled.values()
+    graphs = [c.forward for step in steps for c in step.chunks.values()]
+    started = sum(node.op in STARTED for graph in graphs for node in graph.nodes)
+    return losses, model.full_gradients(), started
+
+
+@cache
+def alone(micro_batches: int) -> tuple[list[float], Tensors, int]:
+    return train({"micro_batches": micro_batches})
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_training_equals_one_process(options: dict[str, Any]) -> None:
+    dp = options.get("dp", 1)
+    ranks = dp * options["tp"] * options.get("pp", 1)
+    found = run_ranks(ranks, train, {"dp": 1, "pp": 1, "micro_batches": MICRO_BATCHES, **options})
+    losses, gradients, _ = alone(MICRO_BATCHES * dp)
+    for own, _, started in found:
+        assert own == pytest.approx(losses, rel=1e-12)
+        assert started > 0
+    assert_close(found[0][1], gradients)
