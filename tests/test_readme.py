@@ -120,7 +120,10 @@ def test_the_benchmarks_start(tmp_path: Path) -> None:
     names = [c.split()[-1] for c in COMMANDS if c.startswith("python -m benchmarks.")]
     assert names == [
         f"benchmarks.{name}"
-        for name in ("equivalence", "zoo", "schedule_equivalence", "compile_time")
+        for name in (
+            "equivalence", "zoo", "schedule_equivalence", "state_equivalence", "state_sharding",
+            "compile_time",
+        )
     ]
     for name in names:
         assert "--json" in _run(ROOT, sys.executable, "-m", name, "--help")
