@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 import merakc
-import merakc.steps
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS, ModelCase
 from benchmarks.ranks import run_ranks
@@ -29,6 +28,7 @@ from benchmarks.reference import (
 from merakc.cluster import NOMINAL_CPU
 from merakc.costs.sharded import OPTIMIZER_STATES
 from merakc.ir.program import Mesh
+from merakc.runtime.shards import Bucket
 
 # peft asks transformers by a name that transformers will drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -113,13 +113,13 @@ class _Held:
 def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
     """One step on one rank; with `train_all` nothing is frozen."""
     reduced: list[int] = []
-    plain_reduce = merakc.steps.reduce_tensors
+    plain_reduce = Bucket.reduce
 
-    def reduce(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        reduced.extend(t.numel() for t in tensors)
-        plain_reduce(tensors, group)
+    def reduce(bucket: Bucket, *, last: bool) -> Iterator[dist.Work]:
+        reduced.append(bucket.total if last else 0)
+        return plain_reduce(bucket, last=last)
 
-    merakc.steps.reduce_tensors = reduce  # in this rank, which is a process of its own
+    Bucket.reduce = reduce  # type: ignore[method-assign]  # in this rank, a process of its own
     model = case.model(torch.float64)
     for parameter in model.parameters():
         parameter.requires_grad_(train_all or parameter.requires_grad)

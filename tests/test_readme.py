@@ -121,7 +121,11 @@ def test_the_benchmarks_start(tmp_path: Path) -> None:
     assert names == [
         f"benchmarks.{name}"
         for name in (
-            "equivalence", "zoo", "schedule_equivalence", "state_equivalence", "state_sharding",
+            "equivalence",
+            "zoo",
+            "schedule_equivalence",
+            "state_equivalence",
+            "state_sharding",
             "compile_time",
         )
     ]
