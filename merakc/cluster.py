@@ -1,8 +1,128 @@
-"""The machines that a plan is made for: rates, memory and links."""
+"""The machines that a plan is made for: devices, how they are linked, and a flat view of both.
+
+`Hardware` is what a cluster file says (`merakc.cluster_files`): kinds of nodes with their devices,
+and levels of links. `Cluster` is the flat view that plans are made with: one kind of device and one
+kind of link between any two.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, cast
+
+from pydantic import ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Count = Annotated[int, Field(gt=0)]
+DtypeName = Literal["float64", "float32", "float16", "bfloat16", "float8"]
+
+_STRICT = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One kind of device: what its maker states, and three constants that say what programs reach.
+
+    Peak rates are those of dense products by dtype, and of 32-bit inputs that the device rounds
+    (TF32) where it does. `units` are its multiprocessors, over which the tiles of a product are
+    spread. Programs reach `product_share` of the peak rate in large products and `traffic_share`
+    of the memory bandwidth; a kernel takes the host `launch_s` to launch.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    peak_flops_per_s: Mapping[DtypeName, Positive] = field(hash=False)
+    bytes_per_s: Positive
+    memory_bytes: Count
+    units: Count = 1
+    power_w: NotNegative = 0.0
+    idle_power_w: NotNegative = 0.0
+    product_share: Share = 0.8
+    traffic_share: Share = 0.8
+    launch_s: NotNegative = 1e-5
+    source: str = ""
+
+    def flops_per_s(self, dtype: str) -> float:
+        """What large products of this dtype reach; of one that is not listed, the slowest rate."""
+        rates = self.peak_flops_per_s
+        return rates.get(cast(DtypeName, dtype), min(rates.values())) * self.product_share
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One level of links: which devices it joins, and how fast.
+
+    It joins blocks of `devices` devices: those of a node, of a rack. `bytes_per_s` is what
+    `shared_by` devices together send through it, a direction; `latency_s` what one step of a
+    collective waits.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    devices: Count
+    bytes_per_s: Positive
+    latency_s: NotNegative = 0.0
+    shared_by: Count = 1
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """So many nodes of one kind, each with so many devices."""
+
+    __pydantic_config__ = _STRICT
+
+    device: Device
+    devices: Count
+    count: Count = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Nodes, in the order of their ranks, and the levels of links from the inner to the outer.
+
+    Programs reach `link_share` of the links' bandwidth.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    name: str
+    nodes: tuple[Nodes, ...]
+    links: tuple[Level, ...]
+    link_share: Share = 0.8
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each rank."""
+        return tuple(n.device for n in self.nodes for _ in range(n.count * n.devices))
+
+    @property
+    def slowest(self) -> Device:
+        """The kind of device with the lowest peak rate, which all wait for where work is even."""
+        return min((n.device for n in self.nodes), key=lambda d: max(d.peak_flops_per_s.values()))
+
+    def level(self, extent: int) -> Level:
+        """The innermost level that joins a block of `extent` neighbouring devices."""
+        return next((link for link in self.links if link.devices >= extent), self.links[-1])
+
+    def flat(self, dtype: DtypeName = "bfloat16") -> Cluster:
+        """One kind of device and of link: the slowest device, and the outermost link in use."""
+        device, level = self.slowest, self.level(len(self.devices))
+        return Cluster(
+            self.name,
+            device.flops_per_s(dtype),
+            device.bytes_per_s * device.traffic_share,
+            device.launch_s,
+            min(n.device.memory_bytes for n in self.nodes),
+            level.latency_s,
+            self.link_share * level.bytes_per_s / level.shared_by,
+            self,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +132,7 @@ class Cluster:
     `flops_per_s` is what large matrix products reach, `bytes_per_s` the memory bandwidth that
     elementwise ops reach, `op_overhead_s` the time an op takes whatever its size. A message of n
     bytes takes `link_latency_s` + n / `link_bytes_per_s`, an all-reduce moves its bytes twice.
+    Where `hardware` is known, stages are timed with its devices and links (`merakc.costs.device`).
     """
 
     name: str
@@ -21,6 +142,7 @@ class Cluster:
     memory_bytes: int
     link_latency_s: float
     link_bytes_per_s: float
+    hardware: Hardware | None = None
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the

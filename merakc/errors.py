@@ -35,6 +35,10 @@ class ConfigError(MerakError):
     """Arguments that contradict each other, the batch or the number of ranks."""
 
 
+class ClusterError(MerakError):
+    """A cluster file that is malformed, or says what no cluster can be."""
+
+
 class MismatchError(MerakError):
     """Ranks that do not hold the same model, plan or versions."""
 
