@@ -82,7 +82,7 @@ def choose_overlap(
         plan,
         sub_batches=tuple(counts),
         overlap_gains=tuple(gains),
-        machines=replace(cluster, memory_bytes=0),
+        machines=replace(cluster, memory_bytes=0, hardware=None),
     )
     return with_parts(replace(lowered, plan=chosen), record)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from merakc.cluster import Cluster
-from merakc.costs.fabric import Fabric, Group, all_reduce_seconds
+from merakc.costs.fabric import Fabric, Group, all_reduce_seconds, hardware_fabric
 from merakc.costs.state import DpGroup, Precision, collective_seconds
 from merakc.ir import precision as ir
 from merakc.ir.buckets import BucketSpec
@@ -15,11 +15,13 @@ from merakc.ir.program import CollectiveKind, Mesh
 
 
 def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
-    """The dp ranks of a mesh on a cluster, which says nothing of nodes: as one of them."""
+    """The dp ranks of a mesh on a cluster; as one node where it says nothing of nodes."""
     return DpGroup(mesh.dp, _fabric(mesh, cluster), stride=mesh.pp * mesh.tp)
 
 
 def _fabric(mesh: Mesh, cluster: Cluster) -> Fabric:
+    if cluster.hardware is not None:
+        return hardware_fabric(cluster.hardware, mesh.world_size)
     link = cluster.link_bytes_per_s
     return Fabric(mesh.world_size, link, link, cluster.link_latency_s, cluster.link_latency_s)
 

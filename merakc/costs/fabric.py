@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from merakc.cluster import Hardware
+
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
@@ -39,6 +41,36 @@ class Group:
     def is_local(self) -> bool:
         """Whether all ranks are of one node."""
         return self.size <= self.per_node
+
+
+def hardware_fabric(hardware: Hardware, ranks: int) -> Fabric:
+    """The links that a job of so many neighbouring ranks uses: in a node, and the outermost level.
+
+    Each at the share of its bandwidth that programs reach.
+    """
+    per_node = hardware.nodes[0].devices
+    inner, outer = hardware.level(per_node), hardware.level(max(ranks, per_node))
+    network = outer.bytes_per_s * per_node / outer.shared_by
+    return Fabric(
+        per_node,
+        hardware.link_share * inner.bytes_per_s / inner.shared_by,
+        hardware.link_share * network,
+        inner.latency_s,
+        outer.latency_s,
+    )
+
+
+def axis_group(size: int, stride: int, fabric: Fabric) -> Group:
+    """The ranks of an axis of `size` ranks that are `stride` apart."""
+    return shard_group(size, 1, fabric, stride)
+
+
+def message_seconds(size_bytes: float, apart: int, fabric: Fabric) -> float:
+    """A message to the rank `apart` ranks further on, while every rank of a node sends one."""
+    if apart < fabric.ranks_per_node:
+        return fabric.local_latency_s + size_bytes / fabric.local_bytes_per_s
+    own = min(fabric.local_bytes_per_s, fabric.network_bytes_per_s / fabric.ranks_per_node)
+    return fabric.network_latency_s + size_bytes / own
 
 
 def shard_group(shards: int, before: int, fabric: Fabric, stride: int = 1) -> Group:

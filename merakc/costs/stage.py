@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from merakc.cluster import Cluster
+from merakc.costs.device import work_seconds
+from merakc.costs.kernels import graph_work
 from merakc.costs.memory import live_bytes, order_bytes
 from merakc.costs.roofline import graph_seconds
 from merakc.costs.sharded import graph_state_bytes
+from merakc.costs.stages import rank_place
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.precision import Precision
@@ -105,15 +108,15 @@ def rough_stage_cost(
     Everything that the forward makes is taken for saved, half of it for deferred from the input to
     the weight gradient; a recomputation starts from what the stage has received.
     """
-    forward_s = graph_seconds(local, cluster)
+    forward_s, backward_s = rough_seconds(local, cluster)
     specs = [spec for n in local.nodes for spec in n.outputs if spec is not None]
     everything = sum(spec.size_bytes for spec in specs)
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
     peak_bytes = live_bytes(local).peak_bytes
-    half_s = forward_s * BACKWARD_PER_FORWARD / 2
+    half_s = backward_s / 2
     return StageCost(
         forward_s=forward_s,
-        backward_s=2 * half_s,
+        backward_s=backward_s,
         input_grad_s=half_s,
         weight_grad_s=half_s,
         recompute_s=forward_s,
@@ -128,6 +131,16 @@ def rough_stage_cost(
         static_bytes=static_bytes(local, shards, precision),
         reduced_bytes=reduced_bytes(local, shards, precision),
     )
+
+
+def rough_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a forward, and of the backward that it will have."""
+    if cluster.hardware is None:
+        forward_s = graph_seconds(local, cluster)
+        return forward_s, forward_s * BACKWARD_PER_FORWARD
+    place = rank_place(cluster.hardware, len(cluster.hardware.devices))
+    work = graph_work(local)
+    return work_seconds(work.forward, place), work_seconds(work.backward, place)
 
 
 def static_bytes(

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from merakc.cluster import NOMINAL_CPU
+from merakc.cluster_files import preset
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.fabric import hardware_fabric
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.precision import NAMED
 from merakc.ir.program import CollectiveKind, Mesh
@@ -57,3 +59,11 @@ def test_mixed_precision_gathers_and_scatters_16_bits_and_reduces_in_float32() -
 def test_tied_gradients_are_added_up_over_their_holders() -> None:
     assert tied_seconds({}, MESH, CLUSTER) == 0
     assert tied_seconds({2: 10**6, 4: 10**6}, MESH, CLUSTER) == pytest.approx(1 + 1.5)
+
+
+def test_nodes_are_known_where_the_hardware_is() -> None:
+    hardware = preset("a100-80", 2)
+    group = dp_group(MESH, hardware.flat())
+    assert group.fabric == hardware_fabric(hardware, MESH.world_size)
+    assert group.fabric.ranks_per_node == 8
+    assert dp_group(MESH, CLUSTER).fabric.ranks_per_node == MESH.world_size

@@ -6,11 +6,15 @@ import math
 
 import pytest
 
+from merakc.cluster import Device, Hardware, Level, Nodes
 from merakc.costs.fabric import (
     Fabric,
     Group,
     all_gather_seconds,
     all_reduce_seconds,
+    axis_group,
+    hardware_fabric,
+    message_seconds,
     shard_group,
 )
 
@@ -52,3 +56,30 @@ def test_an_all_reduce_is_a_ring_or_a_tree() -> None:
     assert all_reduce_seconds(1e3, group, FABRIC) == pytest.approx(
         2 * math.log2(1024) * 1e-5 + 2e3 / 40e9
     )
+
+
+LINKS = (Level("inside", 4, 3e11, 1e-6), Level("rack", 16, 1e11, 1e-5, shared_by=4),
+         Level("racks", 64, 2e10, 1e-4, shared_by=4))  # fmt: skip
+HARDWARE = Hardware("h", (Nodes(Device("d", {"float32": 1.0}, 1.0, 1), 4, 8),), LINKS, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "network", "latency"), [(16, 1e11, 1e-5), (17, 2e10, 1e-4), (32, 2e10, 1e-4)]
+)
+def test_a_job_uses_the_links_that_it_spans(ranks: int, network: float, latency: float) -> None:
+    found = hardware_fabric(HARDWARE, ranks)
+    assert found == Fabric(4, 0.5 * 3e11, 0.5 * network, 1e-6, latency)
+
+
+def test_a_job_in_a_node_uses_its_links_alone() -> None:
+    assert hardware_fabric(HARDWARE, 2) == Fabric(4, 1.5e11, 6e11, 1e-6, 1e-6)
+
+
+def test_messages_of_a_node_share_its_network() -> None:
+    assert message_seconds(1e9, 1, FABRIC) == pytest.approx(1e-6 + 1e9 / 100e9)
+    assert message_seconds(1e9, 8, FABRIC) == pytest.approx(1e-5 + 8e9 / 40e9)
+
+
+def test_the_group_of_an_axis() -> None:
+    assert axis_group(4, 1, FABRIC) == Group(4, 4, 2)
+    assert axis_group(16, 8, FABRIC) == Group(16, 1, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
+from merakc.cluster_files import preset
+from merakc.costs.device import work_seconds
+from merakc.costs.kernels import graph_work
 from merakc.costs.stage import (
     faster,
     reduced_bytes,
@@ -17,6 +21,7 @@ from merakc.costs.stage import (
     static_bytes,
     with_seconds,
 )
+from merakc.costs.stages import rank_place
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
 from merakc.ir.precision import parse_precision
@@ -105,3 +110,18 @@ def test_a_faster_stage_has_the_same_bytes() -> None:
     assert made.forward_s == cost.forward_s / 2
     assert made.backward_s == cost.backward_s / 2
     assert made.saved_bytes == cost.saved_bytes
+
+
+def test_rough_seconds_where_the_devices_are_known() -> None:
+    local = lowered("1f1b", "full").stages.local[0]
+    hardware = preset("a100-80")
+    cost = rough_stage_cost(local, hardware.flat())
+    work = graph_work(local)
+    place = rank_place(hardware, 8)
+    assert cost.forward_s == work_seconds(work.forward, place)
+    assert cost.backward_s == work_seconds(work.backward, place) > cost.forward_s
+    plain = rough_stage_cost(local, replace(hardware.flat(), hardware=None))
+    assert plain.backward_s == 2 * plain.forward_s != cost.backward_s
+    assert replace(cost, forward_s=0, backward_s=0, input_grad_s=0, weight_grad_s=0,
+                   recompute_s=0) == replace(plain, forward_s=0, backward_s=0, input_grad_s=0,
+                                             weight_grad_s=0, recompute_s=0)  # fmt: skip

@@ -1,0 +1,141 @@
+"""Seconds of kernels on a device: a roofline whose ceilings depend on shapes, and launches.
+
+A product is cut into tiles, which the multiprocessors work off in waves: a last wave that is not
+full takes as long as a full one (NVIDIA, "Matrix Multiplication Background User's Guide", tile and
+wave quantization). Libraries choose among tiles, and among ways to split a long sum where there are
+too few; so the model takes the best of them. Nothing is faster than its memory traffic (Williams,
+Waterman and Patterson, "Roofline", CACM 52(4), 2009).
+
+Four constants of a device say how far programs are from its data sheet: `product_share`,
+`traffic_share`, `launch_s` and the links' `link_share` (`merakc.cluster`). All others here are the
+same for every device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from merakc.cluster import Device
+from merakc.costs.fabric import Fabric, Group, all_gather_seconds, all_reduce_seconds, axis_group
+from merakc.costs.kernels import Kernel, KernelKind
+
+# Tiles of a product that libraries choose from, rows by columns, and the share of the best rate
+# that each reaches: smaller ones read their arguments more often (the guide above, figure 4).
+TILES = (
+    (256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (64, 256, 0.85),
+    (128, 64, 0.8), (64, 128, 0.8), (64, 64, 0.6),
+)  # fmt: skip
+# Filling and emptying the pipeline of a tile takes as long as so much of the sum.
+FILL = 64
+# The least part of a sum that is worth a multiprocessor of its own.
+LEAST_PART = 256
+# Attention in one kernel computes scores, a softmax and a product: what it reaches of a product's
+# rate (FlashAttention-2, arXiv 2307.08691, figure 5: 0.6 to 0.75 of the best products).
+ATTENTION_SHARE = 0.7
+# A kernel that moves little takes this long nevertheless.
+LEAST_S = 2e-6
+# The device works while the host launches ahead, but not all of the time: the two times of a block
+# add up to a norm between their maximum and their sum.
+OVERLAP_NORM = 4.0
+# What kernels and collectives lose that run at once (Galvatron, arXiv 2211.13878, measures 1.126 to
+# 1.3 on GPUs with NVLink): the shorter of the two costs so much of its time.
+CONTENTION = 0.126
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank works: its device, and the links to the others of its tp group.
+
+    `tp` of None is a group of unknown size in a node, taken for a whole node. With `overlap` the
+    collectives of tp run beside other kernels, as where both are cut into parts.
+    """
+
+    device: Device
+    fabric: Fabric
+    tp: int | None = None
+    overlap: bool = False
+
+    @property
+    def group(self) -> Group:
+        """The tp group: neighbouring ranks."""
+        return axis_group(self.tp or self.fabric.ranks_per_node, 1, self.fabric)
+
+
+def work_seconds(kernels: Mapping[Kernel, int], place: Place) -> float:
+    """Seconds of kernels one after the other, launched by the host as they run."""
+    if not kernels:
+        return 0.0
+    group = place.group
+    compute_s = wire_s = 0.0
+    for kernel, count in kernels.items():
+        if kernel.kind is KernelKind.COLLECTIVE:
+            wire_s += count * collective_seconds(kernel, group, place.fabric)
+        else:
+            compute_s += count * kernel_seconds(kernel, place.device)
+    device_s = compute_s + wire_s
+    if place.overlap:
+        device_s = max(compute_s, wire_s) + CONTENTION * min(compute_s, wire_s)
+    host_s = sum(kernels.values()) * place.device.launch_s
+    longer, shorter = max(device_s, host_s), min(device_s, host_s)
+    if not longer:
+        return 0.0
+    together: float = (1.0 + (shorter / longer) ** OVERLAP_NORM) ** (1.0 / OVERLAP_NORM)
+    return longer * together
+
+
+def collective_seconds(kernel: Kernel, group: Group, fabric: Fabric) -> float:
+    """Seconds of a collective of the graph over this group."""
+    if "all_reduce" in kernel.op:
+        return all_reduce_seconds(kernel.traffic_bytes, group, fabric)
+    return all_gather_seconds(kernel.traffic_bytes, group, fabric)
+
+
+def traffic_seconds(size_bytes: float, device: Device) -> float:
+    """Seconds of reading and writing so many bytes in large pieces."""
+    return size_bytes / (device.bytes_per_s * device.traffic_share)
+
+
+@lru_cache(maxsize=1 << 16)
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """Seconds of a kernel that is no collective, on an otherwise idle device."""
+    traffic_s = traffic_seconds(kernel.traffic_bytes, device)
+    rate = device.flops_per_s(kernel.dtype)
+    match kernel.kind:
+        case KernelKind.PRODUCT:
+            return max(_product_seconds(kernel, device.units, rate), traffic_s)
+        case KernelKind.ATTENTION:
+            return max(_attention_seconds(kernel, device.units, rate), traffic_s)
+        case _:
+            return traffic_s + LEAST_S
+
+
+def total_flops(kernels: Counter[Kernel]) -> int:
+    """Multiplications and additions of all kernels."""
+    return sum(kernel.flops * count for kernel, count in kernels.items())
+
+
+def _product_seconds(kernel: Kernel, units: int, rate: float) -> float:
+    batch, m, n, k = kernel.shape
+    if not batch or units == 1:
+        return kernel.flops / rate
+    best = float("inf")
+    for rows, columns, share in TILES:
+        tiles = batch * -(-m // rows) * -(-n // columns)
+        flops = 2 * rows * columns * units / (rate * share)  # of one wave, by length of the sum
+        waves = -(-tiles // units)
+        best = min(best, waves * (k + FILL) * flops)
+        if tiles < units:
+            parts = min(units // tiles, max(1, k // LEAST_PART))
+            best = min(best, (k / parts + FILL) * flops)
+    return best
+
+
+def _attention_seconds(kernel: Kernel, units: int, rate: float) -> float:
+    """Blocks of 128 rows of each head are worked off in waves."""
+    heads, rows, _, _ = kernel.shape
+    blocks = heads * -(-rows // 128)
+    full = -(-blocks // units) * units / max(blocks, 1) if units > 1 else 1.0
+    return kernel.flops * full / (rate * ATTENTION_SHARE)

@@ -1,0 +1,124 @@
+"""Stage costs from pieces: what a pipeline's stages take on given devices and links."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from merakc.cluster import Hardware
+from merakc.costs.device import Place, traffic_seconds, work_seconds
+from merakc.costs.fabric import hardware_fabric
+from merakc.costs.measured import NONE, Corrections
+from merakc.costs.pieces import Piece
+from merakc.costs.state import MIXED, Precision, state_bytes
+from merakc.ir.costs import StageCost
+from merakc.ir.state import UNSHARDED, StateShards
+
+
+@dataclass(frozen=True, slots=True)
+class PieceCost:
+    """A piece's seconds, and whether a measurement has told of them."""
+
+    forward_s: float
+    backward_s: float
+    measured: bool = False
+
+
+def piece_cost(
+    piece: Piece, place: Place, corrections: Corrections = NONE, labels: Sequence[str] = ()
+) -> PieceCost:
+    """The seconds of a piece, corrected where its labels were measured."""
+    factor = corrections.factor(labels)
+    return PieceCost(
+        factor * work_seconds(piece.work.forward, place),
+        factor * work_seconds(piece.work.backward, place),
+        corrections.is_measured(labels),
+    )
+
+
+def even_stages(pieces: Sequence[Piece], stages: int) -> list[list[int]]:
+    """The places of the pieces of each stage: blocks spread evenly, all else beside them.
+
+    What lies before a block goes with it, what comes after the last with the last.
+    """
+    blocks = [k for k, piece in enumerate(pieces) if piece.path]
+    found: list[list[int]] = [[] for _ in range(stages)]
+    before = 0
+    for k in range(len(pieces)):
+        at = min(before, len(blocks) - 1) * stages // max(len(blocks), 1)
+        found[max(at, 0)].append(k)
+        before += bool(pieces[k].path)
+    return found
+
+
+def stage_costs(
+    pieces: Sequence[Piece],
+    costs: Sequence[PieceCost],
+    stages: Sequence[Sequence[int]],
+    place: Place,
+    *,
+    shards: StateShards = UNSHARDED,
+    precision: Precision = MIXED,
+) -> tuple[StageCost, ...]:
+    """The cost of each stage, of the pieces at the places that it has.
+
+    The gradients of a micro-batch are added to those of the ones before it. A recomputation runs
+    the blocks again, and keeps what enters each of them.
+    """
+    found = []
+    for stage in stages:
+        own = [pieces[k] for k in stage]
+        blocks = [k for k in stage if pieces[k].path]
+        parameters = stage_parameters(own)
+        added = (precision.parameter_bytes + 2 * precision.gradient_bytes) * parameters
+        backward_s = sum(costs[k].backward_s for k in stage)
+        backward_s += traffic_seconds(added, place.device)
+        entering = sum(pieces[k - 1].handed_bytes for k in blocks if k)
+        rest = sum(pieces[k].saved_bytes for k in stage if k not in blocks)
+        largest = max((pieces[k].saved_bytes for k in blocks), default=0)
+        found.append(
+            StageCost(
+                forward_s=sum(costs[k].forward_s for k in stage),
+                backward_s=backward_s,
+                input_grad_s=backward_s / 2,
+                weight_grad_s=backward_s / 2,
+                recompute_s=sum(costs[k].forward_s for k in blocks),
+                saved_bytes=sum(piece.saved_bytes for piece in own),
+                checkpoint_bytes=entering + rest,
+                recompute_peak_bytes=largest,
+                static_bytes=state_bytes(parameters, shards, precision),
+            )
+        )
+    return tuple(found)
+
+
+def stage_parameters(pieces: Sequence[Piece]) -> int:
+    """Trained elements of pieces, those of a shared parameter once."""
+    names: dict[str, int] = {}
+    for piece in {id(p): p for p in pieces}.values():
+        names |= piece.parameters
+    repeats = Counter(map(id, pieces))
+    again = {id(p): p.parameter_count for p in pieces}
+    return sum(names.values()) + sum((n - 1) * again[key] for key, n in repeats.items())
+
+
+def shared_parameters(
+    pieces: Sequence[Piece], stages: Sequence[Sequence[int]]
+) -> Mapping[str, int]:
+    """The parameters that several stages hold, by name: their gradients are added up."""
+    holders: Counter[str] = Counter()
+    sizes: dict[str, int] = {}
+    for stage in stages:
+        rest = [pieces[k].parameters for k in stage if not pieces[k].path]
+        names = {name: n for own in rest for name, n in own.items()}
+        sizes |= names
+        holders.update(names.keys())
+    return {name: sizes[name] for name, count in holders.items() if count > 1}
+
+
+def rank_place(
+    hardware: Hardware, ranks: int, tp: int | None = None, *, overlap: bool = False
+) -> Place:
+    """Where each rank of a job works: the slowest device, which all wait for."""
+    return Place(hardware.slowest, hardware_fabric(hardware, ranks), tp, overlap)

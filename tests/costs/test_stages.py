@@ -1,0 +1,94 @@
+"""Stage costs from pieces."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from merakc.cluster import Device
+from merakc.cluster_files import preset
+from merakc.costs.device import Place, work_seconds
+from merakc.costs.fabric import Fabric
+from merakc.costs.kernels import Kernel, KernelKind, Work
+from merakc.costs.measured import Corrections
+from merakc.costs.pieces import Piece
+from merakc.costs.stages import (
+    even_stages,
+    piece_cost,
+    rank_place,
+    shared_parameters,
+    stage_costs,
+    stage_parameters,
+)
+from merakc.costs.state import MIXED
+
+PLACE = Place(
+    Device("d", {"float32": 1e12}, 1e9, 1 << 30, traffic_share=1.0, launch_s=0.0),
+    Fabric(8, 1e9, 1e9, 0.0, 0.0),
+    1,
+)
+
+
+def piece(path: str, parameters: dict[str, int], size: int = 1000) -> Piece:
+    work = Work(
+        Counter({Kernel(KernelKind.TRAFFIC, 0, size): 1}),
+        Counter({Kernel(KernelKind.TRAFFIC, 0, size): 2}),
+    )
+    return Piece(path, work, parameters, saved_bytes=10 * size, handed_bytes=size)
+
+
+FIRST, BLOCK = piece("", {"words": 50}), piece("b", {"w": 7})
+LAST = piece("", {"words": 50, "n": 3})
+PIECES = (FIRST, *[BLOCK] * 6, LAST)
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        (1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (2, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (4, [[0, 1, 2], [3], [4, 5], [6, 7]]),
+    ],
+)
+def test_blocks_are_spread_evenly(stages: int, expected: list[list[int]]) -> None:
+    found = even_stages(PIECES, stages)
+    assert sorted(k for stage in found for k in stage) == list(range(8))
+    assert found == expected
+
+
+def test_a_model_without_blocks_is_in_the_first_stage() -> None:
+    assert even_stages([FIRST], 2) == [[0], []]
+
+
+def test_a_stage_takes_what_its_pieces_take() -> None:
+    costs = [piece_cost(p, PLACE) for p in PIECES]
+    first, second = stage_costs(PIECES, costs, [[0, 1, 2, 3], [4, 5, 6, 7]], PLACE)
+    once_s = work_seconds(BLOCK.work.forward, PLACE)
+    assert first.forward_s == pytest.approx(4 * once_s)
+    assert first.recompute_s == pytest.approx(3 * once_s)
+    added_s = 6 * (50 + 3 * 7) / 1e9  # a gradient read, and its sum read and written
+    assert first.backward_s == pytest.approx(4 * 2 * once_s + added_s)
+    assert first.saved_bytes == 4 * 10_000
+    assert first.checkpoint_bytes == 3 * 1000 + 10_000
+    assert second.static_bytes == 16 * (50 + 3 + 3 * 7)
+    assert MIXED.optimizer_bytes == 12
+
+
+def test_parameters_are_counted_once_and_equal_blocks_each() -> None:
+    assert stage_parameters(PIECES) == 50 + 3 + 6 * 7
+    assert shared_parameters(PIECES, [[0, 1], [2, 7]]) == {"words": 50}
+    assert shared_parameters(PIECES, [list(range(8))]) == {}
+
+
+def test_what_was_measured_corrects_what_was_modelled() -> None:
+    corrections = Corrections({"block": 0.5})
+    plain, corrected = piece_cost(BLOCK, PLACE), piece_cost(BLOCK, PLACE, corrections, ("block",))
+    assert corrected.forward_s == pytest.approx(plain.forward_s * 1.6487, rel=1e-4)
+    assert (plain.measured, corrected.measured) == (False, True)
+
+
+def test_the_place_of_a_rank() -> None:
+    place = rank_place(preset("h100", 4), 32, 2, overlap=True)
+    assert (place.device.name, place.tp, place.overlap) == ("h100", 2, True)
+    assert place.fabric.ranks_per_node == 8

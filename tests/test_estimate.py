@@ -1,0 +1,115 @@
+"""Seconds of a step from pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.gpt import Shape, gpt_pieces
+from merakc.cluster_files import preset
+from merakc.costs.device import traffic_seconds
+from merakc.costs.fabric import all_reduce_seconds, axis_group
+from merakc.costs.measured import Corrections
+from merakc.costs.stages import rank_place
+from merakc.estimate import Degrees, Estimate, Habits, estimate_step
+from merakc.ir.costs import CostTable
+from merakc.ir.program import Mesh, Transfer
+from merakc.ir.state import StateShards
+from merakc.passes.schedule import build_programs
+from merakc.schedules.registry import make_schedule
+from merakc.simulate import simulate
+
+SHAPE = Shape(512, 8, 8, 128, 1024)
+PIECES = gpt_pieces(SHAPE, 4, 1)
+HARDWARE = preset("a100-80", 4)
+
+
+def estimate(degrees: Degrees, **habits: object) -> Estimate:
+    return estimate_step(PIECES, degrees, HARDWARE, Habits(**habits))  # type: ignore[arg-type]
+
+
+def test_one_rank_runs_its_micro_batches_and_the_optimizer() -> None:
+    found = estimate(Degrees(micro_batches=3))
+    (stage,) = found.stages
+    assert found.pipeline_s == pytest.approx(3 * (stage.forward_s + stage.backward_s))
+    assert found.step_s == pytest.approx(found.pipeline_s + found.optimizer_s)
+    rest = {name: n for p in PIECES if not p.path for name, n in p.parameters.items()}
+    parameters = sum(rest.values()) + 8 * PIECES[1].parameter_count
+    moved = (2 * 12 + 2 + 2) * parameters
+    assert found.optimizer_s == pytest.approx(traffic_seconds(moved, HARDWARE.slowest))
+    assert (found.bubble_share, found.source) == (pytest.approx(0.0), "formula")
+
+
+def test_recomputing_runs_the_blocks_again() -> None:
+    degrees = Degrees(micro_batches=2)
+    none, full = estimate(degrees), estimate(degrees, recompute="full")
+    assert full.pipeline_s - none.pipeline_s == pytest.approx(2 * full.stages[0].recompute_s)
+
+    piped = Degrees(pp=4, micro_batches=8)
+    none, full = estimate(piped), estimate(piped, recompute="full")
+    assert full.peak_bytes[0] < 0.7 * none.peak_bytes[0]
+
+
+@pytest.mark.parametrize(("chunks", "name"), [(1, "1f1b"), (2, "interleaved-1f1b")])
+def test_the_pipeline_is_that_of_the_simulator(chunks: int, name: str) -> None:
+    degrees = Degrees(pp=4, micro_batches=8, chunks=chunks)
+    free = tuple(replace(k, latency_s=0.0, bytes_per_s=1e30) for k in HARDWARE.links)
+    found = estimate_step(PIECES, degrees, replace(HARDWARE, links=free), Habits())
+    schedule = make_schedule(name, 4, 8, chunks=None if chunks == 1 else chunks)
+    transfers = [Transfer("x", s, s + 1, 1, grad=True) for s in range(schedule.stages - 1)]
+    programs = build_programs(Mesh(1, 1, 4), schedule, tuple(transfers))
+    table = CostTable(found.stages, 0.0, 1e30)
+    assert found.pipeline_s == pytest.approx(simulate(programs, table).step_s, rel=1e-9)
+    assert found.bubble_share > 0.1
+
+
+def test_gradients_are_reduced_over_dp() -> None:
+    found = estimate(Degrees(dp=8))
+    fabric = rank_place(HARDWARE, 8, 1).fabric
+    parameters = [p.parameter_count for p in PIECES]
+    expected = sum(all_reduce_seconds(2 * n, axis_group(8, 1, fabric), fabric) for n in parameters)
+    assert found.state_s == pytest.approx(expected, rel=1e-6)
+    assert estimate(Degrees(dp=8), overlap=1.0).state_s < found.state_s
+    sharded = estimate(Degrees(dp=8), shards=StateShards(1, 1, 8))
+    assert sharded.optimizer_s == pytest.approx(found.optimizer_s / 8, rel=1e-3)
+
+
+def test_tied_parameters_of_two_stages_are_reduced() -> None:
+    assert estimate(Degrees(pp=2)).state_s > 0
+    assert estimate(Degrees()).state_s == 0
+
+
+def test_where_axes_lie_decides_which_links_they_use() -> None:
+    inner_pp = Degrees(dp=8, tp=1, pp=4, micro_batches=8)
+    inner_dp = replace(inner_pp, inner="dp")
+    assert (inner_pp.dp_stride, inner_pp.pp_stride) == (4, 1)
+    assert (inner_dp.dp_stride, inner_dp.pp_stride) == (1, 8)
+    assert inner_dp.ranks == 32
+    assert estimate(inner_pp).state_s > estimate(inner_dp).state_s
+    assert estimate(inner_pp).pipeline_s < estimate(inner_dp).pipeline_s
+
+
+def test_a_part_of_a_message_is_sent_faster() -> None:
+    pieces = gpt_pieces(SHAPE, 4, 4)
+    degrees = Degrees(tp=4, pp=8, micro_batches=8)
+    whole = estimate_step(pieces, degrees, HARDWARE)
+    parts = estimate_step(pieces, degrees, HARDWARE, Habits(split_messages=True))
+    beside = estimate_step(pieces, degrees, HARDWARE, Habits(tp_overlap=True))
+    assert parts.step_s < whole.step_s
+    assert beside.step_s < whole.step_s
+
+
+def test_measured_pieces_are_said_to_be() -> None:
+    corrections = Corrections({"block": 0.2, "rest": 0.0})
+    found = estimate_step(
+        PIECES, Degrees(), HARDWARE, Habits(), corrections,
+        lambda piece: ("block",) if piece.path else ("rest",),
+    )  # fmt: skip
+    plain = estimate(Degrees())
+    assert found.source == "measured"
+    assert plain.step_s < found.step_s < 1.23 * plain.step_s
+    half = estimate_step(
+        PIECES, Degrees(), HARDWARE, Habits(), corrections, lambda p: ("block",) if p.path else ()
+    )
+    assert half.source == "formula"
