@@ -96,7 +96,7 @@ def vtrain_hardware(rows: Sequence[Row]) -> Hardware:
     return replace(hardware, links=(inside, replace(outside, bytes_per_s=VTRAIN_BYTES_PER_S)))
 
 
-def learn_from(rows: Sequence[Row], count: int = FITTED) -> Learned:
+def learn_from(rows: Sequence[Row], count: int) -> Learned:
     """Constants and corrections from at most so many of the rows."""
     fitted = tuple(rows[k] for k in choose_rows(rows, count))
     hardware = fit(fitted, vtrain_hardware(rows))
@@ -195,7 +195,7 @@ def check_vtrain(
     for name, file in zip(("single node", "several nodes"), FILES, strict=False):
         rows = read_rows(folder / file)
         with console.status(f"fitting {FITTED} of {len(rows)} rows: {name}"):
-            learned[name] = learn_from(rows)
+            learned[name] = learn_from(rows, FITTED)
         found = learned[name].find(rows)
         console.print(rows_table(f"vTrain, {name}", found))
         console.print(f"fitted to {FITTED} rows: {constants_of(learned[name].hardware)}")
