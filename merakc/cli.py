@@ -9,20 +9,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU
 from merakc.errors import ConfigError, MerakError
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.precision import parse_precision
 from merakc.offline import plan_offline
+from merakc.report.analysis import make_report
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
-from merakc.report.text import format_bytes, plan_table
+from merakc.report.findings import verdict
+from merakc.report.packing import unpack
+from merakc.report.page import require_report, write_page
+from merakc.report.plot import plot_timeline
+from merakc.report.text import plan_table, report_table
+from merakc.report.trace import write_trace
+from merakc.report.units import format_bytes
 from merakc.search import Request, with_schedule
 from merakc.sources import load_source
 
@@ -30,6 +38,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Plans for training in 3D parallelism."
 )
 NO, UNUSABLE = 1, 2
+PICTURES = (".png", ".svg", ".pdf")
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -43,6 +52,9 @@ def _told(problem: Console) -> Iterator[None]:
         problem.print(
             f"{type(error).__name__}: {error}", style="red", highlight=False, markup=False
         )
+        raise typer.Exit(UNUSABLE) from error
+    except OSError as error:  # a file that cannot be written
+        problem.print(f"{error}; give another path", style="red", highlight=False, markup=False)
         raise typer.Exit(UNUSABLE) from error
 
 
@@ -79,9 +91,11 @@ def plan(
         )  # fmt: skip
         given = load_source(source, sequence)
         machines = CLUSTERS[cluster]
-        made, _ = plan_offline(
+        made, lowered = plan_offline(
             given, with_schedule(request), batch, machines, lambda text: status.update(text)
         )
+        status.update("writing the report")
+        made = replace(made, report=make_report(replace(lowered, plan=made), machines))
         made.save(output)
     _print(made, as_json=as_json)
     progress.print(f"written to {output}")
@@ -98,11 +112,32 @@ def plan(
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A plan file.")], as_json: AsJson = False
+    file: Annotated[Path, typer.Argument(help="A plan file.")],
+    html: Annotated[Path | None, typer.Option(help="Write a page that stands alone.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a timeline for Perfetto.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write the schedule as a picture.")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show what a plan decides, and what it expects."""
-    with _told(Console(stderr=True)):
-        _print(load_plan(file), as_json=as_json)
+    """Show what a plan decides, and what it expects: as text, a page, a timeline or a picture."""
+    said = Console(stderr=True)
+    with _told(said):
+        if png is not None and png.suffix not in PICTURES:
+            raise ConfigError(f"--png {png}: its name must end with one of {', '.join(PICTURES)}")
+        found = load_plan(file)
+        if html is not None:
+            write_page(found, html)
+        if trace is not None or png is not None:
+            step = unpack(require_report(found, str(file)).timeline)
+        if trace is not None:
+            write_trace(step.events, trace, memory=step.memory, collectives=step.collectives)
+        if png is not None:
+            title = f"{found.model}: the simulated step"
+            plot_timeline(png, step.events, title=title, collectives=step.collectives)
+    written = [path for path in (html, trace, png) if path is not None]
+    for path in written:
+        said.print(f"written to {path}")
+    if as_json or not written:
+        _print(found, as_json=as_json, whole=True)
 
 
 @app.command()
@@ -139,8 +174,14 @@ def _shards(text: str | None) -> str | tuple[int, ...] | None:
         ) from error
 
 
-def _print(made: Plan, *, as_json: bool) -> None:
+def _print(made: Plan, *, as_json: bool, whole: bool = False) -> None:
+    """The decisions, after one line on what they cost; of the `whole`, the report as well."""
+    console = Console()
     if as_json:
-        Console().print_json(json.dumps(asdict(made)))
-    else:
-        Console().print(plan_table(made))
+        console.print_json(json.dumps(asdict(made)))
+        return
+    if made.report is not None:
+        console.print(Text(verdict(made.report.verdict), style="bold"))
+    console.print(plan_table(made))
+    if made.report is not None and whole:
+        console.print(report_table(made.report, console.width))

@@ -35,7 +35,7 @@ def predict(
     if costs is None:
         costs = planned_costs(lowered, cluster)
     costs = tuple(
-        replace(c, reduce_s=tied_seconds(_tied_bytes(plan, g, s), mesh, cluster))
+        replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
         for s, (c, g) in enumerate(zip(costs, local, strict=True))
     )
     seconds: dict[tuple[str, CollectiveKind], float] = {}
@@ -68,7 +68,7 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     return tuple(faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True))
 
 
-def _tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
+def tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
     """Bytes of the gradients that a rank adds up for this stage, by the ranks that share them.
 
     Where there are several dp ranks, that is what it optimizes of them, reduced already.

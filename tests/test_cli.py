@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,40 @@ def test_plan_show_and_diff(tmp_path: Path) -> None:
     assert "precision" in run("diff", str(first), str(second), code=1)
     changes = json.loads(run("diff", str(first), str(second), "--json", code=1))["changes"]
     assert {"what": "tp", "first": "2", "second": "1"} in changes
+
+
+def test_show_writes_a_page_a_timeline_and_a_picture(tmp_path: Path) -> None:
+    plan, page, trace = (str(tmp_path / n) for n in ("plan.json", "page.html", "trace.json"))
+    picture = tmp_path / "step.png"
+    run(*SMALL, "--pp", "2", "-o", plan)
+    text = run("show", plan)
+    assert " a step, MFU " in text.splitlines()[0]
+    for title in ("Schedule", "Communication in a step", "What takes longest", "small_source.py"):
+        assert title in text
+    printed = run("show", plan, "--html", page, "--trace", trace, "--png", str(picture))
+    assert "MFU" not in printed
+    assert printed.count("written to") == 3
+    assert "<!doctype html>" in Path(page).read_text()
+    assert len(json.loads(Path(trace).read_text())["traceEvents"]) > 20
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_show_of_a_plan_without_a_report_tells_the_decisions(tmp_path: Path) -> None:
+    made, bare = tmp_path / "plan.json", tmp_path / "bare.json"
+    run(*SMALL, "--tp", "2", "-o", str(made))
+    replace(load_plan(made), report=None).save(bare)
+    assert "dp 1 x tp 2 x pp 1" in run("show", str(bare))
+    printed = run("show", str(bare), "--html", str(tmp_path / "page.html"), code=2)
+    assert "made without a report" in " ".join(printed.split())
+
+
+def test_show_says_what_it_cannot_write(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    run(*SMALL, "--tp", "2", "-o", file)
+    printed = run("show", file, "--html", str(tmp_path / "no" / "page.html"), code=2)
+    assert "give another path" in " ".join(printed.split())
+    printed = run("show", file, "--png", str(tmp_path / "step.doc"), code=2)
+    assert "must end with one of .png" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_the_script_runs_on_two_ranks_with_chosen_degrees(
 
 def test_the_command_line_works(tmp_path: Path) -> None:
     lines = [c.split()[1:] for c in COMMANDS if c.startswith("merakc ")]
-    assert [words[0] for words in lines] == ["plan", "plan", "show", "diff"]
+    assert [words[0] for words in lines] == ["plan", "plan", "show", "show", "diff"]
     for words in lines:
         command = [sys.executable, "-c", "from merakc.cli import app; app()", *words]
         done = subprocess.run(

@@ -28,13 +28,15 @@ GATHERED = 2  # whole buckets at a time: the one that is read and the next
 class StateBytes:
     """What a rank holds of a stage's buckets.
 
-    `kept_bytes` are there all the time: parameters, masters, optimizer state. `gathered_bytes` are
-    whole parameters, `summed_bytes` what the gradients of micro-batches are added up in, and
-    `filling_bytes` a bucket of whole gradients that are scattered when the last is there. In the
-    end `reduced_bytes` of gradients stand in the place of those two.
+    `kept_bytes` are there all the time: masters, optimizer state and the `parameter_bytes` that are
+    computed with. `gathered_bytes` are whole parameters, `summed_bytes` what the gradients of
+    micro-batches are added up in, and `filling_bytes` a bucket of whole gradients that are
+    scattered when the last is there. In the end `reduced_bytes` of gradients stand in the place of
+    those two.
     """
 
     kept_bytes: int
+    parameter_bytes: int
     gathered_bytes: int
     summed_bytes: int
     filling_bytes: int
@@ -43,14 +45,14 @@ class StateBytes:
 
 def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = None) -> StateBytes:
     """The bytes of these buckets, shards rounded up."""
-    kept = summed = filling = reduced = 0
+    kept = parameters = summed = filling = reduced = 0
     gathered = [0]
     for spec in buckets:
         shards, numel = spec.shards, spec.numel
         mixed = precision if spec.is_trained else None
         computed = mixed.dtype("compute") if mixed else spec.dtype
         gradient = mixed.dtype("gradients") if mixed else spec.dtype
-        kept += computed.itemsize * -(-numel // shards.parameters)
+        parameters += computed.itemsize * -(-numel // shards.parameters)
         if shards.parameters > 1:
             gathered.append(computed.itemsize * numel)
         if not spec.is_trained:
@@ -62,7 +64,7 @@ def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = Non
             filling = max(filling, gradient.itemsize * numel)
         reduced += owned
     whole = sum(sorted(gathered)[-GATHERED:])
-    return StateBytes(kept, whole, summed, filling, reduced)
+    return StateBytes(kept + parameters, parameters, whole, summed, filling, reduced)
 
 
 def graph_state_bytes(

@@ -7,6 +7,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pydantic
 
@@ -14,9 +15,10 @@ from merakc.cluster import Cluster
 from merakc.errors import PlanError
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
+from merakc.ir.report import Report
 from merakc.ir.state import UNSHARDED, StateShards
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,8 @@ class Plan:
     `recompute` is "solved"; at -1 it keeps all. `sub_batches` is the number of parts in which each
     stage runs a micro-batch, one's communication under the others' arithmetic; without it,
     collectives block. `overlap_gains` is the share of its seconds that each is expected to save so,
-    on `machines`, whose figures decide the order of its nodes.
+    on `machines`, whose figures decide the order of its nodes. `report` is what `merakc show` tells
+    beside the decisions.
     """
 
     model: str
@@ -128,6 +131,7 @@ class Plan:
     overlap_gains: tuple[float, ...] = ()
     machines: Cluster | None = None
     prediction: Prediction | None = None
+    report: Report | None = None
     merakc_version: str = ""
     schema_version: int = SCHEMA_VERSION
 
@@ -147,14 +151,18 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the contents, the prediction left out: it is no decision."""
-        body = dataclasses.asdict(dataclasses.replace(self, prediction=None))
-        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        """SHA-256 of the contents, prediction and report left out: they are no decisions."""
+        return _digest(dataclasses.asdict(dataclasses.replace(self, prediction=None, report=None)))
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON, with its hash."""
-        body = {"hash": self.hash, **dataclasses.asdict(self)}
+        """Writes the plan as JSON, with its hash and that of all that is in the file."""
+        body = dataclasses.asdict(self)
+        body = {"hash": self.hash, "file_hash": _digest(body), **body}
         Path(path).write_text(json.dumps(body, indent=1) + "\n")
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -174,7 +182,7 @@ def load_plan(path: str | Path) -> Plan:
             f"{path}: schema version {version}, this merakc reads {SCHEMA_VERSION}; "
             "make the plan again"
         )
-    stated = body.pop("hash", None)
+    stated, whole = body.pop("hash", None), body.pop("file_hash", None)
     try:
         plan = pydantic.TypeAdapter(Plan).validate_python(body)
     except pydantic.ValidationError as error:
@@ -183,5 +191,10 @@ def load_plan(path: str | Path) -> Plan:
         raise PlanError(
             f"{path}: the contents hash to {plan.hash[:12]} but the file says "
             f"{str(stated)[:12]}: it was edited after it was written; make the plan again"
+        )
+    if _digest(body) != whole:
+        raise PlanError(
+            f"{path}: its prediction or its report was edited after it was written; make the plan "
+            "again"
         )
     return plan

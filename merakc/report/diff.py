@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from merakc.ir.plan import Plan
-from merakc.report.text import format_bytes, format_seconds, name_pattern
+from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 # What is no decision, or is told by others.
-SKIPPED = {"graph", "stages", "cut", "prediction", "merakc_version", "schema_version"}
+SKIPPED = {"graph", "stages", "cut", "prediction", "report", "merakc_version", "schema_version"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ def test_mixed_precision_has_a_master_and_two_states(counts: tuple[int, int, int
     s_p, s_g, s_os = counts
     found = state_bytes([sharded(*counts)], MIXED)
     assert found.kept_bytes == 2 * P // s_p + 12 * P // s_os
+    assert found.parameter_bytes == 2 * P // s_p
     assert found.summed_bytes == 2 * P // s_g
     assert found.reduced_bytes == 4 * P // s_os
     assert found.gathered_bytes == (2 * P if s_p > 1 else 0)
@@ -36,7 +37,7 @@ def test_mixed_precision_has_a_master_and_two_states(counts: tuple[int, int, int
 
 def test_without_it_parameters_are_optimized_as_they_are() -> None:
     found = state_bytes([sharded(4, 4, 4)])
-    assert found == StateBytes(4 * P // 4 + 8 * P // 4, 4 * P, P, 4 * P, P)
+    assert found == StateBytes(4 * P // 4 + 8 * P // 4, 4 * P // 4, 4 * P, P, 4 * P, P)
 
 
 def test_two_buckets_are_whole_at_a_time_and_one_is_filled() -> None:
@@ -47,7 +48,7 @@ def test_two_buckets_are_whole_at_a_time_and_one_is_filled() -> None:
 
 def test_frozen_parameters_have_no_gradients_and_no_state() -> None:
     frozen = replace(sharded(4, 4, 4), is_trained=False, dtype=torch.bfloat16)
-    assert state_bytes([frozen], MIXED) == StateBytes(2 * P // 4, 2 * P, 0, 0, 0)
+    assert state_bytes([frozen], MIXED) == StateBytes(2 * P // 4, 2 * P // 4, 2 * P, 0, 0, 0)
 
 
 def test_an_odd_shard_is_rounded_up() -> None:

@@ -21,6 +21,7 @@ from merakc.ir.plan import (
     load_plan,
 )
 from merakc.ir.program import Mesh
+from tests.report.made import report
 
 PLAN = Plan(
     model="Tiny",
@@ -57,7 +58,9 @@ def _edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 @pytest.mark.parametrize("plan", [PLAN, dataclasses.replace(PLAN, prediction=None)])
-def test_load_gives_back_what_was_saved(plan: Plan, path: Path) -> None:
+@pytest.mark.parametrize("with_report", [False, True])
+def test_load_gives_back_what_was_saved(plan: Plan, with_report: bool, path: Path) -> None:
+    plan = dataclasses.replace(plan, report=report() if with_report else None)
     plan.save(path)
     assert load_plan(path) == plan
     assert load_plan(str(path)).hash == plan.hash
@@ -76,6 +79,7 @@ def test_the_mesh_is_that_of_the_degrees() -> None:
 
 def test_the_hash_covers_every_decision_and_no_prediction() -> None:
     assert dataclasses.replace(PLAN, prediction=None).hash == PLAN.hash
+    assert dataclasses.replace(PLAN, report=report()).hash == PLAN.hash
     others = [
         dataclasses.replace(PLAN, micro_batches=8),
         dataclasses.replace(PLAN, stages=PLAN.stages[::-1]),
@@ -93,11 +97,25 @@ def test_the_hash_covers_every_decision_and_no_prediction() -> None:
         lambda body: body["stages"][0].update(last_node="linear"),
         lambda body: body.update(hash="0" * 64),
         lambda body: body.pop("hash"),
+        lambda body: body["prediction"].update(step_s=0.1),
+        lambda body: body["report"]["timeline"].update(packed="x"),
+        lambda body: body.update(also=1),
+        lambda body: body.pop("file_hash"),
     ],
-    ids=["number", "layout", "stage", "hash", "no hash"],
+    ids=[
+        "number",
+        "layout",
+        "stage",
+        "hash",
+        "no hash",
+        "prediction",
+        "report",
+        "more",
+        "no file hash",
+    ],
 )
 def test_an_edited_file_is_refused(change: Callable[[dict[str, Any]], object], path: Path) -> None:
-    PLAN.save(path)
+    dataclasses.replace(PLAN, report=report()).save(path)
     _edit(path, change)
     with pytest.raises(PlanError, match=r"plan\.json: .*edited.*make the plan again"):
         load_plan(path)

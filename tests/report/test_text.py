@@ -9,7 +9,9 @@ import pytest
 
 from merakc.ir.plan import CutReport, GraphId, OpaqueModule, Plan, Prediction, StageRun
 from merakc.ir.state import StateShards
-from merakc.report.text import format_bytes, format_seconds, plan_text
+from merakc.report.findings import verdict
+from merakc.report.text import format_bytes, format_seconds, plan_text, report_table
+from tests.report.made import BUSY, plan_with_report, report
 
 LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")
 
@@ -183,3 +185,21 @@ def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
     assert re.search(wanted, plan_text(made))
     mixed = plan_text(replace(made, sub_batches=(2, 1)), width=180)
     assert "micro-batches in 2 parts on stage 0, saves 25.0% to 25.0% of a stage; whole " in mixed
+
+
+def test_a_report_follows_the_decisions() -> None:
+    text = plan_text(plan_with_report(), width=120)
+    lines = text.splitlines()
+    assert lines[0] == verdict(report(cluster=BUSY).verdict)
+    order = [lines.index(title) for title in (
+        "Stages", "A micro-batch on each stage", "Schedule",
+        "Memory at the peak of each rank, in KiB", "Communication in a step", "What takes longest",
+    )]  # fmt: skip
+    assert order == sorted(order)
+    assert "transformers/models/gpt2/modeling_gpt2.py" in lines
+
+
+@pytest.mark.parametrize("width", [70, 140])
+def test_a_report_keeps_to_the_width(width: int) -> None:
+    assert max(map(len, plan_text(plan_with_report(), width).splitlines())) <= width
+    assert len(report_table(report(), width).renderables) > 8

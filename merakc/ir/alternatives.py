@@ -1,0 +1,41 @@
+"""What a search has beside its plan: the plans that lost, and what was refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that lost: its degrees, what it should cost, and what `loses` it the comparison.
+
+    `shards` are those of parameters, gradients and optimizer state, in words.
+    """
+
+    dp: int
+    tp: int
+    pp: int
+    micro_batches: int
+    schedule: str
+    recompute: str
+    shards: str
+    step_s: float
+    peak_bytes: int
+    loses: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What cannot be: why, and what would have to change."""
+
+    what: str
+    why: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """The best of the others, the nearest first, and what was refused."""
+
+    runners_up: tuple[Alternative, ...] = ()
+    refusals: tuple[Refusal, ...] = ()

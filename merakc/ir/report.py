@@ -1,0 +1,218 @@
+"""The Report: what a plan should cost and why, so that it can be shown without its model.
+
+It stands in the plan's file and is no decision. All figures are of one simulated step. Where a rank
+has a number, it is its place in the pipeline: dp and tp ranks of the same place do the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from merakc.ir.alternatives import Alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The figures of the whole step.
+
+    `model_flops` are those of forward and backward on the whole batch, without what is computed
+    again. `peak_flops_per_s` is the rate of all ranks together, which `peak_source` names.
+    `peak_rank` needs the most memory, of `memory_bytes`. `tokens` is 0 where the batch has none.
+    """
+
+    step_s: float
+    bubble_share: float
+    model_flops: int
+    peak_flops_per_s: float
+    peak_source: str
+    peak_bytes: int
+    peak_rank: int
+    memory_bytes: int
+    ranks: int
+    samples: int
+    tokens: int = 0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B)."""
+        return self.model_flops / (self.step_s * self.peak_flops_per_s) if self.step_s else 0.0
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return self.peak_bytes <= self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """One stage on one tp rank: its trained and frozen elements, and a micro-batch's costs.
+
+    The backward is whole, also where a schedule runs its halves apart.
+    """
+
+    stage: int
+    rank: int
+    parameters: int
+    parameter_bytes: int
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Where the seconds of a rank go; together they are the step.
+
+    `exposed_s` waits for collectives over dp, `tied_s` adds up gradients of tied parameters.
+    `waiting_s` waits for messages between the first and the last compute.
+    """
+
+    rank: int
+    compute_s: float
+    exposed_s: float
+    tied_s: float
+    warm_up_s: float
+    waiting_s: float
+    cool_down_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What the memory of a rank holds at its peak, while `action` runs.
+
+    `gathered_bytes` are whole parameters of sharded ones. `activations_bytes` are what
+    `in_flight` micro-batches have saved, `transient_bytes` what the action itself takes.
+    """
+
+    rank: int
+    action: str
+    in_flight: int
+    parameters_bytes: int
+    gathered_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    activations_bytes: int
+    messages_bytes: int
+    transient_bytes: int
+
+    @property
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """The parts with their names, from the lasting to the passing."""
+        return (
+            ("parameters", self.parameters_bytes),
+            ("gathered", self.gathered_bytes),
+            ("gradients", self.gradients_bytes),
+            ("optimizer state", self.optimizer_bytes),
+            ("buffers", self.buffers_bytes),
+            ("activations", self.activations_bytes),
+            ("messages", self.messages_bytes),
+            ("transient", self.transient_bytes),
+        )
+
+    @property
+    def peak_bytes(self) -> int:
+        """All of them."""
+        return sum(size_bytes for _, size_bytes in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisTraffic:
+    """Communication over one axis of `ranks` ranks, of the `rank` that takes longest for it.
+
+    `sent_bytes` are those that it sends, `seconds` those of its links, of which it waits for
+    `exposed_s`.
+    """
+
+    axis: Literal["tp", "pp", "dp"]
+    ranks: int
+    what: str
+    rank: int
+    sent_bytes: int
+    seconds: float
+    exposed_s: float
+
+    @property
+    def hidden_share(self) -> float:
+        """The part that runs beside something else."""
+        return 1.0 - self.exposed_s / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTimes:
+    """Alike nodes: of the same call at the same line, in modules that differ in their indices.
+
+    `count` of them run in a micro-batch. `seconds` are of a step, over all ranks of the pipeline,
+    and `share` is their part of what these compute.
+    """
+
+    module: str
+    op: str
+    source: str
+    layout: str
+    count: int
+    seconds: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line that made nodes: their number, the layouts of their results, their share of time."""
+
+    number: int
+    function: str
+    text: str
+    layouts: tuple[str, ...]
+    count: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of the user's, or of a library's, with the lines of it that made nodes."""
+
+    path: str
+    lines: tuple[SourceLine, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a kind of figures is from."""
+
+    what: str
+    origin: Literal["measured", "modelled"]
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The events of the step, packed (`merakc.report.packing`).
+
+    Of very long steps those in the middle are left out, which look like those around them.
+    """
+
+    packed: str
+    left_out_s: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What `merakc show` tells beside the decisions.
+
+    `nodes` are those that take longest, of `node_count` kinds.
+    """
+
+    cluster: str
+    verdict: Verdict
+    stages: tuple[StageTimes, ...]
+    ranks: tuple[RankTimes, ...]
+    memory: tuple[RankMemory, ...]
+    traffic: tuple[AxisTraffic, ...]
+    nodes: tuple[NodeTimes, ...]
+    node_count: int
+    files: tuple[SourceFile, ...]
+    origins: tuple[Origin, ...]
+    timeline: Timeline
+    alternatives: Alternatives | None = None

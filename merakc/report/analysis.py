@@ -1,0 +1,184 @@
+"""Makes the Report of a plan: what it should cost, whose the cost is, and how that is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from merakc.cluster import Cluster
+from merakc.costs.buckets import tied_seconds
+from merakc.costs.flops import FREE
+from merakc.costs.kernels import Work, graph_work
+from merakc.ir.alternatives import Alternatives
+from merakc.ir.costs import StageCost
+from merakc.ir.graph import Graph, InputKind, Ref
+from merakc.ir.program import ActionKind
+from merakc.ir.report import Origin, RankTimes, Report, StageTimes, Verdict
+from merakc.planner import Lowered
+from merakc.predict import planned_costs, predict, tied_bytes
+from merakc.report.annotation import source_files, top_nodes
+from merakc.report.attribution import attribute
+from merakc.report.idle import idle_split
+from merakc.report.packing import pack
+from merakc.report.traffic import traffic
+from merakc.report.waterfall import Link, Steps, rank_memory, steps_of
+from merakc.simulate import Simulation
+
+TOP_NODES = 20
+
+
+def make_report(
+    lowered: Lowered,
+    cluster: Cluster,
+    *,
+    costs: tuple[StageCost, ...] | None = None,
+    alternatives: Alternatives | None = None,
+) -> Report:
+    """The report of a plan on a cluster, from one simulated step.
+
+    `costs` are those of the stages that the plan's own prediction was made with, rough ones where
+    None.
+    """
+    plan = lowered.plan
+    costs = costs or planned_costs(lowered, cluster)
+    _, simulation = predict(lowered, cluster, costs, dp_rank=0)
+    own = [plan.mesh.rank(0, rank, 0) for rank in range(plan.pp)]
+    programs = lowered.with_collectives(lowered.programs(ranks=own))
+    steps = steps_of(programs, simulation.events)
+    link = Link(cluster.link_latency_s, cluster.link_bytes_per_s)
+    found = attribute(lowered, cluster, costs)
+    return Report(
+        cluster=cluster.name,
+        verdict=_verdict(lowered, cluster, simulation),
+        stages=tuple(_stage_times(lowered, costs)),
+        ranks=_rank_times(lowered, cluster, steps, simulation),
+        memory=rank_memory(lowered, costs, steps, link),
+        traffic=traffic(lowered, cluster, costs, steps, simulation, found),
+        nodes=top_nodes(found, TOP_NODES),
+        node_count=len(found.step_seconds),
+        files=source_files(found),
+        origins=_origins(cluster),
+        timeline=pack(simulation),
+        alternatives=alternatives,
+    )
+
+
+def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verdict:
+    plan, graph = lowered.plan, lowered.loss.graph
+    steps = plan.dp * plan.micro_batches
+    work = graph_work(graph)
+    flops = sum(k.flops * n for own in (work.forward, work.backward) for k, n in own.items())
+    rate, named = peak_rate(cluster, plan.mesh.world_size, main_dtype(work))
+    peaks = simulation.peak_bytes
+    most = max(range(len(peaks)), key=peaks.__getitem__)
+    return Verdict(
+        step_s=simulation.step_s,
+        bubble_share=simulation.bubble_share,
+        model_flops=flops * steps,
+        peak_flops_per_s=rate,
+        peak_source=named,
+        peak_bytes=peaks[most],
+        peak_rank=most,
+        memory_bytes=cluster.memory_bytes,
+        ranks=plan.mesh.world_size,
+        samples=plan.batch_size * plan.dp,
+        tokens=batch_tokens(graph) * steps,
+    )
+
+
+def peak_rate(cluster: Cluster, ranks: int, dtype: str) -> tuple[float, str]:
+    """FLOPs a second of all ranks, and whose figure that is.
+
+    The data sheets' for this dtype; where the cluster is a nominal one, its own.
+    """
+    if cluster.hardware is None:
+        return ranks * cluster.flops_per_s, f"the nominal rate of {cluster.name}"
+    devices = cluster.hardware.devices
+    slowest = cluster.hardware.slowest
+    used = [devices[k] if k < len(devices) else slowest for k in range(ranks)]
+    rates = [{str(name): rate for name, rate in d.peak_flops_per_s.items()} for d in used]
+    names = dict.fromkeys(d.name for d in used)
+    total = sum(r.get(dtype, min(r.values())) for r in rates)
+    return total, f"{', '.join(names)}'s peak rate in {dtype}"
+
+
+def main_dtype(work: Work) -> str:
+    """The dtype in which most is computed."""
+    flops: Counter[str] = Counter()
+    for kernels in (work.forward, work.backward):
+        for kernel, count in kernels.items():
+            flops[kernel.dtype] += kernel.flops * count
+    return max(flops, key=flops.__getitem__, default="float32")
+
+
+def batch_tokens(graph: Graph) -> int:
+    """Elements of the largest tensor of a micro-batch that looks up an embedding; 0 without one."""
+    origin = {Ref(i.name): i for i in graph.inputs if i.kind is InputKind.BATCH}
+    found = 0
+    for node in graph.nodes:
+        if node.op in FREE and node.refs and node.refs[0] in origin:
+            origin[Ref(node.name)] = origin[node.refs[0]]
+        elif "embedding" in node.op:
+            read = [origin[ref] for ref in node.refs if ref in origin]
+            found = max([found, *(item.spec.numel for item in read)])
+    return found
+
+
+def _stage_times(lowered: Lowered, costs: Sequence[StageCost]) -> list[StageTimes]:
+    found = []
+    for stage, (graph, cost) in enumerate(zip(lowered.stages.local, costs, strict=True)):
+        held = [i.spec for i in graph.inputs if i.kind is InputKind.PARAMETER]
+        found.append(
+            StageTimes(
+                stage,
+                lowered.plan.rank_of[stage],
+                sum(spec.numel for spec in held),
+                sum(spec.size_bytes for spec in held),
+                cost.forward_s,
+                cost.backward_s,
+                cost.recompute_s if lowered.plan.recompute != "none" else 0.0,
+                cost.saved_bytes,
+            )
+        )
+    return found
+
+
+def _rank_times(
+    lowered: Lowered, cluster: Cluster, steps: Steps, simulation: Simulation
+) -> tuple[RankTimes, ...]:
+    """What each rank does all the time of the step."""
+    plan, local = lowered.plan, lowered.stages.local
+    shared = [tied_bytes(plan, graph, stage) for stage, graph in enumerate(local)]
+    added_s = [tied_seconds(sizes, plan.mesh, cluster) for sizes in shared]
+    events = [e for own in steps.values() for a, e in own if a.kind is not ActionKind.GATHER]
+    found = []
+    for place, (own, idle) in enumerate(zip(steps.values(), idle_split(events), strict=True)):
+        exposed_s, busy_s = simulation.exposed_s[place], simulation.busy_s[place]
+        tied_s = sum(added_s[a.stage] for a, _ in own if a.kind is ActionKind.REDUCE)
+        waiting_s = sum(s for _, s in idle.waiting_s)
+        found.append(
+            RankTimes(
+                place, busy_s - exposed_s - tied_s, exposed_s, tied_s, idle.warm_up_s, waiting_s,
+                idle.cool_down_s,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def _origins(cluster: Cluster) -> tuple[Origin, ...]:
+    """Nothing of an offline plan is measured; what the models are fed with is said."""
+    if cluster.hardware is None:
+        how = f"a roofline of each node, with the nominal figures of {cluster.name}"
+        links = f"latency and bandwidth of one nominal link, {cluster.link_bytes_per_s:.3g} B/s"
+    else:
+        devices = dict.fromkeys(n.device for n in cluster.hardware.nodes)
+        sources = "; ".join(d.source or "the cluster file" for d in devices)
+        how = f"kernels by shape on {', '.join(d.name for d in devices)} ({sources})"
+        sources = "; ".join(dict.fromkeys(n.source for n in cluster.hardware.links if n.source))
+        links = f"rings and trees by size and level ({sources or 'the cluster file'})"
+    return (
+        Origin("seconds of stages", "modelled", how),
+        Origin("seconds of messages and collectives", "modelled", links),
+        Origin("the step, waits and bubbles", "modelled", "simulated, the runtime's own actions"),
+        Origin("memory", "modelled", "live ranges of the forward; the optimizer keeps 2 numbers"),
+    )

@@ -1,0 +1,176 @@
+"""What a plan decides, as tables for text and HTML."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from merakc.ir.plan import CutReport, OpaqueModule, Plan, Prediction
+from merakc.report.units import format_bytes, format_seconds, name_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table under a title: the columns, which of them are numbers, and the cells' text."""
+
+    title: str
+    columns: Mapping[str, bool]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def plan_facts(plan: Plan) -> list[tuple[str, str]]:
+    """The degrees and the other decisions for the whole plan, by name."""
+    mesh = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.mesh.world_size} ranks"
+    facts = [
+        ("mesh", mesh + (", sequence parallel" if plan.sequence_parallel else "")),
+        ("batch", f"{plan.batch_size} in {plan.micro_batches} micro-batches"),
+        ("schedule", plan.schedule),
+        ("recompute", plan.recompute),
+        ("plan", f"{plan.hash[:12]}, of graph {plan.graph.hash[:12]}"),
+    ]
+    if _is_sharded(plan):
+        shares = "; ".join(str(shards) for shards in dict.fromkeys(plan.state_shards))
+        facts.append(("shards", f"{shares} of parameters, gradients, optimizer state"))
+    if plan.sub_batches:
+        facts.append(("overlap", _overlap(plan)))
+    if plan.precision:
+        facts.append(("precision", str(plan.precision)))
+    if plan.prediction:
+        facts.insert(4, ("predicted", _prediction(plan.prediction)))
+    return facts
+
+
+def plan_sections(plan: Plan) -> list[Section]:
+    """The decisions in detail: stages, splits, what is shared, what could not be split, the cut.
+
+    Parameter names appear as patterns in which `*` stands for a layer's index.
+    """
+    found = [_stages(plan), _tensors(plan)]
+    if any(len(stages) > 1 for stages in plan.parameters.values()):
+        found.append(_shared(plan))
+    if plan.collectives:
+        found.append(_collectives(plan.collectives))
+    if plan.whole_ops:
+        found.append(_whole_ops(plan.whole_ops))
+    if plan.opaque_modules:
+        found.append(_opaque(plan.opaque_modules))
+    return [*found, _cut(plan.cut, len(plan.rank_of))]
+
+
+def stage_modules(plan: Plan, stage: int) -> str:
+    """The modules of a stage, from the first to the last of each run of nodes."""
+    runs = (r for r in plan.stages if r.stage == stage)
+    return "\n".join(_span(r.first_module, r.last_module) for r in runs)
+
+
+def _is_sharded(plan: Plan) -> bool:
+    return any(shards.optimizer > 1 for shards in plan.state_shards)
+
+
+def _prediction(prediction: Prediction) -> str:
+    exposed_s = max(prediction.exposed_s, default=0.0)
+    exposed = f"{format_seconds(exposed_s)} waiting for dp, " if exposed_s else ""
+    return (
+        f"{format_seconds(prediction.step_s)} a step, {prediction.bubble_share:.1%} idle, "
+        f"{exposed}peak {format_bytes(max(prediction.peak_bytes, default=0))}"
+    )
+
+
+def _overlap(plan: Plan) -> str:
+    """In how many parts stages run a micro-batch, and what that saves."""
+    parts = []
+    for count in dict.fromkeys(plan.sub_batches):
+        stages = [s for s, own in enumerate(plan.sub_batches) if own == count]
+        every = len(stages) == len(plan.sub_batches)
+        where = "" if every else f" on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+        form = f"micro-batches in {count} parts" if count > 1 else "whole micro-batches"
+        gains = [plan.overlap_gains[s] for s in stages if plan.overlap_gains]
+        saved = f", saves {min(gains):.1%} to {max(gains):.1%} of a stage" if gains else ""
+        parts.append(form + where + saved)
+    return "; ".join(parts)
+
+
+def _stages(plan: Plan) -> Section:
+    peaks = plan.prediction.peak_bytes if plan.prediction else ()
+    rows: list[tuple[str, ...]] = []
+    for stage, rank in enumerate(plan.rank_of):
+        held = sum(stage in stages for stages in plan.parameters.values())
+        peak = format_bytes(peaks[rank]) if rank < len(peaks) else "-"
+        rows.append((str(stage), str(rank), stage_modules(plan, stage), str(held), peak))
+    columns = {"stage": True, "rank": True, "modules": False, "parameters": True,
+               "predicted peak": True}  # fmt: skip
+    if _is_sharded(plan):
+        columns |= {"shards": True, "waits for dp": True}
+        waits = plan.prediction.exposed_s if plan.prediction else ()
+        for stage, rank in enumerate(plan.rank_of):
+            exposed = format_seconds(waits[rank]) if rank < len(waits) else "-"
+            rows[stage] += (str(plan.shards(stage)), exposed)
+    if not plan.placement:  # each rank has the stage of its number
+        del columns["rank"]
+        rows = [(stage, *rest) for stage, _, *rest in rows]
+    return Section("Stages", columns, rows)
+
+
+def _span(first: str, last: str) -> str:
+    first, last = first or "(model)", last or "(model)"
+    return first if first == last else f"{first} .. {last}"
+
+
+def _tensors(plan: Plan) -> Section:
+    groups = Counter((name_pattern(name), layout) for name, layout in plan.splits.items())
+    rows = [(pattern, layout, str(count)) for (pattern, layout), count in groups.items()]
+    whole = sum(name not in plan.splits for name in plan.parameters)
+    rows.append(("(all other parameters)", "whole", str(whole)))
+    columns = {"tensor": False, "layout (* is split)": False, "count": True}
+    return Section(f"Tensors over tp {plan.tp}", columns, rows)
+
+
+def _shared(plan: Plan) -> Section:
+    groups = Counter(
+        (name_pattern(name), ", ".join(map(str, stages)))
+        for name, stages in plan.parameters.items()
+        if len(stages) > 1
+    )
+    rows = [(pattern, stages, str(count)) for (pattern, stages), count in groups.items()]
+    columns = {"parameter": False, "stages": False, "count": True}
+    return Section("Parameters held by several stages", columns, rows)
+
+
+def _collectives(collectives: Mapping[str, int]) -> Section:
+    rows = [(name, str(count)) for name, count in collectives.items()]
+    return Section("tp collectives of a micro-batch", {"collective": False, "count": True}, rows)
+
+
+def _whole_ops(ops: tuple[str, ...]) -> Section:
+    rows = [op.split(" at ", 1) for op in ops]
+    title = "Run whole on every tp rank: no sharding rule"
+    return Section(title, {"op": False, "at": False}, rows)
+
+
+def _opaque(modules: tuple[OpaqueModule, ...]) -> Section:
+    """Modules of one pattern and reason share a row, with the sum of their shares."""
+    shares: dict[tuple[str, str, str], list[float]] = {}
+    for m in modules:
+        shares.setdefault((name_pattern(m.name), m.source, m.reason), []).append(m.flops_share)
+    rows = [
+        (*key, str(len(own)), f"{sum(own):.0%}" if sum(own) else "-") for key, own in shares.items()
+    ]
+    columns = {"module": False, "at": False, "why": False, "count": True, "of all flops": True}
+    return Section("Run as they are, whole on one stage: not recordable", columns, rows)
+
+
+def _cut(cut: CutReport, stages: int) -> Section:
+    rows = [
+        ("chosen: " + cut.winner, f"{cut.load:.3f}", format_bytes(cut.cut_bytes), ""),
+        (
+            "METIS' proposal",
+            f"{cut.metis_load:.3f}",
+            format_bytes(cut.metis_cut_bytes),
+            str(cut.metis_moves),
+        ),
+        ("bound", f"{cut.bound_load:.3f}", "", ""),
+    ]
+    columns = {"cut": False, "load": True, "cut bytes": True, "blocks moved": True}
+    return Section(f"Cut into {stages} stages (load 1 is even)", columns, rows)

@@ -1,0 +1,201 @@
+"""What a Report has found, as tables for text and HTML."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+
+from merakc.ir.alternatives import Alternatives
+from merakc.ir.report import RankMemory, Report, SourceFile, Verdict
+from merakc.report.decisions import Section
+from merakc.report.units import bytes_unit, format_bytes, format_count, format_seconds
+
+LEAST_SHARE = 0.0005  # lines of source that take less are counted, not shown
+NO_LINE = "(no line)"
+
+
+def verdict(found: Verdict) -> str:
+    """One line: seconds, utilization, idle time, memory, throughput."""
+    peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
+    parts = [
+        f"{format_seconds(found.step_s)} a step",
+        f"MFU {found.mfu:.1%}",
+        f"bubble {found.bubble_share:.1%}",
+        f"peak {peak} on rank {found.peak_rank}" + ("" if found.fits else ": DOES NOT FIT"),
+        throughput(found),
+    ]
+    return ", ".join(parts)
+
+
+def throughput(found: Verdict) -> str:
+    """Tokens a second of a device, or samples where a batch has no tokens."""
+    number, name = (found.tokens, "tokens") if found.tokens else (found.samples, "samples")
+    rate = number / (found.step_s * found.ranks) if found.step_s else 0.0
+    return f"{format_count(rate)} {name}/s/device"
+
+
+def utilization(found: Verdict) -> str:
+    """What the MFU is made of."""
+    rate = f"{format_count(found.peak_flops_per_s)}FLOP/s"
+    return (
+        f"MFU: {format_count(found.model_flops)}FLOP of the model's forward and backward, over the "
+        f"step at {rate}, {found.ranks} x {found.peak_source}."
+    )
+
+
+def report_sections(report: Report) -> dict[str, Section]:
+    """All tables, by what they are of, in the order in which they are read."""
+    found: dict[str, Section] = {}
+    if report.alternatives is not None:
+        found |= _alternatives(report.alternatives, report.verdict)
+    found["stages"] = _stages(report)
+    found["ranks"] = _ranks(report)
+    found["memory"] = _memory(report)
+    if report.traffic:
+        found["traffic"] = _traffic(report)
+    found["nodes"] = _nodes(report)
+    for number, file in enumerate(report.files):
+        if any(line.share >= LEAST_SHARE for line in file.lines):
+            found[f"file {number}"] = _file(file)
+    found["origins"] = _origins(report)
+    return found
+
+
+def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
+    found: dict[str, Section] = {}
+    if others.runners_up:
+        columns = {"dp x tp x pp": False, "micro-batches": True, "schedule": False,
+                   "recompute": False, "shards": False, "step": True, "slower": True,
+                   "peak": True, "what loses": False}  # fmt: skip
+        rows = [
+            (
+                f"{a.dp} x {a.tp} x {a.pp}", str(a.micro_batches), a.schedule, a.recompute,
+                a.shards, format_seconds(a.step_s), _more(a.step_s, chosen.step_s),
+                format_bytes(a.peak_bytes), a.loses,
+            )
+            for a in others.runners_up
+        ]  # fmt: skip
+        title = (
+            f"Why this plan: the {len(rows)} next best"
+            if len(rows) > 1
+            else ("Why this plan: the next best")
+        )
+        found["runners-up"] = Section(title, columns, rows)
+    if others.refusals:
+        refused = [(r.what, r.why, r.remedy) for r in others.refusals]
+        columns = {"refused": False, "why": False, "what would mend it": False}
+        found["refusals"] = Section("Refused", columns, refused)
+    return found
+
+
+def _more(this: float, chosen: float) -> str:
+    return f"{this / chosen - 1:+.1%}" if chosen else "-"
+
+
+def _stages(report: Report) -> Section:
+    columns = {"stage": True, "rank": True, "parameters": True, "their bytes": True,
+               "forward": True, "backward": True, "recomputed": True, "saved": True}  # fmt: skip
+    rows = [
+        (
+            str(s.stage), str(s.rank), format_count(s.parameters), format_bytes(s.parameter_bytes),
+            format_seconds(s.forward_s), format_seconds(s.backward_s),
+            format_seconds(s.recompute_s) if s.recompute_s else "-", format_bytes(s.saved_bytes),
+        )
+        for s in report.stages
+    ]  # fmt: skip
+    return Section("A micro-batch on each stage", columns, rows, "Of one tensor-parallel rank.")
+
+
+def _ranks(report: Report) -> Section:
+    columns = {"rank": True, "computes": True, "waits for dp": True, "tied gradients": True,
+               "warms up": True, "waits": True, "cools down": True}  # fmt: skip
+    step_s = report.verdict.step_s or 1.0
+    rows = [
+        (
+            str(r.rank),
+            *(
+                f"{seconds / step_s:.1%}"
+                for seconds in (r.compute_s, r.exposed_s, r.tied_s, r.warm_up_s, r.waiting_s,
+                                r.cool_down_s)
+            ),
+        )
+        for r in report.ranks
+    ]  # fmt: skip
+    note = f"Shares of {format_seconds(report.verdict.step_s)}. {utilization(report.verdict)}"
+    return Section("The step of each rank of the pipeline", columns, rows, note)
+
+
+def _memory(report: Report) -> Section:
+    names = [name for name, _ in report.memory[0].parts]
+    shown = [n for n in names if any(dict(m.parts)[n] for m in report.memory)]
+    columns = {"rank": True, "peak": True, "while": False}
+    columns |= dict.fromkeys(shown, True) | {"in flight": True}
+    unit, per_byte = bytes_unit(max(m.peak_bytes for m in report.memory))
+    rows = [
+        (
+            str(m.rank), f"{m.peak_bytes * per_byte:.2f}", m.action,
+            *(f"{dict(m.parts)[name] * per_byte:.2f}" for name in shown), str(m.in_flight),
+        )
+        for m in report.memory
+    ]  # fmt: skip
+    note = f"A rank has {format_bytes(report.verdict.memory_bytes)}. {_peak_text(report)}"
+    return Section(f"Memory at the peak of each rank, in {unit}", columns, rows, note)
+
+
+def _peak_text(report: Report) -> str:
+    most: RankMemory = max(report.memory, key=lambda m: m.peak_bytes)
+    parts = sorted(most.parts, key=lambda part: -part[1])
+    name, size_bytes = parts[0]
+    share = size_bytes / most.peak_bytes if most.peak_bytes else 0.0
+    return f"Rank {most.rank} needs most, {share:.0%} of it for {name}."
+
+
+def _traffic(report: Report) -> Section:
+    columns = {"axis": False, "ranks": True, "what": False, "busiest rank": True, "sends": True,
+               "takes": True, "waited for": True, "hidden": True}  # fmt: skip
+    rows = [
+        (
+            t.axis, str(t.ranks), t.what, str(t.rank), format_bytes(t.sent_bytes),
+            format_seconds(t.seconds), format_seconds(t.exposed_s), f"{t.hidden_share:.0%}",
+        )
+        for t in report.traffic
+    ]  # fmt: skip
+    return Section("Communication in a step", columns, rows)
+
+
+def _nodes(report: Report) -> Section:
+    columns = {"share": True, "seconds": True, "count": True, "operation": False, "module": False,
+               "at": False, "result (* is split)": False}  # fmt: skip
+    rows = [
+        (
+            f"{n.share:.1%}", format_seconds(n.seconds), str(n.count), n.op, n.module or "(model)",
+            PurePath(n.source).name or NO_LINE, n.layout,
+        )
+        for n in report.nodes
+    ]  # fmt: skip
+    rest = max(1.0 - sum(n.share for n in report.nodes), 0.0)
+    more = report.node_count - len(report.nodes)
+    note = f"Of all computing. {more} other kinds take {rest:.1%}." if more else "Of all computing."
+    return Section("What takes longest", columns, rows, note)
+
+
+def _file(file: SourceFile) -> Section:
+    columns = {"line": True, "share": True, "source": False, "results": False, "nodes": True}
+    shown = [line for line in file.lines if line.share >= LEAST_SHARE]
+    rows, function = [], ""
+    for line in shown:
+        if line.function != function:
+            function = line.function
+            rows.append(("", "", f"in {function}:" if function else "", "", ""))
+        number = str(line.number) if line.number else ""
+        layouts = "\n".join(line.layouts)
+        rows.append((number, f"{line.share:.1%}", line.text, layouts, str(line.count)))
+    rest = [line.share for line in file.lines if line.share < LEAST_SHARE]
+    note = f"{len(rest)} more lines take {sum(rest):.1%}." if rest else ""
+    title = file.path or f"{NO_LINE}: what stands for no call of the model's own"
+    return Section(title, columns, rows, note)
+
+
+def _origins(report: Report) -> Section:
+    columns = {"figures": False, "are": False, "how": False}
+    rows = [(o.what, o.origin, o.how) for o in report.origins]
+    return Section(f"Where the figures are from: {report.cluster}", columns, rows)

@@ -1,0 +1,123 @@
+"""The events of a step in a few kilobytes of text, for a plan's file."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from merakc.ir.program import ActionKind, Event
+from merakc.ir.report import Timeline
+from merakc.simulate import MemorySample, Simulation
+
+# Events that a file holds: of regular schedules each takes a few bytes.
+MOST_EVENTS = 20_000
+# Times are kept to this part of the step.
+TICKS = 10_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """What happens in a step: computes and messages, collectives over dp, live bytes."""
+
+    step_s: float
+    events: tuple[Event, ...]
+    collectives: tuple[Event, ...] = ()
+    memory: tuple[MemorySample, ...] = ()
+
+
+def pack(simulation: Simulation, most: int = MOST_EVENTS) -> Timeline:
+    """The simulated step; of more than `most` events those of the middle are left out."""
+    found = Moments(simulation.step_s, simulation.events, simulation.collectives, simulation.memory)
+    left_out_s = middle(found.events, simulation.step_s, most)
+    if left_out_s is not None:
+        found = without(found, left_out_s)
+    tick_s = max(found.step_s, 1e-12) / TICKS
+    body = {
+        "step_s": found.step_s,
+        "events": _columns(found.events, tick_s),
+        "collectives": _columns(found.collectives, tick_s),
+        "memory": _memory_columns(found.memory, tick_s),
+    }
+    text = json.dumps(body, separators=(",", ":"))
+    packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    return Timeline(packed, left_out_s)
+
+
+def unpack(timeline: Timeline) -> Moments:
+    """What was packed, times to a ten-millionth of the step."""
+    body = json.loads(zlib.decompress(base64.b64decode(timeline.packed)))
+    step_s = body["step_s"]
+    tick_s = max(step_s, 1e-12) / TICKS
+    memory = tuple(
+        MemorySample(rank, at * tick_s, size)
+        for rank, times, sizes in body["memory"]
+        for at, size in zip(_summed(times), _summed(sizes), strict=True)
+    )
+    events, collectives = (tuple(_events(body[key], tick_s)) for key in ("events", "collectives"))
+    return Moments(step_s, events, collectives, memory)
+
+
+def middle(events: Sequence[Event], step_s: float, most: int) -> tuple[float, float] | None:
+    """The middle of a step without which `most` events are left; None where there are no more."""
+    if len(events) <= most:
+        return None
+    ends, starts = sorted(e.end_s for e in events), sorted(e.start_s for e in events)
+    first_s, last_s = ends[max(most // 2 - 1, 0)], starts[len(starts) - most // 2]
+    return (first_s, last_s) if first_s < last_s else None
+
+
+def without(found: Moments, left_out_s: tuple[float, float]) -> Moments:
+    """What ends before the middle that is left out, or begins after it."""
+    first_s, last_s = left_out_s
+
+    def kept(events: Iterable[Event]) -> tuple[Event, ...]:
+        return tuple(e for e in events if e.end_s <= first_s or e.start_s >= last_s)
+
+    memory = tuple(m for m in found.memory if not first_s < m.time_s < last_s)
+    return Moments(found.step_s, kept(found.events), kept(found.collectives), memory)
+
+
+def _columns(events: Sequence[Event], tick_s: float) -> list[Any]:
+    """Rank by rank: labels, kinds, and times as differences, which repeat."""
+    ranks = list(dict.fromkeys(e.rank for e in events))
+    found: list[Any] = []
+    for rank in ranks:
+        own = [e for e in events if e.rank == rank]
+        starts = [round(e.start_s / tick_s) for e in own]
+        lengths = [round(e.end_s / tick_s) - start for e, start in zip(own, starts, strict=True)]
+        labels, kinds = [e.label for e in own], [str(e.kind) for e in own]
+        found.append([rank, labels, kinds, _differences(starts), lengths])
+    return found
+
+
+def _events(columns: Iterable[Any], tick_s: float) -> Iterable[Event]:
+    for rank, labels, kinds, starts, lengths in columns:
+        rows = zip(labels, kinds, _summed(starts), lengths, strict=True)
+        for label, kind, start, length in rows:
+            end_s = (start + length) * tick_s
+            yield Event(rank, label, ActionKind(kind), start * tick_s, end_s)
+
+
+def _memory_columns(memory: Sequence[MemorySample], tick_s: float) -> list[Any]:
+    found: list[Any] = []
+    for rank in dict.fromkeys(m.rank for m in memory):
+        own = [m for m in memory if m.rank == rank]
+        times = _differences([round(m.time_s / tick_s) for m in own])
+        found.append([rank, times, _differences([m.live_bytes for m in own])])
+    return found
+
+
+def _differences(numbers: Sequence[int]) -> list[int]:
+    return [now - before for before, now in zip([0, *numbers], numbers, strict=False)]
+
+
+def _summed(differences: Iterable[int]) -> list[int]:
+    total, found = 0, []
+    for step in differences:
+        total += step
+        found.append(total)
+    return found

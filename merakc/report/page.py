@@ -1,0 +1,148 @@
+"""A plan and its report as one HTML page that needs nothing else: no network, no scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from merakc.errors import PlanError
+from merakc.ir.plan import Plan
+from merakc.ir.report import Report, SourceFile
+from merakc.report.decisions import Section, plan_facts, plan_sections
+from merakc.report.findings import LEAST_SHARE, NO_LINE, report_sections, throughput, verdict
+from merakc.report.markup import Markup, join, tag, void
+from merakc.report.picture import memory_picture, schedule_picture
+from merakc.report.units import format_bytes, format_seconds
+
+STYLE = Path(__file__).with_name("page.css")
+# The page may load nothing and run nothing, whatever stands in it.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def require_report(plan: Plan, where: str) -> Report:
+    """The report of a plan. Raises `PlanError` where it was made without one."""
+    if plan.report is None:
+        raise PlanError(
+            f"{where}: the plan was made without a report; make it with `merakc plan`, which "
+            "simulates a step and writes what it finds into the plan's file"
+        )
+    return plan.report
+
+
+def write_page(plan: Plan, path: str | Path) -> None:
+    """Writes the page. Raises `PlanError` where the plan has no report."""
+    Path(path).write_text(page(plan), encoding="utf-8")
+
+
+def page(plan: Plan) -> str:
+    """The page's text."""
+    report = require_report(plan, plan.model)
+    title = f"{plan.model} on {plan.mesh.world_size} x {report.cluster}"
+    head = tag(
+        "head",
+        void("meta", charset="utf-8"),
+        void("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        void("meta", http_equiv="Content-Security-Policy", content=POLICY),
+        tag("title", title),
+        tag("style", Markup(STYLE.read_text(encoding="utf-8"))),
+    )
+    foot = f"merakc {plan.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
+    body = tag(
+        "body",
+        tag("header", tag("h1", title), tag("p", verdict(report.verdict)), _cards(report)),
+        tag("main", *_body(plan, report)),
+        tag("footer", foot),
+    )
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def _cards(report: Report) -> Markup:
+    found = report.verdict
+    share = found.peak_bytes / max(found.memory_bytes, 1)
+    peak = f"{share:.0%} of {format_bytes(found.memory_bytes)}"
+    rate, _, unit = throughput(found).removesuffix("/device").rpartition(" ")
+    cards = [
+        ("step", format_seconds(found.step_s), f"{found.samples} samples"),
+        ("MFU", f"{found.mfu:.1%}", found.peak_source),
+        ("bubble", f"{found.bubble_share:.1%}", "idle, of all ranks"),
+        ("peak", format_bytes(found.peak_bytes), f"{peak}, rank {found.peak_rank}"),
+        ("a device", rate, unit),
+    ]
+    return tag(
+        "div",
+        *(
+            tag("div", tag("b", value), tag("span", name), tag("small", note))
+            for name, value, note in cards
+        ),
+        class_="cards" if found.fits else "cards over",
+    )
+
+
+def _body(plan: Plan, report: Report) -> Iterator[Markup]:
+    facts = [join(tag("dt", name), tag("dd", value)) for name, value in plan_facts(plan)]
+    yield tag("section", tag("h2", "The plan"), tag("dl", *facts))
+    sections, source = report_sections(report), Markup()
+    for name, section in sections.items():
+        if name == "stages":
+            yield tag("section", tag("h2", "Schedule"), schedule_picture(report))
+        if name == "memory":
+            yield _titled(section, memory_picture(report), _table(section))
+        elif name.startswith("file "):
+            if not source:
+                source = tag("h2", "The source, line by line")
+                yield source
+            yield _source(section, report.files[int(name.removeprefix("file "))])
+        else:
+            yield _titled(section, _table(section))
+    for section in plan_sections(plan):
+        yield _titled(section, _table(section))
+
+
+def _titled(section: Section, *inside: Markup, level: str = "h2") -> Markup:
+    note = tag("p", section.note) if section.note else None
+    return tag("section", tag(level, section.title), note, *inside)
+
+
+def _table(section: Section) -> Markup:
+    numbers = list(section.columns.values())
+    head = tag("tr", *_cells("th", list(section.columns), numbers))
+    rows = (tag("tr", *_cells("td", row, numbers)) for row in section.rows)
+    return _scrolled(head, rows, "")
+
+
+def _cells(name: str, row: Sequence[str], numbers: Iterable[bool]) -> Iterator[Markup]:
+    for cell, is_number in zip(row, numbers, strict=True):
+        yield tag(name, *_lines(cell), class_="number") if is_number else tag(name, *_lines(cell))
+
+
+def _lines(cell: str) -> Iterator[str]:
+    for k, line in enumerate(cell.split("\n")):
+        if k:
+            yield void("br")
+        yield line
+
+
+def _source(section: Section, file: SourceFile) -> Markup:
+    """The lines of a file, each as far underlaid as it takes time."""
+    most = max((line.share for line in file.lines), default=0.0) or 1.0
+    rows, function = [], ""
+    for line in file.lines:
+        if line.share < LEAST_SHARE:
+            continue
+        if line.function != function:
+            function = line.function
+            rows.append(tag("tr", tag("th", function, colspan="4"), class_="function"))
+        share = tag("td", f"{line.share:.1%}", class_="number")
+        number = tag("td", str(line.number or ""), class_="number quiet")
+        code = tag("td", tag("code", line.text or NO_LINE), class_="code",
+                   style=f"--share:{line.share / most:.1%}")  # fmt: skip
+        layouts = tag("td", *_lines("\n".join(line.layouts)), class_="quiet")
+        rows.append(tag("tr", number, share, code, layouts))
+    head = tag("tr", *_cells("th", ["line", "share", "source", "results (* is split)"],
+                             [True, True, False, False]))  # fmt: skip
+    return _titled(section, _scrolled(head, rows, "source"), level="h3")
+
+
+def _scrolled(head: Markup, rows: Iterable[Markup], of: str) -> Markup:
+    table = tag("table", tag("thead", head), tag("tbody", *rows), class_=of)
+    return tag("div", table, class_="scroll")

@@ -1,0 +1,155 @@
+"""What ranks tell each other in a step, axis by axis: bytes, seconds, and how much they wait."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from merakc.cluster import Cluster
+from merakc.costs.buckets import tied_seconds
+from merakc.costs.kernels import Kernel
+from merakc.ir.buckets import BucketSpec
+from merakc.ir.costs import StageCost
+from merakc.ir.plan import Plan
+from merakc.ir.precision import Precision
+from merakc.ir.program import Action, ActionKind, CollectiveKind
+from merakc.ir.report import AxisTraffic
+from merakc.passes.collectives import rank_buckets
+from merakc.planner import Lowered
+from merakc.predict import tied_bytes
+from merakc.report.attribution import Attribution
+from merakc.report.waterfall import Link, Steps, arrivals
+from merakc.simulate import Simulation
+
+
+def ring_bytes(size_bytes: float, ranks: int) -> float:
+    """What a rank sends to gather `size_bytes`, or to scatter them (Patarasuk and Yuan 2009)."""
+    return size_bytes * (ranks - 1) / ranks
+
+
+def traffic(
+    lowered: Lowered,
+    cluster: Cluster,
+    costs: Sequence[StageCost],
+    steps: Steps,
+    simulation: Simulation,
+    found: Attribution,
+) -> tuple[AxisTraffic, ...]:
+    """The communication of each axis of more than one rank."""
+    plan, link = lowered.plan, Link(cluster.link_latency_s, cluster.link_bytes_per_s)
+    every: list[list[AxisTraffic]] = []
+    if plan.tp > 1:
+        every.append([_over_tp(plan, rank, costs, found) for rank in range(plan.pp)])
+    if plan.pp > 1:
+        every.append(_over_pp(lowered, cluster, steps, link))
+    if plan.dp > 1:
+        every.append(
+            [_over_dp(lowered, rank, own, simulation) for rank, own in enumerate(steps.values())]
+        )
+    return tuple(max(own, key=lambda t: (t.seconds, t.sent_bytes)) for own in every)
+
+
+def _over_tp(plan: Plan, rank: int, costs: Sequence[StageCost], found: Attribution) -> AxisTraffic:
+    """Collectives of the graphs. What running them under computation saves counts as hidden."""
+    sent = seconds = saved_s = 0.0
+    for stage in (s for s, holder in enumerate(plan.rank_of) if holder == rank):
+        gain = plan.overlap_gains[stage] if plan.overlap_gains else 0.0
+        spent = found.step_spent(stage).values()
+        seconds += sum(s.forward_wire_s + s.backward_wire_s for s in spent) / (1.0 - gain)
+        saved_s += sum(s.forward_s + s.backward_s for s in spent) * gain / (1.0 - gain)
+        runs = found.runs[stage][ActionKind.FORWARD]
+        for kernel, count in found.stages[stage].collectives.items():
+            sent += runs * count * _wire_bytes(kernel, plan.tp)
+    what = "collectives of split products"
+    exposed_s = min(max(seconds - saved_s, 0.0), seconds)
+    return AxisTraffic("tp", plan.tp, what, rank, round(sent), seconds, exposed_s)
+
+
+def _wire_bytes(kernel: Kernel, tp: int) -> float:
+    times = 2 if "all_reduce" in kernel.op else 1
+    return times * ring_bytes(kernel.traffic_bytes, tp)
+
+
+def _over_pp(lowered: Lowered, cluster: Cluster, steps: Steps, link: Link) -> list[AxisTraffic]:
+    """Messages that a rank receives; it waits for what is on its way when it is ready.
+
+    The gradients of tied parameters, which ranks add up in the end, hide behind nothing.
+    """
+    plan = lowered.plan
+    sent_s: dict[tuple[int, int, object], tuple[float, float]] = {}
+    sizes: Counter[int] = Counter()
+    for rank, own in steps.items():
+        starts = iter([e.start_s for a, e in own if _leaves(a, rank)])
+        for action, arrival_s in arrivals(own, link):
+            sent_s[rank, action.peer, action.message] = next(starts), arrival_s
+            sizes[rank] += action.size_bytes
+    found = []
+    for place, (rank, own) in enumerate(steps.items()):
+        seconds = exposed_s = 0.0
+        for action, event in own:
+            if action.kind is ActionKind.RECV and action.peer != rank:
+                start_s, arrival_s = sent_s[action.peer, rank, action.message]
+                seconds += arrival_s - start_s
+                exposed_s += max(0.0, event.end_s - max(event.start_s, start_s))
+        sent = float(sizes[rank])
+        for stage in (s for s, holder in enumerate(plan.rank_of) if holder == place):
+            shared = tied_bytes(plan, lowered.stages.local[stage], stage)
+            tied_s = tied_seconds(shared, plan.mesh, cluster)
+            seconds, exposed_s = seconds + tied_s, exposed_s + tied_s
+            sent += sum(2 * ring_bytes(size, ranks) for ranks, size in shared.items())
+        what = "activations and their gradients"
+        tied = any(len({plan.rank_of[s] for s in held}) > 1 for held in plan.parameters.values())
+        what += ", tied gradients" if tied else ""
+        found.append(AxisTraffic("pp", plan.pp, what, place, round(sent), seconds, exposed_s))
+    return found
+
+
+def _leaves(action: Action, rank: int) -> bool:
+    return action.kind is ActionKind.SEND and action.peer != rank
+
+
+def _over_dp(
+    lowered: Lowered, place: int, own: Sequence[tuple[Action, object]], simulation: Simulation
+) -> AxisTraffic:
+    """Collectives of buckets, which run beside the computes."""
+    plan = lowered.plan
+    buckets = {b.name: b for b in rank_buckets(plan, lowered.stages.local, place)}
+    sent = 0.0
+    for action, _ in own:
+        for collective in action.collectives:
+            if collective.kind is not CollectiveKind.WAIT:
+                bucket = buckets[collective.bucket]
+                sent += bucket_bytes(bucket, collective.kind, plan.dp, plan.precision)
+    sharded = any(s.optimizer > 1 for s in plan.state_shards)
+    what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
+    seconds, exposed_s = simulation.communication_s[place], simulation.exposed_s[place]
+    return AxisTraffic("dp", plan.dp, what, place, round(sent), seconds, exposed_s)
+
+
+def bucket_bytes(
+    spec: BucketSpec, kind: CollectiveKind, dp: int, precision: Precision | None
+) -> float:
+    """What a rank sends of a bucket, in the groups of `merakc.costs.state.collective_seconds`."""
+    shards, numel = spec.shards, spec.numel
+    computed = precision.dtype("compute") if precision and spec.is_trained else spec.dtype
+    gradient = precision.dtype("gradients") if precision else spec.dtype
+    if shards.optimizer == 1:
+        gradient = torch.promote_types(gradient, torch.float32)
+    held, summed = computed.itemsize * numel, gradient.itemsize * numel
+    scattered = ring_bytes(summed, shards.gradients)
+    match kind:
+        case CollectiveKind.REFRESH:
+            ranks = shards.optimizer // shards.parameters
+            return ring_bytes(held / shards.parameters, ranks)
+        case CollectiveKind.GATHER:
+            return ring_bytes(held, shards.parameters)
+        case CollectiveKind.SCATTER:
+            return scattered
+        case CollectiveKind.REDUCE:
+            inner = ring_bytes(summed / shards.gradients, shards.optimizer // shards.gradients)
+            replicas = dp // shards.optimizer
+            return scattered + inner + 2 * ring_bytes(summed / shards.optimizer, replicas)
+        case CollectiveKind.WAIT:
+            return 0.0

@@ -1,0 +1,126 @@
+"""A report tells what was simulated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.models import MODELS
+from merakc.cluster import NOMINAL_GPU
+from merakc.cluster_files import preset
+from merakc.costs.kernels import graph_work
+from merakc.ir.alternatives import Alternatives
+from merakc.ir.program import Mesh
+from merakc.planner import Lowered
+from merakc.report.analysis import batch_tokens, main_dtype, make_report, peak_rate
+from tests.report.made import ALL_AXES, H100, MICRO_BATCHES, SAMPLES, SLOW, lowered, report
+from tests.report.test_traffic import two_layers
+
+CASES = {
+    "all axes": lambda: lowered(),
+    "recomputed": lambda: lowered(Mesh(pp=4), recompute="full"),
+    "halves of backwards": lambda: lowered(Mesh(pp=4), "zb-h1"),
+    "sharded": lambda: lowered(Mesh(4, 1, 2), shards=(4, 4, 4)),
+}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Lowered:
+    found: Lowered = CASES[request.param]()
+    return found
+
+
+def test_its_verdict_is_the_prediction(case: Lowered) -> None:
+    found, expected = report(case).verdict, case.plan.prediction
+    assert expected is not None
+    assert (found.step_s, found.bubble_share) == (expected.step_s, expected.bubble_share)
+    assert found.peak_bytes == max(expected.peak_bytes)
+    assert expected.peak_bytes[found.peak_rank] == found.peak_bytes
+    assert found.memory_bytes == SLOW.memory_bytes
+
+
+def test_the_seconds_of_a_rank_are_the_step(case: Lowered) -> None:
+    found = report(case)
+    for r in found.ranks:
+        parts = (r.compute_s, r.exposed_s, r.tied_s, r.warm_up_s, r.waiting_s, r.cool_down_s)
+        assert sum(parts) == pytest.approx(found.verdict.step_s)
+        assert min(parts) >= -1e-12
+    idle_s = sum(r.warm_up_s + r.waiting_s + r.cool_down_s for r in found.ranks)
+    share = idle_s / (len(found.ranks) * found.verdict.step_s)
+    assert share == pytest.approx(found.verdict.bubble_share)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), ALL_AXES], ids=["one rank", "all axes"])
+def test_flops_are_those_that_torch_counts(mesh: Mesh) -> None:
+    case = MODELS["gpt2"]
+    with FlopCounterMode(display=False) as counter:
+        model = case.model()
+        model.config._attn_implementation = "sdpa"
+        model(**case.batch(SAMPLES)).loss.backward()
+    found = report(lowered(mesh)).verdict
+    work = graph_work(lowered(mesh).loss.graph)
+    attention = sum(
+        k.flops * n for own in (work.forward, work.backward) for k, n in own.items()
+        if k.kind == "attention"
+    )  # fmt: skip
+    counted = counter.get_total_flops()
+    steps = mesh.dp * MICRO_BATCHES
+    # Eager attention on a CPU is not one op with one formula; all else is.
+    assert counted - attention <= found.model_flops / steps <= counted + attention
+
+
+def test_utilization_is_over_all_ranks_at_the_nominal_rate() -> None:
+    found = report().verdict
+    assert found.ranks == 8
+    assert found.peak_flops_per_s == 8 * SLOW.flops_per_s
+    assert found.mfu == pytest.approx(found.model_flops / (found.step_s * 8 * SLOW.flops_per_s))
+    assert "nominal" in found.peak_source
+
+
+def test_known_devices_give_the_peak_of_their_data_sheet() -> None:
+    rate, named = peak_rate(H100, 16, "bfloat16")
+    assert rate == 16 * preset("h100").slowest.peak_flops_per_s["bfloat16"]
+    assert named == "h100's peak rate in bfloat16"
+    assert peak_rate(NOMINAL_GPU, 4, "bfloat16")[0] == 4 * NOMINAL_GPU.flops_per_s
+    assert main_dtype(graph_work(lowered().loss.graph)) == "float32"
+
+
+def test_tokens_are_what_an_embedding_looks_up() -> None:
+    batch = MODELS["gpt2"].batch(SAMPLES)
+    assert batch_tokens(lowered().loss.graph) == batch["input_ids"].numel()
+    found = report().verdict
+    assert found.tokens == batch["input_ids"].numel() * MICRO_BATCHES * ALL_AXES.dp
+    assert found.samples == SAMPLES * MICRO_BATCHES * ALL_AXES.dp
+    assert make_report(two_layers(Mesh(pp=2)), SLOW).verdict.tokens == 0
+
+
+def test_stages_are_those_of_the_plan() -> None:
+    made = lowered(Mesh(pp=2), "zb-v")
+    stages = report(made).stages
+    assert [s.rank for s in stages] == [0, 1, 1, 0]
+    for s in stages:
+        held = [n for n, own in made.plan.parameters.items() if s.stage in own]
+        assert (s.parameters > 0) == bool(held)
+    assert sum(s.parameters for s in stages) == sum(
+        i.spec.numel for g in made.stages.local for i in g.inputs if i.kind == "parameter"
+    )
+
+
+def test_nothing_of_an_offline_plan_is_measured() -> None:
+    for cluster in (SLOW, H100):
+        origins = make_report(lowered(Mesh(pp=2)), cluster).origins
+        assert {o.origin for o in origins} == {"modelled"}
+    assert "NVIDIA H100 data sheet" in origins[0].how
+
+
+def test_alternatives_are_handed_on() -> None:
+    assert report().alternatives is None
+    assert make_report(lowered(), SLOW, alternatives=Alternatives()).alternatives == Alternatives()
+
+
+def test_it_is_small() -> None:
+    assert len(json.dumps(asdict(report()), indent=1)) < 60_000
+    assert report(replace(lowered(), parts=())).node_count >= len(report().nodes)

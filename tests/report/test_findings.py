@@ -1,0 +1,77 @@
+"""A report as one line, and as tables."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from merakc.ir.program import Mesh
+from merakc.report.findings import report_sections, throughput, utilization, verdict
+from tests.ir.test_alternatives import OTHERS
+from tests.ir.test_report import STEP
+from tests.report.made import BUSY, lowered, report
+
+
+def test_the_verdict_is_one_line() -> None:
+    found = replace(STEP, memory_bytes=200, tokens=8000)
+    assert verdict(found) == (
+        "2.00 s a step, MFU 25.0%, bubble 25.0%, peak 100 B of 200 B on rank 1, "
+        "1.00 k tokens/s/device"
+    )
+    assert "DOES NOT FIT" in verdict(replace(found, memory_bytes=50))
+
+
+def test_samples_count_where_there_are_no_tokens() -> None:
+    assert throughput(STEP) == "1.00 samples/s/device"
+
+
+def test_utilization_says_what_it_is_of() -> None:
+    assert utilization(STEP) == (
+        "MFU: 6.00 TFLOP of the model's forward and backward, over the step at 12.0 TFLOP/s, "
+        "4 x a test."
+    )
+
+
+def test_rows_have_a_cell_for_each_column() -> None:
+    made = replace(report(cluster=BUSY), alternatives=OTHERS)
+    sections = report_sections(made)
+    assert [*sections][:2] == ["runners-up", "refusals"]
+    assert {"stages", "ranks", "memory", "traffic", "nodes", "file 0", "origins"} <= {*sections}
+    for section in sections.values():
+        assert section.rows
+        assert {len(row) for row in section.rows} == {len(section.columns)}
+
+
+def test_what_was_not_searched_for_is_not_told() -> None:
+    sections = report_sections(report(lowered(Mesh())))
+    assert not {"runners-up", "refusals", "traffic"} & {*sections}
+
+
+def test_runners_up_say_by_how_much_they_lose() -> None:
+    made = replace(report(), alternatives=OTHERS, verdict=replace(STEP, step_s=0.2))
+    (row,) = report_sections(made)["runners-up"].rows
+    assert row[0] == "8 x 1 x 1"
+    assert "+25.0%" in row
+    assert row[-1] == "waits for dp"
+    (refused,) = report_sections(made)["refusals"].rows
+    assert refused[-1] == "use tp 4 or 12"
+
+
+def test_shares_of_a_rank_are_its_seconds() -> None:
+    made = report()
+    for row in report_sections(made)["ranks"].rows:
+        assert sum(float(cell.rstrip("%")) for cell in row[1:]) == pytest.approx(100, abs=0.5)
+
+
+def test_what_is_not_listed_is_counted() -> None:
+    made = report()
+    note = report_sections(made)["nodes"].note
+    (more,) = re.findall(r"(\d+) other kinds", note)
+    assert int(more) == made.node_count - len(made.nodes)
+
+
+def test_source_is_told_by_function() -> None:
+    file = report_sections(report(cluster=BUSY))["file 0"]
+    assert any(row[2].startswith("in ") and not row[0] for row in file.rows)

@@ -1,0 +1,57 @@
+"""The example in docs/report.md is what the commands print.
+
+After a change that is meant: `python -m tests.test_report_doc` writes the page again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "report.md"
+OUTPUT = re.compile(r"(?<=```text\n).*?(?=```)", re.DOTALL)
+(MODEL,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+(BLOCK,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+COLUMNS = "110"
+
+
+def printed(folder: Path) -> str:
+    """What the last of the commands prints, in a folder with the model."""
+    (folder / "model.py").write_text(MODEL)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": COLUMNS}
+    done = None
+    for line in BLOCK.splitlines():
+        command = [sys.executable, "-c", "from merakc.cli import app; app()", *line.split()[1:]]
+        done = subprocess.run(
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert done is not None
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
+
+
+def test_the_example_is_what_is_printed(tmp_path: Path) -> None:
+    (shown,) = OUTPUT.findall(PAGE.read_text())
+    assert shown == printed(tmp_path)
+    assert f"{COLUMNS} columns" in PAGE.read_text()
+
+
+def test_the_example_tells_the_lines_of_the_model() -> None:
+    (shown,) = OUTPUT.findall(PAGE.read_text())
+    lines = MODEL.splitlines()
+    (table,) = re.findall(r"^model\.py\n.*?\n\n\S", shown, re.MULTILINE | re.DOTALL)
+    told = re.findall(r"^ +(\d+) +[\d.]+% +(\S.*?) {2,}", table, re.MULTILINE)
+    assert len(told) >= 8
+    for number, text in told:
+        assert lines[int(number) - 1].strip().startswith(text)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        text = printed(Path(place))
+    PAGE.write_text(OUTPUT.sub(lambda _: text, PAGE.read_text()))
