@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -12,23 +10,28 @@ import torch.distributed as dist
 
 import merakc
 from benchmarks.models import ModelCase
-from benchmarks.reference import (
-    LEARNING_RATE,
+from benchmarks.reference import split_batch, step_batch
+from merakc.equality.casts import lifted_casts
+from merakc.equality.compare import (
+    Difference,
     Reference,
     Tensors,
-    lifted_casts,
+    first_inequality,
     optimizer_for,
-    split_batch,
     split_state,
-    step_batch,
+    worst_difference,
 )
 from merakc.ir.program import Mesh
 from merakc.ir.state import ShardsGiven
 
-# A gradient below this share of the bound, relative to the largest gradient, is zero in theory
-# (the bias of an attention's keys) and rounding in practice, and so is a buffer (the mean of what a
-# norm has just centred). It has no digits to compare; that it stays as small is what can be asked.
-ZERO_SHARE = 1e-2
+__all__ = [
+    "Difference",
+    "Task",
+    "first_inequality",
+    "train_layout",
+    "train_twice",
+    "worst_difference",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +49,6 @@ class Task:
     state_shards: ShardsGiven | None = None
     precision: str | None = None
     clip_norm: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The largest relative difference, and of what."""
-
-    error: float
-    name: str
 
 
 def train_layout(task: Task) -> Reference:
@@ -98,74 +93,3 @@ def train_twice(task: Task) -> tuple[Reference, str]:
     """The training, and the first thing in which a second one from the start is not bit-equal."""
     first, second = train_layout(task), train_layout(task)
     return first, first_inequality(first, second)
-
-
-def first_inequality(first: Reference, second: Reference) -> str:
-    """The name of the first loss or tensor that is not bit-equal; empty where all are."""
-    if first.losses != second.losses:
-        return f"losses {first.losses} and {second.losses}"
-    for name, (one, other) in _pairs(first, second).items():
-        for key in one.keys() | other.keys():
-            if key not in one or key not in other or not torch.equal(one[key], other[key]):
-                return f"{name} of {key}"
-    return ""
-
-
-def worst_difference(
-    ours: Reference, losses: list[tuple[float, ...]], reference: Reference, bound: float
-) -> Difference:
-    """The largest relative difference of rank 0's tensors and of every rank's losses.
-
-    Differences are relative to the largest element of the reference's tensor; of a gradient or
-    buffer that is zero in theory, see `ZERO_SHARE`; of a weight, at least to the distance that the
-    optimizer can have moved it.
-    """
-    found = [
-        Difference(_relative(abs(a - b), abs(b)), f"loss of step {step}, rank {rank}")
-        for rank, steps in enumerate(losses)
-        for step, (a, b) in enumerate(zip(steps, reference.losses, strict=True))
-    ]
-    zero = bound * ZERO_SHARE
-    reach = LEARNING_RATE * len(reference.losses)
-    for name, (got, wanted) in _pairs(ours, reference).items():
-        sizes = (_size(t) for t in wanted.values() if t.is_floating_point())
-        largest = max(sizes, default=0.0)
-        for key in wanted.keys() | got.keys():
-            scale = _size(wanted[key]) if key in wanted else 0.0
-            if name == "weight":
-                scale = max(scale, reach)
-            elif scale < zero * largest:
-                scale = ZERO_SHARE * largest
-            found.append(Difference(_error(key, got, wanted, scale), f"{name} of {key}"))
-    return max(found, key=lambda difference: difference.error)
-
-
-def _error(key: str, got: Tensors, wanted: Tensors, scale: float) -> float:
-    """The relative difference of one tensor; infinite where it is missing or misshapen."""
-    if key not in got or (key in wanted and got[key].shape != wanted[key].shape):
-        return math.inf
-    expected = wanted.get(key, torch.zeros(()))  # a parameter that the loss does not depend on
-    return _relative(_size(got[key].double() - expected.double()), scale)
-
-
-def _relative(difference: float, scale: float) -> float:
-    if not math.isfinite(difference):
-        return math.inf
-    if difference == 0:
-        return 0.0
-    return difference / scale if scale > 0 else math.inf
-
-
-def _size(tensor: torch.Tensor) -> float:
-    """The largest absolute element."""
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
-
-
-def _pairs(one: Reference, other: Reference) -> Mapping[str, tuple[Tensors, Tensors]]:
-    """Everything but the losses, by a name to report it by."""
-    steps = enumerate(zip(one.gradients, other.gradients, strict=True))
-    return {
-        **{f"gradient of step {step}": pair for step, pair in steps},
-        "weight": (one.weights, other.weights),
-        "buffer": (one.buffers, other.buffers),
-    }

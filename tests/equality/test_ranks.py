@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
 
 
 def _sum_of_ranks(scale: float) -> tuple[int, str, int, torch.Tensor]:

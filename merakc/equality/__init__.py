@@ -1,0 +1,1 @@
+"""Whether a plan trains as one process does, measured on local processes."""

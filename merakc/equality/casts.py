@@ -1,0 +1,113 @@
+"""Modes in which a model and its plan can be compared to many digits.
+
+Both sides run under them: in float64 throughout, and without dropout, of which torch and merakc
+draw different numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+# Calls of which the first argument comes out as it is where nothing is dropped.
+DROPOUTS = frozenset(
+    {
+        F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
+        torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
+        torch.feature_dropout, torch.feature_dropout_, torch.feature_alpha_dropout,
+        torch.feature_alpha_dropout_,
+    }
+)  # fmt: skip
+DROPOUT_POSITION = 4  # of scaled_dot_product_attention's rate among its arguments
+
+
+class _LiftedCasts(TorchFunctionMode):
+    """Puts float64 wherever a torch call is asked for float32."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
+        return func(*map(_lift, args), **lifted)
+
+
+class _Grouped(TorchFunctionMode):
+    """Gives torch the product of rows in groups that it lacks in float64."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _products(args[0], args[1], (kwargs or {})["offs"])
+        return func(*args, **(kwargs or {}))
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Drops nothing, whatever rates the model asks for."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in DROPOUTS:
+            return args[0] if args else named["input"]
+        if func is F.scaled_dot_product_attention:
+            args = [0.0 if k == DROPOUT_POSITION else a for k, a in enumerate(args)]
+            named.pop("dropout_p", None)
+        if func is F.multi_head_attention_forward:
+            named["training"] = False  # which it reads for its dropout alone
+        return func(*args, **named)
+
+
+def _products(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """`F.grouped_mm` of rows in groups, which torch does not compute in float64."""
+    sizes: list[int] = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    return torch.cat([rows @ own for rows, own in zip(torch.split(x, sizes), w, strict=True)])
+
+
+def _lift(value: Any) -> Any:
+    return torch.float64 if value is torch.float32 else value
+
+
+@contextmanager
+def grouped_products() -> Iterator[None]:
+    """Lets experts whose rows are multiplied in groups run in float64."""
+    with _Grouped():
+        yield
+
+
+@contextmanager
+def lifted_casts() -> Iterator[None]:
+    """Turns the float32 casts in a model's own code (norms, softmax, losses) into float64.
+
+    Without it a float64 model of transformers computes parts in float32, and its results can be
+    compared to seven digits only.
+    """
+    with grouped_products(), _LiftedCasts():
+        yield
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Turns every dropout off; modules stay in the modes that they are in."""
+    with _WithoutDropout():
+        yield
