@@ -31,6 +31,7 @@ from merakc.passes.collectives import (
 from merakc.passes.differentiate import differentiate
 from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
+from merakc.passes.match_plan import check_match, holders
 from merakc.passes.recompute import checkpointed, selective, within_bytes
 from merakc.passes.schedule import build_programs
 from merakc.passes.separate_heads import separate_heads
@@ -163,14 +164,26 @@ def planned_schedule(plan: Plan) -> Schedule:
     """The order of work that a plan describes.
 
     Raises `ConfigError` where it cannot be: an order of other micro-batches or ranks, or one that
-    recomputes where nothing is to be.
+    recomputes where nothing is to be; `PlanError` where its stages are on other ranks.
     """
-    if not plan.order:
-        chunks = len(plan.rank_of) // plan.pp
-        return make_schedule(
-            plan.schedule, plan.pp, plan.micro_batches, recompute=_recomputed(plan),
-            chunks=chunks if chunks > 1 else None,
-        )  # fmt: skip
+    schedule = _ordered(plan) if plan.order else _named(plan)
+    if schedule.rank_of != plan.rank_of:
+        raise PlanError(
+            f"the plan places its stages on ranks {plan.rank_of}, schedule '{plan.schedule}' on "
+            f"{schedule.rank_of}; make the plan again"
+        )
+    return schedule
+
+
+def _named(plan: Plan) -> Schedule:
+    chunks = len(plan.rank_of) // plan.pp
+    return make_schedule(
+        plan.schedule, plan.pp, plan.micro_batches, recompute=_recomputed(plan),
+        chunks=chunks if chunks > 1 else None,
+    )  # fmt: skip
+
+
+def _ordered(plan: Plan) -> Schedule:
     schedule = parse_schedule("\n".join(plan.order), plan.schedule)
     found = {a.micro_batch for order in schedule.orders for a in order}
     if len(found) != plan.micro_batches or schedule.ranks != plan.pp:
@@ -246,14 +259,14 @@ def make_plan(
         recompute=recompute,
         graph=fingerprint(recording.graph),
         stages=stage_runs(loss.graph, of),
-        parameters=_holders(stages.graphs),
+        parameters=holders(stages.graphs),
         splits={name: str(layout) for name, layout in splits.items()},
         collectives=_collectives(stages),
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
         sequence_parallel=bool(sharding.sequences),
-        placement=placement if len(placement) > mesh.pp else (),
+        placement=placement if placement != tuple(range(mesh.pp)) else (),
         order=order,
         merakc_version=__version__,
     )
@@ -283,7 +296,9 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
     loss = weighed(training_graph(recording.graph), plan.tp)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
-    return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
+    stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
+    check_match(plan, recording.graph, loss.graph, stages)
+    return Lowered(plan, loss, stages)
 
 
 def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowered:
@@ -335,15 +350,6 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
-
-
-def _holders(graphs: tuple[Graph, ...]) -> dict[str, tuple[int, ...]]:
-    holders: dict[str, list[int]] = {}
-    for stage, graph in enumerate(graphs):
-        for item in graph.inputs:
-            if item.kind is InputKind.PARAMETER:
-                holders.setdefault(item.target, []).append(stage)
-    return {name: tuple(stages) for name, stages in holders.items()}
 
 
 def _opaque_modules(graph: Graph) -> tuple[OpaqueModule, ...]:

@@ -12,7 +12,8 @@ from typing import Any
 import pydantic
 
 from merakc.cluster import Cluster
-from merakc.errors import PlanError
+from merakc.errors import MerakError, PlanError
+from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.report import Report
@@ -156,9 +157,12 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, with its hash and that of all that is in the file."""
-        body = dataclasses.asdict(self)
-        body = {"hash": self.hash, "file_hash": _digest(body), **body}
-        Path(path).write_text(json.dumps(body, indent=1) + "\n")
+        Path(path).write_text(file_text(self.hash, dataclasses.asdict(self)))
+
+
+def file_text(plan_hash: str, body: dict[str, Any]) -> str:
+    """What stands in the file of a plan of that hash and those contents."""
+    return json.dumps({"hash": plan_hash, "file_hash": _digest(body), **body}, indent=1) + "\n"
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -166,35 +170,69 @@ def _digest(body: dict[str, Any]) -> str:
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Reads a plan and checks its schema and its hash.
+    """Reads a plan; checks its schema, its hash, and that its values go together.
 
-    Raises `PlanError` where the file is no plan, of another schema, or was edited.
+    Raises `PlanError` where the file is no plan, of another schema, was edited or cannot be.
     """
     try:
-        body = json.loads(Path(path).read_text())
+        text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: not a readable plan file ({error})") from error
+    return parse_plan(text, str(path))
+
+
+def parse_plan(text: str, where: str = "plan") -> Plan:
+    """The plan that the text of a file holds; `where` stands in messages.
+
+    Raises `PlanError` as `load_plan` does.
+    """
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where}: not a readable plan file ({error})") from error
     if not isinstance(body, dict):
-        raise PlanError(f"{path}: not a plan file, the top level is no JSON object")
+        raise PlanError(f"{where}: not a plan file, the top level is no JSON object")
     version = body.get("schema_version")
     if version != SCHEMA_VERSION:
         raise PlanError(
-            f"{path}: schema version {version}, this merakc reads {SCHEMA_VERSION}; "
+            f"{where}: schema version {version}, this merakc reads {SCHEMA_VERSION}; "
             "make the plan again"
         )
     stated, whole = body.pop("hash", None), body.pop("file_hash", None)
     try:
-        plan = pydantic.TypeAdapter(Plan).validate_python(body)
+        plan = _ADAPTER.validate_python(body)
     except pydantic.ValidationError as error:
-        raise PlanError(f"{path}: not a valid plan: {error}") from error
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise PlanError(
+            f"{where}: not a valid plan: {place}: {first['msg']}{more}; make the plan again"
+        ) from error
+    except MerakError as error:
+        raise PlanError(f"{where}: not a valid plan: {error}") from error
+    _check(plan, body, stated, whole, where)
+    return plan
+
+
+def _check(plan: Plan, body: dict[str, Any], stated: object, whole: object, where: str) -> None:
+    """Raises `PlanError` where the plan is not what was written, or cannot be."""
     if plan.hash != stated:
         raise PlanError(
-            f"{path}: the contents hash to {plan.hash[:12]} but the file says "
+            f"{where}: the contents hash to {plan.hash[:12]} but the file says "
             f"{str(stated)[:12]}: it was edited after it was written; make the plan again"
         )
     if _digest(body) != whole:
         raise PlanError(
-            f"{path}: its prediction or its report was edited after it was written; make the plan "
-            "again"
+            f"{where}: its prediction or its report was edited after it was written; make the "
+            "plan again"
         )
-    return plan
+    values = dataclasses.asdict(plan)
+    if unlike := first_unlike(body, values):
+        raise PlanError(f"{where}: not a valid plan: {unlike}, or make the plan again")
+    try:
+        check_values(values)
+    except PlanError as error:
+        raise PlanError(f"{where}: not a valid plan: {error}") from error
+
+
+_ADAPTER = pydantic.TypeAdapter(Plan)

@@ -1,0 +1,169 @@
+"""What must hold between the values of a plan, whatever model it is for.
+
+`merakc.planner.apply_plan` checks the rest, against the graph. The values are those of
+`dataclasses.asdict`, so that this module needs no plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from merakc.errors import PlanError
+from merakc.ir.layout import parse_layout
+
+RECOMPUTE = ("none", "full", "selective", "solved")
+# More ranks, or micro-batches, than anyone has: beyond, a plan is damaged, and takes hours to read.
+MOST = 1 << 20
+EVERYTHING = -1  # of what a micro-batch may keep
+Values = Mapping[str, Any]
+
+
+def first_unlike(found: Any, read: Any, where: str = "") -> str:
+    """Where a file says other things than what was read from it; empty where it says the same.
+
+    Unknown keys are, and numbers in other forms (`4.0`, `true`, `"4"` for 4); a key that is left
+    out has its default.
+    """
+    if isinstance(found, Mapping) and isinstance(read, Mapping):
+        for key, value in found.items():
+            if key not in read:
+                return f"{where}{key} is not known; remove it"
+            if text := first_unlike(value, read[key], f"{where}{key}."):
+                return text
+        return ""
+    if isinstance(found, Sequence) and not isinstance(found, str):
+        if not isinstance(read, Sequence) or len(found) != len(read):
+            return f"{where.rstrip('.')} has {len(found)} entries, and another number was read"
+        pairs = enumerate(zip(found, read, strict=True))
+        texts = (first_unlike(one, other, f"{where}{k}.") for k, (one, other) in pairs)
+        return next((text for text in texts if text), "")
+    is_whole = isinstance(found, int) and not isinstance(found, bool)
+    as_float = isinstance(read, float) and is_whole  # JSON may write 1.0 as 1
+    if (type(found) is type(read) or as_float) and (found == read or found != found):
+        return ""
+    return f"{where.rstrip('.')} is {found!r}, and must be written as {read!r}"
+
+
+def check_values(plan: Values) -> None:
+    """Raises `PlanError`, with the field, its value and what it must be, for a plan that cannot be.
+
+    Everything that can be seen without the model is: degrees, the stages and their ranks, the
+    lengths of what is given for each, layouts, numbers.
+    """
+    for text in _problems(plan):
+        raise PlanError(f"{text}; make the plan again")
+
+
+def _problems(plan: Values) -> Iterator[str]:
+    for name in ("dp", "tp", "pp", "micro_batches"):
+        if not 1 <= plan[name] <= MOST:
+            yield f"{name} is {plan[name]}; it must be 1 or more, and at most {MOST}"
+    if plan["dp"] * plan["tp"] * plan["pp"] > MOST:
+        yield f"dp={plan['dp']} x tp={plan['tp']} x pp={plan['pp']} are more than {MOST} ranks"
+    m, size = plan["micro_batches"], plan["batch_size"]
+    if size < 0 or size % m:
+        yield f"batch_size is {size}; it must be a multiple of micro_batches, {m}"
+    if plan["recompute"] not in RECOMPUTE:
+        yield f"recompute is {plan['recompute']!r}; it must be one of {', '.join(RECOMPUTE)}"
+    yield from _stage_problems(plan)
+    yield from _lengths(plan, len(plan["placement"]) or plan["pp"])
+    yield from _per_stage(plan)
+    yield from _layouts(plan)
+    yield from _figures(plan)
+
+
+def _stage_problems(plan: Values) -> Iterator[str]:
+    """The stages, the ranks that hold them, and the parameters that they hold."""
+    pp, placement = plan["pp"], plan["placement"]
+    if placement and set(placement) != set(range(pp)):
+        yield f"placement is {placement}; it must name each of the {pp} pipeline ranks"
+        return
+    stages = len(placement) or pp
+    if {run["stage"] for run in plan["stages"]} != set(range(stages)):
+        yield f"stages are not the {stages} that there are, from 0, each with nodes"
+    if plan["order"] and len(plan["order"]) != pp:
+        yield f"order has {len(plan['order'])} entries; it must have one for each of {pp} ranks"
+    for name, held in plan["parameters"].items():
+        if not held or list(held) != sorted({s for s in held if 0 <= s < stages}):
+            yield (
+                f"parameters.{name} is {held}; it must be stages of the {stages} that there are, "
+                "in order"
+            )
+
+
+def _lengths(plan: Values, stages: int) -> Iterator[str]:
+    """Tuples with an entry a stage, or none."""
+    for name in ("state_shards", "keep_bytes", "sub_batches", "overlap_gains"):
+        if plan[name] and len(plan[name]) != stages:
+            yield (
+                f"{name} has {len(plan[name])} entries; it must have none, or one for each of "
+                f"{stages} stages"
+            )
+    if plan["recompute"] == "solved" and not plan["keep_bytes"]:
+        yield "keep_bytes is empty; with recompute 'solved' it must have an entry for each stage"
+    prediction = plan["prediction"] or {"peak_bytes": (0,) * plan["pp"], "exposed_s": ()}
+    for name, allowed in (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"]))):
+        if len(prediction[name]) not in allowed:
+            yield (
+                f"prediction.{name} has {len(prediction[name])} entries; it must have one for "
+                f"each of {plan['pp']} pipeline ranks"
+            )
+
+
+def _per_stage(plan: Values) -> Iterator[str]:
+    """What the entries for stages may be."""
+    dp = plan["dp"]
+    for stage, shards in enumerate(plan["state_shards"]):
+        if dp % shards["optimizer"]:
+            yield (
+                f"state_shards.{stage}.optimizer is {shards['optimizer']}; it must divide dp={dp}"
+            )
+    for stage, kept in enumerate(plan["keep_bytes"]):
+        if kept < EVERYTHING:
+            yield f"keep_bytes.{stage} is {kept}; it must be bytes, or {EVERYTHING} for everything"
+    samples = plan["batch_size"] // plan["micro_batches"]
+    for stage, parts in enumerate(plan["sub_batches"]):
+        if parts < 1 or (samples and samples % parts):
+            yield f"sub_batches.{stage} is {parts}; it must divide the {samples} of a micro-batch"
+    if any(parts > 1 for parts in plan["sub_batches"]) and plan["machines"] is None:
+        yield "machines is null; with sub_batches it must say what decides the order of nodes"
+
+
+def _layouts(plan: Values) -> Iterator[str]:
+    if plan["tp"] == 1 and plan["splits"]:
+        yield f"splits has {len(plan['splits'])} entries; with tp=1 it must have none"
+    if plan["tp"] == 1 and plan["sequence_parallel"]:
+        yield "sequence_parallel is true; with tp=1 it must be false"
+    for name, text in plan["splits"].items():
+        try:
+            found = parse_layout(text)
+            good = str(found) == text and found.is_split and min(found.shape, default=1) >= 1
+        except (ValueError, RecursionError):
+            good = False
+        if not good:
+            yield f"splits.{name} is {text!r}; it must be a layout such as '8*·64 x 512'"
+
+
+def _figures(plan: Values) -> Iterator[str]:
+    """Numbers that must be finite, and not below zero."""
+    for name in ("collectives", "cut", "prediction"):
+        for key, value in (plan[name] or {}).items():
+            for number in value if isinstance(value, Sequence) else (value,):
+                if isinstance(number, str):
+                    continue
+                if not (math.isfinite(number) and number >= 0):
+                    yield f"{name}.{key} is {number}; it must be finite, and 0 or more"
+    for stage, gain in enumerate(plan["overlap_gains"]):
+        if not (math.isfinite(gain) and gain < 1):
+            yield f"overlap_gains.{stage} is {gain}; it must be finite, and less than 1"
+    for k, module in enumerate(plan["opaque_modules"]):
+        if not 0 <= module["flops_share"] <= 1:
+            share = module["flops_share"]
+            yield f"opaque_modules.{k}.flops_share is {share}; it must be from 0 to 1"
+    for key, value in (plan["machines"] or {}).items():
+        if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
+            yield f"machines.{key} is {value}; it must be finite, and 0 or more"
+        if key in ("flops_per_s", "bytes_per_s", "link_bytes_per_s") and not value > 0:
+            yield f"machines.{key} is {value}; it must be above 0"

@@ -1,0 +1,118 @@
+"""Values of a plan that cannot go together: each is refused with its name, value and remedy."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+
+from merakc.cluster import NOMINAL_GPU
+from merakc.errors import PlanError
+from merakc.ir.plan import OpaqueModule
+from merakc.ir.plan_checks import MOST, check_values, first_unlike
+from merakc.ir.state import StateShards
+from tests.ir.test_plan import PLAN
+
+FULL = dataclasses.replace(
+    PLAN,
+    dp=2,
+    state_shards=(StateShards(1, 1, 2), StateShards(2, 2, 2)),
+    recompute="solved",
+    keep_bytes=(-1, 4096),
+    sub_batches=(2, 1),
+    overlap_gains=(0.1, -0.01),
+    machines=NOMINAL_GPU,
+    opaque_modules=(OpaqueModule("gate", "x.py:1", "control flow", 0.25),),
+)
+
+
+def test_sound_values_pass() -> None:
+    for plan in (PLAN, FULL, dataclasses.replace(PLAN, prediction=None, batch_size=0)):
+        check_values(dataclasses.asdict(plan))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "text"),
+    [
+        (("dp",), 0, "dp is 0; it must be 1 or more"),
+        (("micro_batches",), -4, "micro_batches is -4; it must be 1 or more"),
+        (("tp",), MOST + 1, f"tp is {MOST + 1}; it must be 1 or more, and at most {MOST}"),
+        (("dp",), MOST, f"dp={MOST} x tp=2 x pp=2 are more than {MOST} ranks"),
+        (("batch_size",), 7, "batch_size is 7; it must be a multiple of micro_batches, 4"),
+        (("batch_size",), -8, "batch_size is -8"),
+        (("recompute",), "some", "recompute is 'some'; it must be one of none, full"),
+        (("pp",), 3, "stages are not the 3 that there are"),
+        (("placement",), (0, 2), r"placement is \(0, 2\); it must name each of the 2"),
+        (("placement",), (0, 1, 1, 0), "stages are not the 4 that there are"),
+        (("stages", 0, "stage"), 1, "stages are not the 2 that there are"),
+        (("stages", 0, "stage"), -1, "stages are not the 2 that there are"),
+        (("order",), ("0F0",), "order has 1 entries; it must have one for each of 2"),
+        (("parameters", "head.bias"), (2,), r"parameters.head.bias is \(2,\); it must be stages"),
+        (("parameters", "head.bias"), (), r"parameters.head.bias is \(\)"),
+        (("parameters", "head.bias"), (1, 0), r"parameters.head.bias is \(1, 0\).* in order"),
+        (("state_shards",), (), None),
+        (("state_shards",), ({"optimizer": 2},), "state_shards has 1 entries; it must have none"),
+        (("state_shards", 0, "optimizer"), 3, "state_shards.0.optimizer is 3; it must divide dp=2"),
+        (("keep_bytes",), (), "keep_bytes is empty; with recompute 'solved'"),
+        (("keep_bytes", 0), -2, "keep_bytes.0 is -2; it must be bytes, or -1"),
+        (("sub_batches",), (2, 2, 1), "sub_batches has 3 entries"),
+        (("sub_batches", 1), 3, "sub_batches.1 is 3; it must divide the 2 of a micro-batch"),
+        (("sub_batches", 1), 0, "sub_batches.1 is 0"),
+        (("machines",), None, "machines is null; with sub_batches it must say"),
+        (("machines", "flops_per_s"), 0.0, "machines.flops_per_s is 0.0; it must be above 0"),
+        (("machines", "link_latency_s"), float("nan"), "machines.link_latency_s is nan"),
+        (("overlap_gains", 0), 1.5, "overlap_gains.0 is 1.5; it must be finite, and less than 1"),
+        (("splits", "embed.weight"), "8 x 4", "splits.embed.weight is '8 x 4'; it must be"),
+        (("splits", "embed.weight"), "8* x", "splits.embed.weight is '8. x'"),
+        (("splits", "embed.weight"), "08* x 4", "splits.embed.weight is '08. x 4'"),
+        (("splits", "embed.weight"), "-8* x 4", "splits.embed.weight is '-8. x 4'"),
+        (("splits", "embed.weight"), "(" * 5000, "splits.embed.weight is"),
+        (("tp",), 1, "splits has 1 entries; with tp=1 it must have none"),
+        (("collectives", "all_reduce"), -1, "collectives.all_reduce is -1"),
+        (("cut", "load"), float("inf"), "cut.load is inf; it must be finite, and 0 or more"),
+        (("prediction", "step_s"), float("nan"), "prediction.step_s is nan"),
+        (("prediction", "peak_bytes"), (1,), "prediction.peak_bytes has 1 entries"),
+        (("prediction", "exposed_s"), (1.0,), "prediction.exposed_s has 1 entries"),
+        (("prediction", "peak_bytes", 1), -1, "prediction.peak_bytes is -1"),
+        (("opaque_modules", 0, "flops_share"), 2.0, "opaque_modules.0.flops_share is 2.0"),
+    ],
+)  # fmt: skip
+def test_each_fault_is_named(place: tuple[Any, ...], value: Any, text: str | None) -> None:
+    values = copy.deepcopy(dataclasses.asdict(FULL))
+    owner: Any = values
+    for key in place[:-1]:
+        if isinstance(owner[key], tuple):
+            owner[key] = list(owner[key])
+        owner = owner[key]
+    owner[place[-1]] = value
+    if text is None:
+        check_values(values)
+        return
+    with pytest.raises(PlanError, match=f"{text}(.|\n)*make the plan again"):
+        check_values(values)
+
+
+def test_sequences_need_tensor_parallelism() -> None:
+    values = dataclasses.asdict(dataclasses.replace(PLAN, tp=1, splits={}, sequence_parallel=True))
+    with pytest.raises(PlanError, match="sequence_parallel is true; with tp=1"):
+        check_values(values)
+
+
+@pytest.mark.parametrize(
+    ("found", "read", "text"),
+    [
+        ({"a": 1}, {"a": 1, "b": ()}, ""),
+        ({"a": 1}, {"a": 1.0}, ""),
+        ({"a": [1, {"b": "x"}]}, {"a": (1, {"b": "x"})}, ""),
+        ({"a": {"b": 1}}, {"a": {}}, "a.b is not known; remove it"),
+        ({"a": 1.0}, {"a": 1}, "a is 1.0, and must be written as 1"),
+        ({"a": True}, {"a": 1}, "a is True, and must be written as 1"),
+        ({"a": [0, "4"]}, {"a": (0, 4)}, "a.1 is '4', and must be written as 4"),
+        ({"a": [1, 1]}, {"a": (1,)}, "a has 2 entries, and another number was read"),
+        ({"a": None}, {"a": ()}, "a is None, and must be written as ()"),
+    ],
+)
+def test_what_a_file_says_otherwise_is_named(found: Any, read: Any, text: str) -> None:
+    assert first_unlike(found, read) == text
