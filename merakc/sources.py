@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Raffel et al. 2020 (arXiv 1910.10683), section 3.7.
     "t5-11b": {
         "model_type": "t5", "d_model": 1024, "d_ff": 65536, "d_kv": 128, "num_heads": 128,
-        "num_layers": 24, "vocab_size": 32128,
+        "num_layers": 24, "vocab_size": 32128, "decoder_start_token_id": 0,
     },
 }  # fmt: skip
 # The kinds of model that a batch is known for, by transformers' tables of their classes.
@@ -59,11 +59,20 @@ HINT = "give MODULE:FUNCTION, a function that returns a model and a batch"
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and the batch of any number of samples that it is called with."""
+    """A model, and the batch of any number of samples that it is called with.
+
+    Of a configuration, `config` is transformers' own and `sequence` the tokens of a text. `bounds`
+    says of tensors of integers in the batch how many values they have, from 0; `example` is the
+    batch of a function of the user's.
+    """
 
     name: str
     model: nn.Module
     batch: Callable[[int], Any]
+    config: Any = None
+    sequence: int = 0
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    example: Any = None
 
 
 def load_source(text: str, sequence: int | None = None) -> Source:
@@ -99,7 +108,7 @@ def _from_function(text: str) -> Source:
         raise ConfigError(f"{text}() gave no model and batch: {error}; {HINT}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text}() gave a {type(model).__name__} for a model; {HINT}")
-    return Source(text, model, lambda samples: resized(batch, samples))
+    return Source(text, model, lambda samples: resized(batch, samples), example=batch)
 
 
 def resized(batch: Any, samples: int) -> Any:
@@ -120,12 +129,12 @@ def _from_file(path: Path, sequence: int | None) -> Source:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path}: no config of transformers' ({error})") from error
-    return _from_hf(str(path), config, sequence)
+    return source_of(str(path), config, sequence)
 
 
 def _from_config(name: str, fields: Mapping[str, Any], sequence: int | None) -> Source:
     transformers = _transformers(name)
-    return _from_hf(name, transformers.AutoConfig.for_model(**fields), sequence)
+    return source_of(name, transformers.AutoConfig.for_model(**fields), sequence)
 
 
 def _transformers(wanted_by: str) -> Any:
@@ -138,7 +147,11 @@ def _transformers(wanted_by: str) -> Any:
     return transformers
 
 
-def _from_hf(name: str, config: Any, sequence: int | None) -> Source:
+def source_of(name: str, config: Any, sequence: int | None = None, device: str = "meta") -> Source:
+    """The model of a configuration of transformers', made on a device, and its batches.
+
+    Raises `ConfigError` for a kind of model whose batches are not known.
+    """
     from transformers.models.auto import modeling_auto as tables
 
     transformers = _transformers(name)
@@ -147,20 +160,28 @@ def _from_hf(name: str, config: Any, sequence: int | None) -> Source:
         found = getattr(tables, table).get(config.model_type)
         known = (found,) if isinstance(found, str) else tuple(found or ())
         if known and (not classes or classes[0] in known):
-            with torch.device("meta"):
+            with torch.device(device):
                 model = getattr(transformers, classes[0] if classes else known[0])(config)
             model.config.use_cache = False
             length = sequence or _own_length(config)
-            return Source(name, model.train(), partial(_batch, task, config, length))
+            batch = partial(_batch, task, config, length)
+            return Source(name, model.train(), batch, config, length, _bounds(task, config))
     what = classes[0] if classes else config.model_type
     raise ConfigError(f"{name}: merakc knows no batch for {what}; {HINT}")
 
 
 def _own_length(config: Any) -> int:
-    for field in ("n_positions", "max_position_embeddings", "max_target_positions"):
-        if getattr(config, field, None):
-            return int(getattr(config, field))
+    for name in ("n_positions", "max_position_embeddings", "max_target_positions"):
+        if getattr(config, name, None):
+            return int(getattr(config, name))
     return 512
+
+
+def _bounds(task: str, config: Any) -> dict[str, int]:
+    if task == "image":
+        return {"labels": int(config.num_labels)}
+    words = int(config.get_text_config().vocab_size)
+    return {"input_ids": words, "labels": words}
 
 
 def _batch(task: str, config: Any, length: int, samples: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,278 @@
+"""Whether a plan trains as one process does: on local ranks, with a model of the same structure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import torch
+
+from merakc.batches import call_arguments
+from merakc.carry import Degrees, carry_plan
+from merakc.cluster import NOMINAL_CPU
+from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
+from merakc.equality.lower import lost, lower_degrees
+from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.equality.samples import drawn_batch, drawn_model
+from merakc.equality.shrink import changes, parameter_count, shrink
+from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
+from merakc.errors import ConfigError, MerakError, PlanError
+from merakc.frontend.fingerprint import fingerprint, first_difference
+from merakc.frontend.record import Recording
+from merakc.ir.graph import OutputKind
+from merakc.ir.plan import Plan
+from merakc.ir.precision import Precision
+from merakc.ir.program import Mesh
+from merakc.passes.key_draws import has_draws
+from merakc.planner import Lowered, make_plan
+from merakc.recording import record_part
+from merakc.report.text import format_bytes
+from merakc.sources import Source
+
+STEPS = 2
+LIMIT = 1e-10  # float64 has sixteen digits, and other orders of summation lose some
+FLOAT32_LIMIT = 1e-5  # float32 has seven
+# A model that cannot be made smaller is run as it is up to here: ranks and optimizers hold it many
+# times over.
+MOST_BYTES = 128 << 20
+DOUBLE = Precision("float64", "float64", "float64")
+SINGLE = Precision("float32", "float32", "float64")
+LABELS = {"loss": "loss", "gradient": "gradients", "weight": "weights", "buffer": "buffers"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The largest relative error of one kind, in one arithmetic, and what is allowed."""
+
+    quantity: str
+    arithmetic: str
+    error: float
+    name: str
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is within the limit."""
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was compared, and how far it was apart.
+
+    `checked` is the plan that was run. `lowered` holds the integers of the configuration that were
+    lowered, `lost` what of the plan too few ranks leave out, `failed` why the ranks did not come to
+    an end.
+    """
+
+    checked: Plan
+    parameters: int
+    checked_parameters: int
+    lowered: dict[str, tuple[int, int]]
+    lost: tuple[str, ...]
+    compared_with: str
+    rows: tuple[Row, ...]
+    failed: str
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the ranks trained as one process does."""
+        return not self.failed and bool(self.rows) and all(row.passed for row in self.rows)
+
+
+Train = Callable[[Case], Reference]
+
+
+def check_plan(
+    plan: Plan,
+    source: Source,
+    *,
+    ranks: int,
+    seed: int = 0,
+    timeout_s: float = 300.0,
+    progress: Callable[[str], None] = lambda _: None,
+    train: Train = train_on_rank,
+) -> Verdict:
+    """Trains a model of the source's structure by the plan on local ranks, and compares.
+
+    `train` is what each rank does. Raises `PlanError` for a plan of another model, `ConfigError`
+    for a model that is too large and cannot be made smaller, and what the plan's decisions raise
+    where no smaller model allows them.
+    """
+    start_s = time.perf_counter()
+    progress(f"recording {source.name}")
+    check_source(plan, source)
+    degrees = lower_degrees(plan, ranks)
+    found, lowered = _small_source(plan, source, degrees, progress)
+    rows: list[Row] = []
+    compared_with, failed, checked = "", "", plan
+    for precision, limit, arithmetic in _comparisons(plan):
+        case = _case(plan, found, degrees, precision, seed)
+        checked = case.plan
+        progress(f"training on {checked.mesh.world_size} local ranks, {arithmetic}")
+        try:
+            results = run_ranks(checked.mesh.world_size, train, case, timeout_s=timeout_s)
+        except RankError as error:
+            if isinstance(error.__cause__, MerakError):
+                raise error.__cause__ from error
+            failed = f"rank {error.rank} failed: {error.details.strip().splitlines()[-1]}"
+            break
+        except RankTimeoutError as error:
+            failed = f"{error}; give --timeout more seconds"
+            break
+        progress("training in one process")
+        differences, compared_with = _differences(case, results, limit, timeout_s)
+        rows += [
+            Row(LABELS[kind], arithmetic, own.error, own.name, limit)
+            for kind, own in ((kind, differences.get(kind)) for kind in KINDS)
+            if own is not None
+        ]
+    return Verdict(
+        checked, parameter_count(source.model), parameter_count(found.model), lowered,
+        lost(plan, degrees), compared_with, tuple(rows), failed, time.perf_counter() - start_s,
+    )  # fmt: skip
+
+
+def check_source(plan: Plan, source: Source) -> None:
+    """Raises `PlanError`, with the first difference, where a plan is not for this model."""
+    samples = max(plan.batch_size // max(plan.micro_batches, 1), 1)
+    args, kwargs = call_arguments(source.batch(samples))
+    recording = record_part(source.model, args, kwargs, 1, torch.device("cpu"), plan.precision)
+    difference = first_difference(plan.graph, fingerprint(recording.graph))
+    if difference:
+        raise PlanError(
+            f"the plan was made for another graph ({plan.model}) than that of {source.name}: "
+            f"{difference}; name the model that it was made for, with the same --seq"
+        )
+
+
+def _comparisons(plan: Plan) -> Iterator[tuple[Precision | None, float, str]]:
+    """The arithmetics to compare in, with their limits.
+
+    In mixed precision once in float32 with masters of float64, wider than what is computed as the
+    plan's are, and once with all of the plan's casts lifted to float64.
+    """
+    if plan.precision is None:
+        yield None, LIMIT, "float64"
+    else:
+        yield SINGLE, FLOAT32_LIMIT, "float32"
+        yield DOUBLE, LIMIT, "float64"
+
+
+def _small_source(
+    plan: Plan, source: Source, degrees: Degrees, progress: Callable[[str], None]
+) -> tuple[Source, dict[str, tuple[int, int]]]:
+    """The smallest model of the structure that takes the plan's decisions, and what was lowered."""
+    if source.config is None:
+        size_bytes = 8 * parameter_count(source.model)
+        if size_bytes > MOST_BYTES:
+            raise ConfigError(
+                f"{source.name}: its parameters take {format_bytes(size_bytes)} in float64, more "
+                f"than the {format_bytes(MOST_BYTES)} up to which a model is run as it is, and a "
+                "model of your own function cannot be made smaller; let the function return one "
+                "of fewer or narrower layers, and plan for that"
+            )
+        return source, {}
+    found = shrink(source, degrees.stages, progress)
+    refusal: MerakError | None = None
+    for small in reversed(found):
+        if 8 * small.numbers > MOST_BYTES:
+            break
+        try:
+            record = _recorder(small.source, degrees, None, 0, lift=True)
+            carry_plan(plan, degrees, record, None)
+        except MerakError as error:
+            refusal = refusal or error
+            progress(f"trying a larger model: {error}")
+        else:
+            return small.source, changes(found[0], small)
+    if refusal is not None:
+        raise refusal
+    raise ConfigError(
+        f"{source.name}: no model of its structure was found that holds less than "
+        f"{format_bytes(MOST_BYTES)} in float64 (the smallest has {found[-1].numbers:,} numbers); "
+        "lower its configuration by hand, and plan and verify that"
+    )
+
+
+def _case(
+    plan: Plan, source: Source, degrees: Degrees, precision: Precision | None, seed: int
+) -> Case:
+    lift = precision in (None, DOUBLE)
+    lowered = carry_plan(
+        plan, degrees, _recorder(source, degrees, precision, seed, lift=lift), precision
+    )
+    samples = degrees.micro_batches * degrees.samples * degrees.mesh.dp
+    batches = tuple(drawn_batch(source, samples, seed + 1 + step) for step in range(STEPS))
+    return Case(drawn_model(source, seed), lowered.plan, batches, lift)
+
+
+def _recorder(
+    source: Source, degrees: Degrees, precision: Precision | None, seed: int, *, lift: bool
+) -> Callable[[int], Recording]:
+    """Records a dp rank's batch, in any number of micro-batches, as its ranks will."""
+    model = drawn_model(source, seed)
+    batch = drawn_batch(source, degrees.micro_batches * degrees.samples, seed + 1)
+
+    @cache
+    def recorded(parts: int) -> Recording:
+        args, kwargs = call_arguments(batch)
+        with comparable(lift=lift):
+            found = record_part(model, args, kwargs, parts, torch.device("cpu"), precision)
+        if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
+            raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")
+        return found
+
+    return recorded
+
+
+def _differences(
+    case: Case, results: list[Reference], limit: float, timeout_s: float
+) -> tuple[dict[str, Difference], str]:
+    """The largest differences from one process, and from what in it.
+
+    Losses of micro-batches are averaged, which is what the batch gives at once but where it is
+    normalised over, or labels are many in one micro-batch and few in another. Then the nearer of
+    the two counts. Where a model draws random numbers, which torch and merakc do differently, the
+    one process runs merakc too.
+    """
+    plan = case.plan
+    losses = [result.losses for result in results]
+    compare = partial(worst_differences, results[0], losses, bound=limit)
+    if _draws(case):
+        alone = replace(case, plan=_alone(case).plan)
+        found = run_ranks(1, train_on_rank, alone, timeout_s=timeout_s)
+        return compare(reference=found[0]), "one process of merakc (the model draws numbers)"
+    parts = plan.dp * plan.micro_batches
+    near = compare(reference=train_in_one_process(case, parts))
+    what = "the plain model in one process, micro-batch by micro-batch"
+    if max(d.error for d in near.values()) > limit and parts > 1:
+        whole = compare(reference=train_in_one_process(case, 1))
+        if max(d.error for d in whole.values()) < max(d.error for d in near.values()):
+            return whole, "the plain model in one process, on the whole batch"
+    return near, what
+
+
+def _draws(case: Case) -> bool:
+    return has_draws(_whole_recording(case).graph)
+
+
+def _alone(case: Case) -> Lowered:
+    """A plan of one rank for the same micro-batches."""
+    plan = case.plan
+    parts = plan.dp * plan.micro_batches
+    made, lowered = make_plan(
+        _whole_recording(case), Mesh(), parts, NOMINAL_CPU, batch_size=plan.batch_size * plan.dp
+    )
+    return replace(lowered, plan=replace(made, precision=plan.precision))
+
+
+def _whole_recording(case: Case) -> Recording:
+    args, kwargs = call_arguments(case.batches[0])
+    parts = case.plan.dp * case.plan.micro_batches
+    device = torch.device("cpu")
+    with comparable(lift=case.lift):
+        return record_part(case.model, args, kwargs, parts, device, case.plan.precision)

@@ -1,0 +1,182 @@
+"""Plans checked on local ranks: right ones are equal, broken ones are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from merakc.cluster import NOMINAL_GPU
+from merakc.equality import check
+from merakc.equality.check import check_plan
+from merakc.equality.compare import Reference
+from merakc.equality.train import Case, train_on_rank
+from merakc.errors import ConfigError, PlanError
+from merakc.ir.plan import Plan
+from merakc.ir.precision import parse_precision
+from merakc.kernels import collectives
+from merakc.offline import plan_offline
+from merakc.runtime import executor
+from merakc.search import Request
+from merakc.sources import Source, resized, source_of
+
+
+@cache
+def llama() -> Source:
+    """Of ten layers, wide enough to be made smaller."""
+    config = transformers.LlamaConfig(
+        vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=10,
+        num_attention_heads=8, num_key_value_heads=4, max_position_embeddings=512,
+        attention_dropout=0.1,
+    )  # fmt: skip
+    return source_of("llama", config, 64)
+
+
+def plan_of(source: Source, ranks: int, batch: int, **fixed: object) -> Plan:
+    return plan_offline(source, Request(ranks, 0, **fixed), batch, NOMINAL_GPU)[0]  # type: ignore[arg-type]
+
+
+@cache
+def three_d() -> Plan:
+    return plan_of(
+        llama(), 16, 32, dp=4, tp=2, pp=2, micro_batches=8, schedule="zb-v", recompute="none",
+        sequence_parallel=True, state_shards="zero-2", overlap=0,
+    )  # fmt: skip
+
+
+def test_a_plan_of_all_axes_is_equal_to_one_process() -> None:
+    told: list[str] = []
+    verdict = check_plan(three_d(), llama(), ranks=8, progress=told.append)
+    assert verdict.equal, verdict
+    checked = verdict.checked
+    assert (checked.dp, checked.tp, checked.pp, checked.schedule) == (2, 2, 2, "zb-v")
+    assert str(checked.shards(0)) == "1, 2, 2"
+    assert checked.sequence_parallel
+    assert [row.quantity for row in verdict.rows] == ["loss", "gradients", "weights"]
+    assert all(row.limit == 1e-10 for row in verdict.rows)
+    assert verdict.lowered["num_hidden_layers"] == (10, 8), "two for each of four stages"
+    assert verdict.checked_parameters < verdict.parameters / 10
+    assert any("8 local ranks" in text for text in told)
+
+
+@cache
+def flat() -> Plan:
+    """One stage, for what needs no pipeline."""
+    return plan_of(llama(), 4, 8, dp=2, tp=2, pp=1, micro_batches=2, overlap=0)
+
+
+def test_mixed_precision_is_compared_in_two_arithmetics() -> None:
+    plan = plan_of(
+        llama(), 4, 8, dp=2, tp=2, pp=1, micro_batches=2, recompute="full", state_shards="zero-3",
+        precision=parse_precision("bf16-mixed"),
+    )  # fmt: skip
+    verdict = check_plan(plan, llama(), ranks=4)
+    assert verdict.equal, verdict
+    limits = {row.arithmetic: row.limit for row in verdict.rows}
+    assert limits == {"float32": 1e-5, "float64": 1e-10}
+    errors = {row.arithmetic: row.error for row in verdict.rows if row.quantity == "gradients"}
+    assert errors["float32"] > 1e-10, "it does compute in float32"
+
+
+def _scale_tangents() -> None:
+    plain = executor._Step._tangent
+    executor._Step._tangent = lambda *a: plain(*a) * (1 + 1e-8)  # type: ignore[method-assign]
+
+
+def _scale_all_reduces() -> None:
+    plain = collectives.Pending.wait
+    collectives.Pending.wait = lambda own: plain(own) * (1 + 1e-8)  # type: ignore[method-assign]
+
+
+def _tear() -> None:
+    raise RuntimeError("torn")
+
+
+def _broken(fault: Callable[[], None], case: Case) -> Reference:
+    fault()
+    return train_on_rank(case)
+
+
+@pytest.mark.parametrize(
+    ("fault", "kinds"),
+    [
+        (_scale_tangents, {"gradients"}),
+        (_scale_all_reduces, {"gradients", "weights"}),
+    ],
+)
+def test_a_fault_of_a_hundred_millionth_is_seen(fault: Callable[[], None], kinds: set[str]) -> None:
+    verdict = check_plan(flat(), llama(), ranks=2, train=partial(_broken, fault))
+    assert not verdict.equal
+    assert kinds <= {row.quantity for row in verdict.rows if not row.passed}
+    assert verdict.lost == ("dp=2",)
+
+
+def test_ranks_that_fail_are_no_equality() -> None:
+    verdict = check_plan(flat(), llama(), ranks=2, train=partial(_broken, _tear))
+    assert not verdict.equal
+    assert verdict.failed in {f"rank {k} failed: RuntimeError: torn" for k in (0, 1)}
+
+
+class Normed(nn.Module):
+    """Normalised over the micro-batch, with labels that one half of the batch lacks."""
+
+    def __init__(self, *, normed: bool) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.norm = nn.BatchNorm1d(8) if normed else nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.norm(self.up(x))), labels)
+
+
+@pytest.mark.parametrize("normed", [True, False], ids=["batch norm", "uneven labels"])
+def test_a_function_of_the_users_runs_as_it_is(normed: bool) -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 6), torch.arange(8) % 3
+    if not normed:
+        labels[:3] = -100
+    batch = {"x": x, "labels": labels}
+    source = Source(
+        "mine", Normed(normed=normed), lambda samples: resized(batch, samples), example=batch
+    )
+    plan = plan_of(source, 4, 8, dp=2, pp=2, micro_batches=2)
+    verdict = check_plan(plan, source, ranks=4)
+    assert verdict.equal, verdict
+    assert verdict.parameters == verdict.checked_parameters
+    assert ("micro-batch by micro-batch" in verdict.compared_with) is normed
+    assert any(row.quantity == "buffers" for row in verdict.rows) is normed
+
+
+def test_numbers_drawn_are_compared_with_one_process_of_merakc() -> None:
+    class Noisy(Normed):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return super().forward(x + torch.randn_like(x), labels)
+
+    batch = {"x": torch.randn(8, 6), "labels": torch.arange(8) % 3}
+    source = Source(
+        "mine", Noisy(normed=False), lambda samples: resized(batch, samples), example=batch
+    )
+    plan = plan_of(source, 2, 8, dp=1, pp=2, micro_batches=2)
+    verdict = check_plan(plan, source, ranks=2)
+    assert verdict.equal, verdict
+    assert "one process of merakc" in verdict.compared_with
+
+
+def test_a_large_function_is_refused_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5000, 5000), nn.Flatten(0))
+    batch = {"input": torch.zeros(2, 5000)}
+    source = Source("mine", model, lambda samples: resized(batch, samples), example=batch)
+    monkeypatch.setattr(check, "check_source", lambda *_: None)  # it would be another model
+    with pytest.raises(ConfigError, match=r"190\.77 MiB in float64, more than the 128\.00 MiB"):
+        check_plan(flat(), source, ranks=2)
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    other = source_of("gpt2", transformers.GPT2Config(n_layer=2), 16)
+    with pytest.raises(PlanError, match=r"another graph \(LlamaForCausalLM\) than that of gpt2: "):
+        check_plan(flat(), other, ranks=8)

@@ -1,0 +1,64 @@
+"""Both sides of a comparison: they agree where they should, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from merakc.cluster import NOMINAL_CPU
+from merakc.equality.compare import worst_difference
+from merakc.equality.ranks import run_ranks
+from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
+from merakc.errors import ConfigError
+from merakc.ir.program import Mesh
+from merakc.planner import make_plan
+from merakc.recording import record_part
+
+
+class Words(nn.Module):
+    """With dropout and a cast to float32 of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.drop = nn.Embedding(7, 4), nn.Dropout(0.5)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.drop(torch.tanh(self.table(ids).float())))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+
+def _batch(seed: int, samples: int = 8) -> torch.Tensor:
+    return torch.randint(7, (samples, 5), generator=torch.Generator().manual_seed(seed))
+
+
+def _case(mesh: Mesh) -> Case:
+    model = Words().double()
+    with comparable(lift=True):
+        local = _batch(0, 8 // mesh.dp)
+        recording = record_part(model, (local,), {}, 2, torch.device("cpu"))
+    plan, _ = make_plan(recording, mesh, 2, NOMINAL_CPU, batch_size=8 // mesh.dp)
+    return Case(model, plan, (_batch(0), _batch(1)), lift=True)
+
+
+def test_ranks_and_one_process_agree_without_dropout_and_casts() -> None:
+    case = _case(Mesh(dp=2, pp=2))
+    found = run_ranks(4, train_on_rank, case)
+    reference = train_in_one_process(case, 4)
+    assert case.model.head.weight.grad is None, "the case is used again"
+    losses = [f.losses for f in found]
+    assert worst_difference(found[0], losses, reference, 1e-10).error < 1e-12
+    assert set(reference.gradients[1]) == {"table.weight", "head.weight", "head.bias"}
+    other = train_in_one_process(replace(case, batches=case.batches[::-1]), 4)
+    assert worst_difference(found[0], losses, other, 1e-10).error > 1e-3
+
+
+def test_a_batch_without_values_is_refused() -> None:
+    case = _case(Mesh())
+    empty = replace(case, batches=(_batch(0).to("meta"),))
+    with pytest.raises(ConfigError, match="the batch is on the meta device"):
+        train_in_one_process(empty, 2)
