@@ -7,8 +7,6 @@ arguments that cannot be used.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +15,12 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU
-from merakc.errors import ConfigError, MerakError
+from merakc.commands.clusters import CLUSTERS
+from merakc.commands.console import NO, AsJson, told
+from merakc.commands.doctor import doctor
+from merakc.commands.simulate import simulate
+from merakc.commands.verify import verify
+from merakc.errors import ConfigError
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.precision import parse_precision
 from merakc.offline import plan_offline
@@ -37,25 +39,7 @@ from merakc.sources import load_source
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Plans for training in 3D parallelism."
 )
-NO, UNUSABLE = 1, 2
 PICTURES = (".png", ".svg", ".pdf")
-CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
-
-@contextmanager
-def _told(problem: Console) -> Iterator[None]:
-    """An error of the user's is one message, and an exit code."""
-    try:
-        yield
-    except MerakError as error:
-        problem.print(
-            f"{type(error).__name__}: {error}", style="red", highlight=False, markup=False
-        )
-        raise typer.Exit(UNUSABLE) from error
-    except OSError as error:  # a file that cannot be written
-        problem.print(f"{error}; give another path", style="red", highlight=False, markup=False)
-        raise typer.Exit(UNUSABLE) from error
 
 
 @app.command()
@@ -82,7 +66,7 @@ def plan(
 ) -> None:
     """Choose a plan for a model and write it to a file."""
     progress = Console(stderr=True)
-    with _told(progress), progress.status(f"reading {source}") as status:
+    with told(progress), progress.status(f"reading {source}") as status:
         if cluster not in CLUSTERS:
             raise ConfigError(f"cluster {cluster!r} is not known; choose one of {[*CLUSTERS]}")
         request = Request(
@@ -120,7 +104,7 @@ def show(
 ) -> None:
     """Show what a plan decides, and what it expects: as text, a page, a timeline or a picture."""
     said = Console(stderr=True)
-    with _told(said):
+    with told(said):
         if png is not None and png.suffix not in PICTURES:
             raise ConfigError(f"--png {png}: its name must end with one of {', '.join(PICTURES)}")
         found = load_plan(file)
@@ -147,7 +131,7 @@ def diff(
     as_json: AsJson = False,
 ) -> None:
     """Show what two plans decide differently; exits with 1 where they do."""
-    with _told(Console(stderr=True)):
+    with told(Console(stderr=True)):
         old, new = load_plan(first), load_plan(second)
     changes, predictions = plan_changes(old, new), prediction_changes(old, new)
     console = Console()
@@ -185,3 +169,8 @@ def _print(made: Plan, *, as_json: bool, whole: bool = False) -> None:
     console.print(plan_table(made))
     if made.report is not None and whole:
         console.print(report_table(made.report, console.width))
+
+
+app.command()(simulate)
+app.command()(verify)
+app.command()(doctor)

@@ -28,7 +28,7 @@ from merakc.ir.program import Mesh
 from merakc.passes.key_draws import has_draws
 from merakc.planner import Lowered, make_plan
 from merakc.recording import record_part
-from merakc.report.text import format_bytes
+from merakc.report.units import format_bytes
 from merakc.sources import Source
 
 STEPS = 2

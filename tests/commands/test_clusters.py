@@ -1,0 +1,25 @@
+"""Machines by name: nominal ones, presets and files, and too few of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from merakc.cluster import NOMINAL_CPU
+from merakc.commands.clusters import machines
+from merakc.errors import ClusterError, ConfigError
+
+
+def test_machines_by_name() -> None:
+    assert machines("cpu", "float32", 4096) == NOMINAL_CPU
+    half, single = (machines("a100-80:2", dtype, 16) for dtype in ("bfloat16", "float32"))
+    assert half.flops_per_s > single.flops_per_s
+    assert half.hardware is not None
+
+
+def test_what_is_none_or_too_few_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="'h100' has 8 devices, and the plan 64 ranks; name h100:8"
+    ):
+        machines("h100", "bfloat16", 64)
+    with pytest.raises(ClusterError, match="give the path of a TOML file, or the name of a preset"):
+        machines("moon", "bfloat16", 1)

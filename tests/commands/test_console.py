@@ -1,0 +1,25 @@
+"""How errors of the user's are told."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import typer
+from rich.console import Console
+
+from merakc.commands.console import UNUSABLE, told
+from merakc.errors import ConfigError
+
+
+def test_an_error_is_one_message_and_an_exit_code() -> None:
+    page = io.StringIO()
+    with pytest.raises(typer.Exit) as caught, told(Console(file=page, width=80)):
+        raise ConfigError("dp is 0 [sic]; a degree is at least 1")
+    assert caught.value.exit_code == UNUSABLE
+    assert page.getvalue() == "ConfigError: dp is 0 [sic]; a degree is at least 1\n"
+
+
+def test_what_is_no_fault_of_the_users_stays() -> None:
+    with pytest.raises(ZeroDivisionError), told(Console(file=io.StringIO())):
+        raise ZeroDivisionError
