@@ -36,7 +36,7 @@ from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
-from merakc.ir.plan import Plan, parse_plan
+from merakc.ir.plan import Plan, file_text, parse_plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import parse_shards
@@ -51,6 +51,7 @@ REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"
 # What a plan reports and does not decide.
 REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "prediction",
             "merakc_version", "overlap_gains", "batch_size")  # fmt: skip
+HASHES = ("hash", "file_hash")
 MOST_RANKS = 8  # that are started to train
 _ADAPTER = pydantic.TypeAdapter(Plan)
 
@@ -129,7 +130,7 @@ class Mutant:
 def mutants(count: int, seed: int) -> Iterator[Mutant]:
     """So many damaged files; every second one with a hash that fits, where there is one."""
     rng = random.Random(seed)
-    texts = [json.dumps({"hash": p.hash, **dataclasses.asdict(p)}, indent=1) for p in plans()]
+    texts = [file_text(p.hash, dataclasses.asdict(p)) for p in plans()]
     for k in range(count):
         base = rng.randrange(len(texts))
         hashed = k % 2 == 1
@@ -139,7 +140,7 @@ def mutants(count: int, seed: int) -> Iterator[Mutant]:
         body = json.loads(texts[base])
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
             mutate_body(body, rng)
-        yield Mutant(base, json.dumps(rehashed(body) if hashed else body), hashed)
+        yield Mutant(base, rehashed(body) if hashed else json.dumps(body), hashed)
 
 
 def mutate_bytes(text: str, rng: random.Random) -> str:
@@ -165,7 +166,7 @@ def mutate_bytes(text: str, rng: random.Random) -> str:
 
 def mutate_body(body: dict[str, Any], rng: random.Random) -> None:
     """Changes one value, key or entry in place; each field of the plan is as likely as any."""
-    top = rng.choice([k for k in body if k != "hash"])
+    top = rng.choice([k for k in body if k not in HASHES])
     places = list(_places(body, top))
     owner, key = rng.choice(places)
     value = owner[key]
@@ -216,13 +217,13 @@ def _another(value: Any, rng: random.Random) -> Any:
     return rng.choice((0, "", []))
 
 
-def rehashed(body: dict[str, Any]) -> dict[str, Any]:
-    """The body with the hash of its contents, if it can be read at all."""
-    rest = {k: v for k, v in body.items() if k != "hash"}
+def rehashed(body: dict[str, Any]) -> str:
+    """The file of those contents with hashes that fit, if they can be read at all."""
+    rest = {k: v for k, v in body.items() if k not in HASHES}
     try:
-        return {"hash": _ADAPTER.validate_python(rest).hash, **rest}
+        return file_text(_ADAPTER.validate_python(rest).hash, rest)
     except (pydantic.ValidationError, MerakError):
-        return body
+        return json.dumps(body)
 
 
 def judge(mutant: Mutant) -> tuple[str, str | Plan]:

@@ -120,4 +120,4 @@ def _record(source: Source, samples: int, plan: Plan) -> Recording:
 
 def _predicted(lowered: Lowered, cluster: Cluster) -> Plan:
     prediction, _ = predict(lowered, cluster, dp_rank=0)
-    return replace(lowered.plan, prediction=prediction)
+    return replace(lowered.plan, prediction=prediction, report=None)

@@ -23,3 +23,10 @@ def test_an_error_is_one_message_and_an_exit_code() -> None:
 def test_what_is_no_fault_of_the_users_stays() -> None:
     with pytest.raises(ZeroDivisionError), told(Console(file=io.StringIO())):
         raise ZeroDivisionError
+
+
+def test_a_file_that_cannot_be_written_is_told() -> None:
+    page = io.StringIO()
+    with pytest.raises(typer.Exit), told(Console(file=page, width=80)):
+        raise PermissionError(13, "Permission denied", "plan.json")
+    assert "Permission denied: 'plan.json'; give another path" in page.getvalue()
