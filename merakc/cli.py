@@ -62,6 +62,9 @@ def plan(
     recompute: Annotated[str, typer.Option(help="none, full, selective or auto.")] = "auto",
     state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3, or 1,1,8.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
+    overlap: Annotated[
+        int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a plan for a model and write it to a file."""
@@ -71,7 +74,7 @@ def plan(
             raise ConfigError(f"cluster {cluster!r} is not known; choose one of {[*CLUSTERS]}")
         request = Request(
             ranks, 0, dp, tp, pp, micro_batches, schedule, (), recompute, None,
-            _shards(state_shards), parse_precision(precision),
+            _shards(state_shards), parse_precision(precision), overlap,
         )  # fmt: skip
         given = load_source(source, sequence)
         machines = CLUSTERS[cluster]
@@ -83,12 +86,17 @@ def plan(
         made.save(output)
     _print(made, as_json=as_json)
     progress.print(f"written to {output}")
+    _check_fits(made, machines.memory_bytes, progress)
+
+
+def _check_fits(made: Plan, memory_bytes: int, problem: Console) -> None:
+    """Exits with `NO` where a rank needs more than there is."""
     assert made.prediction is not None
     most = max(made.prediction.peak_bytes)
-    if most > machines.memory_bytes:
-        progress.print(
-            f"does not fit: a rank needs {format_bytes(most)} of "
-            f"{format_bytes(machines.memory_bytes)}; use more ranks, or shard the state",
+    if most > memory_bytes:
+        problem.print(
+            f"does not fit: a rank needs {format_bytes(most)} of {format_bytes(memory_bytes)}; use "
+            "more ranks, or shard the state",
             style="red",
         )
         raise typer.Exit(NO)

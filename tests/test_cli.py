@@ -72,6 +72,15 @@ def test_show_says_what_it_cannot_write(tmp_path: Path) -> None:
     assert "must end with one of .png" in " ".join(printed.split())
 
 
+def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    options = (*SMALL, "--tp", "2", "--micro-batches", "1", "-o", str(file))
+    assert "micro-batches in 2 parts" in run(*options, "--overlap", "2")
+    assert load_plan(file).sub_batches == (2,)
+    run(*options, "--overlap", "0")
+    assert load_plan(file).sub_batches == ()
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -80,6 +89,7 @@ def test_show_says_what_it_cannot_write(tmp_path: Path) -> None:
         ((*SMALL, "--state-shards", "1,x,2"), "give zero-1 to zero-3, or three numbers"),
         ((*SMALL, "--precision", "fp8"), "precision 'fp8' is not known"),
         ((*SMALL, "--schedule", "best"), "schedule 'best' is not known"),
+        ((*SMALL, "--tp", "2", "--overlap", "3"), "overlap=3: no stage can run a micro-batch so"),
         ((*SMALL, "--dp", "2", "--batch", "3"), "3 samples does not divide over dp=2"),
     ],
 )
