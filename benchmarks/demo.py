@@ -29,7 +29,7 @@ from benchmarks.memory import peak_live_bytes
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch
 from merakc.ir.plan import Plan
-from merakc.ir.program import Event
+from merakc.ir.program import CollectiveEvent, Event
 from merakc.report.plot import plot_losses
 from merakc.report.text import format_bytes, format_seconds, plan_table
 from merakc.report.trace import write_trace
@@ -71,6 +71,7 @@ class Run:
     events: tuple[Event, ...] = ()
     plan: Plan | None = None
     simulation: Simulation | None = None
+    collectives: tuple[CollectiveEvent, ...] = ()
 
 
 def build_model(settings: Settings) -> nn.Module:
@@ -109,7 +110,10 @@ def train_parallel(settings: Settings, text: torch.Tensor) -> Run:
         return float(loss.detach())
 
     losses, step_s = _train(settings, text, step, console, f"tp {TP} x pp {PP}")
-    events = parallel.last_events
+    parallel.record_collectives()
+    step(batch)
+    events, collectives = parallel.last_events, parallel.last_collectives
+    parallel.record_collectives(False)
     peak_bytes = peak_live_bytes(parallel, optimizer, lambda: step(batch))
     return Run(
         losses,
@@ -118,6 +122,7 @@ def train_parallel(settings: Settings, text: torch.Tensor) -> Run:
         tuple(events),
         parallel.plan,
         parallel.simulation,
+        collectives,
     )
 
 
@@ -208,6 +213,8 @@ def write_outputs(out: Path, runs: Sequence[Run], single: Run) -> None:
     write_trace(
         simulation.events, out / "timeline.json", measured=measured,
         collectives=simulation.collectives,
+        inside=simulation.collectives_inside(range(len(runs))),
+        measured_inside=[event for run in runs for event in run.collectives],
     )  # fmt: skip
 
 

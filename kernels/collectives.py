@@ -14,7 +14,8 @@ All results are new and contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ from torch import Tensor
 
 from merakc.errors import ConfigError
 
+# What is told of a collective: its op, its axis, the bytes of its tensor, and how it is issued.
+Watcher = Callable[[str, str, int, Callable[[], Any]], Any]
+
 _groups: dict[str, dist.ProcessGroup] = {}
+_watchers: list[Watcher] = []
 _REDUCE_OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
@@ -50,6 +55,20 @@ def axis_group(axis: str) -> dist.ProcessGroup:
 def unbind_axes() -> None:
     """Forgets every binding."""
     _groups.clear()
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Lets `watcher` issue every collective, and return the work that is waited for."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
+
+
+def _issue(op: str, axis: str, size_bytes: int, issue: Callable[[], Any]) -> Any:
+    return _watchers[-1](op, axis, size_bytes, issue) if _watchers else issue()
 
 
 def all_reduce(x: Tensor, axis: str, reduce: str = "sum") -> Tensor:
@@ -126,7 +145,8 @@ def start_all_reduce(x: Tensor, axis: str, reduce: str) -> Pending:
     out = _contiguous_copy(x)
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[reduce]
-    return Pending(group.allreduce([out], options), lambda: out)
+    work = _issue("all_reduce", axis, out.nbytes, lambda: group.allreduce([out], options))
+    return Pending(work, lambda: out)
 
 
 def _contiguous_copy(x: Tensor) -> Tensor:
@@ -150,7 +170,9 @@ def start_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank:
     padded = x.new_zeros(block)
     padded.narrow(dim, 0, sizes[rank]).copy_(x)
     blocks = [torch.empty_like(padded) for _ in sizes]
-    work = dist.all_gather(blocks, padded, group, async_op=True)
+    size_bytes = len(sizes) * padded.nbytes
+    work = _issue("all_gather", axis, size_bytes,
+                  lambda: dist.all_gather(blocks, padded, group, async_op=True))  # fmt: skip
     assert work is not None, "this rank is not in the group"
     block[dim] = sum(sizes)
 
@@ -178,7 +200,9 @@ def start_reduce_scatter(
     for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):
         own.narrow(dim, 0, part.shape[dim]).copy_(part)
     out = x.new_empty(block)
-    work = dist.reduce_scatter(out, blocks, group=group, async_op=True)
+    size_bytes = len(sizes) * out.nbytes
+    work = _issue("reduce_scatter", axis, size_bytes,
+                  lambda: dist.reduce_scatter(out, blocks, group=group, async_op=True))  # fmt: skip
     assert work is not None, "this rank is not in the group"
 
     def take() -> Tensor:

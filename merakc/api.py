@@ -26,6 +26,7 @@ from merakc.batches import (
     with_tensor_specs,
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.costs.lanes import chunk_collectives
 from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
 from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
@@ -352,11 +353,15 @@ def _simulated(
         latency_s, bytes_per_s = measure_link(steps.device)
         cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
     touches = {s: chunk_touches(chunk) for s, chunk in step.chunks.items()}
-    found = together(lambda: {s: (cost, touches[s]) for s, cost in own.items()})
+    inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
+    found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
     mesh, rank_of = plan.mesh, plan.rank_of
     of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
-    every = {s: touches for s, (_, touches) in enumerate(of_stage)}
-    prediction, simulation = predict(lowered, cluster, tuple(c for c, _ in of_stage), every)
+    every = {s: touches for s, (_, touches, _) in enumerate(of_stage)}
+    prediction, simulation = predict(
+        lowered, cluster, tuple(c for c, *_ in of_stage), every,
+        collectives={of: some for *_, inside in of_stage for of, some in inside.items()},
+    )  # fmt: skip
     programs = lowered.with_collectives(lowered.programs(), every)
     times = rank_times(programs, simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)

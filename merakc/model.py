@@ -14,7 +14,7 @@ from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
-from merakc.ir.program import Event
+from merakc.ir.program import CollectiveEvent, Event
 from merakc.norms import total_norm
 from merakc.runtime.state import gather_full
 from merakc.simulate import Simulation
@@ -64,6 +64,7 @@ class ParallelModel(nn.Module):
         keep(self, "_aliases", dict(aliases))
         keep(self, "_simulation", simulation)
         keep(self, "_last_events", ())
+        keep(self, "_last_collectives", ())
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
         keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
         keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
@@ -106,6 +107,19 @@ class ParallelModel(nn.Module):
     def last_events(self) -> tuple[Event, ...]:
         """The actions of this rank's last step, with their measured times."""
         return self._own("_last_events")  # type: ignore[no-any-return]
+
+    @property
+    def last_collectives(self) -> tuple[CollectiveEvent, ...]:
+        """The collectives over tp of this rank's last step, where `record_collectives` was called:
+        when each was issued and had ended, and when the rank stood still for it.
+        """
+        return self._own("_last_collectives")  # type: ignore[no-any-return]
+
+    def record_collectives(self, on: bool = True) -> None:
+        """Times the collectives of the next steps, or no longer. Off, it costs nothing; on a GPU,
+        `last_events` too has the times of the device, and a step ends with waiting for it.
+        """
+        self._own("_steps").recording = on
 
     def _own(self, name: str) -> Any:
         return object.__getattribute__(self, name)
@@ -150,6 +164,7 @@ class ParallelModel(nn.Module):
             return self._results(step, args, kwargs)
         result = steps.run(step, args, kwargs)
         object.__setattr__(self, "_last_events", result.events)
+        object.__setattr__(self, "_last_collectives", result.collectives)
         loss = steps.share_loss(step, result)
         if train:
             steps.taken += 1

@@ -9,7 +9,7 @@ from dataclasses import replace
 from merakc.cluster import Cluster
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.stage import faster, rough_stage_cost
-from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan, Prediction
 from merakc.ir.program import CollectiveKind
@@ -25,10 +25,12 @@ def predict(
     touches: Mapping[int, Touches] | None = None,
     *,
     dp_rank: int | None = None,
+    collectives: GraphCollectives | None = None,
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step, of all ranks or of one dp rank's, which stands for all.
 
-    Without `costs` and `touches` of the stages, rough ones are used.
+    Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
+    the timeline is to show of the stages' graphs.
     """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
@@ -42,7 +44,13 @@ def predict(
     for rank in range(mesh.pp if mesh.dp > 1 else 0):
         buckets = rank_buckets(plan, local, rank)
         seconds |= bucket_seconds(buckets, dp_group(mesh, cluster), plan.precision)
-    table = CostTable(costs, cluster.link_latency_s, cluster.link_bytes_per_s, collective_s=seconds)
+    table = CostTable(
+        costs,
+        cluster.link_latency_s,
+        cluster.link_bytes_per_s,
+        collective_s=seconds,
+        collectives=collectives or {},
+    )
     own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
     programs = lowered.programs(ranks=None if dp_rank is None else own)
     simulation = simulate(lowered.with_collectives(programs, touches), table)

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from merakc.costs.streams import Streams
-from merakc.ir.costs import CostTable, StageCost
-from merakc.ir.program import Action, ActionKind, CollectiveKind, Event, Program
+from merakc.ir.costs import CostTable, GraphCollectives, StageCost
+from merakc.ir.program import (
+    Action,
+    ActionKind,
+    CollectiveEvent,
+    CollectiveKind,
+    Event,
+    Program,
+)
 from merakc.verify import Channel, Work, run_programs, trains, verify_programs
 
 GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER)
@@ -34,8 +41,8 @@ class Simulation:
     Busy is computing or reducing, or waiting for collectives over dp: that is the exposed part of
     their seconds. `bubble_share` is the idle part of ranks times `step_s`. A `RECV` event lasts as
     long as the rank waits, a `SEND` event, which takes the rank no time, stands at the moment of
-    posting. `collectives` are the events of those over dp, which run beside the others. `memory`
-    holds samples, rank by rank in order of time.
+    posting. `collectives` are the events of those over dp, which run beside the others, `inside`
+    those of the computes' graphs. `memory` holds samples, rank by rank in order of time.
     """
 
     step_s: float
@@ -47,6 +54,25 @@ class Simulation:
     exposed_s: tuple[float, ...] = ()
     communication_s: tuple[float, ...] = ()
     collectives: tuple[Event, ...] = ()
+    inside: GraphCollectives = field(default_factory=dict, hash=False)
+
+    def collectives_inside(self, ranks: Collection[int]) -> tuple[CollectiveEvent, ...]:
+        """The collectives of the computes of some ranks: there may be very many."""
+        events = [e for e in self.events if e.rank in ranks and e.kind.is_compute]
+        numbers = [tuple(map(int, e.label.split(e.kind))) for e in events]
+        again = {
+            (e.rank, *number)
+            for e, number in zip(events, numbers, strict=True)
+            if e.kind is ActionKind.RECOMPUTE
+        }
+        found = []
+        for e, number in zip(events, numbers, strict=True):
+            recomputed = e.kind is ActionKind.FORWARD and (e.rank, *number) in again
+            for own in self.inside.get((number[0], e.kind, recomputed), ()):
+                shares = own.start, own.start, own.end, own.wait_start, own.wait_end
+                times_s = (e.start_s + share * (e.end_s - e.start_s) for share in shares)
+                found.append(CollectiveEvent(e.rank, own.op, own.axis, own.size_bytes, *times_s))
+        return tuple(found)
 
 
 def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
@@ -97,10 +123,10 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
 
     stuck = run_programs(programs, post, receive, compute)
     assert not stuck, "verified programs ran into a deadlock"
-    return _result(list(states.values()))
+    return _result(list(states.values()), costs)
 
 
-def _result(states: Sequence[_Rank]) -> Simulation:
+def _result(states: Sequence[_Rank], costs: CostTable) -> Simulation:
     step_s = max((s.clock.now_s for s in states), default=0.0)
     busy_s = tuple(s.busy_s for s in states)
     total_s = len(states) * step_s
@@ -114,6 +140,7 @@ def _result(states: Sequence[_Rank]) -> Simulation:
         exposed_s=tuple(s.clock.exposed_s for s in states),
         communication_s=tuple(s.clock.posted_s for s in states),
         collectives=tuple(e for s in states for e in s.collectives()),
+        inside=costs.collectives,
     )
 
 

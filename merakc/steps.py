@@ -100,6 +100,7 @@ class Steps:
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
+    recording: bool = False  # whether the collectives of graphs are timed
     compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
 
     def key(
@@ -240,7 +241,7 @@ class Steps:
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
-            result = step.executor.run(inputs)
+            result = step.executor.run(inputs, record=self.recording)
         for chunk in step.chunks.values():
             self.stale |= chunk.written
         return result

@@ -11,16 +11,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from merakc.ir.graph import Input, InputKind, OutputKind
-from merakc.ir.program import Action, ActionKind, Chunk, Event, Program
+from merakc.ir.program import Action, ActionKind, Chunk, CollectiveEvent, Event, Program
+from merakc.kernels.collectives import watched
 from merakc.runtime.messages import Channels, Messages
 from merakc.runtime.pieces import Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.watch import Clock, Moment, Watch
 
 Tensors = dict[str, torch.Tensor]
 TIMEOUT_S = 600.0
@@ -33,12 +35,14 @@ class StepResult:
 
     `loss` is the sum over this rank's micro-batches, None on ranks without the loss. `gradients`
     are by the parameter's name. `results` are the other outputs of each micro-batch, by name.
+    `collectives` are those of the computes' graphs, where they were to be recorded.
     """
 
     loss: torch.Tensor | None
     gradients: Tensors
     results: list[Tensors]
     events: tuple[Event, ...]
+    collectives: tuple[CollectiveEvent, ...] = ()
 
 
 @dataclass(slots=True)
@@ -146,27 +150,34 @@ class Executor:
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
-    def run(self, micro_batches: Sequence[Tensors]) -> StepResult:
+    def run(self, micro_batches: Sequence[Tensors], *, record: bool = False) -> StepResult:
         """One step. `micro_batches[j]` maps input names to the tensors of micro-batch j.
 
-        Raises `StuckError` where a message does not come.
+        With `record`, the collectives of the graphs are timed too, and on a GPU all times are those
+        of its streams. Raises `StuckError` where a message does not come.
         """
-        step = _Step(self, micro_batches)
+        step = _Step(self, micro_batches, record=record)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), step.watching():
                 step.run()
         finally:
             step.messages.close()
             if self.sharded is not None:
                 self.sharded.end()
-        return StepResult(step.loss(), step.gradients, step.results, tuple(step.events))
+        return StepResult(
+            step.loss(), step.gradients, step.results, step.events(), step.collectives()
+        )
 
 
 class _Step:
     """The state of one step."""
 
-    def __init__(self, executor: Executor, micro_batches: Sequence[Tensors]) -> None:
+    def __init__(
+        self, executor: Executor, micro_batches: Sequence[Tensors], *, record: bool
+    ) -> None:
         self.of = executor
+        self.clock = Clock(executor.device if record else None)
+        self.watch = Watch(self.clock) if record else None
         self.program = executor.program
         self.live: dict[Work, _Live] = {
             (s, j): _Live(dict(inputs))
@@ -182,13 +193,28 @@ class _Step:
         self.sums: dict[int, Tensors] = {s: {} for s in executor.stages}
         self.gradients: Tensors = {}
         self.results: list[Tensors] = [{} for _ in micro_batches]
-        self.events: list[Event] = []
+        self.done: list[tuple[Action, Moment, Moment]] = []  # with their times
+
+    def watching(self) -> AbstractContextManager[None]:
+        """While it is entered, collectives are timed, if they are to be."""
+        return nullcontext() if self.watch is None else watched(self.watch)
+
+    def events(self) -> tuple[Event, ...]:
+        """The actions with their times."""
+        rank, seconds = self.program.rank, self.clock.seconds
+        return tuple(
+            Event(rank, str(action), action.kind, seconds(start), seconds(end))
+            for action, start, end in self.done
+        )
+
+    def collectives(self) -> tuple[CollectiveEvent, ...]:
+        """The collectives that were timed."""
+        return () if self.watch is None else self.watch.events(self.program.rank)
 
     def run(self) -> None:
         """All actions in order."""
-        origin = time.perf_counter()
         for k, action in enumerate(self.program.actions):
-            start = time.perf_counter()
+            start = self.clock.now()
             self.messages.post_receives(k)
             if action.kind is ActionKind.SEND:
                 self.send(k, action)
@@ -201,11 +227,8 @@ class _Step:
                 self.compute(action)
             elif k == self.of.reduce_at:
                 self.reduce()
-            end = time.perf_counter()
             if action.kind is not ActionKind.SEND:
-                self.events.append(
-                    Event(self.program.rank, str(action), action.kind, start - origin, end - origin)
-                )
+                self.done.append((action, start, self.clock.now()))
         if self.of.reduce_at < 0:
             self._merge()
         self.messages.finish()

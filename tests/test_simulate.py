@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import DpGroup, Layer, collective_seconds, state_cost
 from merakc.errors import ProgramError
-from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.costs import CostTable, GraphCollective, StageCost
 from merakc.ir.program import (
     Action,
     ActionKind,
     Collective,
+    CollectiveEvent,
     CollectiveKind,
     Event,
     Mesh,
@@ -323,3 +324,23 @@ def test_reduced_gradients_stand_in_the_place_of_the_others() -> None:
         found = simulate([program], table)
         assert found.peak_bytes == (peak_bytes,)
         assert found.memory[-1].live_bytes == 100 + more
+
+
+def test_collectives_inside_computes_are_where_their_graphs_have_them() -> None:
+    programs = build_programs(Mesh(pp=2), make_schedule("1f1b", 2, 1, recompute=[0]), _chain(2))
+    own = GraphCollective("all_reduce", "tp", 8, 0.25, 0.75, 0.5, 0.75)
+    kinds = {(0, F, True), (0, ActionKind.RECOMPUTE, False), (1, F, False), (1, B, False)}
+    table = replace(
+        _unit_costs(2, recompute_s=1),
+        collectives={of: (replace(own, size_bytes=k),) for k, of in enumerate(sorted(kinds))},
+    )
+    found = simulate(programs, table)
+    assert len(found.collectives_inside([0, 1])) == 4
+    (first, again) = found.collectives_inside([0])
+    size_bytes = {of: k for k, of in enumerate(sorted(kinds))}
+    assert first == CollectiveEvent(
+        0, "all_reduce", "tp", size_bytes[0, F, True], 0.25, 0.25, 0.75, 0.5, 0.75
+    )
+    assert again.size_bytes == size_bytes[0, ActionKind.RECOMPUTE, False]
+    backward = next(e for e in found.events if e.label == "1B0")
+    assert found.collectives_inside([1])[1].end_s == backward.start_s + 0.75 * 2.0

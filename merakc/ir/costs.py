@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from merakc.ir.program import CollectiveKind
+from merakc.ir.program import ActionKind, CollectiveKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,33 @@ class StageCost:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphCollective:
+    """A collective inside a graph, with its times as shares of the graph's seconds.
+
+    It is issued at `start` and ends at `end`; the rank stands still for it from `wait_start` to
+    `wait_end`.
+    """
+
+    op: str
+    axis: str
+    size_bytes: int
+    start: float
+    end: float
+    wait_start: float
+    wait_end: float
+
+
+# By stage, kind of compute, and whether it is a forward whose micro-batch is recomputed.
+GraphCollectives = Mapping[tuple[int, ActionKind, bool], tuple[GraphCollective, ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class CostTable:
     """Stage costs, the link between stages, and where the figures come from.
 
     `collective_s` are seconds of a bucket's collectives over dp, which run at the share `overlap`
-    of their speed while the rank computes.
+    of their speed while the rank computes. `collectives` are those of the stages' graphs, whose
+    seconds are in the stages' costs.
     """
 
     stages: tuple[StageCost, ...]
@@ -60,3 +82,4 @@ class CostTable:
         default_factory=dict, hash=False
     )
     overlap: float = 1.0
+    collectives: GraphCollectives = field(default_factory=dict, hash=False)

@@ -236,3 +236,28 @@ class Event:
     kind: ActionKind
     start_s: float
     end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveEvent:
+    """A collective of a compute's graph, with its times since the start of the step.
+
+    It was issued from `start_s` to `issued_s`, and had ended at `end_s`. The rank stood still for
+    it from `wait_start_s` to `wait_end_s`: from then on where the collective blocks, and no time
+    where it had ended before it was waited for.
+    """
+
+    rank: int
+    op: str
+    axis: str
+    size_bytes: int
+    start_s: float
+    issued_s: float
+    end_s: float
+    wait_start_s: float
+    wait_end_s: float
+
+    @property
+    def hidden_s(self) -> float:
+        """Its seconds while the rank did something else."""
+        return max(0.0, min(self.end_s, self.wait_start_s) - self.issued_s)

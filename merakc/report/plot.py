@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from merakc.errors import ConfigError
-from merakc.ir.program import ActionKind, Event
+from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.report.labels import ComputeLabel, parse_label
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
@@ -26,12 +26,14 @@ _KINDS = {
     ActionKind.GATHER: ("gather", "#8C6BB1"),
     ActionKind.REDUCE: ("reduce", "#CC79A7"),
 }
+_COLLECTIVE = ("tp collective", "#D55E00")
+_WAITED = ("waited for", "#3B3B3B")
 _IDLE_COLOUR = "#F2F2F2"
 _CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
 _CURVE_STYLES = ("-", "--", "-.", ":")
 _WIDTH_INCHES = 12.0
 _BOX_HEIGHT = 0.86  # of the distance between two ranks
-_LANE_HEIGHT = 0.18  # of collectives over dp
+_LANE_HEIGHT = 0.18  # of collectives
 _MIN_FONT_POINTS, _MAX_FONT_POINTS = 4.0, 9.0  # below 4 points digits cannot be read
 _DIGIT_WIDTH = 0.75  # of a digit, with its share of the margins, in units of the font size
 
@@ -67,18 +69,20 @@ def plot_timeline(
     *,
     title: str = "Pipeline timeline",
     collectives: Sequence[Event] = (),
+    inside: Sequence[CollectiveEvent] = (),
 ) -> None:
     """Draws a row a rank, a box an action with its micro-batch. The suffix gives the format.
 
     Waits are left grey. Numbers are left out of boxes too narrow for them. Simulated `collectives`
-    over dp, which run beside the actions, are drawn along the lower edge of their rank's row.
+    over dp, which run beside the actions, are drawn along the lower edge of their rank's row, those
+    over tp, `inside` the actions, along the upper edge, dark where the rank stands still for them.
     Raises `ConfigError` where there is nothing to draw.
     """
     drawn = [e for e in events if e.kind in _KINDS and e.end_s > e.start_s]
     if not drawn:
         raise ConfigError(f"{path}: no forward, backward or reduction to draw")
     ranks = sorted({e.rank for e in drawn})
-    end_s = max(e.end_s for e in (*drawn, *collectives))
+    end_s = max([*(e.end_s for e in (*drawn, *collectives)), *(e.end_s for e in inside)])
     unit, per_second = _time_unit(end_s)
     figure, axes = _figure(_WIDTH_INCHES, min(40.0, 1.6 + 0.42 * len(ranks)))
     axes.set_facecolor(_IDLE_COLOUR)
@@ -93,8 +97,25 @@ def plot_timeline(
             (row + _BOX_HEIGHT / 2 - _LANE_HEIGHT, _LANE_HEIGHT),
             facecolors=[_KINDS[e.kind][1] for e in mine],
         )
-    _add_legend(figure, {e.kind for e in (*drawn, *collectives)})
+        _draw_inside(axes, [e for e in inside if e.rank == rank], row, per_second)
+    more = [_COLLECTIVE, _WAITED] if inside else []
+    _add_legend(figure, {e.kind for e in (*drawn, *collectives)}, more)
     figure.savefig(path)
+
+
+def _draw_inside(
+    axes: Axes, events: Sequence[CollectiveEvent], row: int, per_second: float
+) -> None:
+    """The collectives of a rank's graphs, and over them the waits."""
+    for (_, colour), spans in (
+        (_COLLECTIVE, [(e.start_s, e.end_s) for e in events]),
+        (_WAITED, [(e.wait_start_s, e.wait_end_s) for e in events]),
+    ):
+        axes.broken_barh(
+            [(start_s * per_second, (end_s - start_s) * per_second) for start_s, end_s in spans],
+            (row - _BOX_HEIGHT / 2, _LANE_HEIGHT),
+            facecolors=colour,
+        )
 
 
 def _draw_boxes(
@@ -145,11 +166,12 @@ def _micro_batch(event: Event) -> str:
     return str(label.micro_batch) if isinstance(label, ComputeLabel) else ""
 
 
-def _add_legend(figure: Figure, kinds: set[ActionKind]) -> None:
+def _add_legend(figure: Figure, kinds: set[ActionKind], more: Sequence[tuple[str, str]]) -> None:
     handles = [
         Patch(facecolor=colour, label=name)
         for kind, (name, colour) in _KINDS.items()
         if kind in kinds
     ]
+    handles += [Patch(facecolor=colour, label=name) for name, colour in more]
     handles.append(Patch(facecolor=_IDLE_COLOUR, edgecolor="#BBBBBB", label="idle"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

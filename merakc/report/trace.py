@@ -9,7 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from merakc.ir.program import ActionKind, Event
+from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.report.labels import ComputeLabel, MessageLabel, parse_label
 from merakc.simulate import MemorySample
 
@@ -40,6 +40,8 @@ _COLOURS = {
 }
 _PIDS = {"simulated": 1, "measured": 2, "simulated, over dp": 3}
 _TIDS_PER_PROCESS = 1_000_000  # both tools take a thread whose tid is 0 or its pid for special
+_TIDS_PER_LANE = 10_000
+_LANES = 90  # of a rank; what is in flight beyond so many is laid over the last one
 
 
 def write_trace(
@@ -49,25 +51,35 @@ def write_trace(
     measured: Sequence[Event] = (),
     memory: Sequence[MemorySample] = (),
     collectives: Sequence[Event] = (),
+    inside: Sequence[CollectiveEvent] = (),
+    measured_inside: Sequence[CollectiveEvent] = (),
 ) -> None:
     """Writes the simulated events, and beside them the measured ones if there are any.
 
     Each timeline is a process and each rank a thread of it; the simulated `collectives` over dp,
-    which run beside the events, are one of their own. An arrow leads from a send to the
+    which run beside the events, are one of their own. Collectives over tp, `inside` the simulated
+    computes and `measured_inside` the measured ones, have threads below their rank's, one more for
+    each that is in flight at once; where the rank stands still for one, its compute has a slice
+    that says so. An arrow leads from a send to the
     receive of its message where both are there. `memory` of the simulation becomes a track of live
     bytes for each rank. Times are microseconds.
     """
     flow_ids = count(1)
     body: list[_TraceEvent] = []
-    for (name, pid), timeline in zip(_PIDS.items(), (events, measured, collectives), strict=True):
+    timelines = (events, inside), (measured, measured_inside), (collectives, ())
+    for (name, pid), (timeline, graphs) in zip(_PIDS.items(), timelines, strict=True):
         if timeline:
-            body += _timeline(pid, name, timeline, flow_ids)
+            body += _timeline(pid, name, timeline, graphs, flow_ids)
     body += [_counter(sample) for sample in memory]
     Path(path).write_text(json.dumps({"traceEvents": body, "displayTimeUnit": "ms"}) + "\n")
 
 
 def _timeline(
-    pid: int, name: str, events: Sequence[Event], flow_ids: Iterator[int]
+    pid: int,
+    name: str,
+    events: Sequence[Event],
+    inside: Sequence[CollectiveEvent],
+    flow_ids: Iterator[int],
 ) -> list[_TraceEvent]:
     per_rank: dict[int, list[Event]] = defaultdict(list)
     for event in events:
@@ -79,11 +91,19 @@ def _timeline(
     for rank, mine in sorted(per_rank.items()):
         tid = _tid(pid, rank)
         found.append(_metadata(pid, tid, "thread_name", name=_thread_name(rank, mine)))
-        found.append(_metadata(pid, tid, "thread_sort_index", sort_index=rank))
+        found.append(_metadata(pid, tid, "thread_sort_index", sort_index=rank * (_LANES + 1)))
         for event in sorted(mine, key=lambda e: (e.start_s, e.end_s)):
             timed.append(_slice(pid, event))
             if id(event) in flows:
                 timed.append(_flow(pid, event, flows[id(event)]))
+        for lane, some in enumerate(_lanes([e for e in inside if e.rank == rank]), 1):
+            tid = _tid(pid, rank, lane)
+            name = f"rank {rank}, {some[0].axis}" + (f" ({lane})" if lane > 1 else "")
+            order = rank * (_LANES + 1) + lane
+            found.append(_metadata(pid, tid, "thread_name", name=name))
+            found.append(_metadata(pid, tid, "thread_sort_index", sort_index=order))
+            for collective in some:
+                timed += _collective(pid, lane, collective)
     # Stable, so that an arrow's end stands behind its own slice and before the rank's next one:
     # the tools bind it to the slice that was opened last.
     return found + sorted(timed, key=lambda e: float(e["ts"]))
@@ -99,8 +119,46 @@ def _counter(sample: MemorySample) -> _TraceEvent:
     }
 
 
-def _tid(pid: int, rank: int) -> int:
-    return pid * _TIDS_PER_PROCESS + rank
+def _tid(pid: int, rank: int, lane: int = 0) -> int:
+    return pid * _TIDS_PER_PROCESS + lane * _TIDS_PER_LANE + rank
+
+
+def _lanes(collectives: Sequence[CollectiveEvent]) -> list[list[CollectiveEvent]]:
+    """Those of a rank, so that no two of a lane are in flight at once."""
+    lanes: list[list[CollectiveEvent]] = []
+    for one in sorted(collectives, key=lambda e: (e.start_s, e.end_s)):
+        free = [lane for lane in lanes if lane[-1].end_s <= one.start_s]
+        if free or len(lanes) == _LANES:
+            (free or lanes[-1:])[0].append(one)
+        else:
+            lanes.append([one])
+    return lanes
+
+
+def _collective(pid: int, lane: int, event: CollectiveEvent) -> Iterator[_TraceEvent]:
+    """A collective in its lane and, where the rank stands still for it, in its compute."""
+    spans = [(lane, event.op, "collective", "rail_load", event.start_s, event.end_s)]
+    if event.wait_end_s > event.wait_start_s:
+        wait = f"wait for {event.op}"
+        spans.append((0, wait, "wait", "white", event.wait_start_s, event.wait_end_s))
+    for where, name, category, colour, start_s, end_s in spans:
+        start_ns, end_ns = _nanoseconds(start_s), _nanoseconds(end_s)
+        yield {
+            "ph": "X",
+            "pid": pid,
+            "tid": _tid(pid, event.rank, where),
+            "name": name,
+            "cat": category,
+            "cname": colour,
+            "ts": start_ns / 1000,
+            "dur": (end_ns - start_ns) / 1000,
+            "args": {
+                "rank": event.rank,
+                "axis": event.axis,
+                "bytes": event.size_bytes,
+                "hidden_us": _nanoseconds(event.hidden_s) / 1000,
+            },
+        }
 
 
 def _metadata(pid: int, tid: int, kind: str, **args: str | int) -> _TraceEvent:

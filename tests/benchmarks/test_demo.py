@@ -17,7 +17,7 @@ from benchmarks import demo
 from benchmarks.demo import Settings, largest_difference
 from benchmarks.models import Batch
 from merakc.ir.plan import CutReport, GraphId, Plan, StageRun
-from merakc.ir.program import ActionKind, Event
+from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.simulate import Simulation
 from tests.benchmarks.stand_in import StandIn
 
@@ -46,6 +46,10 @@ class _DemoStandIn(StandIn):
     plan = PLAN
     simulation = Simulation(1.0, EVENTS, (1.0,) * 4, 0.0, (1024, 2048, 4096, 8192))
     last_events = EVENTS
+    last_collectives = (CollectiveEvent(0, "all_reduce", "tp", 8, 0.0, 0.0, 1e-4, 0.0, 1e-4),)
+
+    def record_collectives(self, on: bool = True) -> None: ...
+
     measured_peak_bytes = 3 * 1024
 
 
@@ -78,7 +82,7 @@ def test_it_agrees_with_one_process_and_writes_its_files(tmp_path: Path) -> None
     assert json.loads((tmp_path / "out" / "plan.json").read_text())["tp"] == 2
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())
     names = {e["args"].get("name") for e in trace["traceEvents"]}
-    assert {"simulated", "measured"} <= names
+    assert {"simulated", "measured", "rank 0, tp"} <= names
 
 
 @pytest.mark.usefixtures("_small")

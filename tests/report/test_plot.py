@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from merakc.errors import ConfigError
 from merakc.ir.costs import CostTable, StageCost
-from merakc.ir.program import ActionKind, Event, Mesh
+from merakc.ir.program import ActionKind, CollectiveEvent, Event, Mesh
 from merakc.passes.schedule import build_programs
 from merakc.report.plot import plot_losses, plot_timeline
 from merakc.schedules.registry import make_schedule
@@ -93,3 +93,14 @@ def test_collectives_lie_along_the_rows(tmp_path: Path) -> None:
     assert "gather" in _texts(tmp_path / "t.svg")
     plot_timeline(tmp_path / "plain.svg", events)
     assert "gather" not in _texts(tmp_path / "plain.svg")
+
+
+def test_collectives_of_computes_lie_along_the_upper_edge(tmp_path: Path) -> None:
+    events = [Event(0, "0F0", ActionKind.FORWARD, 0.0, 1.0)]
+    inside = [CollectiveEvent(0, "all_reduce", "tp", 8, 0.1, 0.1, 0.9, 0.5, 0.9)]
+    plot_timeline(tmp_path / "t.png", events, inside=inside)
+    assert {"#56B4E9", "#D55E00", "#3B3B3B"} <= _colours(tmp_path / "t.png")
+    plot_timeline(tmp_path / "t.svg", events, inside=inside)
+    assert {"tp collective", "waited for"} <= {*_texts(tmp_path / "t.svg")}
+    plot_timeline(tmp_path / "plain.svg", events)
+    assert "tp collective" not in _texts(tmp_path / "plain.svg")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from merakc.ir.costs import CostTable, StageCost
-from merakc.ir.program import ActionKind, Event, Mesh, Transfer
+from merakc.ir.program import ActionKind, CollectiveEvent, Event, Mesh, Transfer
 from merakc.passes.schedule import build_programs
 from merakc.report.trace import write_trace
 from merakc.schedules.registry import make_schedule
@@ -141,3 +141,33 @@ def test_collectives_over_dp_are_a_process_of_their_own(tmp_path: Path) -> None:
         "refresh 0:0": ("simulated, over dp", "gather"),
         "reduce 0:0": ("simulated, over dp", "reduce"),
     }
+
+
+def test_collectives_of_computes_have_lanes_below_their_rank(tmp_path: Path) -> None:
+    events = (
+        Event(0, "0F0", ActionKind.FORWARD, 0.0, 4.0),
+        Event(1, "0F0", ActionKind.FORWARD, 0.0, 4.0),
+    )
+    inside = (
+        CollectiveEvent(0, "all_reduce", "tp", 8, 0.0, 0.0, 2.0, 1.5, 2.0),
+        CollectiveEvent(0, "all_gather", "tp", 16, 1.0, 1.0, 3.0, 3.0, 3.0),  # the first still runs
+        CollectiveEvent(0, "all_reduce", "tp", 8, 2.0, 2.0, 2.5, 2.5, 2.5),
+    )
+    write_trace(events, tmp_path / "t.json", inside=inside)
+    trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    order = {e["tid"]: e["args"]["sort_index"] for e in trace if e["name"] == "thread_sort_index"}
+    assert [names[tid] for tid in sorted(order, key=lambda tid: int(order[tid]))] == [
+        "rank 0, stage 0", "rank 0, tp", "rank 0, tp (2)", "rank 1, stage 0",
+    ]  # fmt: skip
+    slices = [(names[s["tid"]], s["name"], s["ts"], s["dur"]) for s in _of(trace, "X")]
+    assert slices == [
+        ("rank 0, stage 0", "0F0", 0.0, 4e6),
+        ("rank 0, tp", "all_reduce", 0.0, 2e6),
+        ("rank 1, stage 0", "0F0", 0.0, 4e6),
+        ("rank 0, tp (2)", "all_gather", 1e6, 2e6),
+        ("rank 0, stage 0", "wait for all_reduce", 1.5e6, 0.5e6),
+        ("rank 0, tp", "all_reduce", 2e6, 0.5e6),
+    ]
+    first = next(s for s in _of(trace, "X") if s["cat"] == "collective")
+    assert first["args"] == {"rank": 0, "axis": "tp", "bytes": 8, "hidden_us": 1.5e6}

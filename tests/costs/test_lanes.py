@@ -1,0 +1,66 @@
+"""When in its graph a collective runs: by hand, and as long as the graph's seconds say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from merakc.cluster import Cluster
+from merakc.costs.lanes import chunk_collectives, graph_collectives
+from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
+from merakc.ir.program import ActionKind, Chunk
+from merakc.kernels.ops import WAIT
+
+# A negation takes 8 s, and so does a sum on the link; a call takes none.
+SPEC = TensorSpec((100, 100), torch.float32)
+CLUSTER = Cluster("test", 1e6, 1e4, 0.0, 1, 0.0, 1e4)
+X = Input("x", InputKind.BATCH, SPEC)
+NEG, SUM = "aten.neg.default", "merakc.all_reduce.default"
+
+
+def node(name: str, op: str, *args: object) -> Node:
+    return Node(name, op, args or (Ref("x"),), (), (SPEC,))
+
+
+def start(name: str) -> Node:
+    return node(name, "start.all_reduce", Ref("x"), "tp", "sum")
+
+
+def times(*nodes: Node) -> list[list[float]]:
+    """Start, end, start and end of the wait, of each collective; in seconds."""
+    graph = Graph((X,), nodes, ())
+    found = graph_collectives(graph, CLUSTER)
+    assert {(c.op, c.axis, c.size_bytes) for c in found} == {("all_reduce", "tp", 40_000)}
+    total_s = 8.0 * len(nodes)
+    return [[s * total_s for s in (c.start, c.end, c.wait_start, c.wait_end)] for c in found]
+
+
+def test_one_that_blocks_is_waited_for_all_along() -> None:
+    blocking = node("s", SUM, Ref("x"), "tp", "sum")
+    assert times(node("a", NEG), blocking) == [pytest.approx([8.0, 16.0, 8.0, 16.0])]
+
+
+def test_one_that_is_started_runs_beside_what_follows() -> None:
+    beside = start("s"), node("a", NEG), node("w", WAIT, Ref("s"))
+    found = graph_collectives(Graph((X,), beside, ()), CLUSTER)
+    assert [(c.start, c.end, c.wait_start, c.wait_end) for c in found] == [(0.0, 1.0, 1.0, 1.0)]
+
+
+def test_the_second_waits_for_the_link() -> None:
+    nodes = start("s"), start("t"), node("a", NEG), node("w", WAIT, Ref("t"))
+    found = graph_collectives(Graph((X,), nodes, ()), CLUSTER)
+    assert [(c.start, c.end, c.wait_start, c.wait_end) for c in found] == [
+        (0.0, 0.5, 0.5, 0.5),  # nobody waits for it
+        (0.0, 1.0, 0.5, 1.0),
+    ]
+
+
+def test_a_chunk_has_those_of_each_of_its_graphs() -> None:
+    one = Graph((X,), (node("s", SUM, Ref("x"), "tp", "sum"),), ())
+    none = Graph((X,), (node("a", NEG),), ())
+    found = chunk_collectives(3, Chunk(one, none, checkpoint=one), CLUSTER)
+    assert {of: len(some) for of, some in found.items()} == {
+        (3, ActionKind.FORWARD, False): 1,
+        (3, ActionKind.FORWARD, True): 1,
+        (3, ActionKind.BACKWARD, False): 0,
+    }
