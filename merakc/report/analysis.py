@@ -19,7 +19,7 @@ from merakc.predict import planned_costs, predict, tied_bytes
 from merakc.report.annotation import source_files, top_nodes
 from merakc.report.attribution import attribute
 from merakc.report.idle import idle_split
-from merakc.report.packing import pack
+from merakc.report.packing import pack, placed
 from merakc.report.traffic import traffic
 from merakc.report.waterfall import Link, Steps, rank_memory, steps_of
 from merakc.simulate import Simulation
@@ -32,19 +32,20 @@ def make_report(
     cluster: Cluster,
     *,
     costs: tuple[StageCost, ...] | None = None,
+    simulation: Simulation | None = None,
     alternatives: Alternatives | None = None,
 ) -> Report:
     """The report of a plan on a cluster, from one simulated step.
 
     `costs` are those of the stages that the plan's own prediction was made with, rough ones where
-    None.
+    None, and `simulation` is of dp rank 0 with these, made again where None.
     """
     plan = lowered.plan
     costs = costs or planned_costs(lowered, cluster)
-    _, simulation = predict(lowered, cluster, costs, dp_rank=0)
+    if simulation is None:
+        _, simulation = predict(lowered, cluster, costs, dp_rank=0)
     own = [plan.mesh.rank(0, rank, 0) for rank in range(plan.pp)]
-    programs = lowered.with_collectives(lowered.programs(ranks=own))
-    steps = steps_of(programs, simulation.events)
+    steps = steps_of(lowered.programs(ranks=own), simulation.events)
     link = Link(cluster.link_latency_s, cluster.link_bytes_per_s)
     found = attribute(lowered, cluster, costs)
     return Report(
@@ -53,12 +54,12 @@ def make_report(
         stages=tuple(_stage_times(lowered, costs)),
         ranks=_rank_times(lowered, cluster, steps, simulation),
         memory=rank_memory(lowered, costs, steps, link),
-        traffic=traffic(lowered, cluster, costs, steps, simulation, found),
+        traffic=traffic(lowered, cluster, steps, simulation, found),
         nodes=top_nodes(found, TOP_NODES),
         node_count=len(found.step_seconds),
         files=source_files(found),
         origins=_origins(cluster),
-        timeline=pack(simulation),
+        timeline=pack(placed(simulation, {rank: k for k, rank in enumerate(own)})),
         alternatives=alternatives,
     )
 
@@ -150,7 +151,7 @@ def _rank_times(
     plan, local = lowered.plan, lowered.stages.local
     shared = [tied_bytes(plan, graph, stage) for stage, graph in enumerate(local)]
     added_s = [tied_seconds(sizes, plan.mesh, cluster) for sizes in shared]
-    events = [e for own in steps.values() for a, e in own if a.kind is not ActionKind.GATHER]
+    events = [event for own in steps.values() for _, event in own]
     found = []
     for place, (own, idle) in enumerate(zip(steps.values(), idle_split(events), strict=True)):
         exposed_s, busy_s = simulation.exposed_s[place], simulation.busy_s[place]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import zlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from merakc.ir.program import ActionKind, Event
@@ -17,6 +18,7 @@ from merakc.simulate import MemorySample, Simulation
 MOST_EVENTS = 20_000
 # Times are kept to this part of the step.
 TICKS = 10_000_000
+_PEER = re.compile(r"((?:->|<-) )(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,27 @@ def pack(simulation: Simulation, most: int = MOST_EVENTS) -> Timeline:
     text = json.dumps(body, separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     return Timeline(packed, left_out_s)
+
+
+def placed(simulation: Simulation, places: Mapping[int, int]) -> Simulation:
+    """The same with other numbers for ranks, those at the ends of messages included."""
+
+    def renamed(events: Iterable[Event]) -> tuple[Event, ...]:
+        return tuple(
+            replace(
+                e,
+                rank=places[e.rank],
+                label=_PEER.sub(lambda m: f"{m[1]}{places[int(m[2])]}", e.label),
+            )
+            for e in events
+        )
+
+    return replace(
+        simulation,
+        events=renamed(simulation.events),
+        collectives=renamed(simulation.collectives),
+        memory=tuple(replace(m, rank=places[m.rank]) for m in simulation.memory),
+    )
 
 
 def unpack(timeline: Timeline) -> Moments:

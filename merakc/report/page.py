@@ -15,6 +15,7 @@ from merakc.report.picture import memory_picture, schedule_picture
 from merakc.report.units import format_bytes, format_seconds
 
 STYLE = Path(__file__).with_name("page.css")
+LONG = 48  # letters of a cell that is broken into lines
 # The page may load nothing and run nothing, whatever stands in it.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -63,10 +64,10 @@ def _cards(report: Report) -> Markup:
     rate, _, unit = throughput(found).removesuffix("/device").rpartition(" ")
     cards = [
         ("step", format_seconds(found.step_s), f"{found.samples} samples"),
-        ("MFU", f"{found.mfu:.1%}", found.peak_source),
+        ("MFU", f"{found.mfu:.1%}", f"of {found.peak_source}"),
         ("bubble", f"{found.bubble_share:.1%}", "idle, of all ranks"),
         ("peak", format_bytes(found.peak_bytes), f"{peak}, rank {found.peak_rank}"),
-        ("a device", rate, unit),
+        (unit, rate, "of a device"),
     ]
     return tag(
         "div",
@@ -82,6 +83,7 @@ def _body(plan: Plan, report: Report) -> Iterator[Markup]:
     facts = [join(tag("dt", name), tag("dd", value)) for name, value in plan_facts(plan)]
     yield tag("section", tag("h2", "The plan"), tag("dl", *facts))
     sections, source = report_sections(report), Markup()
+    most = max((line.share for f in report.files for line in f.lines), default=0.0) or 1.0
     for name, section in sections.items():
         if name == "stages":
             yield tag("section", tag("h2", "Schedule"), schedule_picture(report))
@@ -91,7 +93,7 @@ def _body(plan: Plan, report: Report) -> Iterator[Markup]:
             if not source:
                 source = tag("h2", "The source, line by line")
                 yield source
-            yield _source(section, report.files[int(name.removeprefix("file "))])
+            yield _source(section, report.files[int(name.removeprefix("file "))], most)
         else:
             yield _titled(section, _table(section))
     for section in plan_sections(plan):
@@ -112,7 +114,12 @@ def _table(section: Section) -> Markup:
 
 def _cells(name: str, row: Sequence[str], numbers: Iterable[bool]) -> Iterator[Markup]:
     for cell, is_number in zip(row, numbers, strict=True):
-        yield tag(name, *_lines(cell), class_="number") if is_number else tag(name, *_lines(cell))
+        if is_number:
+            yield tag(name, *_lines(cell), class_="number")
+        elif max(map(len, cell.split("\n"))) > LONG:
+            yield tag(name, *_lines(cell), class_="long")
+        else:
+            yield tag(name, *_lines(cell))
 
 
 def _lines(cell: str) -> Iterator[str]:
@@ -122,9 +129,8 @@ def _lines(cell: str) -> Iterator[str]:
         yield line
 
 
-def _source(section: Section, file: SourceFile) -> Markup:
-    """The lines of a file, each as far underlaid as it takes time."""
-    most = max((line.share for line in file.lines), default=0.0) or 1.0
+def _source(section: Section, file: SourceFile, most: float) -> Markup:
+    """The lines of a file, each as far underlaid as it takes time, `most` of all on the page."""
     rows, function = [], ""
     for line in file.lines:
         if line.share < LEAST_SHARE:

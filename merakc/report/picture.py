@@ -99,15 +99,14 @@ def _gap(axis: Axis, height: float) -> Iterator[Markup]:
 
 
 def _ticks(axis: Axis, height: float) -> Iterator[Markup]:
-    """Times along the lower edge; none inside of what is left out."""
-    for k in range(TICKS + 1):
-        at_s = axis.end_s * k / TICKS
-        inside = axis.left_out_s is not None and axis.left_out_s[0] < at_s < axis.left_out_s[1]
-        if not inside:
-            side = {0: "start", TICKS: "end"}.get(k, "middle")
-            of = f"label {side}"
-            text = format_seconds(at_s) if k else "0"
-            yield tag("text", text, x=_x(axis, at_s), y=height - 5, class_=of)
+    """Times along the lower edge; where something is left out, from when to when."""
+    if axis.left_out_s is None:
+        times = [(axis.end_s * k / TICKS, "middle") for k in range(1, TICKS)]
+    else:
+        times = list(zip(axis.left_out_s, ("end", "start"), strict=True))
+    for at_s, side in ((0.0, "start"), *times, (axis.end_s, "end")):
+        text = format_seconds(at_s) if at_s else "0"
+        yield tag("text", text, x=_x(axis, at_s), y=height - 5, class_=f"label {side}")
 
 
 def memory_picture(report: Report) -> Markup:

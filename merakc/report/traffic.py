@@ -11,7 +11,6 @@ from merakc.cluster import Cluster
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.kernels import Kernel
 from merakc.ir.buckets import BucketSpec
-from merakc.ir.costs import StageCost
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Action, ActionKind, CollectiveKind
@@ -32,26 +31,27 @@ def ring_bytes(size_bytes: float, ranks: int) -> float:
 def traffic(
     lowered: Lowered,
     cluster: Cluster,
-    costs: Sequence[StageCost],
     steps: Steps,
     simulation: Simulation,
     found: Attribution,
 ) -> tuple[AxisTraffic, ...]:
     """The communication of each axis of more than one rank."""
     plan, link = lowered.plan, Link(cluster.link_latency_s, cluster.link_bytes_per_s)
-    every: list[list[AxisTraffic]] = []
+    every: list[AxisTraffic] = []
     if plan.tp > 1:
-        every.append([_over_tp(plan, rank, costs, found) for rank in range(plan.pp)])
+        every.append(_busiest([_over_tp(plan, rank, found) for rank in range(plan.pp)]))
     if plan.pp > 1:
-        every.append(_over_pp(lowered, cluster, steps, link))
+        every.append(_busiest(_over_pp(lowered, cluster, steps, link)))
     if plan.dp > 1:
-        every.append(
-            [_over_dp(lowered, rank, own, simulation) for rank, own in enumerate(steps.values())]
-        )
-    return tuple(max(own, key=lambda t: (t.seconds, t.sent_bytes)) for own in every)
+        every.append(_over_dp(lowered, simulation, list(steps)))
+    return tuple(every)
 
 
-def _over_tp(plan: Plan, rank: int, costs: Sequence[StageCost], found: Attribution) -> AxisTraffic:
+def _busiest(ranks: Sequence[AxisTraffic]) -> AxisTraffic:
+    return max(ranks, key=lambda t: (t.seconds, t.sent_bytes))
+
+
+def _over_tp(plan: Plan, rank: int, found: Attribution) -> AxisTraffic:
     """Collectives of the graphs. What running them under computation saves counts as hidden."""
     sent = seconds = saved_s = 0.0
     for stage in (s for s, holder in enumerate(plan.rank_of) if holder == rank):
@@ -110,22 +110,21 @@ def _leaves(action: Action, rank: int) -> bool:
     return action.kind is ActionKind.SEND and action.peer != rank
 
 
-def _over_dp(
-    lowered: Lowered, place: int, own: Sequence[tuple[Action, object]], simulation: Simulation
-) -> AxisTraffic:
+def _over_dp(lowered: Lowered, simulation: Simulation, ranks: Sequence[int]) -> AxisTraffic:
     """Collectives of buckets, which run beside the computes."""
-    plan = lowered.plan
+    plan, communication_s = lowered.plan, simulation.communication_s
+    place = max(range(plan.pp), key=communication_s.__getitem__)
     buckets = {b.name: b for b in rank_buckets(plan, lowered.stages.local, place)}
     sent = 0.0
-    for action, _ in own:
-        for collective in action.collectives:
-            if collective.kind is not CollectiveKind.WAIT:
-                bucket = buckets[collective.bucket]
-                sent += bucket_bytes(bucket, collective.kind, plan.dp, plan.precision)
+    for event in simulation.collectives:
+        if event.rank == ranks[place]:
+            kind, _, name = event.label.partition(" ")
+            kind_of = CollectiveKind(kind)
+            sent += bucket_bytes(buckets[name], kind_of, plan.dp, plan.precision)
     sharded = any(s.optimizer > 1 for s in plan.state_shards)
     what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
-    seconds, exposed_s = simulation.communication_s[place], simulation.exposed_s[place]
-    return AxisTraffic("dp", plan.dp, what, place, round(sent), seconds, exposed_s)
+    exposed_s = simulation.exposed_s[place]
+    return AxisTraffic("dp", plan.dp, what, place, round(sent), communication_s[place], exposed_s)
 
 
 def bucket_bytes(

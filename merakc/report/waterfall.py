@@ -29,10 +29,14 @@ class Link:
 
 
 def steps_of(programs: Sequence[Program], events: Sequence[Event]) -> Steps:
-    """Each action with its event; simulated events are in the order of each rank's Program."""
+    """Each action with its event; simulated events are in the order of each rank's Program.
+
+    What starts collectives over dp at the head of a step takes no time, and is left out.
+    """
     own: dict[int, list[Event]] = {p.rank: [] for p in programs}
     for event in events:
-        own[event.rank].append(event)
+        if event.kind is not ActionKind.GATHER:
+            own[event.rank].append(event)
     return {p.rank: list(zip(p.actions, own[p.rank], strict=True)) for p in programs}
 
 
@@ -116,8 +120,6 @@ class _Walk:
                 case ActionKind.REDUCE:
                     self._hold("gradients_bytes", self.costs[action.stage].reduced_bytes)
                     self._touch(place, str(action), event.start_s)
-                case ActionKind.GATHER:
-                    pass
                 case _:
                     is_again = (action.stage, action.micro_batch) in again
                     self._compute(place, action, event, is_again, training)

@@ -8,7 +8,7 @@ import pytest
 
 from merakc.ir.program import ActionKind, Event, Mesh
 from merakc.predict import predict
-from merakc.report.packing import TICKS, Moments, middle, pack, unpack, without
+from merakc.report.packing import TICKS, Moments, middle, pack, placed, unpack, without
 from merakc.simulate import Simulation
 from tests.report.made import SLOW, lowered
 
@@ -40,6 +40,16 @@ def test_a_step_comes_back() -> None:
     assert close(found.collectives, simulation.collectives, found.step_s)
     bytes_ = [(m.rank, m.live_bytes) for m in simulation.memory]
     assert [(m.rank, m.live_bytes) for m in found.memory] == bytes_
+
+
+def test_ranks_take_other_numbers_and_messages_follow() -> None:
+    _, simulation = predict(lowered(Mesh(1, 2, 2)), SLOW, dp_rank=0)
+    assert {e.rank for e in simulation.events} == {0, 2}
+    found = placed(simulation, {0: 0, 2: 1})
+    assert {e.rank for e in found.events} == {m.rank for m in found.memory} == {0, 1}
+    peers = {e.rank: e.label[-1] for e in found.events if e.kind is ActionKind.SEND}
+    assert peers == {0: "1", 1: "0"}
+    assert [e.start_s for e in found.events] == [e.start_s for e in simulation.events]
 
 
 def test_neighbours_do_not_overlap() -> None:
