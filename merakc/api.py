@@ -95,7 +95,8 @@ def auto_parallel(
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
-        overlap: parts of a micro-batch, tp's communication of one under the others' arithmetic.
+        overlap: parts of a micro-batch, tp's communication of one under the others' arithmetic;
+            where its samples do not divide, chunks of the rows of products beside collectives.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws and of the weights of a model on the meta device.
@@ -266,7 +267,8 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
-    if fixed.overlap is not None and fixed.overlap not in (given.sub_batches or (0,)):
+    planned_parts = (*given.sub_batches, *given.row_chunks.values()) or (0,)
+    if fixed.overlap is not None and fixed.overlap not in planned_parts:
         raise ConfigError(
             f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
             "one of the two"

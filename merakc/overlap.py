@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from merakc.cluster import Cluster
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
+from merakc.ir.graph import Graph
+from merakc.passes.collective_matmul import RowChunks
 from merakc.passes.gather_products import gathers
 from merakc.passes.stages import split_stages, stages_like
 from merakc.passes.sub_batches import Parts, make_parts
 from merakc.passes.subpipeline import stage_seconds
 from merakc.planner import Lowered, planned_sharding, training_graph, weighed
 
-# Parts of a micro-batch that are tried. More hide more, and multiply smaller matrices.
+# Parts of a micro-batch, or chunks of rows, that are tried. More hide more, and multiply smaller
+# matrices.
 COUNTS = (2, 4)
 # The share of a stage's seconds that it must save: estimates are not better than that.
 WORTH = 0.03
@@ -53,17 +57,18 @@ def choose_overlap(
 
     `record` gives the recording for a number of micro-batches. `asked` is the number of parts, 0
     for collectives that block; where it is None, each stage gets what takes least time by the
-    figures of `cluster`. A stage that cannot run in parts runs whole.
+    figures of `cluster`: parts, or the micro-batch whole with products in chunks of rows. A stage
+    that cannot run in the parts asked for gets as many chunks, or runs whole.
 
-    Raises `ConfigError` where parts are asked for and no stage can run in them.
+    Raises `ConfigError` where parts are asked for and no stage can run in them, nor in chunks.
     """
     plan = lowered.plan
     if asked == 0 or plan.tp == 1:
         return lowered
     tried, failure = _tried(lowered, record, asked)
     counts, gains = [], []
-    for stage in range(len(plan.rank_of)):
-        blocking_s = stage_seconds(lowered.stages.local[stage], cluster)[1]
+    chunks: dict[str, int] = {}
+    for stage, local in enumerate(lowered.stages.local):
         found: dict[int, float] = {}
         for count, made in tried.items():
             try:
@@ -72,19 +77,58 @@ def choose_overlap(
                 failure = error
         best = asked if asked in found else min(found, key=lambda count: (found[count], count))
         assert best is not None
+        best_s = found[best]
+        if asked is None or asked != best:
+            own, own_s = choose_chunks(local, cluster, COUNTS if asked is None else (asked,))
+            if own and (asked is not None or own_s < best_s):
+                best, best_s = 1, own_s
+                chunks |= own
         counts.append(best)
-        gains.append(1 - found[best] / blocking_s)
+        gains.append(1 - best_s / stage_seconds(local, cluster)[1])
     if asked is None and max(gains) < WORTH:
         return lowered
-    if asked is not None and asked not in counts:
+    if asked is not None and asked not in counts and not chunks:
         raise ConfigError(f"overlap={asked}: no stage can run a micro-batch so: {failure}")
     chosen = replace(
         plan,
         sub_batches=tuple(counts),
+        row_chunks=dict(sorted(chunks.items())),
         overlap_gains=tuple(gains),
         machines=replace(cluster, memory_bytes=0, hardware=None),
     )
     return with_parts(replace(lowered, plan=chosen), record)
+
+
+def choose_chunks(
+    local: Graph, cluster: Cluster, counts: Sequence[int]
+) -> tuple[dict[str, int], float]:
+    """The numbers of chunks of rows for products of a stage, by their weights, and its seconds.
+
+    Of each number, first all products that collectives stand beside are in chunks; then those that
+    are alike are taken out where the stage is faster without them.
+    """
+    rows = RowChunks(local)
+    found: dict[str, int] = {}
+    found_s = math.inf
+    for count in counts:
+        kinds = rows.kinds(count)
+        kept = frozenset(kinds)
+        best_s = _chunked_seconds(rows, kept, count, cluster)
+        for kind in kinds if len(kinds) > 1 else ():
+            rest = kept - {kind}
+            rest_s = _chunked_seconds(rows, rest, count, cluster) if rest else math.inf
+            if rest_s < best_s:
+                kept, best_s = rest, rest_s
+        if kept and best_s < found_s:
+            found, found_s = {weight: count for kind in kept for weight in kind}, best_s
+    return found, found_s
+
+
+def _chunked_seconds(
+    rows: RowChunks, kinds: Collection[frozenset[str]], count: int, cluster: Cluster
+) -> float:
+    made = rows.written({weight: count for kind in kinds for weight in kind})
+    return stage_seconds(made, cluster)[0]
 
 
 def _tried(

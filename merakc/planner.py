@@ -20,6 +20,7 @@ from merakc.ir.plan import OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.passes.collective_matmul import chunk_rows
 from merakc.passes.collectives import (
     Touches,
     like,
@@ -89,7 +90,9 @@ class Lowered:
         return overlapped(chunk, machines, kinds[0]) if alike else chunk
 
     def local(self, stage: int, tp_rank: int) -> Graph:
-        """The forward of a micro-batch on one rank and stage, in parts where the plan says so."""
+        """The forward of a micro-batch on one rank and stage, in parts or with products in chunks
+        of rows where the plan says so.
+        """
         local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
         count = self.plan.sub_batches[stage] if self.plan.sub_batches else 1
         for parts in self.parts:
@@ -97,7 +100,12 @@ class Lowered:
                 stages = parts.stages
                 part = localise(stages.graphs[stage], stages.sharding, tp_rank)
                 return divided(local, part, parts)
-        return local
+        if not self.plan.row_chunks:
+            return local
+        graph, sharding = self.stages.graphs[stage], self.stages.sharding
+        unlike = sharding.unlike_ranks(graph)
+        kinds = [localise(graph, sharding, rank) for rank in unlike] if len(unlike) > 1 else []
+        return chunk_rows(local, self.plan.row_chunks, kinds)
 
     def _pieces(self, stage: int, tp_rank: int) -> Chunk:
         return self._with_pieces(stage, differentiate(self.local(stage, tp_rank)))

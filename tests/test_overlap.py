@@ -11,12 +11,15 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_GPU, Cluster
+from merakc.costs.roofline import graph_seconds
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import load_plan
 from merakc.ir.program import Mesh
 from merakc.kernels.ops import STARTED
-from merakc.overlap import choose_overlap, with_parts
+from merakc.overlap import choose_chunks, choose_overlap, with_parts
+from merakc.passes.collective_matmul import RowChunks, chunk_rows
+from merakc.passes.subpipeline import stage_seconds
 from merakc.planner import Lowered, apply_plan, make_plan
 from merakc.predict import planned_costs, predict
 from merakc.recording import record_part
@@ -39,9 +42,15 @@ def recorded(name: str, micro_batches: int) -> Recording:
 TP_AND_PP = Mesh(tp=2, pp=2)
 
 
-def planned(name: str, cluster: Cluster, asked: int | None, mesh: Mesh = TP_AND_PP) -> Lowered:
+def planned(
+    name: str,
+    cluster: Cluster,
+    asked: int | None,
+    mesh: Mesh = TP_AND_PP,
+    micro_batches: int = MICRO_BATCHES,
+) -> Lowered:
     _, lowered = make_plan(
-        recorded(name, MICRO_BATCHES), mesh, MICRO_BATCHES, cluster, batch_size=SAMPLES
+        recorded(name, micro_batches), mesh, micro_batches, cluster, batch_size=SAMPLES
     )
     return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
 
@@ -68,9 +77,46 @@ def test_what_is_asked_for_is_done(count: int) -> None:
     assert planned("llama", SLOW, 0).plan.sub_batches == ()
 
 
-def test_a_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"overlap=3: .* 8 samples do not divide into 2 .* of 3"):
-        planned("llama", SLOW, 3)
+def test_a_batch_that_does_not_divide_is_refused_where_rows_do_not_either() -> None:
+    wanted = r"overlap=13: .* 8 samples do not divide into 2 .* of 13"
+    with pytest.raises(ConfigError, match=wanted):
+        planned("llama", SLOW, 13)  # of 12 words
+
+
+def test_a_batch_that_does_not_divide_has_products_in_chunks_of_rows() -> None:
+    plan = planned("llama", SLOW, 3).plan
+    assert plan.sub_batches == (1, 1)
+    assert set(plan.row_chunks.values()) == {3}
+    assert plan.row_chunks.keys() <= plan.parameters.keys()
+
+
+@pytest.mark.parametrize("asked", [None, 2])
+def test_of_one_sample_products_are_in_chunks_of_rows(asked: int | None) -> None:
+    lowered = planned("llama", SLOW, asked, micro_batches=SAMPLES)
+    plan = lowered.plan
+    assert plan.sub_batches == (1, 1)
+    assert set(plan.row_chunks.values()) <= {2, 4}
+    layers = {name.split(".")[2] for name in plan.row_chunks if ".layers." in name}
+    assert layers == {"0", "1", "2", "3"}
+    whole = planned("llama", SLOW, 1, micro_batches=SAMPLES)
+    for stage in (0, 1):
+        assert plan.overlap_gains[stage] > whole.plan.overlap_gains[stage] + 0.05
+        one, other = (
+            sum(graph_seconds(g, SLOW) for g in (c.forward, c.backward) if g)
+            for c in (lowered.chunk(stage, 0), whole.chunk(stage, 0))
+        )
+        assert one < other
+
+
+def test_only_products_that_gain_by_it_are_in_chunks() -> None:
+    local = planned("gpt2", SLOW, 0, micro_batches=SAMPLES).stages.local[1]
+    chunks, seconds = choose_chunks(local, SLOW, (2,))
+    every = {w: 2 for kind in RowChunks(local).kinds(2) for w in kind}
+    assert stage_seconds(chunk_rows(local, chunks), SLOW)[0] == pytest.approx(seconds)
+    assert seconds <= stage_seconds(chunk_rows(local, every), SLOW)[0]
+    dear = replace(SLOW, op_overhead_s=1e-3)  # where calls cost more than what they hide
+    fewer, _ = choose_chunks(local, dear, (2,))
+    assert len(fewer) < len(every)
 
 
 def test_a_model_that_writes_buffers_runs_whole() -> None:

@@ -101,9 +101,11 @@ class Plan:
     `keep_bytes` is what a micro-batch may keep on each stage from its forward to its backward where
     `recompute` is "solved"; at -1 it keeps all. `sub_batches` is the number of parts in which each
     stage runs a micro-batch, one's communication under the others' arithmetic; without it,
-    collectives block. `overlap_gains` is the share of its seconds that each is expected to save so,
-    on `machines`, whose figures decide the order of its nodes. `report` is what `merakc show` tells
-    beside the decisions.
+    collectives block. `row_chunks` holds the numbers of chunks of rows, by the names of their
+    weights, in which products beside collectives are computed where a micro-batch runs whole.
+    `overlap_gains` is the share of its seconds that each is expected to save so, on `machines`,
+    whose figures decide the order of its nodes. `report` is what `merakc show` tells beside the
+    decisions.
     """
 
     model: str
@@ -129,6 +131,7 @@ class Plan:
     order: tuple[str, ...] = ()
     keep_bytes: tuple[int, ...] = ()
     sub_batches: tuple[int, ...] = ()
+    row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     overlap_gains: tuple[float, ...] = ()
     machines: Cluster | None = None
     prediction: Prediction | None = None

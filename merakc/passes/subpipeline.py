@@ -148,7 +148,8 @@ def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
     for planning, where nothing is differentiated.
 
     A backward has a task for each of the forward's on trained values, in reverse, and one for the
-    weights of those that read parameters; its collectives are the conjugates of the forward's.
+    weights of those that read parameters, which adds to the gradient where another has read them
+    too; its collectives are the conjugates of the forward's.
     """
     overlapped_s = blocking_s = 0.0
     for tasks in (graph_tasks(local, cluster), _backward_tasks(local, cluster)):
@@ -164,6 +165,7 @@ def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
     grads, specs, readers = local.grad_values(), local.specs(), local.users()
     trained = {i.name for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
     made: set[str] = set()
+    summed: set[str] = set()  # parameters of which a gradient is there to be added to
     found = []
     for node in reversed(local.nodes):
         if not any(Ref(node.name, k) in grads for k in range(len(node.outputs))):
@@ -175,8 +177,13 @@ def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
             own_s = cluster.op_overhead_s
             conjugate = replace(node, op=CONJUGATES[node.op])
             link_s = link_seconds(conjugate, specs, cluster)
-        elif any(r.node in trained for r in node.refs):
-            found.append(Task(f"{node.name} weights", after, own_s, 0.0))
+        elif read := {r.node for r in node.refs if r.node in trained}:
+            again_s = sum(
+                3 * specs[Ref(name)].size_bytes / cluster.bytes_per_s + cluster.op_overhead_s
+                for name in sorted(read & summed)
+            )
+            summed |= read
+            found.append(Task(f"{node.name} weights", after, own_s + again_s, 0.0))
         else:
             own_s *= BACKWARD_PER_FORWARD
         found.append(Task(node.name, after, own_s, link_s))

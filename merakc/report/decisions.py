@@ -89,6 +89,8 @@ def _overlap(plan: Plan) -> str:
         gains = [plan.overlap_gains[s] for s in stages if plan.overlap_gains]
         saved = f", saves {min(gains):.1%} to {max(gains):.1%} of a stage" if gains else ""
         parts.append(form + where + saved)
+    for count, products in sorted(Counter(plan.row_chunks.values()).items()):
+        parts.append(f"{products} products beside collectives in {count} chunks of rows")
     return "; ".join(parts)
 
 

@@ -63,3 +63,38 @@ def test_training_equals_one_process(options: dict[str, Any]) -> None:
         assert own == pytest.approx(losses, rel=1e-12)
         assert started > 0
     assert_close(found[0][1], gradients)
+
+
+ONE_SAMPLE: list[dict[str, Any]] = [
+    {"tp": 2, "overlap": 2},
+    {"tp": 2, "sequence_parallel": True, "recompute": "full", "overlap": 3},
+    {"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "none", "overlap": 2},
+]
+
+
+def train_rows(options: dict[str, Any]) -> tuple[list[float], Tensors, int]:
+    """Micro-batches of one sample: a step, and another of shorter samples."""
+    model = parallel(lambda: Words(dropout=0.3), words(0), **options)
+    losses = []
+    for batch in (words(0), words(1, length=4)):
+        model.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        losses.append(loss.item())
+    asked = {options["overlap"]} if options["tp"] > 1 else set()
+    assert set(model.plan.row_chunks.values()) == asked
+    steps = model._own("_steps").compiled.values()
+    graphs = [c.forward for step in steps for c in step.chunks.values()]
+    started = sum(node.op in STARTED for graph in graphs for node in graph.nodes)
+    return losses, model.full_gradients(), started
+
+
+@pytest.mark.parametrize("options", ONE_SAMPLE, ids=str)
+def test_one_sample_in_chunks_of_rows_equals_one_process(options: dict[str, Any]) -> None:
+    given = {"dp": 1, "pp": 1, "micro_batches": 8}
+    losses, gradients, _ = train_rows({**given, "tp": 1, "overlap": 0})
+    found = run_ranks(options["tp"] * options.get("pp", 1), train_rows, {**given, **options})
+    for own, _, started in found:
+        assert own == pytest.approx(losses, rel=1e-12)
+        assert started > 0
+    assert_close(found[0][1], gradients)

@@ -187,6 +187,12 @@ def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
     assert "micro-batches in 2 parts on stage 0, saves 25.0% to 25.0% of a stage; whole " in mixed
 
 
+def test_overlap_says_how_many_products_are_in_chunks_of_rows() -> None:
+    made = replace(tiny_plan(), sub_batches=(1, 1), row_chunks={"up": 2, "down": 2, "head": 4})
+    text = plan_text(made, width=180)
+    assert "whole micro-batches; 2 products beside collectives in 2 chunks of rows; 1 " in text
+
+
 def test_a_report_follows_the_decisions() -> None:
     text = plan_text(plan_with_report(), width=120)
     lines = text.splitlines()
