@@ -95,8 +95,7 @@ def auto_parallel(
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
-        overlap: parts of a micro-batch, tp's communication of one under the others' arithmetic;
-            where its samples do not divide, chunks of the rows of products beside collectives.
+        overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws and of the weights of a model on the meta device.

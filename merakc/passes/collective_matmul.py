@@ -9,9 +9,9 @@ from the products behind one attention to those before the next. It needs one sa
 `merakc.passes.sub_batches` needs several.
 
 The rows are found, not named: a dim that collectives carry and no weight of a product has, of
-samples or of a sequence. Which nodes keep it apart the sharding rules say, and chunks are to them what ranks are.
-The graph is one rank's forward: differentiated, it gives a backward in chunks, the gradients of
-weights added up over them.
+samples or of a sequence. Which nodes keep it apart the sharding rules say, and chunks are to them
+what ranks are. The graph is one rank's forward: differentiated, it gives a backward in chunks, the
+gradients of weights added up over them.
 """
 
 from __future__ import annotations
