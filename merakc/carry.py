@@ -72,7 +72,8 @@ def carry_plan(
     if plan.sub_batches and mesh.tp > 1:
         parts = tuple(plan.sub_batches[s] for s in like)
         given = plan.machines if cluster is None else _figures(cluster)
-        parted = replace(made, sub_batches=parts, machines=given)
+        chunks = {n: count for n, count in plan.row_chunks.items() if n in made.parameters}
+        parted = replace(made, sub_batches=parts, row_chunks=chunks, machines=given)
         lowered = _with_gains(with_parts(replace(lowered, plan=parted), record), machines)
     return lowered
 

@@ -110,3 +110,14 @@ def test_machines_decide_what_is_kept_and_gained() -> None:
     assert none.keep_bytes == (0, 0)
     assert room.machines == replace(NOMINAL_GPU, memory_bytes=0)
     assert max(room.overlap_gains) < 0.5
+
+
+def test_chunks_of_products_that_are_left_are_kept() -> None:
+    weight = "transformer.h.3.mlp.c_proj.weight"
+    plan = replace(
+        _large(_made("1f1b"), tp=2), sub_batches=(1, 1), overlap_gains=(0.0, 0.1),
+        row_chunks={weight: 2, "transformer.h.11.mlp.c_proj.weight": 2}, machines=NOMINAL_GPU,
+    )  # fmt: skip
+    lowered = carry_plan(plan, lower_degrees(plan, 4), _some, None)
+    assert lowered.plan.row_chunks == {weight: 2}
+    assert any("#" in node.name for node in lowered.local(1, 0).nodes)

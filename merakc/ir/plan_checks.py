@@ -127,7 +127,13 @@ def _per_stage(plan: Values) -> Iterator[str]:
     for stage, parts in enumerate(plan["sub_batches"]):
         if parts < 1 or (samples and samples % parts):
             yield f"sub_batches.{stage} is {parts}; it must divide the {samples} of a micro-batch"
-    if any(parts > 1 for parts in plan["sub_batches"]) and plan["machines"] is None:
+    for name, count in plan["row_chunks"].items():
+        if name not in plan["parameters"] or not 2 <= count <= MOST:
+            yield f"row_chunks.{name} is {count}; it must be a parameter's, and 2 or more"
+    if plan["row_chunks"] and not plan["sub_batches"]:
+        yield f"row_chunks has {len(plan['row_chunks'])} entries; with no sub_batches, none"
+    overlapped = plan["row_chunks"] or any(parts > 1 for parts in plan["sub_batches"])
+    if overlapped and plan["machines"] is None:
         yield "machines is null; with sub_batches it must say what decides the order of nodes"
 
 
