@@ -71,6 +71,10 @@ def verdict_table(plan: Plan, verdict: Verdict) -> Group:
     facts.add_row("model", small)
     if verdict.lost:
         facts.add_row("left out", f"{', '.join(verdict.lost)}, for want of ranks: give --ranks")
+    if verdict.unlike:
+        some = ", ".join(verdict.unlike[:3]) + ", ..." * (len(verdict.unlike) > 3)
+        text = f"along other dims than in the plan: {len(verdict.unlike)} tensors ({some})"
+        facts.add_row("split", Text(text, "yellow"))
     if verdict.compared_with:
         facts.add_row("against", f"{verdict.compared_with}, {STEPS} AdamW steps")
     table = Table(box=box.SIMPLE_HEAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ FLOAT32_LIMIT = 1e-5  # float32 has seven
 MOST_BYTES = 128 << 20
 DOUBLE = Precision("float64", "float64", "float64")
 SINGLE = Precision("float32", "float32", "float64")
+SIZE = re.compile(r"\d+")
 LABELS = {"loss": "loss", "gradient": "gradients", "weight": "weights", "buffer": "buffers"}
 
 
@@ -63,8 +65,8 @@ class Verdict:
     """What was compared, and how far it was apart.
 
     `checked` is the plan that was run. `lowered` holds the integers of the configuration that were
-    lowered, `lost` what of the plan too few ranks leave out, `failed` why the ranks did not come to
-    an end.
+    lowered, `lost` what of the plan too few ranks leave out, `unlike` the tensors that are split
+    over tp along other dims than in the plan, `failed` why the ranks did not come to an end.
     """
 
     checked: Plan
@@ -72,6 +74,7 @@ class Verdict:
     checked_parameters: int
     lowered: dict[str, tuple[int, int]]
     lost: tuple[str, ...]
+    unlike: tuple[str, ...]
     compared_with: str
     rows: tuple[Row, ...]
     failed: str
@@ -113,15 +116,8 @@ def check_plan(
         case = _case(plan, found, degrees, precision, seed)
         checked = case.plan
         progress(f"training on {checked.mesh.world_size} local ranks, {arithmetic}")
-        try:
-            results = run_ranks(checked.mesh.world_size, train, case, timeout_s=timeout_s)
-        except RankError as error:
-            if isinstance(error.__cause__, MerakError):
-                raise error.__cause__ from error
-            failed = f"rank {error.rank} failed: {error.details.strip().splitlines()[-1]}"
-            break
-        except RankTimeoutError as error:
-            failed = f"{error}; give --timeout more seconds"
+        results, failed = _on_ranks(case, train, timeout_s)
+        if failed:
             break
         progress("training in one process")
         differences, compared_with = _differences(case, results, limit, timeout_s)
@@ -130,10 +126,37 @@ def check_plan(
             for kind, own in ((kind, differences.get(kind)) for kind in KINDS)
             if own is not None
         ]
-    return Verdict(
-        checked, parameter_count(source.model), parameter_count(found.model), lowered,
-        lost(plan, degrees), compared_with, tuple(rows), failed, time.perf_counter() - start_s,
-    )  # fmt: skip
+    counts = parameter_count(source.model), parameter_count(found.model)
+    left_out = lost(plan, degrees), unlike_splits(plan, checked)
+    wall_s = time.perf_counter() - start_s
+    return Verdict(checked, *counts, lowered, *left_out, compared_with, tuple(rows), failed, wall_s)
+
+
+def _on_ranks(case: Case, train: Train, timeout_s: float) -> tuple[list[Reference], str]:
+    """What each rank's training gave, or why they did not come to an end.
+
+    Raises the `MerakError` of the first rank that raised one.
+    """
+    try:
+        return run_ranks(case.plan.mesh.world_size, train, case, timeout_s=timeout_s), ""
+    except RankError as error:
+        if isinstance(error.__cause__, MerakError):
+            raise error.__cause__ from error
+        return [], f"rank {error.rank} failed: {error.details.strip().splitlines()[-1]}"
+    except RankTimeoutError as error:
+        return [], f"{error}; give --timeout more seconds"
+
+
+def unlike_splits(plan: Plan, checked: Plan) -> tuple[str, ...]:
+    """The tensors of `checked` that are not split along the dims that the plan splits.
+
+    Of a smaller model the sizes are others; which factors of which dims are split is compared.
+    """
+    if checked.tp == 1:
+        return ()
+    kinds = [{n: SIZE.sub("n", t) for n, t in p.splits.items()} for p in (plan, checked)]
+    names = {n for n in kinds[0] if n in checked.parameters} | kinds[1].keys()
+    return tuple(sorted(n for n in names if kinds[0].get(n) != kinds[1].get(n)))
 
 
 def check_source(plan: Plan, source: Source) -> None:

@@ -48,12 +48,13 @@ def test_a_right_plan_is_equal(file: str) -> None:
 def test_what_differs_is_exit_code_1(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("gradients", "float64", 1e-3, "gradient of step 0 of first.weight", 1e-10)
     plan = load_plan(file)
-    wrong = Verdict(plan, 10, 10, {}, (), "the plain model", (row,), "", 1.0)
+    wrong = Verdict(plan, 10, 10, {}, (), ("first.weight",), "the plain model", (row,), "", 1.0)
     monkeypatch.setattr(module, "check_plan", lambda *_, **__: wrong)
     printed = run("verify", file, SOURCE, code=1)
     assert "DIFFERENT from one process" in printed
     assert "1.0e-03" in printed
     assert "first.weight" in printed
+    assert "along other dims than in the plan: 1 tensors (first.weight)" in printed
     torn = replace(wrong, rows=(), failed="rank 1 failed: RuntimeError: torn")
     monkeypatch.setattr(module, "check_plan", lambda *_, **__: torn)
     assert "failed: rank 1 failed: RuntimeError: torn" in run("verify", file, SOURCE, code=1)

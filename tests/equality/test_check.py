@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 
 from merakc.cluster import NOMINAL_GPU
 from merakc.equality import check
-from merakc.equality.check import check_plan
+from merakc.equality.check import check_plan, unlike_splits
 from merakc.equality.compare import Reference
 from merakc.equality.train import Case, train_on_rank
 from merakc.errors import ConfigError, PlanError
@@ -60,6 +61,7 @@ def test_a_plan_of_all_axes_is_equal_to_one_process() -> None:
     assert all(row.limit == 1e-10 for row in verdict.rows)
     assert verdict.lowered["num_hidden_layers"] == (10, 8), "two for each of four stages"
     assert verdict.checked_parameters < verdict.parameters / 10
+    assert verdict.unlike == ()
     assert any("8 local ranks" in text for text in told)
 
 
@@ -174,6 +176,17 @@ def test_a_large_function_is_refused_with_its_bytes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(check, "check_source", lambda *_: None)  # it would be another model
     with pytest.raises(ConfigError, match=r"190\.77 MiB in float64, more than the 128\.00 MiB"):
         check_plan(flat(), source, ranks=2)
+
+
+def test_tensors_that_are_split_otherwise_are_named() -> None:
+    name, layout = next(iter(flat().splits.items()))
+    other = replace(flat(), splits={**flat().splits, name: "7 x 9*"})
+    assert unlike_splits(flat(), flat()) == ()
+    smaller = replace(flat(), splits={n: t.replace("512", "16") for n, t in flat().splits.items()})
+    assert "512" in layout, layout
+    assert unlike_splits(flat(), smaller) == ()
+    assert unlike_splits(flat(), other) == (name,) == unlike_splits(other, flat())
+    assert unlike_splits(other, replace(flat(), tp=1)) == ()
 
 
 def test_a_plan_of_another_model_is_refused() -> None:
