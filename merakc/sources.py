@@ -160,9 +160,9 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
         found = getattr(tables, table).get(config.model_type)
         known = (found,) if isinstance(found, str) else tuple(found or ())
         if known and (not classes or classes[0] in known):
+            config.use_cache = False  # before the stacks of an encoder-decoder copy it
             with torch.device(device):
                 model = getattr(transformers, classes[0] if classes else known[0])(config)
-            model.config.use_cache = False
             length = sequence or _own_length(config)
             batch = partial(_batch, task, config, length)
             return Source(name, model.train(), batch, config, length, _bounds(task, config))
