@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -32,7 +33,8 @@ CLOSED = (type, ModuleType, FunctionType, BuiltinFunctionType, str, bytes, int, 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes on one rank, whose part of the model has `elements` trained elements.
+    """Bytes on one rank, whose part of the model has `elements` trained elements, by the first
+    pipeline rank that has them: its shards are all holders'.
 
     `gradients` are those that are being added up, between two micro-batches, once their collectives
     have ended; `in_flight` what these hold besides until then. In mixed precision the optimizer's
@@ -40,7 +42,7 @@ class Held:
     others are all else: buffers, constants, batches, activations.
     """
 
-    elements: int
+    elements: Mapping[int, int]
     parameters_bytes: int
     gradients_bytes: int
     optimizer_bytes: int
@@ -120,7 +122,7 @@ class _Scale:
             bucket.finish()
         gradients, gathered = self._gradients(step), self._gathered()
         self.held = Held(
-            sum(_local_elements(self.parallel)),
+            _local_elements(self.parallel),
             sum(self.kept.values()),
             sum(gradients.values()),
             sum(self.state.values()),
@@ -148,13 +150,16 @@ class _Scale:
         return _sizes(_tensors(reachable(root)))
 
 
-def _local_elements(parallel: ParallelModel) -> Iterator[int]:
-    """Elements of each trained parameter, or of its part, that this rank's stages read."""
+def _local_elements(parallel: ParallelModel) -> Counter[int]:
+    """Elements of the trained parameters, or of their parts, that this rank's stages read."""
+    found: Counter[int] = Counter()
     groups = parallel._own("_steps").groups
     _, pipeline_rank, tp_rank = groups.coordinates
     for place in parallel._own("_steps").placements.values():
         if place.is_parameter and place.requires_grad and pipeline_rank in place.ranks:
-            yield math.prod(place.layout.local_shape(groups.mesh.tp, tp_rank))
+            shape = place.layout.local_shape(groups.mesh.tp, tp_rank)
+            found[min(place.ranks)] += math.prod(shape)
+    return found
 
 
 def reachable(root: object) -> list[Any]:

@@ -53,34 +53,31 @@ class Cell:
 
     def byte_error(self, kind: str) -> float:
         """The largest relative difference of a rank's bytes from the formula."""
-        mesh = MESHES[self.mesh]
-        found: float = 0.0
-        for rank, held in enumerate(self.held):
-            shards = self.shards[mesh.coordinates(rank)[1]]
-            formula = MIXED if self.precision else DOUBLE
-            size_bytes = getattr(formula, f"{_SINGULAR[kind]}_bytes")
-            wanted = size_bytes * held.elements / getattr(shards, kind)
-            found = max(found, abs(getattr(held, f"{kind}_bytes") / wanted - 1))
-        return found
+        found = (getattr(held, f"{kind}_bytes") / self._wanted(held, kind) for held in self.held)
+        return max((abs(share - 1) for share in found), default=0.0)
+
+    def _wanted(self, held: Held, kind: str) -> float:
+        """Bytes of a rank by the formula; what stages share is sharded as the first has it."""
+        formula = MIXED if self.precision else DOUBLE
+        size_bytes: int = getattr(formula, f"{_SINGULAR[kind]}_bytes")
+        return size_bytes * sum(
+            count / getattr(self.shards[rank], kind) for rank, count in held.elements.items()
+        )
 
     def share(self, kind: str) -> float:
         """The most that a rank holds of a kind, in shares of the bytes of its whole parameters."""
         formula = MIXED if self.precision else DOUBLE
         return max(
-            getattr(h, f"{kind}_bytes") / (formula.parameter_bytes * h.elements) for h in self.held
+            getattr(h, f"{kind}_bytes") / (formula.parameter_bytes * sum(h.elements.values()))
+            for h in self.held
         )
 
     @property
     def padding(self) -> int:
-        """Elements that the buckets of a rank hold beside its parameters, at most."""
-        mesh, formula = MESHES[self.mesh], MIXED if self.precision else DOUBLE
-        return max(
-            held.parameters_bytes
-            * self.shards[mesh.coordinates(rank)[1]].parameters
-            // formula.parameter_bytes
-            - held.elements
-            for rank, held in enumerate(self.held)
-        )
+        """Elements that a rank's shards of parameters hold beside these, at most."""
+        formula = MIXED if self.precision else DOUBLE
+        more = (held.parameters_bytes - self._wanted(held, "parameters") for held in self.held)
+        return round(max(more) / formula.parameter_bytes)
 
     @property
     def passed(self) -> bool:

@@ -344,7 +344,7 @@ def _simulated(
     lowered = step.lowered
     plan = lowered.plan
     own = {
-        s: stage_cost(chunk, cluster, plan.shards(s), plan.precision)
+        s: stage_cost(chunk, cluster, plan.shards(s), plan.precision, plan.tied_shards(s))
         for s, chunk in step.chunks.items()
     }
     if measured:

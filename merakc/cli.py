@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from merakc.commands.clusters import CLUSTERS
+from merakc.commands.clusters import HELP, machines
 from merakc.commands.console import NO, AsJson, told
 from merakc.commands.doctor import doctor
 from merakc.commands.simulate import simulate
@@ -47,13 +47,15 @@ def plan(
     source: Annotated[
         str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
     ],
-    ranks: Annotated[int, typer.Option(help="Devices, one rank each.", min=1)],
     batch: Annotated[int, typer.Option(help="Samples a step, over all ranks.", min=1)],
     output: Annotated[Path, typer.Option("-o", "--output", help="The plan file.")] = Path(
         "plan.json"
     ),
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.")] = None,
-    cluster: Annotated[str, typer.Option(help=f"One of {', '.join(CLUSTERS)}.")] = "gpu",
+    ranks: Annotated[
+        int | None, typer.Option(help="Devices, one rank each; all of the cluster's.", min=1)
+    ] = None,
+    cluster: Annotated[str, typer.Option(help=HELP)] = "h100",
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
@@ -70,23 +72,24 @@ def plan(
     """Choose a plan for a model and write it to a file."""
     progress = Console(stderr=True)
     with told(progress), progress.status(f"reading {source}") as status:
-        if cluster not in CLUSTERS:
-            raise ConfigError(f"cluster {cluster!r} is not known; choose one of {[*CLUSTERS]}")
+        mixed = parse_precision(precision)
+        found = machines(cluster, mixed.compute if mixed else "float32", ranks)
+        ranks = ranks or len(found.described(1).devices)
         request = Request(
             ranks, 0, dp, tp, pp, micro_batches, schedule, (), recompute, None,
-            _shards(state_shards), parse_precision(precision), overlap,
+            _shards(state_shards), mixed, overlap,
         )  # fmt: skip
         given = load_source(source, sequence)
-        machines = CLUSTERS[cluster]
-        made, lowered = plan_offline(
-            given, with_schedule(request), batch, machines, lambda text: status.update(text)
+        made, lowered, others = plan_offline(
+            given, with_schedule(request), batch, found, lambda text: status.update(text)
         )
         status.update("writing the report")
-        made = replace(made, report=make_report(replace(lowered, plan=made), machines))
+        told_of = make_report(replace(lowered, plan=made), found, alternatives=others)
+        made = replace(made, report=told_of)
         made.save(output)
     _print(made, as_json=as_json)
     progress.print(f"written to {output}")
-    _check_fits(made, machines.memory_bytes, progress)
+    _check_fits(made, found.memory_bytes, progress)
 
 
 def _check_fits(made: Plan, memory_bytes: int, problem: Console) -> None:

@@ -8,8 +8,8 @@ kind of link between any two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -112,17 +112,17 @@ class Hardware:
 
     def flat(self, dtype: DtypeName = "bfloat16") -> Cluster:
         """One kind of device and of link: the slowest device, and the outermost link in use."""
-        device, level = self.slowest, self.level(len(self.devices))
+        device = self.slowest
         return Cluster(
             self.name,
             device.flops_per_s(dtype),
             device.bytes_per_s * device.traffic_share,
             device.launch_s,
             min(n.device.memory_bytes for n in self.nodes),
-            level.latency_s,
-            self.link_share * level.bytes_per_s / level.shared_by,
+            0.0,
+            1.0,
             self,
-        )
+        ).joining(len(self.devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,29 @@ class Cluster:
     link_latency_s: float
     link_bytes_per_s: float
     hardware: Hardware | None = None
+
+    def joining(self, extent: int) -> Cluster:
+        """The same with the links that join `extent` neighbouring devices."""
+        if self.hardware is None:
+            return self
+        level, share = self.hardware.level(extent), self.hardware.link_share
+        return replace(
+            self,
+            link_latency_s=level.latency_s,
+            link_bytes_per_s=share * level.bytes_per_s / level.shared_by,
+        )
+
+    def described(self, ranks: int) -> Hardware:
+        """Its hardware; where nothing is said of it, one node of `ranks` devices."""
+        if self.hardware is not None:
+            return self.hardware
+        rates: dict[DtypeName, float] = dict.fromkeys(get_args(DtypeName), self.flops_per_s)
+        device = Device(
+            self.name, rates, self.bytes_per_s, self.memory_bytes, product_share=1.0,
+            traffic_share=1.0, launch_s=self.op_overhead_s,
+        )  # fmt: skip
+        links = Level("links", ranks, self.link_bytes_per_s, self.link_latency_s)
+        return Hardware(self.name, (Nodes(device, ranks),), (links,), 1.0)
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the

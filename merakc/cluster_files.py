@@ -62,6 +62,41 @@ def find_cluster(name_or_path: str) -> Hardware:
     return load_cluster(name_or_path)
 
 
+def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
+    """What `find_cluster` finds, with as many devices as there are ranks; all where None.
+
+    A preset without a number of nodes has as many as the ranks take. Of others the first nodes are
+    used. Raises `ClusterError` where there are too few devices, or half a node would be used
+    beside whole ones.
+    """
+    hardware = find_cluster(name_or_path)
+    if ranks is None:
+        return hardware
+    if name_or_path in preset_names():
+        hardware = preset(name_or_path, -(-ranks // hardware.nodes[0].devices))
+    total, found = len(hardware.devices), []
+    if ranks > total:
+        raise ClusterError(
+            f"{name_or_path}: {ranks} ranks are asked for and it has {total} devices; ask for "
+            "fewer, or describe more nodes"
+        )
+    for own in hardware.nodes:
+        count = min(own.count, ranks // own.devices)
+        if count:
+            found.append(replace(own, count=count))
+            ranks -= count * own.devices
+        if count < own.count:
+            break
+    if ranks and found:
+        raise ClusterError(
+            f"{name_or_path}: {ranks} ranks are left over for a node of {own.devices} devices; "
+            "give a number of ranks that fills whole nodes"
+        )
+    if ranks:
+        found = [replace(hardware.nodes[0], devices=ranks, count=1)]
+    return replace(hardware, nodes=tuple(found))
+
+
 def parse_cluster(text: str, where: str = "cluster file") -> Hardware:
     """The hardware that the text of a cluster file describes; `where` stands in messages.
 

@@ -14,10 +14,12 @@ from typing import Literal
 from merakc.cluster import Hardware
 from merakc.costs.device import Place, traffic_seconds
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
+from merakc.costs.keep import EVERYTHING, keep_bytes, with_kept
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.pieces import Piece
 from merakc.costs.stages import (
     PieceCost,
+    balanced_stages,
     even_stages,
     piece_cost,
     rank_place,
@@ -25,18 +27,26 @@ from merakc.costs.stages import (
     stage_costs,
     stage_parameters,
 )
-from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_cost
+from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.ir.costs import StageCost
+from merakc.ir.program import Inner, Mesh
+from merakc.ir.schedule import Schedule
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.schedules.registry import make_schedule
-from merakc.schedules.timing import make_pipeline, peak_bytes, run_orders
+from merakc.schedules.timing import make_pipeline, peak_bytes, run_orders, with_recomputation
 from merakc.schedules.work import Work, encode
+
+Recompute = Literal["none", "full", "solved"]
+# So many times the pipeline ranks, and so many micro-batches of one rank, are simulated; what a
+# further one takes is what the last of them took.
+STEADY = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
     """How a job is laid out: degrees, stages a pipeline rank, micro-batches of a dp rank.
 
+    `schedule` is one of `merakc.schedules.registry`; of several stages a rank, 1F1B is interleaved.
     `inner` is the axis whose neighbours are closer, after those of tp: pipeline ranks (as
     `merakc.ir.program.Mesh` has them) or dp ranks (as Megatron-LM has them).
     """
@@ -46,7 +56,8 @@ class Degrees:
     pp: int = 1
     micro_batches: int = 1
     chunks: int = 1
-    inner: Literal["pp", "dp"] = "pp"
+    inner: Inner = "pp"
+    schedule: str = "1f1b"
 
     @property
     def ranks(self) -> int:
@@ -54,27 +65,27 @@ class Degrees:
         return self.dp * self.tp * self.pp
 
     @property
-    def dp_stride(self) -> int:
-        """How far apart neighbours of the dp axis are."""
-        return self.tp * (self.pp if self.inner == "pp" else 1)
-
-    @property
-    def pp_stride(self) -> int:
-        """How far apart neighbours of the pp axis are."""
-        return self.tp * (self.dp if self.inner == "dp" else 1)
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return Mesh(self.dp, self.tp, self.pp, self.inner)
 
 
 @dataclass(frozen=True, slots=True)
 class Habits:
     """What else of a program's ways its step depends on.
 
-    `overlap` is the share of its speed at which communication of gradients and parameters runs
-    under computing; 0 waits for all of it. With `split_messages` each tp rank sends its part of a
-    message alone, and the parts are gathered in the node (Narayanan et al. 2021, section 4.1). With
-    `tp_overlap` the collectives of tp run beside the products that they belong to.
+    With `recompute` "solved" each stage recomputes what its rank's memory does not hold. With
+    `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
+    recomputation starts from what the stage has received; without, blocks are spread evenly and
+    each is recomputed from what enters it. `overlap` is the share of its speed at which
+    communication of gradients and parameters runs under computing; 0 waits for all of it. With
+    `split_messages` each tp rank sends its part of a message alone, and the parts are gathered in
+    the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run beside
+    the products that they belong to.
     """
 
-    recompute: Literal["none", "full"] = "none"
+    recompute: Recompute = "none"
+    stagewise: bool = False
     shards: StateShards = UNSHARDED
     precision: Precision = MIXED
     overlap: float = 0.0
@@ -86,6 +97,8 @@ class Habits:
 class Estimate:
     """Seconds of a step, and what they are made of; peak bytes of each pipeline rank.
 
+    `recompute_s` are a rank's on average.
+
     `source` says whether measurements have told of the pieces, or formulas alone.
     """
 
@@ -94,9 +107,65 @@ class Estimate:
     state_s: float
     optimizer_s: float
     bubble_share: float
+    recompute_s: float
     peak_bytes: tuple[int, ...]
     stages: tuple[StageCost, ...] = field(repr=False)
     source: Literal["formula", "measured"] = "formula"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model's pieces on the stages of a layout, with their seconds.
+
+    `costs` are those of the pieces, `parts` the places of each stage's pieces.
+    """
+
+    pieces: Sequence[Piece]
+    degrees: Degrees
+    place: Place
+    costs: Sequence[PieceCost]
+    parts: Sequence[Sequence[int]]
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return _orders(self.degrees, 1, ())[0].rank_of
+
+    @property
+    def rank_pieces(self) -> list[list[int]]:
+        """The places of each pipeline rank's pieces."""
+        found: list[list[int]] = [[] for _ in range(self.degrees.pp)]
+        for part, rank in zip(self.parts, self.rank_of, strict=True):
+            found[rank] += part
+        return found
+
+    def state_bytes(self, shards: StateShards, precision: Precision) -> list[int]:
+        """What each pipeline rank holds between two steps."""
+        parameters = [stage_parameters([self.pieces[k] for k in own]) for own in self.rank_pieces]
+        return [state_bytes(count, shards, precision) for count in parameters]
+
+
+def make_job(
+    pieces: Sequence[Piece],
+    degrees: Degrees,
+    hardware: Hardware,
+    habits: Habits = Habits(),
+    corrections: Corrections = NONE,
+    labels: Callable[[Piece], Sequence[str]] = lambda piece: (),
+) -> Job:
+    """Times pieces on `degrees.ranks` neighbouring devices and spreads them over stages.
+
+    `pieces` are of one tp rank and micro-batch; equal blocks may be one value many times.
+    """
+    place = rank_place(hardware, degrees.ranks, degrees.tp, overlap=habits.tp_overlap)
+    known: dict[int, PieceCost] = {}
+    for piece in pieces:
+        if id(piece) not in known:
+            known[id(piece)] = piece_cost(piece, place, corrections, labels(piece))
+    costs = [known[id(piece)] for piece in pieces]
+    stages_of = balanced_stages if habits.stagewise else even_stages
+    parts = stages_of(pieces, costs, degrees.pp * degrees.chunks)
+    return Job(pieces, degrees, place, costs, parts)
 
 
 def estimate_step(
@@ -107,112 +176,138 @@ def estimate_step(
     corrections: Corrections = NONE,
     labels: Callable[[Piece], Sequence[str]] = lambda piece: (),
 ) -> Estimate:
-    """One step of a model on `degrees.ranks` neighbouring devices.
+    """One step of a model, as `make_job` lays it out."""
+    return estimate_job(make_job(pieces, degrees, hardware, habits, corrections, labels), habits)
 
-    `pieces` are of one tp rank and micro-batch; equal blocks may be one value many times. Blocks
-    are spread evenly over the stages, which run 1F1B, interleaved where a rank has several. After
-    it, gradients are reduced over dp and over the holders of shared parameters, and the optimizer
-    runs.
+
+def estimate_job(job: Job, habits: Habits) -> Estimate:
+    """One step: the micro-batches in the order of the schedule; after them gradients are reduced
+    over dp and over the holders of shared parameters, and the optimizer runs.
     """
-    place = rank_place(hardware, degrees.ranks, degrees.tp, overlap=habits.tp_overlap)
-    known: dict[int, PieceCost] = {}
-    for piece in pieces:
-        if id(piece) not in known:
-            known[id(piece)] = piece_cost(piece, place, corrections, labels(piece))
-    costs = [known[id(piece)] for piece in pieces]
-    parts = even_stages(pieces, degrees.pp * degrees.chunks)
     stages = stage_costs(
-        pieces, costs, parts, place, shards=habits.shards, precision=habits.precision
-    )
-    pipeline_s, busy_s, peaks = _pipeline(pieces, parts, stages, degrees, habits, place)
-    state_s, optimizer_s = _after(pieces, costs, parts, degrees, habits, place)
+        job.pieces, job.costs, job.parts, job.place, shards=habits.shards,
+        precision=habits.precision, stagewise=habits.stagewise,
+    )  # fmt: skip
+    run = _run(job, stages, habits)
+    state_s, optimizer_s = state_seconds(job, habits)
     return Estimate(
-        pipeline_s + state_s + optimizer_s,
-        pipeline_s,
+        run.seconds + state_s + optimizer_s,
+        run.seconds,
         state_s,
         optimizer_s,
-        1.0 - busy_s / pipeline_s,
-        peaks,
+        1.0 - run.busy_s / run.seconds,
+        run.again_s,
+        run.peak_bytes,
         stages,
-        "measured" if all(cost.measured for cost in known.values()) else "formula",
+        "measured" if all(cost.measured for cost in job.costs) else "formula",
     )
 
 
-def _pipeline(
-    pieces: Sequence[Piece],
-    parts: Sequence[Sequence[int]],
-    stages: Sequence[StageCost],
-    degrees: Degrees,
-    habits: Habits,
-    place: Place,
-) -> tuple[float, float, tuple[int, ...]]:
-    """Seconds of the micro-batches, the mean over ranks of the busy ones, peak bytes of ranks."""
-    rank_of, orders = _orders(
-        degrees.pp, degrees.micro_batches, degrees.chunks, habits.recompute == "full"
-    )
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The micro-batches of a step: seconds, those that a rank is busy and recomputes on average,
+    peak bytes of each.
+    """
+
+    seconds: float
+    busy_s: float
+    again_s: float
+    peak_bytes: tuple[int, ...]
+
+
+def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
+    """Runs so many micro-batches that the rest of them take as long each as the last ones."""
+    degrees, place = job.degrees, job.place
     share = degrees.tp if habits.split_messages else 1
     links = [
-        message_seconds(pieces[part[-1]].handed_bytes / share, degrees.pp_stride, place.fabric)
-        for part in parts[:-1]
+        message_seconds(
+            job.pieces[part[-1]].handed_bytes / share, degrees.mesh.pp_stride, place.fabric
+        )
+        for part in job.parts[:-1]
     ]
-    pipeline = make_pipeline(rank_of, stages, degrees.micro_batches, links)
+    period, total = degrees.pp, degrees.micro_batches
+    left = max(total - STEADY * period, 0) // period * period
+    again: tuple[int, ...] = ()
+    if habits.recompute == "full":
+        again = tuple(range(len(stages)))
+    elif habits.recompute == "solved":
+        schedule, _ = _orders(degrees, total - left, again)
+        kept = keep_bytes(schedule, stages, [place.device.memory_bytes] * degrees.pp)
+        stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
+        again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
+    seconds, peaks = _ends(stages, links, degrees, total - left, again)
+    if left:
+        before_s, _ = _ends(stages, links, degrees, total - left - period, again)
+        seconds += left / period * (seconds - before_s)
+    mean = total / degrees.pp
+    again_s = mean * sum(stages[k].recompute_s for k in again)
+    busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
+    return _Run(seconds, busy_s, again_s, peaks)
+
+
+def _ends(
+    stages: Sequence[StageCost],
+    links: Sequence[float],
+    degrees: Degrees,
+    micro_batches: int,
+    again: tuple[int, ...],
+) -> tuple[float, tuple[int, ...]]:
+    """The end of so many micro-batches, and the peak bytes of each rank."""
+    schedule, orders = _orders(degrees, micro_batches, again)
+    pipeline = make_pipeline(schedule.rank_of, stages, micro_batches, links)
     ends = run_orders(pipeline, orders)
     assert ends is not None, "a known schedule ran into a deadlock"
-    again = habits.recompute == "full"
-    busy_s = degrees.micro_batches * sum(
-        c.forward_s + c.backward_s + again * c.recompute_s for c in stages
-    )
     peaks = tuple(peak_bytes(pipeline, rank, order) for rank, order in enumerate(orders))
-    return max(end[-1] for end in ends), busy_s / degrees.pp, peaks
+    return max(end[-1] for end in ends), peaks
+
+
+def _orders(
+    degrees: Degrees, micro_batches: int, again: tuple[int, ...]
+) -> tuple[Schedule, list[list[Work]]]:
+    """The order of work of each rank, where these stages recompute."""
+    name = degrees.schedule
+    if name == "1f1b" and degrees.chunks > 1:
+        name = "interleaved-1f1b"
+    schedule, orders = _made(name, degrees.pp, micro_batches, degrees.chunks)
+    units = {stage * micro_batches + j for stage in again for j in range(micro_batches)}
+    return schedule, with_recomputation(orders, units) if units else orders
 
 
 @lru_cache(maxsize=256)
-def _orders(
-    pp: int, micro_batches: int, chunks: int, recompute: bool
-) -> tuple[tuple[int, ...], list[list[Work]]]:
-    """The stages' ranks and the order of work of each rank."""
+def _made(name: str, pp: int, micro_batches: int, chunks: int) -> tuple[Schedule, list[list[Work]]]:
     schedule = make_schedule(
-        "1f1b" if chunks == 1 else "interleaved-1f1b",
-        pp,
-        micro_batches,
-        recompute="full" if recompute else "none",
-        chunks=None if chunks == 1 else chunks,
+        name, pp, micro_batches, recompute="none", chunks=chunks if chunks > 1 else None
     )
-    return schedule.rank_of, encode(schedule)
+    return schedule, encode(schedule)
 
 
-def _after(
-    pieces: Sequence[Piece],
-    costs: Sequence[PieceCost],
-    parts: Sequence[Sequence[int]],
-    degrees: Degrees,
-    habits: Habits,
-    place: Place,
-) -> tuple[float, float]:
+def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
     """Seconds that gradients and parameters are waited for, and those of the optimizer.
 
     The rank with the most parameters is waited for.
     """
-    fabric, precision, shards = place.fabric, habits.precision, habits.shards
-    ranks = [
-        [k for stage in range(rank, len(parts), degrees.pp) for k in parts[stage]]
-        for rank in range(degrees.pp)
-    ]
-    most = max(ranks, key=lambda own: stage_parameters([pieces[k] for k in own]))
+    pieces, costs, degrees = job.pieces, job.costs, job.degrees
+    fabric, precision, shards = job.place.fabric, habits.precision, habits.shards
+    most = max(job.rank_pieces, key=lambda own: stage_parameters([pieces[k] for k in own]))
     parameters = stage_parameters([pieces[k] for k in most])
     state_s = 0.0
     if degrees.dp > 1:
         layers = [
             Layer(pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s) for k in most
         ]
-        # Only the first and the last micro-batch meet communication, unless each one does.
-        met = degrees.micro_batches if shards.gradients > 1 else 1
-        group = DpGroup(degrees.dp, fabric, degrees.dp_stride, habits.overlap)
+        group = DpGroup(degrees.dp, fabric, degrees.mesh.dp_stride, habits.overlap)
+        # Only the first and the last micro-batch meet communication, unless each one does: then
+        # those in between wait equally long.
+        total = degrees.micro_batches if shards.gradients > 1 else 1
+        met = min(total, STEADY)
         state_s = state_cost(layers, met, shards, group, precision).exposed_s
-    shared = sum(shared_parameters(pieces, parts).values())
+        if total > met:
+            fewer_s = state_cost(layers, met - 1, shards, group, precision).exposed_s
+            state_s += (total - met) * (state_s - fewer_s)
+    shared = sum(shared_parameters(pieces, job.parts).values())
     if shared:
         ends = Group(2, 2 if degrees.ranks <= fabric.ranks_per_node else 1, fabric.ranks_per_node)
         state_s += all_reduce_seconds(precision.gradient_bytes * shared, ends, fabric)
     moved = 2 * precision.optimizer_bytes + precision.gradient_bytes + precision.parameter_bytes
     updated = -(-parameters // shards.optimizer)
-    return state_s, traffic_seconds(moved * updated, place.device)
+    return state_s, traffic_seconds(moved * updated, job.place.device)

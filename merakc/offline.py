@@ -2,21 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from merakc.batches import batch_size_of, call_arguments
+from merakc.candidates import RUNNERS_UP, Candidate, Candidates, find_candidates, loses_by
 from merakc.cluster import Cluster
+from merakc.costs import state
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
+from merakc.ir.alternatives import Alternative, Alternatives, Refusal
+from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
+from merakc.piece_table import PieceTable
 from merakc.planner import Lowered
 from merakc.recording import record_part
-from merakc.search import Request, search
+from merakc.search import Request, improve, search
 from merakc.sources import Source
+
+# The best candidates are planned in full, as many as have so many nodes in all, and two at least.
+FINALIST_NODES = 20_000
+MOST_FINALISTS = 8
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Recordings:
+    """The forward of a source's model for any number of samples, each recorded once."""
+
+    source: Source
+    request: Request
+    progress: Progress
+    known: dict[int, Recording] = field(default_factory=dict)
+
+    def __call__(self, samples: int) -> Recording:
+        """The recording of a micro-batch of so many samples."""
+        if samples not in self.known:
+            self.progress(f"recording {self.source.name} with {samples} samples")
+            args, kwargs = call_arguments(self.source.batch(samples))
+            assert batch_size_of(args, kwargs) == samples, "a source gives as many as it is asked"
+            cpu = torch.device("cpu")
+            precision = self.request.precision
+            self.known[samples] = record_part(self.source.model, args, kwargs, 1, cpu, precision)
+        return self.known[samples]
+
+    def part(self, samples: int, parts: int) -> Recording:
+        """The recording of one of so many equal parts of so many samples."""
+        return self(samples // parts)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype that most parameters are computed with."""
+        graph = self(2).graph
+        sizes: Counter[str] = Counter()
+        for item in graph.inputs:
+            if item.kind is InputKind.PARAMETER:
+                sizes[dtype_name(item.spec.dtype)] += item.spec.numel
+        return max(sizes, key=lambda name: sizes[name])
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """The elements of a sample's largest integer tensor; 1 where it has none."""
+        batch = [i.spec for i in self(2).graph.inputs if i.kind is InputKind.BATCH]
+        whole = [spec.numel // 2 for spec in batch if not spec.dtype.is_floating_point]
+        return max(whole, default=1)
 
 
 def plan_offline(
@@ -24,42 +78,25 @@ def plan_offline(
     request: Request,
     batch_size: int,
     cluster: Cluster,
-    progress: Callable[[str], None] = lambda _: None,
-) -> tuple[Plan, Lowered]:
-    """The plan with the shortest step for `batch_size` samples over all ranks.
+    progress: Progress = lambda _: None,
+) -> tuple[Plan, Lowered, Alternatives]:
+    """The plan with the shortest step for `batch_size` samples over all ranks, and the others.
 
-    `request.batch_size` is left to be found: each dp degree that divides the batch is tried.
-    `progress` is told what is being done. Raises `ConfigError` where no degree divides the batch,
-    and the first error of the search where none of them gives a plan.
+    `request.batch_size` is left to be found. Layouts are compared by their pieces, the best of them
+    planned in full. `progress` is told what is being done. Raises `ConfigError` where no degree
+    divides the batch, and the first error where nothing can be planned.
     """
-    degrees = [request.dp] if request.dp else range(1, request.world_size + 1)
-    degrees = [dp for dp in degrees if request.world_size % dp == 0]
-    fitting = [dp for dp in degrees if batch_size % dp == 0]
-    if not fitting:
-        raise ConfigError(
-            f"a batch of {batch_size} samples does not divide over dp={request.dp} of "
-            f"{request.world_size} ranks; give a batch that is a multiple of dp"
-        )
-    recordings: dict[int, Recording] = {}
-
-    def recorded(local: int, parts: int) -> Recording:
-        samples = local // parts
-        if samples not in recordings:
-            progress(f"recording {source.name} with {samples} samples")
-            args, kwargs = call_arguments(source.batch(samples))
-            assert batch_size_of(args, kwargs) == samples, "a source gives as many as it is asked"
-            cpu = torch.device("cpu")
-            recordings[samples] = record_part(source.model, args, kwargs, 1, cpu, request.precision)
-        return recordings[samples]
-
+    record = Recordings(source, request, progress)
+    candidates = compare(record, request, batch_size, cluster)
+    nodes = len(record(2).graph.nodes)
+    finalists = _distinct(candidates.found, min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
     best: tuple[Plan, Lowered] | None = None
     first_error: MerakError | None = None
-    for dp in fitting:
-        local = batch_size // dp
-        progress(f"searching dp={dp}")
-        asked = replace(request, dp=dp, batch_size=local)
+    for candidate in finalists:
+        progress(f"planning {describe(candidate)}")
+        asked = asked_for(request, candidate, batch_size)
         try:
-            found = search(asked, partial(recorded, local), cluster)
+            found = search(asked, partial(record.part, asked.batch_size), cluster)
         except MerakError as error:
             first_error = first_error or error
             continue
@@ -68,7 +105,109 @@ def plan_offline(
     if best is None:
         assert first_error is not None
         raise first_error
-    return best
+    progress("improving the best plan")
+    local = best[0].batch_size
+    asked = replace(request, batch_size=local)
+    plan, lowered = improve(asked, *best, partial(record.part, local), cluster)
+    return plan, lowered, alternatives(candidates, plan)
+
+
+def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
+    """The best of the others by degrees and schedule, what loses them the comparison, and what was
+    refused. They are compared with the candidate that was chosen.
+    """
+    own = [c for c in candidates.found if _is_of(c, chosen)] or candidates.found
+    others: dict[str, Alternative] = {}
+    for one in candidates.found:
+        d = one.layout.degrees
+        if one is not own[0]:
+            found = Alternative(
+                d.dp, d.tp, d.pp, d.micro_batches, d.schedule, one.habits.recompute,
+                str(one.habits.shards), one.estimate.step_s, one.peak_bytes,
+                loses_by(one, own[0]),
+            )  # fmt: skip
+            others.setdefault(describe(one), found)
+    refusals = tuple(
+        Refusal(
+            f"dp={dp} tp={tp} pp={pp}" if dp else f"tp={tp}", why,
+            "devices of more memory, or more tp or pp" if dp else "another degree of tp",
+        )
+        for (dp, tp, pp), why in candidates.refused.items()
+    )  # fmt: skip
+    return Alternatives(tuple(others.values())[:RUNNERS_UP], refusals[:RUNNERS_UP])
+
+
+def _is_of(candidate: Candidate, plan: Plan) -> bool:
+    d = candidate.layout.degrees
+    own = d.dp, d.tp, d.pp, d.micro_batches
+    return own == (plan.dp, plan.tp, plan.pp, plan.micro_batches)
+
+
+def compare(record: Recordings, request: Request, batch_size: int, cluster: Cluster) -> Candidates:
+    """The candidates for `batch_size` samples over all ranks. Raises as `plan_offline` does."""
+    if request.dp and (batch_size % request.dp or request.world_size % request.dp):
+        raise ConfigError(
+            f"a batch of {batch_size} samples does not divide over dp={request.dp} of "
+            f"{request.world_size} ranks; give a batch that is a multiple of dp"
+        )
+    table = PieceTable(record, cluster)
+    hardware = cluster.described(request.world_size)
+    precision = state_precision(record(2), request)
+    return find_candidates(table, request, batch_size, hardware, precision, record.progress)
+
+
+def state_precision(recording: Recording, request: Request) -> state.Precision:
+    """The bytes of a parameter's state: of the precision, or of the parameters' own dtype."""
+    own = request.precision
+    if own is not None:
+        compute, gradients, master = (
+            own.dtype(of).itemsize for of in ("compute", "gradients", "master")
+        )
+        return state.Precision(compute, gradients, 3 * master)
+    sizes = [i.spec.dtype.itemsize for i in recording.graph.inputs if i.kind is InputKind.PARAMETER]
+    size = max(sizes, default=4)
+    return state.Precision(size, size, 2 * size)
+
+
+def asked_for(request: Request, candidate: Candidate, batch_size: int) -> Request:
+    """The request, with everything fixed that a candidate has decided."""
+    d, habits = candidate.layout.degrees, candidate.habits
+    is_open = request.schedule == "auto"
+    shards = habits.shards
+    return replace(
+        request,
+        batch_size=batch_size // d.dp,
+        dp=d.dp,
+        tp=d.tp,
+        pp=d.pp,
+        inner=d.inner,
+        micro_batches=d.micro_batches,
+        schedule=d.schedule if is_open else request.schedule,
+        chunks=d.chunks if d.chunks > 1 else None,
+        overlap=0 if request.overlap is None else request.overlap,
+        sequence_parallel=candidate.layout.sequence_parallel,
+        state_shards=(shards.parameters, shards.gradients, shards.optimizer),
+    )
+
+
+def describe(candidate: Candidate) -> str:
+    """A candidate's layout, in a line."""
+    d = candidate.layout.degrees
+    chunks = f" of {d.chunks} stages a rank" if d.chunks > 1 else ""
+    parts = [f"dp={d.dp} tp={d.tp} pp={d.pp}", f"{d.micro_batches} micro-batches"]
+    if d.pp > 1:
+        parts.append(f"{d.schedule}{chunks}")
+    return ", ".join(parts)
+
+
+def _distinct(found: list[Candidate], count: int) -> list[Candidate]:
+    """The best candidate of each of the best degrees; further ones of them where few are left."""
+    first: dict[object, Candidate] = {}
+    for one in found:
+        d = one.layout.degrees
+        first.setdefault((d.dp, d.tp, d.pp, d.micro_batches), one)
+    chosen = list(first.values())[:count]
+    return chosen + [one for one in found if one not in chosen][: count - len(chosen)]
 
 
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:

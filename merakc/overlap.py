@@ -65,6 +65,7 @@ def choose_overlap(
     plan = lowered.plan
     if asked == 0 or plan.tp == 1:
         return lowered
+    cluster = cluster.joining(plan.tp)
     tried, failure = _tried(lowered, record, asked)
     counts, gains = [], []
     chunks: dict[str, int] = {}

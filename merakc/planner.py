@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -249,18 +249,19 @@ def make_plan(
     does not divide over `mesh.tp` ranks.
     """
     loss = weighed(training_graph(recording.graph), mesh.tp)
-    sharding = shard(loss.graph, mesh.tp, cluster=cluster, sequence_parallel=sequence_parallel)
+    sharding = shard(
+        loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
+    )
     placement = _placement(mesh, schedule, order, chunks)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster)
     stages = split_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    gathered = gathers(loss.graph)
-    splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathered)
+    splits |= _splits_of_results(
+        recording.graph, splits, mesh.tp, gathered=gathers(loss.graph)
+    )
     plan = Plan(
         model=recording.model_name,
-        dp=mesh.dp,
-        tp=mesh.tp,
-        pp=mesh.pp,
+        **asdict(mesh),
         batch_size=batch_size,
         micro_batches=micro_batches,
         schedule=schedule,

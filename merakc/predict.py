@@ -44,10 +44,11 @@ def predict(
     for rank in range(mesh.pp if mesh.dp > 1 else 0):
         buckets = rank_buckets(plan, local, rank)
         seconds |= bucket_seconds(buckets, dp_group(mesh, cluster), plan.precision)
+    near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
     table = CostTable(
         costs,
-        cluster.link_latency_s,
-        cluster.link_bytes_per_s,
+        near.link_latency_s,
+        near.link_bytes_per_s,
         collective_s=seconds,
         collectives=collectives or {},
     )
@@ -69,7 +70,7 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Rough costs of the stages, less the communication that is to run under computation."""
     plan = lowered.plan
     costs = tuple(
-        rough_stage_cost(g, cluster, plan.shards(s), plan.precision)
+        rough_stage_cost(g, cluster, plan.shards(s), plan.precision, plan.tied_shards(s), plan.tp)
         for s, g in enumerate(lowered.stages.local)
     )
     gains = plan.overlap_gains or (0.0,) * len(costs)

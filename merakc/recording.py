@@ -15,6 +15,7 @@ from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph
 from merakc.ir.precision import Precision
 from merakc.passes.batch_numbers import has_numbers, settle_numbers
+from merakc.passes.constant_masks import with_known_masks
 from merakc.passes.key_draws import has_draws, key_draws
 
 
@@ -40,7 +41,7 @@ def record_part(
     samples = batch_size_of(args, kwargs) // micro_batches
     with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
         recording = record(model, *part, dtype)
-        graph = recording.graph
+        graph = with_known_masks(recording.graph)
         # A model that takes no two samples draws for each alone, whatever it draws.
         apart = has_draws(graph) and samples == 1
         wide: Graph | None = None

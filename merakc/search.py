@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
-from merakc.ir.program import ActionKind, Mesh
+from merakc.ir.program import ActionKind, Inner, Mesh
 from merakc.ir.state import AUTO, ShardsGiven, StateShards, lattice, parse_shards
 from merakc.overlap import choose_overlap
 from merakc.passes.collectives import rough_touches
@@ -56,6 +57,8 @@ class Request:
     state_shards: ShardsGiven | None = None
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
+    chunks: int | None = None  # stages a pipeline rank, of schedules that leave a choice
+    inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
 
 
 def with_schedule(request: Request) -> Request:
@@ -86,7 +89,7 @@ def meshes(request: Request) -> list[Mesh]:
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; a degree is at least 1")
     found = [
-        Mesh(dp, tp, pp)
+        Mesh(dp, tp, pp, request.inner)
         for dp, tp, pp in _factorisations(request.world_size)
         if all(v is None or v == g for v, g in zip(fixed.values(), (dp, tp, pp), strict=True))
     ]
@@ -145,6 +148,24 @@ def search(
         raise first_error
     best = min(overlapped, key=lambda made: _rank(made[0], cluster))
     return _generated(request, *best, cluster)
+
+
+def improve(
+    request: Request,
+    plan: Plan,
+    lowered: Lowered,
+    record: Callable[[int], Recording],
+    cluster: Cluster,
+) -> tuple[Plan, Lowered]:
+    """A plan with communication under computation, and an order of work made for it, where the
+    request leaves them open and they pay.
+    """
+    if request.overlap is None:
+        with contextlib.suppress(MerakError):  # it need not
+            found = _overlapped(request, lowered, record, cluster)
+            if _rank(found[0], cluster) < _rank(plan, cluster):
+                plan, lowered = found
+    return _generated(request, plan, lowered, cluster)
 
 
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
@@ -224,7 +245,7 @@ def _plan(
     choices = _recomputations(request)
     plan, lowered = make_plan(
         recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
-        schedule=schedule, order=request.order, recompute=choices[0],
+        schedule=schedule, order=request.order, chunks=request.chunks, recompute=choices[0],
         sequence_parallel=sequence_parallel,
     )  # fmt: skip
     asked = request.state_shards

@@ -85,7 +85,7 @@ def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (("show", "no.json"), "PlanError: no.json: not a readable plan"),
-        ((*SMALL, "--cluster", "moon"), "ConfigError: cluster 'moon' is not known"),
+        ((*SMALL, "--cluster", "moon"), "ClusterError: moon: cannot be read as a cluster file"),
         ((*SMALL, "--state-shards", "1,x,2"), "give zero-1 to zero-3, or three numbers"),
         ((*SMALL, "--precision", "fp8"), "precision 'fp8' is not known"),
         ((*SMALL, "--schedule", "best"), "schedule 'best' is not known"),

@@ -83,8 +83,8 @@ def test_tied_parameters_of_two_stages_are_reduced() -> None:
 def test_where_axes_lie_decides_which_links_they_use() -> None:
     inner_pp = Degrees(dp=8, tp=1, pp=4, micro_batches=8)
     inner_dp = replace(inner_pp, inner="dp")
-    assert (inner_pp.dp_stride, inner_pp.pp_stride) == (4, 1)
-    assert (inner_dp.dp_stride, inner_dp.pp_stride) == (1, 8)
+    assert (inner_pp.mesh.dp_stride, inner_pp.mesh.pp_stride) == (4, 1)
+    assert (inner_dp.mesh.dp_stride, inner_dp.mesh.pp_stride) == (1, 8)
     assert inner_dp.ranks == 32
     assert estimate(inner_pp).state_s > estimate(inner_dp).state_s
     assert estimate(inner_pp).pipeline_s < estimate(inner_dp).pipeline_s

@@ -13,15 +13,18 @@ from merakc.sources import load_source
 
 def test_each_degree_that_divides_the_batch_is_tried() -> None:
     source, said = load_source("tests.small_source:small"), []
-    plan, lowered = plan_offline(source, Request(4, 0), 6, NOMINAL_CPU, said.append)
+    plan, lowered, others = plan_offline(source, Request(4, 0), 6, NOMINAL_CPU, said.append)
     assert plan.mesh.world_size == 4
     assert plan.batch_size * plan.dp == 6
     assert plan.dp in (1, 2)  # of 1, 2 and 4
-    assert [t for t in said if t.startswith("searching")] == ["searching dp=1", "searching dp=2"]
+    assert {(a.dp, a.tp, a.pp) for a in others.runners_up} >= {(1, 4, 1), (2, 2, 1)} - {
+        (plan.dp, plan.tp, plan.pp)
+    }
+    assert any(text.startswith("comparing") for text in said)
     assert lowered.plan == plan
     assert plan.prediction is not None
     for dp in (1, 2):
-        other, _ = plan_offline(source, Request(4, 0, dp=dp), 6, NOMINAL_CPU)
+        other, *_ = plan_offline(source, Request(4, 0, dp=dp), 6, NOMINAL_CPU)
         assert other.prediction is not None
         assert other.dp == dp
         assert other.prediction.step_s >= plan.prediction.step_s

@@ -5,26 +5,18 @@ from __future__ import annotations
 from typing import cast
 
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, DtypeName
-from merakc.cluster_files import find_cluster, preset_names
-from merakc.errors import ConfigError
+from merakc.cluster_files import hardware_for
 
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 HELP = f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file."
 
 
-def machines(name: str, dtype: str, ranks: int) -> Cluster:
-    """The machines of that name, for products of a dtype.
+def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
+    """The machines of that name, for products of a dtype: of `ranks` devices, or all.
 
-    Raises `ClusterError` for a name that is none, and `ConfigError` where they are fewer than the
-    ranks.
+    A preset without a number of nodes has as many as the ranks take. Raises `ClusterError` for a
+    name that is none, and where there are too few devices.
     """
     if name in CLUSTERS:
         return CLUSTERS[name]
-    hardware = find_cluster(name)
-    if len(hardware.devices) < ranks:
-        more = f"{name}:{-(-ranks // len(hardware.devices))}" if name in preset_names() else "more"
-        raise ConfigError(
-            f"cluster {name!r} has {len(hardware.devices)} devices, and the plan {ranks} ranks; "
-            f"name {more}, or plan for fewer"
-        )
-    return hardware.flat(cast(DtypeName, dtype))
+    return hardware_for(name, ranks).flat(cast(DtypeName, dtype))

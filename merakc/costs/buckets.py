@@ -16,7 +16,7 @@ from merakc.ir.program import CollectiveKind, Mesh
 
 def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
     """The dp ranks of a mesh on a cluster; as one node where it says nothing of nodes."""
-    return DpGroup(mesh.dp, _fabric(mesh, cluster), stride=mesh.pp * mesh.tp)
+    return DpGroup(mesh.dp, _fabric(mesh, cluster), stride=mesh.dp_stride)
 
 
 def _fabric(mesh: Mesh, cluster: Cluster) -> Fabric:

@@ -47,12 +47,16 @@ class Piece:
         return sum(self.parameters.values())
 
 
-def cut_pieces(graph: Graph, *, fused: bool = False) -> tuple[Piece, ...]:
+def cut_pieces(graph: Graph, *, fused: bool = False, plain: int = 1) -> tuple[Piece, ...]:
     """The pieces of a tp rank's forward, in the order in which they run.
 
-    With `fused`, its kernels are those of `merakc.costs.kernels.graph_work`.
+    With `fused`, its kernels are those of `merakc.costs.kernels.graph_work`. A graph without blocks
+    is cut into at most `plain` runs of as many nodes.
     """
-    starts = _starts(graph)
+    starts = part_starts(graph)
+    if len(starts) == 1:
+        count = min(plain, len(graph.nodes))
+        starts = [("", k * len(graph.nodes) // count) for k in range(count)]
     paths = [path for path, _ in starts]
     part_of: dict[str, int] = {}
     for k, (_, first) in enumerate(starts):
@@ -64,7 +68,7 @@ def cut_pieces(graph: Graph, *, fused: bool = False) -> tuple[Piece, ...]:
     return tuple(map(Piece, paths, works, parameters, saved, handed))
 
 
-def _starts(graph: Graph) -> list[tuple[str, int]]:
+def part_starts(graph: Graph) -> list[tuple[str, int]]:
     """The path and the first node of each piece."""
     units: dict[tuple[str, str], list[int]] = {}
     for k, node in enumerate(graph.nodes):

@@ -8,8 +8,9 @@ micro-batches run it adds up P g / s_g of gradients; in the end it has P m / s_o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -68,21 +69,25 @@ def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = Non
 
 
 def graph_state_bytes(
-    graph: Graph, shards: StateShards, precision: Precision | None = None
+    graph: Graph,
+    shards: StateShards,
+    precision: Precision | None = None,
+    tied: Mapping[str, StateShards] = MappingProxyType({}),
 ) -> StateBytes:
-    """The same of all parameters of a stage's graph."""
+    """The same of all parameters of a stage's graph; those of `tied` follow another stage's."""
+    kinds = [shards, *dict.fromkeys(tied.values())]
     held = [
         Held(
             i.target,
             kept_dtype(i.spec.dtype, precision, is_trained=i.requires_grad),
             i.spec.numel,
-            (0,),
+            (kinds.index(tied.get(i.target, shards)),),
             i.requires_grad,
         )
         for i in graph.inputs
         if i.kind is InputKind.PARAMETER
     ]
-    return state_bytes(plan_buckets(held, lambda _: shards), precision)
+    return state_bytes(plan_buckets(held, kinds.__getitem__), precision)
 
 
 @dataclass(frozen=True, slots=True)

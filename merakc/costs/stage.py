@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from merakc.cluster import Cluster
 from merakc.costs.device import work_seconds
@@ -20,6 +21,7 @@ from merakc.ir.state import UNSHARDED, StateShards
 
 # A backward is about two forwards: the gradients of both arguments of every product.
 BACKWARD_PER_FORWARD = 2.0
+NONE_TIED: Mapping[str, StateShards] = MappingProxyType({})
 _F, _B, _I, _W, _R = (
     ActionKind.FORWARD,
     ActionKind.BACKWARD,
@@ -34,8 +36,12 @@ def stage_cost(
     cluster: Cluster,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
+    tied: Mapping[str, StateShards] = NONE_TIED,
 ) -> StageCost:
-    """The cost of a stage from its own graphs; of pieces that were not made, nothing."""
+    """The cost of a stage from its own graphs; of pieces that were not made, nothing.
+
+    The parameters of `tied` are sharded as another stage has them.
+    """
 
     def seconds(graph: Graph | None) -> float:
         return graph_seconds(graph, cluster) if graph else 0.0
@@ -57,8 +63,8 @@ def stage_cost(
         checkpoint_peak_bytes=again[0].peak_bytes if again else 0,
         recompute_peak_bytes=again[1].peak_bytes if again else 0,
         weight_peak_bytes=split[2].peak_bytes if split else 0,
-        static_bytes=static_bytes(chunk.forward, shards, precision),
-        reduced_bytes=reduced_bytes(chunk.forward, shards, precision),
+        static_bytes=static_bytes(chunk.forward, shards, precision, tied),
+        reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied),
     )
 
 
@@ -102,13 +108,15 @@ def rough_stage_cost(
     cluster: Cluster,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
+    tied: Mapping[str, StateShards] = NONE_TIED,
+    tp: int | None = None,
 ) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
     Everything that the forward makes is taken for saved, half of it for deferred from the input to
     the weight gradient; a recomputation starts from what the stage has received.
     """
-    forward_s, backward_s = rough_seconds(local, cluster)
+    forward_s, backward_s = rough_seconds(local, cluster, tp)
     specs = [spec for n in local.nodes for spec in n.outputs if spec is not None]
     everything = sum(spec.size_bytes for spec in specs)
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
@@ -128,23 +136,29 @@ def rough_stage_cost(
         checkpoint_peak_bytes=peak_bytes,
         recompute_peak_bytes=everything,
         weight_peak_bytes=peak_bytes,
-        static_bytes=static_bytes(local, shards, precision),
-        reduced_bytes=reduced_bytes(local, shards, precision),
+        static_bytes=static_bytes(local, shards, precision, tied),
+        reduced_bytes=reduced_bytes(local, shards, precision, tied),
     )
 
 
-def rough_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
-    """Seconds of a forward, and of the backward that it will have."""
+def rough_seconds(local: Graph, cluster: Cluster, tp: int | None = None) -> tuple[float, float]:
+    """Seconds of a forward, and of the backward that it will have.
+
+    `tp` neighbouring ranks share its collectives, all of a node where that is not known.
+    """
     if cluster.hardware is None:
         forward_s = graph_seconds(local, cluster)
         return forward_s, forward_s * BACKWARD_PER_FORWARD
-    place = rank_place(cluster.hardware, len(cluster.hardware.devices))
+    place = rank_place(cluster.hardware, len(cluster.hardware.devices), tp)
     work = graph_work(local)
     return work_seconds(work.forward, place), work_seconds(work.backward, place)
 
 
 def static_bytes(
-    graph: Graph, shards: StateShards = UNSHARDED, precision: Precision | None = None
+    graph: Graph,
+    shards: StateShards = UNSHARDED,
+    precision: Precision | None = None,
+    tied: Mapping[str, StateShards] = NONE_TIED,
 ) -> int:
     """Parameters, buffers and constants; gradients and optimizer state of the trained ones.
 
@@ -156,16 +170,19 @@ def static_bytes(
         for i in graph.inputs
         if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards)
     )
-    state = graph_state_bytes(graph, shards, precision)
+    state = graph_state_bytes(graph, shards, precision, tied)
     held = state.kept_bytes + state.gathered_bytes
     return others + held + state.summed_bytes + state.filling_bytes
 
 
 def reduced_bytes(
-    graph: Graph, shards: StateShards = UNSHARDED, precision: Precision | None = None
+    graph: Graph,
+    shards: StateShards = UNSHARDED,
+    precision: Precision | None = None,
+    tied: Mapping[str, StateShards] = NONE_TIED,
 ) -> int:
     """What the reduced gradients take more than those of the micro-batches."""
-    state = graph_state_bytes(graph, shards, precision)
+    state = graph_state_bytes(graph, shards, precision, tied)
     return state.reduced_bytes - state.summed_bytes - state.filling_bytes
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
 
 from merakc.cluster import Hardware
 from merakc.costs.device import Place, traffic_seconds, work_seconds
@@ -37,7 +40,9 @@ def piece_cost(
     )
 
 
-def even_stages(pieces: Sequence[Piece], stages: int) -> list[list[int]]:
+def even_stages(
+    pieces: Sequence[Piece], costs: Sequence[PieceCost], stages: int
+) -> list[list[int]]:
     """The places of the pieces of each stage: blocks spread evenly, all else beside them.
 
     What lies before a block goes with it, what comes after the last with the last.
@@ -52,6 +57,30 @@ def even_stages(pieces: Sequence[Piece], stages: int) -> list[list[int]]:
     return found
 
 
+def balanced_stages(
+    pieces: Sequence[Piece], costs: Sequence[PieceCost], stages: int
+) -> list[list[int]]:
+    """The places of the pieces of each stage, so that the longest stage is as short as it can be.
+
+    Stages are runs of pieces, none empty. Dynamic programming over prefix sums: the shortest
+    longest stage of the first k pieces in n stages, for all k and n.
+    """
+    assert stages <= len(pieces), f"{stages} stages of {len(pieces)} pieces"
+    seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    spans = sums[None, :] - sums[:, None]  # [first, behind the last]
+    spans[np.tril_indices(len(sums))] = np.inf
+    best, firsts = spans[0], []
+    for _ in range(1, stages):
+        longest = np.maximum(best[:, None], spans)
+        firsts.append(longest.argmin(0))
+        best = longest.min(0)
+    ends = [len(pieces)]
+    for first in reversed(firsts):
+        ends.insert(0, int(first[ends[0]]))
+    return [list(range(a, b)) for a, b in pairwise([0, *ends])]
+
+
 def stage_costs(
     pieces: Sequence[Piece],
     costs: Sequence[PieceCost],
@@ -60,11 +89,13 @@ def stage_costs(
     *,
     shards: StateShards = UNSHARDED,
     precision: Precision = MIXED,
+    stagewise: bool = False,
 ) -> tuple[StageCost, ...]:
     """The cost of each stage, of the pieces at the places that it has.
 
     The gradients of a micro-batch are added to those of the ones before it. A recomputation runs
-    the blocks again, and keeps what enters each of them.
+    the blocks again, and keeps what enters each of them; with `stagewise` it runs all again, and
+    keeps what enters the stage.
     """
     found = []
     for stage in stages:
@@ -77,12 +108,16 @@ def stage_costs(
         entering = sum(pieces[k - 1].handed_bytes for k in blocks if k)
         rest = sum(pieces[k].saved_bytes for k in stage if k not in blocks)
         largest = max((pieces[k].saved_bytes for k in blocks), default=0)
+        if stagewise:
+            blocks, rest, largest = list(stage), 0, 0
+            entering = pieces[stage[0] - 1].handed_bytes if stage[0] else 0
         found.append(
             StageCost(
                 forward_s=sum(costs[k].forward_s for k in stage),
                 backward_s=backward_s,
                 input_grad_s=backward_s / 2,
                 weight_grad_s=backward_s / 2,
+                deferred_bytes=sum(piece.saved_bytes for piece in own) // 2,
                 recompute_s=sum(costs[k].forward_s for k in blocks),
                 saved_bytes=sum(piece.saved_bytes for piece in own),
                 checkpoint_bytes=entering + rest,

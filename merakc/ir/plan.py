@@ -15,11 +15,11 @@ from merakc.cluster import Cluster
 from merakc.errors import MerakError, PlanError
 from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
-from merakc.ir.program import Mesh
+from merakc.ir.program import Inner, Mesh
 from merakc.ir.report import Report
 from merakc.ir.state import UNSHARDED, StateShards
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +97,15 @@ class Plan:
     Without a `precision` the model computes in its own dtypes.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
-    the order of work of each pipeline rank, where the name of the schedule does not say it.
-    `keep_bytes` is what a micro-batch may keep on each stage from its forward to its backward where
-    `recompute` is "solved"; at -1 it keeps all. `sub_batches` is the number of parts in which each
-    stage runs a micro-batch, one's communication under the others' arithmetic; without it,
-    collectives block. `row_chunks` holds the numbers of chunks of rows, by the names of their
-    weights, in which products beside collectives are computed where a micro-batch runs whole.
-    `overlap_gains` is the share of its seconds that each is expected to save so, on `machines`,
-    whose figures decide the order of its nodes. `report` is what `merakc show` tells beside the
-    decisions.
+    the order of work of each pipeline rank, where the name of the schedule does not say it. `inner`
+    is the axis of ranks that are closer, after those of tp. `keep_bytes` is what a micro-batch may
+    keep on each stage from its forward to its backward where `recompute` is "solved"; at -1 it
+    keeps all. `sub_batches` is the number of parts in which each stage runs a micro-batch, one's
+    communication under the others' arithmetic; without it, collectives block. `row_chunks` holds
+    the numbers of chunks of rows, by the names of their weights, in which products beside
+    collectives are computed where a micro-batch runs whole. `overlap_gains` is the share of its
+    seconds that each is expected to save so, on `machines`, whose figures decide the order of its
+    nodes. `report` is what `merakc show` tells beside the decisions.
     """
 
     model: str
@@ -130,6 +130,7 @@ class Plan:
     placement: tuple[int, ...] = ()
     order: tuple[str, ...] = ()
     keep_bytes: tuple[int, ...] = ()
+    inner: Inner = "pp"
     sub_batches: tuple[int, ...] = ()
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     overlap_gains: tuple[float, ...] = ()
@@ -142,7 +143,7 @@ class Plan:
     @property
     def mesh(self) -> Mesh:
         """The grid of ranks."""
-        return Mesh(self.dp, self.tp, self.pp)
+        return Mesh(self.dp, self.tp, self.pp, self.inner)
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -152,6 +153,14 @@ class Plan:
     def shards(self, stage: int) -> StateShards:
         """How the state of a stage is sharded over dp."""
         return self.state_shards[stage] if self.state_shards else UNSHARDED
+
+    def tied_shards(self, stage: int) -> dict[str, StateShards]:
+        """How the parameters are sharded that a stage shares with one before it: as there."""
+        return {
+            name: self.shards(stages[0])
+            for name, stages in self.parameters.items()
+            if stage in stages and stages[0] != stage
+        }
 
     @property
     def hash(self) -> str:

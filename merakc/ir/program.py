@@ -17,9 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 from merakc.ir.graph import Graph, InputKind, OutputKind
 
+# The axis whose neighbours are closer, after those of tp.
+Inner = Literal["pp", "dp"]
 # Receives are posted ahead of need: those of the next compute and of the one after.
 LOOKAHEAD = 2
 
@@ -55,11 +58,12 @@ class ActionKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """The ranks as a grid. tp varies fastest, then pp, then dp."""
+    """The ranks as a grid. tp varies fastest, then the `inner` of the two other axes."""
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    inner: Inner = "pp"
 
     @property
     def world_size(self) -> int:
@@ -68,11 +72,22 @@ class Mesh:
 
     def rank(self, dp: int, pp: int, tp: int) -> int:
         """The global rank at these coordinates."""
-        return (dp * self.pp + pp) * self.tp + tp
+        return dp * self.dp_stride + pp * self.pp_stride + tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """(dp, pp, tp) coordinates of a global rank."""
-        return rank // (self.pp * self.tp), rank // self.tp % self.pp, rank % self.tp
+        dp, pp = rank // self.dp_stride % self.dp, rank // self.pp_stride % self.pp
+        return dp, pp, rank % self.tp
+
+    @property
+    def dp_stride(self) -> int:
+        """How far apart neighbours of the dp axis are."""
+        return self.tp * (self.pp if self.inner == "pp" else 1)
+
+    @property
+    def pp_stride(self) -> int:
+        """How far apart neighbours of the pp axis are."""
+        return self.tp * (self.dp if self.inner == "dp" else 1)
 
 
 @dataclass(frozen=True, slots=True)

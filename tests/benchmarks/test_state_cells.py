@@ -21,7 +21,7 @@ from benchmarks.state_cells import (
 )
 from merakc.ir.state import StateShards, lattice
 
-RIGHT = Held(1000, 8000, 2000, 4000)  # of 1, 4, 4 in float64
+RIGHT = Held({0: 1000}, 8000, 2000, 4000)  # of 1, 4, 4 in float64
 
 
 def test_every_point_is_covered_with_tp_and_with_pp() -> None:
@@ -57,13 +57,19 @@ def test_what_passes(changes: dict[str, object], passes: bool) -> None:
 
 
 def test_bytes_are_those_of_the_ranks_own_stage() -> None:
-    first = Held(1000, 8000, 8000, 16000)
+    first, second = (
+        Held({0: 1000}, 8000, 8000, 16000),
+        dataclasses.replace(RIGHT, elements={1: 1000}),
+    )
     stages = StateShards(), StateShards(1, 4, 4)
-    cell = Cell("gpt2", "pp = 2", stages, held=(first, RIGHT))
+    cell = Cell("gpt2", "pp = 2", stages, held=(first, second))
     assert [cell.byte_error(k) for k in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
     assert cell.padding == 0
-    padded = dataclasses.replace(RIGHT, parameters_bytes=8024)
+    padded = dataclasses.replace(second, parameters_bytes=8024)
     assert dataclasses.replace(cell, held=(first, padded)).padding == 3
+    tied = Held({0: 400, 1: 600}, 8000, 8 * (400 + 150), 16 * (400 + 150))
+    cell = dataclasses.replace(cell, held=(first, tied))
+    assert [cell.byte_error(k) for k in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
 
 
 def test_a_cell_of_the_uneven_model() -> None:

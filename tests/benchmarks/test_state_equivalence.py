@@ -17,7 +17,7 @@ from benchmarks.state_cells import Cell, Equality
 from benchmarks.state_equivalence import COLUMNS, cell_texts, complaint, equality_texts
 from merakc.ir.state import StateShards
 
-HELD = Held(1000, 8000, 8000, 16000, gathered_bytes=4000)
+HELD = Held({0: 1000}, 8000, 8000, 16000, gathered_bytes=4000)
 CELL = Cell("gpt2", "tp = 2", (StateShards(),), error=Difference(1e-15, "loss"), held=(HELD,))
 
 

@@ -30,7 +30,7 @@ TINY = Small("tiny", 64, 64, 1, 1)
 
 def rows(third_s: float) -> list[Row]:
     """Stage 3 takes `third_s` of the others' time."""
-    held = Held(1000, 4000, 4000, 8000)
+    held = Held({0: 1000}, 4000, 4000, 8000)
     return [
         Row("2M", stage, 2, (1.0, 1.1, 1.0), 0.9, held, 16000, 20000, MACHINE)
         for stage in STAGES[:3]

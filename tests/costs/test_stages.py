@@ -52,13 +52,13 @@ PIECES = (FIRST, *[BLOCK] * 6, LAST)
     ],
 )
 def test_blocks_are_spread_evenly(stages: int, expected: list[list[int]]) -> None:
-    found = even_stages(PIECES, stages)
+    found = even_stages(PIECES, [], stages)
     assert sorted(k for stage in found for k in stage) == list(range(8))
     assert found == expected
 
 
 def test_a_model_without_blocks_is_in_the_first_stage() -> None:
-    assert even_stages([FIRST], 2) == [[0], []]
+    assert even_stages([FIRST], [], 2) == [[0], []]
 
 
 def test_a_stage_takes_what_its_pieces_take() -> None:
