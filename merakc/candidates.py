@@ -116,7 +116,7 @@ def find_candidates(
     """
     result = Candidates()
     groups: dict[object, list[Layout]] = {}
-    for layout in _layouts(table, request, batch_size, hardware, result, progress):
+    for layout in open_layouts(table, request, batch_size, hardware, result, progress):
         key = layout.form, layout.samples, layout.degrees.pp
         groups.setdefault(key, []).append(layout)
     if not groups and table.refused:
@@ -127,7 +127,7 @@ def find_candidates(
     for own in sorted(groups.values(), key=lambda own: bounds.of(own[0])):
         if bounds.of(own[0]) > result.best_s:
             break
-        first = _best(table, own[0], request, hardware, precision)
+        first = price_layout(table, own[0], request, hardware, precision)
         result.add(own[0], first)
         if isinstance(first, Candidate):  # another order of work can save no more than is idle
             firsts.append((first.estimate.step_s - first.seconds[IDLE], own[1:]))
@@ -135,7 +135,7 @@ def find_candidates(
         if least_s > result.best_s:
             break
         for layout in others:
-            result.add(layout, _best(table, layout, request, hardware, precision))
+            result.add(layout, price_layout(table, layout, request, hardware, precision))
     if not result.found:
         raise PlanError(_nothing_fits(result, hardware))
     return result
@@ -152,7 +152,7 @@ def _nothing_fits(result: Candidates, hardware: Hardware) -> str:
     )
 
 
-def _layouts(
+def open_layouts(
     table: PieceTable,
     request: Request,
     batch_size: int,
@@ -209,7 +209,8 @@ def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
             yield "1f1b", 1
             continue
         possible = KNOWN[name].chunks
-        for chunks in CHUNKS if len(possible) > 1 else possible[:1]:
+        asked = (request.chunks,) if request.chunks else CHUNKS
+        for chunks in asked if len(possible) > 1 else possible[:1]:
             yield name, chunks
 
 
@@ -237,7 +238,7 @@ class _Bounds:
         return layout.degrees.micro_batches * self.known[key] / layout.degrees.pp
 
 
-def _best(
+def price_layout(
     table: PieceTable, layout: Layout, request: Request, hardware: Hardware, precision: Precision
 ) -> Candidate | str:
     """The layout with the shards and the recomputation that suit it best, or why it cannot be."""

@@ -18,6 +18,7 @@ from rich.text import Text
 from merakc.commands.clusters import HELP, machines
 from merakc.commands.console import NO, AsJson, told
 from merakc.commands.doctor import doctor
+from merakc.commands.scale import scale
 from merakc.commands.simulate import simulate
 from merakc.commands.verify import verify
 from merakc.errors import ConfigError
@@ -182,6 +183,7 @@ def _print(made: Plan, *, as_json: bool, whole: bool = False) -> None:
         console.print(report_table(made.report, console.width))
 
 
+app.command()(scale)
 app.command()(simulate)
 app.command()(verify)
 app.command()(doctor)

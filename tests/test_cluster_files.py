@@ -11,6 +11,7 @@ from merakc.cluster import NOMINAL_CPU
 from merakc.cluster_files import (
     PRESETS,
     find_cluster,
+    hardware_for,
     load_cluster,
     parse_cluster,
     preset,
@@ -162,3 +163,21 @@ def test_no_mutated_file_gives_a_traceback() -> None:
         except ClusterError:
             refused += 1
     assert refused > 100
+
+
+def test_as_many_devices_as_ranks() -> None:
+    assert len(hardware_for("h100").devices) == 8
+    assert len(hardware_for("h100", 64).devices) == 64
+    assert len(hardware_for("h100", 2).devices) == 2
+    assert len(hardware_for("h100:4", 16).devices) == 16
+
+
+def test_devices_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "two.toml"
+    path.write_text(TEXT)
+    assert len(hardware_for(str(path)).devices) == 20
+    assert [n.count for n in hardware_for(str(path), 8).nodes] == [2]
+    with pytest.raises(ClusterError, match="21 ranks are asked for and it has 20 devices"):
+        hardware_for(str(path), 21)
+    with pytest.raises(ClusterError, match="ranks are left over for a node of 8 devices"):
+        hardware_for(str(path), 16)

@@ -6,7 +6,7 @@ import pytest
 
 from merakc.cluster import NOMINAL_CPU
 from merakc.commands.clusters import machines
-from merakc.errors import ClusterError, ConfigError
+from merakc.errors import ClusterError
 
 
 def test_machines_by_name() -> None:
@@ -16,10 +16,14 @@ def test_machines_by_name() -> None:
     assert half.hardware is not None
 
 
+def test_a_preset_has_as_many_nodes_as_the_ranks_take() -> None:
+    found = machines("h100", "bfloat16", 64).hardware
+    assert found is not None
+    assert len(found.devices) == 64
+
+
 def test_what_is_none_or_too_few_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="'h100' has 8 devices, and the plan 64 ranks; name h100:8"
-    ):
-        machines("h100", "bfloat16", 64)
+    with pytest.raises(ClusterError, match="h100:2: 64 ranks are asked for and it has 16 devices"):
+        machines("h100:2", "bfloat16", 64)
     with pytest.raises(ClusterError, match="give the path of a TOML file, or the name of a preset"):
         machines("moon", "bfloat16", 1)

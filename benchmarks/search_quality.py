@@ -1,0 +1,174 @@
+"""`python -m benchmarks.search_quality`: whether the search finds what is best by its own model.
+
+Where a job is small, every layout is planned in full, and the plan that the search gives is held
+against the best of them. For the published rows of Narayanan et al. 2021 (arXiv 2104.04473) it is
+held against the degrees that Megatron-LM was run with, by the same model and on the same devices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import transformers
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks.fidelity import BESIDE
+from benchmarks.fidelity_data import FILES, NODE, Row, published_rows
+from benchmarks.gpt import GPT, Shape
+from merakc.candidates import Candidates, find_candidates, open_layouts, price_layout
+from merakc.cluster_files import hardware_for, preset
+from merakc.costs.state import MIXED
+from merakc.errors import MerakError
+from merakc.frontend.record import Recording
+from merakc.offline import Recordings, asked_for, plan_offline, state_precision
+from merakc.piece_table import PieceTable
+from merakc.recording import record_part
+from merakc.search import Request, search
+from merakc.sources import Source
+
+TOLERANCE = 0.01
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Seconds of the step that the search found, and of what it is held against."""
+
+    name: str
+    against: str
+    found_s: float
+    other_s: float
+    layouts: int
+
+    @property
+    def passed(self) -> bool:
+        """Whether the search is not beaten by more than the tolerance."""
+        return self.found_s <= (1 + TOLERANCE) * self.other_s
+
+
+def small_source(kind: str) -> Source:
+    """A small model of transformers' on device meta, with its batches."""
+    sizes = {
+        "gpt2": {"n_embd": 512, "n_layer": 6, "n_head": 8, "vocab_size": 8192, "n_positions": 512},
+        "llama": {
+            "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6,
+            "num_attention_heads": 8, "vocab_size": 8192, "max_position_embeddings": 512,
+        },
+    }[kind]  # fmt: skip
+    config = transformers.AutoConfig.for_model(kind, use_cache=False, **sizes)
+    with torch.device("meta"):
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+
+    def batch(samples: int) -> dict[str, torch.Tensor]:
+        ids = torch.zeros(samples, 512, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    return Source(kind, model.train(), batch)
+
+
+def against_all(kind: str, ranks: int, batch_size: int, cluster: str, say: Callable[[str], None]) -> Found:
+    """The search against every layout, each planned in full."""
+    machines = hardware_for(cluster, ranks).flat("float32")
+    request = Request(ranks, 0, overlap=0)
+    source = small_source(kind)
+    plan, *_ = plan_offline(source, request, batch_size, machines)
+    assert plan.prediction is not None
+    record = Recordings(source, request, lambda _: None)
+    table, hardware = PieceTable(record, machines), machines.described(ranks)
+    precision = state_precision(record(2), request)
+    best_s, count = float("inf"), 0
+    for layout in open_layouts(table, request, batch_size, hardware, Candidates(), lambda _: None):
+        priced = price_layout(table, layout, request, hardware, precision)
+        if isinstance(priced, str):
+            continue
+        count += 1
+        say(f"{kind} on {ranks} devices: layout {count}")
+        asked = asked_for(request, priced, batch_size)
+        try:
+            other, _ = search(asked, partial(record.part, asked.batch_size), machines)
+        except MerakError:
+            continue
+        assert other.prediction is not None
+        if max(other.prediction.peak_bytes) <= machines.memory_bytes:
+            best_s = min(best_s, other.prediction.step_s)
+    name = f"{kind}, {ranks} x {cluster}"
+    return Found(name, "all layouts", plan.prediction.step_s, best_s, count)
+
+
+@cache
+def gpt_record(shape: Shape, samples: int) -> Recording:
+    """The forward of Megatron-LM's GPT in bfloat16."""
+    with torch.device("meta"):
+        model = GPT(shape).to(torch.bfloat16)
+    ids = torch.zeros(samples, shape.seq_len, dtype=torch.long)
+    return record_part(model, (ids, ids), {}, 1, CPU)
+
+
+def against_published(row: Row) -> Found:
+    """The search against the degrees that were published, all else left to the search."""
+    d = row.degrees
+    hardware = preset("a100-80", -(-d.ranks // NODE))
+    table = PieceTable(partial(gpt_record, row.shape), hardware.flat())
+    batch_size = d.dp * row.micro_batch * d.micro_batches
+    find = partial(find_candidates, table, batch_size=batch_size, hardware=hardware, precision=MIXED)
+    best = find(request=Request(d.ranks, 0))
+    schedule = "interleaved-1f1b" if d.chunks > 1 else "1f1b"
+    fixed = Request(d.ranks, 0, d.dp, d.tp, d.pp, d.micro_batches, schedule, chunks=d.chunks)
+    same = find(request=replace(fixed, chunks=d.chunks if d.chunks > 1 else None))
+    one = best.found[0].layout.degrees
+    return Found(
+        f"{row.name}, {d.ranks} x a100-80: dp {one.dp} tp {one.tp} pp {one.pp}",
+        f"dp {d.dp} tp {d.tp} pp {d.pp}",
+        best.found[0].estimate.step_s,
+        same.found[0].estimate.step_s,
+        best.looked_at,
+    )
+
+
+def all_found(data: Path, say: Callable[[str], None]) -> Iterator[Found]:
+    """Everything that is held against something."""
+    for kind, ranks, batch_size, cluster in (
+        ("gpt2", 4, 16, "h100"), ("llama", 4, 16, "rtx-3090"), ("gpt2", 8, 16, "a100-40"),
+    ):  # fmt: skip
+        yield against_all(kind, ranks, batch_size, cluster, say)
+    for row in published_rows(data / FILES[2])["a100-80"]:
+        if row.source == "Narayanan":
+            say(f"{row.name} on {row.degrees.ranks} devices")
+            yield against_published(row)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="The folder of the published rows.")] = BESIDE,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write them here.")] = None,
+) -> None:
+    """Compares; exits with 1 where something is more than one per cent better than the search."""
+    console = Console(width=max(Console().width, 120))
+    with console.status("") as status:
+        found = list(all_found(data, status.update))
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("job", "against", "found s", "that s", "ratio", "layouts"):
+        table.add_column(name, justify="left" if name in ("job", "against") else "right")
+    for one in found:
+        table.add_row(
+            one.name, one.against, f"{one.found_s:.4g}", f"{one.other_s:.4g}",
+            f"{one.found_s / one.other_s:.3f}", str(one.layouts),
+            style=None if one.passed else "red",
+        )  # fmt: skip
+    console.print(table)
+    if json_path:
+        json_path.write_text(json.dumps([asdict(one) for one in found], indent=1))
+    raise typer.Exit(0 if all(one.passed for one in found) else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,101 @@
+"""`merakc scale`: the best plan at each number of devices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from merakc.commands.console import AsJson, told
+from merakc.errors import ConfigError
+from merakc.ir.precision import parse_precision
+from merakc.offline import Recordings
+from merakc.report.scaling_plot import plot_scaling
+from merakc.report.units import format_seconds
+from merakc.scaling import Point, sweep, write_csv
+from merakc.search import Request
+from merakc.sources import load_source
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def scale(
+    source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
+    cluster: Annotated[str, typer.Option(help="A preset, or a cluster file.")] = "h100",
+    least: Annotated[int, typer.Option("--from", help="Devices to begin with.", min=1)] = 8,
+    most: Annotated[int, typer.Option("--to", help="Devices to end with.", min=1)] = 4096,
+    batch: Annotated[
+        int | None, typer.Option(help="Samples a step, the same everywhere.", min=1)
+    ] = None,
+    per_rank: Annotated[
+        float | None, typer.Option(help="Samples a step for each device.", min=0)
+    ] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3.")] = None,
+    recompute: Annotated[str, typer.Option(help="none, full or auto.")] = "auto",
+    precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
+    table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep the number of devices, doubling it: the best plan at each, by the model's pieces."""
+    progress = Console(stderr=True)
+    with told(progress), progress.status(f"reading {source}") as status:
+        if picture is not None and picture.suffix not in PICTURES:
+            raise ConfigError(f"--plot {picture}: its name must end with {', '.join(PICTURES)}")
+        counts = [least << k for k in range(64) if least << k <= most]
+        if not counts:
+            raise ConfigError(f"--from {least} is more than --to {most}; swap them")
+        request = Request(
+            0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute,
+            precision=None if precision == "none" else parse_precision(precision),
+        )  # fmt: skip
+        record = Recordings(load_source(source, sequence), request, status.update)
+        points = sweep(record, request, cluster, counts, per_rank, batch)
+        if table is not None:
+            write_csv(points, table)
+        if picture is not None:
+            _draw(picture, points, f"{source} on {cluster}")
+    if as_json:
+        Console().print_json(json.dumps([asdict(point) for point in points]))
+    else:
+        Console().print(points_table(points))
+
+
+def points_table(points: Sequence[Point]) -> Table:
+    """A row for each number of devices."""
+    table = Table(box=box.SIMPLE_HEAD)
+    heads = (
+        "devices", "batch", "dp", "tp", "pp", "shards", "step", "tokens/s", "a device", "to first",
+        "MFU", "waiting", "W", "tokens/J", "tokens/GPU-hour",
+    )  # fmt: skip
+    for name in heads:
+        table.add_column(name, justify="right", no_wrap=True)
+    for p in points:
+        table.add_row(
+            f"{p.ranks:,}", f"{p.batch_size:,}", str(p.dp), str(p.tp), str(p.pp), p.shards,
+            format_seconds(p.step_s), f"{p.tokens_per_s:,.0f}", f"{p.tokens_per_s_per_rank:,.0f}",
+            f"{p.tokens_per_s_per_rank / points[0].tokens_per_s_per_rank:.2f}", f"{p.mfu:.1%}",
+            f"{p.waiting_share:.1%}", f"{p.power_w:.0f}", f"{p.tokens_per_joule:.2f}",
+            f"{p.tokens_per_rank_hour / 1e6:.2f} M",
+        )  # fmt: skip
+    return table
+
+
+def _draw(path: Path, points: Sequence[Point], title: str) -> None:
+    panels = {
+        "tokens a second and device": [p.tokens_per_s_per_rank for p in points],
+        "model FLOPs utilisation": [p.mfu for p in points],
+        "tokens a joule": [p.tokens_per_joule for p in points],
+    }
+    labels = [f"dp {p.dp} tp {p.tp} pp {p.pp}" for p in points]
+    plot_scaling(path, [p.ranks for p in points], panels, labels, title=title)

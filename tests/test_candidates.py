@@ -1,0 +1,90 @@
+"""Layouts compared by pieces: the best is that of trying all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from merakc import candidates
+from merakc.candidates import Candidate, Candidates, find_candidates, loses_by
+from merakc.cluster import NOMINAL_GPU, Cluster, Hardware
+from merakc.cluster_files import preset
+from merakc.costs.state import MIXED
+from merakc.errors import PlanError
+from merakc.piece_table import PieceTable
+from merakc.search import Request
+from tests.test_piece_table import llama
+
+BATCH = 16
+TABLE = PieceTable(llama, NOMINAL_GPU)
+HARDWARE = preset("a100-40", 1)
+
+
+def find(request: Request, hardware: Hardware = HARDWARE) -> Candidates:
+    return find_candidates(TABLE, request, BATCH, hardware, MIXED)
+
+
+def with_memory(memory_bytes: int) -> Hardware:
+    nodes = tuple(
+        replace(n, device=replace(n.device, memory_bytes=memory_bytes)) for n in HARDWARE.nodes
+    )
+    return replace(HARDWARE, nodes=nodes)
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 19])
+def test_the_best_is_that_of_trying_all(
+    memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = with_memory(memory_bytes)
+    found = find(Request(8, 0), hardware)
+    monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
+    everything = find(Request(8, 0), hardware)
+    assert found.looked_at < everything.looked_at
+    assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
+    steps = [c.estimate.step_s for c in everything.found]
+    assert steps == sorted(steps)
+    assert all(c.peak_bytes <= memory_bytes for c in everything.found)
+    degrees = {(d.dp, d.tp, d.pp) for c in everything.found for d in (c.layout.degrees,)}
+    assert degrees == {(8 // tp // pp, tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4, 8)
+                       if tp * pp <= 8 and pp < 7} | set(degrees)  # fmt: skip
+
+
+def test_memory_asks_for_shards_or_recomputation() -> None:
+    roomy = find(Request(8, 0)).found[0]
+    tight = find(Request(8, 0, dp=8), with_memory(roomy.peak_bytes // 3)).found[0]
+    assert tight.peak_bytes <= roomy.peak_bytes // 3
+    assert tight.habits.shards.optimizer > 1 or tight.habits.recompute == "solved"
+    assert tight.estimate.step_s >= roomy.estimate.step_s
+
+
+def test_what_is_fixed_stays() -> None:
+    request = Request(
+        8, 0, dp=2, tp=2, pp=2, micro_batches=4, schedule="zb-h1", sequence_parallel=True,
+        state_shards="zero-1",
+    )  # fmt: skip
+    (best, *_) = find(request).found
+    d = best.layout.degrees
+    assert (d.dp, d.tp, d.pp, d.micro_batches, d.schedule) == (2, 2, 2, 4, "zb-h1")
+    assert best.layout.samples == 2
+    assert best.layout.sequence_parallel
+    assert str(best.habits.shards) == "1, 1, 2"
+
+
+def test_seconds_add_up_and_say_what_loses() -> None:
+    best, *others = find(Request(8, 0)).found
+    for one in (best, *others):
+        assert sum(one.seconds.values()) == pytest.approx(one.estimate.step_s)
+    assert any("idle pipeline ranks" in loses_by(one, best) for one in others)
+    assert all(loses_by(one, best).startswith("+") for one in others)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(PlanError, match=r"nothing fits .* a rank needs .* GB at the least"):
+        find(Request(8, 0), with_memory(1000))
+
+
+def test_a_cluster_of_which_nothing_is_known_is_one_node() -> None:
+    assert isinstance(NOMINAL_GPU, Cluster)
+    found = find(Request(8, 0), NOMINAL_GPU.described(8)).found
+    assert isinstance(found[0], Candidate)

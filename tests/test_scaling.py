@@ -1,0 +1,44 @@
+"""Sweeps over numbers of devices."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from merakc.errors import ConfigError
+from merakc.offline import Recordings
+from merakc.scaling import WAITING_POWER, sweep, write_csv
+from merakc.search import Request
+from merakc.sources import load_source
+
+
+def recordings() -> Recordings:
+    return Recordings(load_source("tests.small_source:small"), Request(0, 0), lambda _: None)
+
+
+def test_a_sweep_in_figures(tmp_path: Path) -> None:
+    request = Request(0, 0, tp=1, pp=1)
+    points = sweep(recordings(), request, "h100", (8, 16, 32), 2.0, None)
+    assert [p.ranks for p in points] == [8, 16, 32]
+    assert [p.batch_size for p in points] == [16, 32, 64]
+    for p in points:
+        assert (p.dp, p.tp, p.pp) == (p.ranks, 1, 1)
+        assert p.tokens_per_s == pytest.approx(p.batch_size / p.step_s)
+        assert 0 < p.mfu < 1
+        assert 700 * WAITING_POWER <= p.power_w <= 700
+        assert p.tokens_per_joule == pytest.approx(p.tokens_per_s_per_rank / p.power_w)
+    path = tmp_path / "points.csv"
+    write_csv(points, path)
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["ranks"]) for row in rows] == [8, 16, 32]
+    strong = sweep(recordings(), request, "h100", (8, 16), None, 64)
+    assert [p.batch_size for p in strong] == [64, 64]
+
+
+def test_one_way_to_scale() -> None:
+    for given in ((None, None), (1.0, 8)):
+        with pytest.raises(ConfigError, match="strong scaling, or samples a rank for weak"):
+            sweep(recordings(), Request(0, 0), "h100", (8,), *given)
