@@ -76,7 +76,9 @@ def small_source(kind: str) -> Source:
     return Source(kind, model.train(), batch)
 
 
-def against_all(kind: str, ranks: int, batch_size: int, cluster: str, say: Callable[[str], None]) -> Found:
+def against_all(
+    kind: str, ranks: int, batch_size: int, cluster: str, say: Callable[[str], None]
+) -> Found:
     """The search against every layout, each planned in full."""
     machines = hardware_for(cluster, ranks).flat("float32")
     request = Request(ranks, 0, overlap=0)
@@ -120,7 +122,9 @@ def against_published(row: Row) -> Found:
     hardware = preset("a100-80", -(-d.ranks // NODE))
     table = PieceTable(partial(gpt_record, row.shape), hardware.flat())
     batch_size = d.dp * row.micro_batch * d.micro_batches
-    find = partial(find_candidates, table, batch_size=batch_size, hardware=hardware, precision=MIXED)
+    find = partial(
+        find_candidates, table, batch_size=batch_size, hardware=hardware, precision=MIXED
+    )
     best = find(request=Request(d.ranks, 0))
     schedule = "interleaved-1f1b" if d.chunks > 1 else "1f1b"
     fixed = Request(d.ranks, 0, d.dp, d.tp, d.pp, d.micro_batches, schedule, chunks=d.chunks)

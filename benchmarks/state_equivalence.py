@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from benchmarks.reports import told_command
 from benchmarks.state_cells import (
     BATCH_SIZE,
     BOUND,
@@ -213,7 +214,7 @@ def main(
     verdict = "FAILED" if failed else "passed"
     console.print(f"{verdict}: {len(measured)} comparisons, {failed} failed, {wall_s:.0f} s")
     if doc is not None:
-        command = " ".join(["python -m benchmarks.state_equivalence", *sys.argv[1:]])
+        command = told_command("benchmarks.state_equivalence", sys.argv[1:])
         doc.write_text(document(cells, equalities, command, wall_s))
     if json_path is not None:
         body = {"wall_s": wall_s, "cells": [dataclasses.asdict(found) for found in measured]}

@@ -16,17 +16,12 @@ cores little can be hidden.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import json
-import os
-import platform
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -40,7 +35,7 @@ from benchmarks.peers.environments import Environment, MissingPeerError, deepspe
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from benchmarks.peers.rounds import CHECKED_STEPS, Course, Entry, Row, ratios
 from benchmarks.peers.training import Training
-from merakc.version import __version__
+from benchmarks.reports import told_run
 
 SHARDINGS = ("zero-0", "zero-1", "zero-2", "zero-3")
 MERAKC, DEEPSPEED = "merakc_state", "deepspeed_zero"
@@ -196,14 +191,11 @@ def _environments(found: list[Entry], cache: Path) -> tuple[dict[str, Environmen
 
 def _about(training: Training, environments: Mapping[str, Environment], wall_s: float) -> str:
     """The command, the date, the machine, the versions, the sizes."""
-    command = shlex.join(["python", "-m", "benchmarks.state_sharding", *sys.argv[1:]])
-    versions = [f"merakc {__version__}", *(f"{n} {version(n)}" for n in ("torch", "transformers"))]
-    versions += [f"DeepSpeed {e.version}" for e in environments.values()]
+    peers = "".join(f" DeepSpeed {e.version}." for e in environments.values())
     model = training.model()
     size = sum(p.numel() for p in model.parameters())
     return (
-        f"`{command}`, {datetime.date.today()}, {platform.machine()} with {os.cpu_count()} CPU "
-        f"cores, Python {platform.python_version()}, {', '.join(versions)}, {wall_s:.0f} s in all."
+        f"{told_run('benchmarks.state_sharding', sys.argv[1:])}{peers} {wall_s:.0f} s in all."
         f"\n\nA Llama of {size / 1e6:.1f} million parameters ({training.layers} layers, hidden "
         f"{training.hidden}, vocabulary {training.vocabulary}) in float32 with AdamW, "
         f"{training.samples} × {training.sequence} tokens a rank, dp = {training.ranks}, one core "

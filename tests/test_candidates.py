@@ -33,9 +33,7 @@ def with_memory(memory_bytes: int) -> Hardware:
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 19])
-def test_the_best_is_that_of_trying_all(
-    memory_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = with_memory(memory_bytes)
     found = find(Request(8, 0), hardware)
     monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)

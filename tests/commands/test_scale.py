@@ -9,7 +9,16 @@ from typer.testing import CliRunner
 
 from merakc.cli import app
 
-SMALL = ["scale", "tests.small_source:small", "--to", "32", "--per-rank", "2", "--precision", "none"]
+SMALL = [
+    "scale",
+    "tests.small_source:small",
+    "--to",
+    "32",
+    "--per-rank",
+    "2",
+    "--precision",
+    "none",
+]
 
 
 def run(*arguments: str, code: int = 0) -> str:
