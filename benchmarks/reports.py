@@ -20,13 +20,9 @@ def told_command(module: str, arguments: Sequence[str]) -> str:
     kept: list[str] = []
     skip = False
     for argument in arguments:
-        if (
-            not skip
-            and argument not in PLACES
-            and not argument.startswith(tuple(f"{p}=" for p in PLACES))
-        ):
+        if not (skip or argument.partition("=")[0] in PLACES):
             kept.append(argument)
-        skip = not skip and argument in PLACES
+        skip = argument in PLACES
     return shlex.join(["python", "-m", module, *kept])
 
 

@@ -27,6 +27,7 @@ from benchmarks.fidelity_data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
 from merakc.candidates import Candidates, find_candidates, open_layouts, price_layout
 from merakc.cluster_files import hardware_for, preset
+from merakc.costs.scaled import SAMPLES
 from merakc.costs.state import MIXED
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
@@ -87,7 +88,7 @@ def against_all(
     assert plan.prediction is not None
     record = Recordings(source, request, lambda _: None)
     table, hardware = PieceTable(record, machines), machines.described(ranks)
-    precision = state_precision(record(2), request)
+    precision = state_precision(record(SAMPLES[0]), request)
     best_s, count = float("inf"), 0
     for layout in open_layouts(table, request, batch_size, hardware, Candidates(), lambda _: None):
         priced = price_layout(table, layout, request, hardware, precision)

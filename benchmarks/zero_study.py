@@ -46,6 +46,7 @@ from merakc.ir.graph import InputKind
 from merakc.ir.state import StateShards
 from merakc.report.text import format_bytes
 
+WIDTH = 110  # of what is printed, at least
 # NVIDIA's data sheet of the A100 80 GB: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s a direction; half
 # the peak rate of products, and 70 % of a link. A node has 4 x 200 Gb/s to the others.
 A100 = Cluster("A100", 1.56e14, 2.04e12, 5e-6, 80 * 10**9, 1e-5, 2.1e11)

@@ -7,6 +7,7 @@ of those layouts that a better order could make the best.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 

@@ -80,8 +80,8 @@ class Habits:
     each is recomputed from what enters it. `overlap` is the share of its speed at which
     communication of gradients and parameters runs under computing; 0 waits for all of it. With
     `split_messages` each tp rank sends its part of a message alone, and the parts are gathered in
-    the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run beside
-    the products that they belong to.
+    the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run
+    beside the products that they belong to.
     """
 
     recompute: Recompute = "none"

@@ -13,6 +13,7 @@ from merakc.batches import batch_size_of, call_arguments
 from merakc.candidates import RUNNERS_UP, Candidate, Candidates, find_candidates, loses_by
 from merakc.cluster import Cluster
 from merakc.costs import state
+from merakc.costs.scaled import SAMPLES
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
@@ -58,7 +59,7 @@ class Recordings:
     @property
     def dtype(self) -> str:
         """The name of the dtype that most parameters are computed with."""
-        graph = self(2).graph
+        graph = self(SAMPLES[0]).graph
         sizes: Counter[str] = Counter()
         for item in graph.inputs:
             if item.kind is InputKind.PARAMETER:
@@ -68,8 +69,8 @@ class Recordings:
     @property
     def tokens_per_sample(self) -> int:
         """The elements of a sample's largest integer tensor; 1 where it has none."""
-        batch = [i.spec for i in self(2).graph.inputs if i.kind is InputKind.BATCH]
-        whole = [spec.numel // 2 for spec in batch if not spec.dtype.is_floating_point]
+        batch = [i.spec for i in self(SAMPLES[0]).graph.inputs if i.kind is InputKind.BATCH]
+        whole = [spec.numel // SAMPLES[0] for spec in batch if not spec.dtype.is_floating_point]
         return max(whole, default=1)
 
 
@@ -88,7 +89,7 @@ def plan_offline(
     """
     record = Recordings(source, request, progress)
     candidates = compare(record, request, batch_size, cluster)
-    nodes = len(record(2).graph.nodes)
+    nodes = len(record(SAMPLES[0]).graph.nodes)
     finalists = _distinct(candidates.found, min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
     best: tuple[Plan, Lowered] | None = None
     first_error: MerakError | None = None
@@ -152,7 +153,7 @@ def compare(record: Recordings, request: Request, batch_size: int, cluster: Clus
         )
     table = PieceTable(record, cluster)
     hardware = cluster.described(request.world_size)
-    precision = state_precision(record(2), request)
+    precision = state_precision(record(SAMPLES[0]), request)
     return find_candidates(table, request, batch_size, hardware, precision, record.progress)
 
 

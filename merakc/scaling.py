@@ -10,6 +10,7 @@ from pathlib import Path
 from merakc.candidates import Candidate, find_candidates
 from merakc.cluster import Hardware
 from merakc.cluster_files import hardware_for
+from merakc.costs.scaled import SAMPLES
 from merakc.errors import ConfigError
 from merakc.offline import Recordings, describe, state_precision
 from merakc.piece_table import PieceTable
@@ -72,7 +73,7 @@ def sweep(
         table = PieceTable(record, machines) if table is None else table
         size = batch_size or max(1, round(count * (samples_per_rank or 0)))
         asked = replace(request, world_size=count)
-        precision = state_precision(record(2), request)
+        precision = state_precision(record(SAMPLES[0]), request)
         candidates = find_candidates(table, asked, size, hardware, precision)
         found.append(_point(record, candidates.found[0], hardware, size))
     return found

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from merakc.costs.kernels import Kernel, Work
 from merakc.costs.pieces import Piece
 
-# Samples of the two recordings: neighbours, so that steps are whole numbers, and more than one,
-# since a dim of size 1 is often another case.
-SAMPLES = (2, 3)
+# Samples of the two recordings: more than one, since a dim of size 1 is often another case, and of
+# numbers that make no size of a model by chance, so that kernels are alike where their ops are.
+SAMPLES = (5, 7)
 
 
 def scaled(pieces: Sequence[Sequence[Piece]], samples: int) -> tuple[Piece, ...] | None:
@@ -74,4 +74,4 @@ def _kernels(one: Counter[Kernel], other: Counter[Kernel], steps: int) -> Counte
 
 
 def _at(one: int, other: int, steps: int) -> int:
-    return max(one + steps * (other - one), 0)
+    return max(one + steps * (other - one) // (SAMPLES[1] - SAMPLES[0]), 0)

@@ -1,4 +1,4 @@
-"""A graph with one in the place of each run of equal blocks: what its parts cost, told in a
+"""A graph with two in the place of each run of equal blocks: what its parts cost, told in a
 fraction of the time.
 
 Two blocks are equal where one is the other with every value that it reads of itself, of the block
@@ -21,8 +21,8 @@ STATES = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tuple[int, ...]]:
-    """The graph with the first alone of each run of equal blocks, and for how many each part that
-    is left stands.
+    """The graph with the first and the last alone of each run of equal blocks, and for how many
+    each part that is left stands: the first for all but the last.
 
     `starts` are the paths of the graph's parts, "" of what is no block, and their first nodes
     (`merakc.costs.pieces.part_starts`).
@@ -30,17 +30,22 @@ def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tup
     ends = [*(first for _, first in starts[1:]), len(graph.nodes)]
     parts = [graph.nodes[first:end] for (_, first), end in zip(starts, ends, strict=True)]
     forms = _Forms(graph, parts)
+    runs: list[list[int]] = []
+    for k, (path, _) in enumerate(starts):
+        alike = path and runs and starts[runs[-1][0]][0] == path and forms.equal(runs[-1][0], k)
+        if alike:
+            runs[-1].append(k)
+        else:
+            runs.append([k])
     kept: list[int] = []
     counts: list[int] = []
     now: dict[str, str] = {}  # what stands in the place of a node that is gone
-    for k, part in enumerate(parts):
-        is_block = bool(starts[k][0])
-        if is_block and kept and starts[kept[-1]][0] == starts[k][0] and forms.equal(kept[-1], k):
-            counts[-1] += 1
-            now |= {n.name: m.name for n, m in zip(part, parts[kept[-1]], strict=True)}
-        else:
-            kept.append(k)
-            counts.append(1)
+    for first, *others in runs:
+        ends_run = others[-1:]  # its results are read by something else
+        kept += [first, *ends_run]
+        counts += [max(len(others), 1), *(1 for _ in ends_run)]
+        for k in others[:-1]:
+            now |= {n.name: m.name for n, m in zip(parts[k], parts[first], strict=True)}
     if len(kept) == len(parts):
         return graph, tuple(counts)
 
