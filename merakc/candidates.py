@@ -16,7 +16,7 @@ from merakc.costs.device import collective_seconds, total_flops
 from merakc.costs.kernels import KernelKind
 from merakc.costs.stages import piece_cost, rank_place
 from merakc.costs.state import Precision
-from merakc.errors import MerakError, PlanError
+from merakc.errors import CutError, FitError, MerakError
 from merakc.estimate import (
     Degrees,
     Estimate,
@@ -113,15 +113,18 @@ def find_candidates(
     """The fastest layouts of `batch_size` samples over all ranks, by their pieces.
 
     Every layout that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first
-    error where no form can be sharded, and `PlanError` where nothing fits the memory.
+    error where no form can be sharded, `CutError` where there are too few places to cut, and
+    `FitError` where nothing fits the memory.
     """
     result = Candidates()
     groups: dict[object, list[Layout]] = {}
     for layout in open_layouts(table, request, batch_size, hardware, result, progress):
         key = layout.form, layout.samples, layout.degrees.pp
         groups.setdefault(key, []).append(layout)
-    if not groups and table.refused:
-        raise next(iter(table.refused.values()))
+    if not groups:
+        why = f"no degrees that divide {request.world_size} ranks and {batch_size} samples give"
+        none = CutError(f"{why} a stage to every pipeline rank; give other degrees, or a batch")
+        raise next(iter(table.refused.values()), none)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
     bounds = _Bounds(table, hardware)
     firsts: list[tuple[float, list[Layout]]] = []
@@ -138,7 +141,7 @@ def find_candidates(
         for layout in others:
             result.add(layout, price_layout(table, layout, request, hardware, precision))
     if not result.found:
-        raise PlanError(_nothing_fits(result, hardware))
+        raise FitError(_nothing_fits(result, hardware))
     return result
 
 
@@ -164,6 +167,9 @@ def open_layouts(
     """All layouts that divide."""
     ranks, node = request.world_size, hardware.nodes[0].devices
     for tp in _divisors(ranks):
+        fixed = tp * (request.pp or 1) * (request.dp or 1)
+        if ranks % fixed or (request.pp and request.dp and fixed != ranks):
+            continue
         if request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
         for sequence_parallel in (False, True) if tp > 1 else (False,):

@@ -27,6 +27,10 @@ class PlanError(MerakError):
     """A plan that is damaged, edited, of another schema or of another model."""
 
 
+class FitError(MerakError):
+    """A job of which no layout fits the memory of the devices."""
+
+
 class ProgramError(MerakError):
     """An order of actions that would deadlock, lose a message or use a freed buffer."""
 

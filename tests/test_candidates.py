@@ -11,7 +11,7 @@ from merakc.candidates import Candidate, Candidates, find_candidates, loses_by
 from merakc.cluster import NOMINAL_GPU, Cluster, Hardware
 from merakc.cluster_files import preset
 from merakc.costs.state import MIXED
-from merakc.errors import PlanError
+from merakc.errors import CutError, FitError
 from merakc.piece_table import PieceTable
 from merakc.search import Request
 from tests.test_piece_table import llama
@@ -79,8 +79,10 @@ def test_seconds_add_up_and_say_what_loses() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(PlanError, match=r"nothing fits .* a rank needs .* GB at the least"):
+    with pytest.raises(FitError, match=r"nothing fits .* a rank needs .* GB at the least"):
         find(Request(8, 0), with_memory(1000))
+    with pytest.raises(CutError, match="no degrees that divide 8 ranks and 16 samples"):
+        find(Request(8, 0, pp=8, dp=8))
 
 
 def test_a_cluster_of_which_nothing_is_known_is_one_node() -> None:

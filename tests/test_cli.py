@@ -103,4 +103,5 @@ def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
     file = str(tmp_path / "big.json")
     printed = run("plan", "llama-3-8b", "--ranks", "1", "--batch", "1", "--seq", "128", "-o", file,
                   code=1)  # fmt: skip
-    assert "does not fit: a rank needs" in printed
+    assert "FitError: nothing fits the 80 GB of a device" in printed
+    assert not Path(file).exists()

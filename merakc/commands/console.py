@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from merakc.errors import MerakError
+from merakc.errors import FitError, MerakError
 
 NO, UNUSABLE = 1, 2
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -24,7 +24,7 @@ def told(problem: Console) -> Iterator[None]:
         problem.print(
             f"{type(error).__name__}: {error}", style="red", highlight=False, markup=False
         )
-        raise typer.Exit(UNUSABLE) from error
+        raise typer.Exit(NO if isinstance(error, FitError) else UNUSABLE) from error
     except OSError as error:  # a file that cannot be written
         problem.print(f"{error}; give another path", style="red", highlight=False, markup=False)
         raise typer.Exit(UNUSABLE) from error

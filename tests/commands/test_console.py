@@ -8,8 +8,8 @@ import pytest
 import typer
 from rich.console import Console
 
-from merakc.commands.console import UNUSABLE, told
-from merakc.errors import ConfigError
+from merakc.commands.console import NO, UNUSABLE, told
+from merakc.errors import ConfigError, FitError
 
 
 def test_an_error_is_one_message_and_an_exit_code() -> None:
@@ -18,6 +18,12 @@ def test_an_error_is_one_message_and_an_exit_code() -> None:
         raise ConfigError("dp is 0 [sic]; a degree is at least 1")
     assert caught.value.exit_code == UNUSABLE
     assert page.getvalue() == "ConfigError: dp is 0 [sic]; a degree is at least 1\n"
+
+
+def test_what_fits_nowhere_is_an_answer() -> None:
+    with pytest.raises(typer.Exit) as caught, told(Console(file=io.StringIO())):
+        raise FitError("nothing fits")
+    assert caught.value.exit_code == NO
 
 
 def test_what_is_no_fault_of_the_users_stays() -> None:
