@@ -46,6 +46,12 @@ def test_one_that_is_started_runs_beside_what_follows() -> None:
     assert [(c.start, c.end, c.wait_start, c.wait_end) for c in found] == [(0.0, 1.0, 1.0, 1.0)]
 
 
+def test_one_that_has_ended_is_waited_for_no_longer() -> None:
+    nodes = start("s"), node("a", NEG), node("b", NEG), node("w", WAIT, Ref("s"))
+    (found,) = graph_collectives(Graph((X,), nodes, ()), CLUSTER)
+    assert (found.end, found.wait_start, found.wait_end) == (0.5, 1.0, 1.0)
+
+
 def test_the_second_waits_for_the_link() -> None:
     nodes = start("s"), start("t"), node("a", NEG), node("w", WAIT, Ref("t"))
     found = graph_collectives(Graph((X,), nodes, ()), CLUSTER)
