@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_exit_code_1(file: str, tmp_path: Path) -> None:
     [
         (("--cluster", "moon"), "ClusterError: moon: cannot be read as a cluster file"),
         (
-            ("--cluster", "h100", "--dp", "16", "--batch", "64"),
+            ("--cluster", "h100:1", "--dp", "16", "--batch", "64"),
             "32 ranks are asked for and it has 8 devices",
         ),
         (("--batch", "15"), "15 samples does not divide over dp=2"),
