@@ -143,7 +143,7 @@ def lay_out(shape: Shape, setting: Setting, layout: Layout) -> Laid | None:
     pieces = pieces_of(shape, b, tp, sequence_parallel=layout.sequence_parallel)
     at = rank_place(setting.hardware, setting.ranks, tp)
     blocks = block_seconds(shape, b, at, layout.parts, sequence_parallel=layout.sequence_parallel)
-    stages = even_stages(pieces, pp * layout.chunks)
+    stages = even_stages(pieces, [], pp * layout.chunks)
     if layout.ours:
         block_s = blocks.forward.each_s + blocks.backward.each_s
         others = {k: piece_cost(pieces[k], at) for k in (0, len(pieces) - 1)}
@@ -156,7 +156,7 @@ def lay_out(shape: Shape, setting: Setting, layout: Layout) -> Laid | None:
     costs = parted_costs(pieces, stages, blocks, at, shards)
     share = 1 if layout.ours or layout.sequence_parallel else tp
     links = [
-        message_seconds(pieces[stage[-1]].handed_bytes / share, degrees.pp_stride, at.fabric)
+        message_seconds(pieces[stage[-1]].handed_bytes / share, degrees.mesh.pp_stride, at.fabric)
         for stage in stages[:-1]
     ]
     pipeline = make_pipeline(place(layout.placement, pp, layout.chunks), costs, m, links)
@@ -173,7 +173,7 @@ def _after_s(shape: Shape, setting: Setting, layout: Layout) -> float:
     degrees = Degrees(dp, tp, pp, 1, inner="pp" if layout.ours else "dp")
     pieces = pieces_of(shape, layout.micro_batch, tp, sequence_parallel=layout.sequence_parallel)
     shards = StateShards(1, 1, dp) if layout.zero else StateShards()
-    habits = Habits("none", shards, overlap=1 / SLOWDOWN if layout.ours else 0.0)
+    habits = Habits(shards=shards, overlap=1 / SLOWDOWN if layout.ours else 0.0)
     estimate = estimate_step(pieces, degrees, setting.hardware, habits)
     return estimate.state_s + estimate.optimizer_s
 

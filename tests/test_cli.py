@@ -89,7 +89,7 @@ def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
         ((*SMALL, "--state-shards", "1,x,2"), "give zero-1 to zero-3, or three numbers"),
         ((*SMALL, "--precision", "fp8"), "precision 'fp8' is not known"),
         ((*SMALL, "--schedule", "best"), "schedule 'best' is not known"),
-        ((*SMALL, "--tp", "2", "--overlap", "3"), "overlap=3: no stage can run a micro-batch so"),
+        ((*SMALL, "--tp", "2", "--overlap", "99"), "overlap=99: no stage can run a micro-batch so"),
         ((*SMALL, "--dp", "2", "--batch", "3"), "3 samples does not divide over dp=2"),
     ],
 )

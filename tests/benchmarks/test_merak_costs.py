@@ -93,7 +93,7 @@ def test_computing_beside_collectives_is_slower_by_what_was_measured() -> None:
 
 def test_stages_cost_what_they_did_where_nothing_overlaps() -> None:
     pieces, place = pieces_of(SHAPE, MICRO_BATCH, 2), at(2)
-    stages = even_stages(pieces, 2)
+    stages = even_stages(pieces, [], 2)
     found = parted_costs(pieces, stages, block_seconds(SHAPE, MICRO_BATCH, place, 0), place)
     plain = stage_costs(pieces, [piece_cost(p, place) for p in pieces], stages, place)
     for own, cost in zip(found, plain, strict=True):
@@ -109,7 +109,7 @@ def test_stages_cost_what_they_did_where_nothing_overlaps() -> None:
 def test_recomputing_in_the_backward_holds_one_block() -> None:
     pieces, place = pieces_of(SHAPE, MICRO_BATCH, 1), at(1)
     blocks = block_seconds(SHAPE, MICRO_BATCH, place, 0)
-    cost = parted_costs(pieces, even_stages(pieces, 1), blocks, place)[0]
+    cost = parted_costs(pieces, even_stages(pieces, [], 1), blocks, place)[0]
     found = in_backward(cost)
     assert found.backward_s == pytest.approx(cost.backward_s + 6 * blocks.forward.each_s)
     assert (found.recompute_s, found.saved_bytes) == (0.0, cost.checkpoint_bytes)
@@ -119,7 +119,7 @@ def test_recomputing_in_the_backward_holds_one_block() -> None:
 def test_kept_blocks_cost_memory_and_save_time() -> None:
     pieces, place = pieces_of(SHAPE, MICRO_BATCH, 1), at(1)
     blocks = block_seconds(SHAPE, MICRO_BATCH, place, 0)
-    cost = parted_costs(pieces, even_stages(pieces, 1), blocks, place)[0]
+    cost = parted_costs(pieces, even_stages(pieces, [], 1), blocks, place)[0]
     assert with_kept_blocks(cost, 6, 0) == cost
     everything = with_kept_blocks(cost, 6, 6)
     assert (everything.recompute_s, everything.checkpoint_bytes) == (0.0, cost.saved_bytes)
