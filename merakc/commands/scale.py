@@ -72,21 +72,20 @@ def scale(
 
 
 def points_table(points: Sequence[Point]) -> Table:
-    """A row for each number of devices."""
+    """A row for each number of devices; CSV and JSON hold more."""
     table = Table(box=box.SIMPLE_HEAD)
     heads = (
-        "devices", "batch", "dp", "tp", "pp", "shards", "step", "tokens/s", "a device", "to first",
-        "MFU", "waiting", "W", "tokens/J", "tokens/GPU-hour",
+        "devices", "dp", "tp", "pp", "shards", "step", "tokens/s each", "to first", "MFU",
+        "W each", "tokens/J",
     )  # fmt: skip
     for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
     for p in points:
         table.add_row(
-            f"{p.ranks:,}", f"{p.batch_size:,}", str(p.dp), str(p.tp), str(p.pp), p.shards,
-            format_seconds(p.step_s), f"{p.tokens_per_s:,.0f}", f"{p.tokens_per_s_per_rank:,.0f}",
-            f"{p.tokens_per_s_per_rank / points[0].tokens_per_s_per_rank:.2f}", f"{p.mfu:.1%}",
-            f"{p.waiting_share:.1%}", f"{p.power_w:.0f}", f"{p.tokens_per_joule:.2f}",
-            f"{p.tokens_per_rank_hour / 1e6:.2f} M",
+            f"{p.ranks:,}", str(p.dp), str(p.tp), str(p.pp), p.shards, format_seconds(p.step_s),
+            f"{p.tokens_per_s_per_rank:,.0f}",
+            f"{p.tokens_per_s_per_rank / points[0].tokens_per_s_per_rank:.2f}", f"{p.mfu:.0%}",
+            f"{p.power_w:.0f}", f"{p.tokens_per_joule:.2f}",
         )  # fmt: skip
     return table
 
