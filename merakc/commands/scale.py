@@ -75,8 +75,8 @@ def points_table(points: Sequence[Point]) -> Table:
     """A row for each number of devices; CSV and JSON hold more."""
     table = Table(box=box.SIMPLE_HEAD)
     heads = (
-        "devices", "dp", "tp", "pp", "shards", "step", "tokens/s each", "to first", "MFU",
-        "W each", "tokens/J",
+        "devices", "dp", "tp", "pp", "shards", "step", "tok/s each", "to first", "MFU",
+        "W each", "tok/J",
     )  # fmt: skip
     for name in heads:
         table.add_column(name, justify="right", no_wrap=True)
