@@ -150,7 +150,7 @@ class _Scale:
         return _sizes(_tensors(reachable(root)))
 
 
-def _local_elements(parallel: ParallelModel) -> Counter[int]:
+def _local_elements(parallel: ParallelModel) -> dict[int, int]:
     """Elements of the trained parameters, or of their parts, that this rank's stages read."""
     found: Counter[int] = Counter()
     groups = parallel._own("_steps").groups
@@ -159,7 +159,7 @@ def _local_elements(parallel: ParallelModel) -> Counter[int]:
         if place.is_parameter and place.requires_grad and pipeline_rank in place.ranks:
             shape = place.layout.local_shape(groups.mesh.tp, tp_rank)
             found[min(place.ranks)] += math.prod(shape)
-    return found
+    return dict(found)  # dataclasses.asdict does not know Counters
 
 
 def reachable(root: object) -> list[Any]:
