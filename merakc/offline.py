@@ -28,6 +28,8 @@ from merakc.sources import Source
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
 FINALIST_NODES = 20_000
 MOST_FINALISTS = 8
+# Candidates that are slower than the best by more than that are not planned.
+FAR = 1.1
 
 Progress = Callable[[str], None]
 
@@ -208,7 +210,9 @@ def _distinct(found: list[Candidate], count: int) -> list[Candidate]:
         d = one.layout.degrees
         first.setdefault((d.dp, d.tp, d.pp, d.micro_batches), one)
     chosen = list(first.values())[:count]
-    return chosen + [one for one in found if one not in chosen][: count - len(chosen)]
+    chosen += [one for one in found if one not in chosen][: count - len(chosen)]
+    limit_s = FAR * found[0].estimate.step_s
+    return [one for one in chosen if one.estimate.step_s <= limit_s]
 
 
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:

@@ -122,7 +122,7 @@ def test_an_order_is_made_for_the_stages_and_the_memory() -> None:
     assert {a.kind for p in lowered.programs() for a in p.actions} >= {ActionKind.WEIGHT_GRAD}
     tight = replace(NOMINAL_CPU, memory_bytes=int(0.8 * max(plain.prediction.peak_bytes)))
     less, _ = search(request, recording, tight)
-    assert less.recompute == "full"
+    assert less.recompute in ("solved", "full")
     assert less.prediction is not None
     assert max(less.prediction.peak_bytes) <= tight.memory_bytes
     never, _ = search(replace(request, recompute="none"), recording, tight)

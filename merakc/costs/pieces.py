@@ -22,6 +22,9 @@ KEEPS_NOTHING = HANDS_ON | {
     "aten.contiguous.default", "aten.cat.default", "aten.sum.default", "aten.sum.dim_IntList",
     "aten.mean.default", "aten.mean.dim", "merakc.dropout.default",
 }  # fmt: skip
+EXPAND = "aten.expand.default"
+# Ops whose backward reads what they pick by, and none of the values.
+PICKS = ("masked_fill", ".where.", "index_select", "aten.index.", "aten.gather.")
 # Ops whose backward reads their result.
 KEEPS_RESULT = ("softmax", "aten.exp.", "aten.tanh.", "aten.sigmoid.", "aten.relu.", "aten.rsqrt.")
 
@@ -104,6 +107,11 @@ def _parameters(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[di
     return found
 
 
+def saved_bytes(graph: Graph) -> int:
+    """The bytes that the backward of a forward reads of it, each value once."""
+    return _saved(graph, {node.name: 0 for node in graph.nodes}, 1)[0]
+
+
 def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
     """The bytes that each piece's backward reads of its forward, each value once."""
     specs, grads = graph.specs(), graph.grad_values()
@@ -113,7 +121,9 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
     for node in graph.nodes:
         if node.op in FREE and node.op not in CONJUGATE and node.refs:
             source = origin.get(node.refs[0], node.refs[0])
-            origin |= {Ref(node.name, k): source for k in range(len(node.outputs))}
+            # What was expanded and is then reshaped has memory of its own.
+            if node.op == EXPAND or node.spec.numel <= specs[source].numel:
+                origin |= {Ref(node.name, k): source for k in range(len(node.outputs))}
         elif node.grad_outputs(grads):
             kept = {origin.get(ref, ref) for ref in _kept(node, specs, grads)}
             found[part_of[node.name]] |= kept - held
@@ -132,7 +142,7 @@ def _kept(node: Node, specs: Mapping[Ref, TensorSpec], grads: set[Ref]) -> set[R
     if node.op in LOSSES:
         largest = max(node.refs, key=lambda ref: specs[ref].size_bytes)
         return {largest} if "entropy" in node.op else set()
-    if "masked_fill" in node.op or ".where." in node.op:
+    if any(name in node.op for name in PICKS):
         return {ref for ref in node.refs if not specs[ref].dtype.is_floating_point}
     if node.op in ("aten.mul.Tensor", "aten.matmul.default", "aten.bmm.default", "aten.mm.default"):
         pairs = zip(node.refs, reversed(node.refs), strict=True)

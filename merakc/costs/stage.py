@@ -10,6 +10,7 @@ from merakc.cluster import Cluster
 from merakc.costs.device import work_seconds
 from merakc.costs.kernels import graph_work
 from merakc.costs.memory import live_bytes, order_bytes
+from merakc.costs.pieces import saved_bytes
 from merakc.costs.roofline import graph_seconds
 from merakc.costs.sharded import graph_state_bytes
 from merakc.costs.stages import rank_place
@@ -113,12 +114,11 @@ def rough_stage_cost(
 ) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
-    Everything that the forward makes is taken for saved, half of it for deferred from the input to
-    the weight gradient; a recomputation starts from what the stage has received.
+    Half of what is saved counts as deferred from the input to the weight gradient; a recomputation
+    starts from what the stage has received.
     """
     forward_s, backward_s = rough_seconds(local, cluster, tp)
-    specs = [spec for n in local.nodes for spec in n.outputs if spec is not None]
-    everything = sum(spec.size_bytes for spec in specs)
+    saved = saved_bytes(local)
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
     peak_bytes = live_bytes(local).peak_bytes
     half_s = backward_s / 2
@@ -128,13 +128,13 @@ def rough_stage_cost(
         input_grad_s=half_s,
         weight_grad_s=half_s,
         recompute_s=forward_s,
-        saved_bytes=everything,
+        saved_bytes=saved,
         checkpoint_bytes=received,
-        deferred_bytes=everything // 2,
-        forward_peak_bytes=everything,
+        deferred_bytes=saved // 2,
+        forward_peak_bytes=max(saved, peak_bytes),
         backward_peak_bytes=peak_bytes,
         checkpoint_peak_bytes=peak_bytes,
-        recompute_peak_bytes=everything,
+        recompute_peak_bytes=max(saved, peak_bytes),
         weight_peak_bytes=peak_bytes,
         static_bytes=static_bytes(local, shards, precision, tied),
         reduced_bytes=reduced_bytes(local, shards, precision, tied),

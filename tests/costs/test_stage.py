@@ -67,7 +67,7 @@ def test_rough_costs(stage: int) -> None:
     rough = rough_stage_cost(made.stages.local[stage], NOMINAL_CPU)
     assert rough.checkpoint_bytes == cost.checkpoint_bytes
     assert rough.static_bytes == cost.static_bytes == static_bytes(made.stages.local[stage])
-    assert rough.saved_bytes >= cost.saved_bytes  # without the backward it is an upper bound
+    assert rough.saved_bytes == pytest.approx(cost.saved_bytes, rel=0.15)
     assert rough.input_grad_s + rough.weight_grad_s == rough.backward_s == 2 * rough.forward_s
 
 
