@@ -27,7 +27,6 @@ from merakc.estimate import (
     make_job,
     state_seconds,
 )
-from merakc.ir.program import Inner
 from merakc.ir.state import AUTO, StateShards, lattice, parse_shards
 from merakc.piece_table import Form, PieceTable
 from merakc.schedules.registry import KNOWN
@@ -140,6 +139,11 @@ def find_candidates(
             break
         for layout in others:
             result.add(layout, price_layout(table, layout, request, hardware, precision))
+    for one in result.found[:RUNNERS_UP]:  # with the other axis inside
+        d = one.layout.degrees
+        if min(d.dp, d.pp) > 1:
+            layout = replace(one.layout, degrees=replace(d, inner="dp"))
+            result.add(layout, price_layout(table, layout, request, hardware, precision))
     if not result.found:
         raise FitError(_nothing_fits(result, hardware))
     return result
@@ -202,9 +206,8 @@ def _degrees(
                 continue
             for schedule, chunks in _schedules(request, pp):
                 if pp * chunks <= pieces:
-                    inners: tuple[Inner, ...] = ("pp", "dp") if pp > 1 and dp > 1 else ("pp",)
-                    for inner in inners:
-                        yield Degrees(dp, tp, pp, micro_batches, chunks, inner, schedule), samples
+                    degrees = Degrees(dp, tp, pp, micro_batches, chunks, schedule=schedule)
+                    yield degrees, samples
 
 
 def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
@@ -322,6 +325,8 @@ def _seconds(job: Job, found: Estimate) -> dict[str, float]:
 
 def loses_by(one: Candidate, best: Candidate) -> str:
     """What a candidate spends most more on than the best."""
+    if one.estimate.step_s < best.estimate.step_s:
+        return "planned in full it is slower"
     more = {name: value - best.seconds[name] for name, value in one.seconds.items()}
     name = max(more, key=lambda key: more[key])
     return f"{one.estimate.step_s / best.estimate.step_s - 1:+.1%}: {name} {more[name]:+.3g} s"

@@ -26,7 +26,7 @@ from merakc.search import Request, improve, search
 from merakc.sources import Source
 
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
-FINALIST_NODES = 20_000
+FINALIST_NODES = 9_000
 MOST_FINALISTS = 8
 # Candidates that are slower than the best by more than that are not planned.
 FAR = 1.1
