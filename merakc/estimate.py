@@ -33,7 +33,13 @@ from merakc.ir.program import Inner, Mesh
 from merakc.ir.schedule import Schedule
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.schedules.registry import make_schedule
-from merakc.schedules.timing import make_pipeline, peak_bytes, run_orders, with_recomputation
+from merakc.schedules.timing import (
+    Pipeline,
+    make_pipeline,
+    peak_bytes,
+    run_orders,
+    with_recomputation,
+)
 from merakc.schedules.work import Work, encode
 
 Recompute = Literal["none", "full", "solved"]
@@ -235,10 +241,11 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
         kept = keep_bytes(schedule, stages, [place.device.memory_bytes] * degrees.pp)
         stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
         again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
-    seconds, peaks = _ends(stages, links, degrees, total - left, again)
+    pipeline, orders, seconds = _ends(stages, links, degrees, total - left, again)
     if left:
-        before_s, _ = _ends(stages, links, degrees, total - left - period, again)
+        *_, before_s = _ends(stages, links, degrees, total - left - period, again)
         seconds += left / period * (seconds - before_s)
+    peaks = tuple(peak_bytes(pipeline, rank, order) for rank, order in enumerate(orders))
     mean = total / degrees.pp
     again_s = mean * sum(stages[k].recompute_s for k in again)
     busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
@@ -251,14 +258,13 @@ def _ends(
     degrees: Degrees,
     micro_batches: int,
     again: tuple[int, ...],
-) -> tuple[float, tuple[int, ...]]:
-    """The end of so many micro-batches, and the peak bytes of each rank."""
+) -> tuple[Pipeline, list[list[Work]], float]:
+    """The pipeline and the orders of so many micro-batches, and the end of the last."""
     schedule, orders = _orders(degrees, micro_batches, again)
     pipeline = make_pipeline(schedule.rank_of, stages, micro_batches, links)
     ends = run_orders(pipeline, orders)
     assert ends is not None, "a known schedule ran into a deadlock"
-    peaks = tuple(peak_bytes(pipeline, rank, order) for rank, order in enumerate(orders))
-    return max(end[-1] for end in ends), peaks
+    return pipeline, orders, max(end[-1] for end in ends)
 
 
 def _orders(
