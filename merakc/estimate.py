@@ -91,12 +91,12 @@ class Habits:
     """
 
     recompute: Recompute = "none"
-    stagewise: bool = False
     shards: StateShards = UNSHARDED
     precision: Precision = MIXED
     overlap: float = 0.0
     split_messages: bool = False
     tp_overlap: bool = False
+    stagewise: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,15 +204,14 @@ def describe(candidate: Candidate) -> str:
 
 
 def _distinct(found: list[Candidate], count: int) -> list[Candidate]:
-    """The best candidate of each of the best degrees; further ones of them where few are left."""
+    """The best candidates that are not far off, of each layout the better axis inside."""
+    limit_s = FAR * found[0].estimate.step_s
     first: dict[object, Candidate] = {}
     for one in found:
-        d = one.layout.degrees
-        first.setdefault((d.dp, d.tp, d.pp, d.micro_batches), one)
-    chosen = list(first.values())[:count]
-    chosen += [one for one in found if one not in chosen][: count - len(chosen)]
-    limit_s = FAR * found[0].estimate.step_s
-    return [one for one in chosen if one.estimate.step_s <= limit_s]
+        if one.estimate.step_s <= limit_s:
+            degrees = replace(one.layout.degrees, inner="pp")
+            first.setdefault(replace(one.layout, degrees=degrees), one)
+    return list(first.values())[:count]
 
 
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:

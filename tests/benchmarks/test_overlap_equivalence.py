@@ -25,7 +25,7 @@ def test_overlapped_steps_equal_one_process() -> None:
 
 
 def test_a_failure_is_reported() -> None:
-    (cell,) = measure(["llama"], [(2, 1)], [3], [False], 120.0)
+    (cell,) = measure(["llama"], [(2, 1)], [-1], [False], 120.0)
     assert not cell.passed
     assert "ConfigError" in cell.failed or "MismatchError" in cell.failed
 

@@ -53,10 +53,6 @@ def _moved(plan: Plan) -> Plan:
             r"'model.norm.weight' is on stages \(1,\), planned on \(0,\)",
         ),
         (
-            lambda p: replace(p, parameters={**p.parameters, "absent": (0,)}),
-            "there is no parameter 'absent'",
-        ),
-        (
             lambda p: replace(p, splits={k: v for k, v in p.splits.items() if "k_proj" not in k}),
             "k_proj.weight' is split .* planned whole",
         ),
