@@ -19,6 +19,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
+from merakc.ir.state import AUTO
 from merakc.piece_table import PieceTable
 from merakc.planner import Lowered
 from merakc.recording import record_part
@@ -176,7 +177,8 @@ def asked_for(request: Request, candidate: Candidate, batch_size: int) -> Reques
     """The request, with everything fixed that a candidate has decided."""
     d, habits = candidate.layout.degrees, candidate.habits
     is_open = request.schedule == "auto"
-    shards = habits.shards
+    shards, asked = habits.shards, request.state_shards
+    found = shards.parameters, shards.gradients, shards.optimizer
     return replace(
         request,
         batch_size=batch_size // d.dp,
@@ -189,7 +191,7 @@ def asked_for(request: Request, candidate: Candidate, batch_size: int) -> Reques
         chunks=d.chunks if d.chunks > 1 else None,
         overlap=0 if request.overlap is None else request.overlap,
         sequence_parallel=candidate.layout.sequence_parallel,
-        state_shards=(shards.parameters, shards.gradients, shards.optimizer),
+        state_shards=found if asked in (None, AUTO) else asked,
     )
 
 
