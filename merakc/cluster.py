@@ -86,7 +86,8 @@ class Nodes:
 class Hardware:
     """Nodes, in the order of their ranks, and the levels of links from the inner to the outer.
 
-    Programs reach `link_share` of the links' bandwidth.
+    Programs reach `link_share` of the links' bandwidth. `step_error` is how far predicted steps were
+    from measured ones on such machines, as a mean share of their time; 0 where none were measured.
     """
 
     __pydantic_config__ = _STRICT
@@ -95,6 +96,7 @@ class Hardware:
     nodes: tuple[Nodes, ...]
     links: tuple[Level, ...]
     link_share: Share = 0.8
+    step_error: NotNegative = 0.0
 
     @property
     def devices(self) -> tuple[Device, ...]:

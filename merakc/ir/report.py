@@ -19,6 +19,8 @@ class Verdict:
     `model_flops` are those of forward and backward on the whole batch, without what is computed
     again. `peak_flops_per_s` is the rate of all ranks together, which `peak_source` names.
     `peak_rank` needs the most memory, of `memory_bytes`. `tokens` is 0 where the batch has none.
+    `step_error` is the mean share by which predicted steps were off on such machines, 0 where none
+    were measured.
     """
 
     step_s: float
@@ -32,6 +34,7 @@ class Verdict:
     ranks: int
     samples: int
     tokens: int = 0
+    step_error: float = 0.0
 
     @property
     def mfu(self) -> float:

@@ -84,6 +84,7 @@ def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verd
         ranks=plan.mesh.world_size,
         samples=plan.batch_size * plan.dp,
         tokens=batch_tokens(graph) * steps,
+        step_error=cluster.hardware.step_error if cluster.hardware else 0.0,
     )
 
 

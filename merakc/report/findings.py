@@ -14,10 +14,11 @@ NO_LINE = "(no line)"
 
 
 def verdict(found: Verdict) -> str:
-    """One line: seconds, utilization, idle time, memory, throughput."""
+    """One line: seconds and their mean error where it is known, utilization, idle time, memory, throughput."""
     peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
+    error = f" ± {found.step_error:.0%}" if found.step_error else ""
     parts = [
-        f"{format_seconds(found.step_s)} a step",
+        f"{format_seconds(found.step_s)}{error} a step",
         f"MFU {found.mfu:.1%}",
         f"bubble {found.bubble_share:.1%}",
         f"peak {peak} on rank {found.peak_rank}" + ("" if found.fits else ": DOES NOT FIT"),

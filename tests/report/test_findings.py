@@ -21,6 +21,7 @@ def test_the_verdict_is_one_line() -> None:
         "1.00 k tokens/s/device"
     )
     assert "DOES NOT FIT" in verdict(replace(found, memory_bytes=50))
+    assert "± 6% a step" in verdict(replace(found, step_error=0.06))
 
 
 def test_samples_count_where_there_are_no_tokens() -> None:
