@@ -1,0 +1,117 @@
+"""A device that only waits: kernels take their modelled seconds, and nothing of the CPU.
+
+On a GPU cluster neither the computing nor the network asks much of the CPU. Where ranks compute on
+the cores that also carry their messages, that costs both; here the runtime, its collectives and the
+links are real, and only kernels are stood in for. As on a GPU the host runs ahead: a collective
+leaves once what it reads would have been computed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+
+from merakc.cluster import Cluster
+from merakc.costs.flops import COLLECTIVES, FREE
+from merakc.costs.roofline import node_seconds
+from merakc.ir.graph import Graph, Node
+from merakc.kernels.ops import STARTED, WAIT
+from merakc.runtime import codegen, pieces
+
+# A wait that takes longer had something to wait for.
+BLOCKED_S = 1e-4
+
+
+@dataclass(slots=True)
+class Device:
+    """A device as fast as `machines`, which computes until `busy_until_s` of the clock."""
+
+    machines: Cluster
+    busy_until_s: float = 0.0
+
+    def restart(self) -> None:
+        """Nothing is computed from now on."""
+        self.busy_until_s = time.perf_counter()
+
+    def compute(self, seconds: float, made: Any) -> Any:
+        """Takes up a kernel, and hands over what it makes."""
+        self.busy_until_s += seconds
+        return made
+
+    def finish(self) -> None:
+        """Waits until all is computed."""
+        left_s = self.busy_until_s - time.perf_counter()
+        if left_s > 0:
+            time.sleep(left_s)
+
+    def start(self, run: Any, *args: Any, **options: Any) -> Any:
+        """Starts a collective of what was taken up; the device goes on."""
+        self.finish()
+        return run(*args, **options)
+
+    def wait(self, run: Any, *args: Any, **options: Any) -> Any:
+        """Waits for a collective, where the device idles if it has nothing else left to do."""
+        before_s = time.perf_counter()
+        found = run(*args, **options)
+        now_s = time.perf_counter()
+        if now_s - before_s > BLOCKED_S:
+            self.busy_until_s = max(self.busy_until_s, now_s)
+        return found
+
+    def block(self, run: Any, *args: Any, **options: Any) -> Any:
+        """Runs a collective of what was taken up, while the device idles."""
+        self.finish()
+        return self.wait(run, *args, **options)
+
+
+@contextmanager
+def standing_in(device: Device) -> Iterator[None]:
+    """Graphs that are compiled meanwhile run on the device."""
+
+    def compile_graph(
+        graph: Graph, place: torch.device, hooks: codegen.Hooks = codegen.NO_HOOKS
+    ) -> codegen.Compiled:
+        with mock.patch.object(codegen, "_Writer", partial(_Waiting, device)):
+            return codegen.compile_graph(graph, place, hooks)
+
+    with mock.patch.object(pieces, "compile_graph", compile_graph):
+        yield
+
+
+class _Waiting(codegen._Writer):
+    """Writes calls of the device in place of kernels. What they make are zeros, made once."""
+
+    def __init__(
+        self, device: Device, graph: Graph, place: torch.device, hooks: codegen.Hooks
+    ) -> None:
+        super().__init__(graph, place, hooks)
+        self.stand_in, self.specs = device, graph.specs()
+
+    def _call(self, node: Node) -> str:
+        if node.op in FREE:
+            return super()._call(node)
+        if node.op in COLLECTIVES:
+            return self._wrapped(self.stand_in.block, node)
+        if node.op in STARTED:
+            return self._wrapped(self.stand_in.start, node)
+        if node.op == WAIT:
+            return self._wrapped(self.stand_in.wait, node)
+        made = [None if o is None else torch.zeros(o.shape, dtype=o.dtype) for o in node.outputs]
+        seconds = node_seconds(node, self.specs, self.stand_in.machines)
+        name = f"f{len(self.scope)}"
+        whole = made if node.name in self.tuples else made[0]
+        self.scope[name] = partial(self.stand_in.compute, seconds, whole)
+        return f"{name}()"
+
+    def _wrapped(self, how: Any, node: Node) -> str:
+        call = super()._call(node)
+        name = call.partition("(")[0]
+        self.scope[name] = partial(how, self.scope[name])
+        return call
