@@ -20,7 +20,9 @@ computing and communicating alone.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -101,29 +104,69 @@ def rows(
                 yield Row(name, kernels, share, rate, runs)
 
 
+HEADS = ("model", "kernels", "share", "links", "form", "step", "without", "alone", "its CPU",
+         "hidden", "speedup", "bound", "simulated", "off", "others")  # fmt: skip
+
+
+def row_texts(row: Row) -> Iterator[list[str]]:
+    """A line for each form of a row's step."""
+    for run in row.runs:
+        first = run is row.runs[0]
+        form = "blocking" if first else "whole" if run.parts == 1 else f"{run.parts} parts"
+        links = f"{row.rate_bit_per_s / 1e6:.0f} Mbit/s"
+        where = [row.model, row.kernels, f"{row.share:.0%}", links] if first else [""] * 4
+        seconds = (run.step_s, run.without_s, run.alone_s, run.driven_s)
+        yield [
+            *where, form, *map(_milliseconds, seconds), f"{run.hidden:.0%}",
+            f"{row.runs[0].step_s / run.step_s:.2f}", _milliseconds(run.bound_s),
+            _milliseconds(run.simulated_s), f"{run.off:+.0%}", f"{run.others:.0%}",
+        ]  # fmt: skip
+
+
 def rows_table(found: Sequence[Row]) -> Table:
     """A row a model, share and form."""
     table = Table(title="Steps of two tensor-parallel ranks, communication under computation")
-    heads = ("model", "kernels", "share", "links", "form", "step", "without", "alone", "its CPU",
-             "hidden", "speedup", "bound", "simulated", "off", "others")  # fmt: skip
-    for head in heads:
+    for head in HEADS:
         table.add_column(head, justify="right")
     for row in found:
-        for run in row.runs:
-            blocking = run is row.runs[0]
-            form = "blocking" if blocking else "whole" if run.parts == 1 else f"{run.parts} parts"
-            table.add_row(
-                row.model if blocking else "",
-                row.kernels if blocking else "",
-                f"{row.share:.0%}" if blocking else "",
-                f"{row.rate_bit_per_s / 1e6:.0f} Mbit/s" if blocking else "",
-                form, *(f"{s * 1e3:.0f} ms" for s in
-                        (run.step_s, run.without_s, run.alone_s, run.driven_s)),
-                f"{run.hidden:.0%}", f"{row.runs[0].step_s / run.step_s:.2f}",
-                f"{run.bound_s * 1e3:.0f} ms", f"{run.simulated_s * 1e3:.0f} ms",
-                f"{run.off:+.0%}", f"{run.others:.0%}",
-            )  # fmt: skip
+        for texts in row_texts(row):
+            table.add_row(*texts)
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms"
+
+
+def document(found: Sequence[Row], failures: Sequence[str], size: Size) -> str:
+    """The table as a page of the documentation, with when and on what it was measured."""
+    lines = [HEADS, ["---:"] * len(HEADS), *(texts for row in found for texts in row_texts(row))]
+    body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    missed = "".join(f"- {line}\n" for line in failures) or "Everything asked for was found.\n"
+    return f"""# Communication of tensor parallelism under computation
+
+`python -m benchmarks.overlap`, {datetime.date.today()}, {os.cpu_count()} CPU cores, gloo,
+torch {torch.__version__}, transformers {transformers.__version__}; {size.layers} layers of
+{size.hidden} hidden units, {size.samples} samples of {size.sequence} words, two ranks.
+
+Links are slow in earnest: every rank in a network namespace of its own, its packets through a token
+bucket whose rate makes the collectives of a blocking step the given share of it. `kernels` are the
+CPU's, whose cores also carry the messages, so that every byte costs computing time that nothing can
+hide (`its CPU`, of a rank); or they wait for as long as the cost model has for them and leave the
+CPU to the messages, as a GPU's do. `blocking` waits for each collective, as Megatron-LM does;
+`whole` moves other work of a micro-batch under its collectives, `parts` interleaves parts of a
+micro-batch. `without` is the same step with collectives left out, `alone` what they take one after
+the other, `hidden` is 1 − (step − without) / alone. `bound` is the longer of computing (with `its
+CPU`) and communicating, graph by graph. `simulated` is the planner's step of the same graphs with
+both as fast as measured, `off` its error. `others` is what other processes took of the CPU.
+
+Asked are {HIDDEN_SHARE:.0%} hidden by the best form, where kernels wait, at shares up to
+{SPEEDUP_AT:.0%}; {SPEEDUP}x over blocking steps at {SPEEDUP_AT:.0%}; simulated within
+{TOLERANCE:.0%}.
+
+{body}
+
+{missed}"""
 
 
 def complaints(found: Sequence[Row]) -> list[str]:
@@ -157,6 +200,7 @@ def main(
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures here.")
     ] = None,
+    doc: Annotated[Path | None, typer.Option(help="Also write a page of documentation.")] = None,
 ) -> None:
     """Measures and simulates; exits with 1 where too little is hidden."""
     torch.set_num_threads(1)
@@ -179,6 +223,8 @@ def main(
     for line in failures:
         console.print(line, markup=False)
     console.print("FAILED" if failures else "passed")
+    if doc is not None:
+        doc.write_text(document(found, failures, size))
     if json_path is not None:
         body = {"passed": not failures, "size": dataclasses.asdict(size),
                 "rows": [dataclasses.asdict(row) for row in found]}  # fmt: skip

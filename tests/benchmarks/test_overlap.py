@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import overlap
-from benchmarks.overlap import Row, complaints, rows_table
+from benchmarks.overlap import Row, complaints, document, rows_table
 from benchmarks.overlap_steps import Run, Size
 from benchmarks.peers.networks import NetworkError
 
@@ -51,6 +51,12 @@ def test_the_table_has_a_line_for_each_form() -> None:
     assert "blocking" in page.getvalue()
     assert "2 parts" in page.getvalue()
     assert "1.60" in page.getvalue()
+
+
+def test_the_page_has_the_table_and_what_was_missed() -> None:
+    page = document([ROW], ["llama misses"], SMALL)
+    assert "| llama | waits | 50% | 1000 Mbit/s | blocking | 2000 ms |" in page
+    assert "- llama misses" in page
 
 
 def test_where_no_network_can_be_made_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
