@@ -8,12 +8,14 @@ of those layouts that a better order could make the best.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from merakc.cluster import Hardware
+from merakc.cluster import Device, Hardware
 from merakc.costs.device import collective_seconds, total_flops
 from merakc.costs.kernels import KernelKind
+from merakc.costs.ranks import least_spare, rank_devices
 from merakc.costs.stages import piece_cost, rank_place
 from merakc.costs.state import Precision
 from merakc.errors import CutError, FitError, MerakError
@@ -118,7 +120,7 @@ def find_candidates(
     result = Candidates()
     groups: dict[object, list[Layout]] = {}
     for layout in open_layouts(table, request, batch_size, hardware, result, progress):
-        key = layout.form, layout.samples, layout.degrees.pp
+        key = layout.form, layout.samples, layout.degrees.pp, layout.degrees.inner
         groups.setdefault(key, []).append(layout)
     if not groups:
         why = f"no degrees that divide {request.world_size} ranks and {batch_size} samples give"
@@ -132,8 +134,11 @@ def find_candidates(
             break
         first = price_layout(table, own[0], request, hardware, precision)
         result.add(own[0], first)
-        if isinstance(first, Candidate):  # another order of work can save no more than is idle
-            firsts.append((first.estimate.step_s - first.seconds[IDLE], own[1:]))
+        if isinstance(first, Candidate):
+            # Another order of work can save no more than is idle, unless its stages suit unlike
+            # devices better.
+            busy_s = first.estimate.step_s - first.seconds[IDLE]
+            firsts.append((bounds.of(own[0]) if hardware.is_mixed else busy_s, own[1:]))
     for least_s, others in sorted(firsts, key=lambda one: one[0]):
         if least_s > result.best_s:
             break
@@ -141,7 +146,7 @@ def find_candidates(
             result.add(layout, price_layout(table, layout, request, hardware, precision))
     for one in result.found[:RUNNERS_UP]:  # with the other axis inside
         d = one.layout.degrees
-        if min(d.dp, d.pp) > 1:
+        if min(d.dp, d.pp) > 1 and not hardware.is_mixed:
             layout = replace(one.layout, degrees=replace(d, inner="dp"))
             result.add(layout, price_layout(table, layout, request, hardware, precision))
     if not result.found:
@@ -150,12 +155,13 @@ def find_candidates(
 
 
 def _nothing_fits(result: Candidates, hardware: Hardware) -> str:
-    most = min(node.device.memory_bytes for node in hardware.nodes)
+    sizes = sorted({node.device.memory_bytes for node in hardware.nodes})
+    most = " or ".join(f"{size / 1e9:.0f}" for size in sizes)
     reasons = "; ".join(
         f"dp={dp} tp={tp} pp={pp}: {why}" for (dp, tp, pp), why in [*result.refused.items()][:3]
     )
     return (
-        f"nothing fits the {most / 1e9:.0f} GB of a device: {reasons}; use more devices or larger "
+        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger "
         "ones, smaller micro-batches, or a shorter sequence"
     )
 
@@ -187,6 +193,9 @@ def open_layouts(
                 continue
             for degrees, samples in _degrees(request, tp, batch_size, len(pieces)):
                 yield Layout(degrees, samples, sequence_parallel)
+                if hardware.is_mixed and min(degrees.dp, degrees.pp) > 1:
+                    # What devices a stage has depends on which axis lies inside.
+                    yield Layout(replace(degrees, inner="dp"), samples, sequence_parallel)
 
 
 def _degrees(
@@ -230,22 +239,42 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass
 class _Bounds:
-    """Seconds that no order of work can beat: even stages, and nothing waited for."""
+    """Seconds that no order of work can beat: no stage longer than others, nothing waited for."""
 
     table: PieceTable
     hardware: Hardware
-    known: dict[tuple[Form, int], float] = field(default_factory=dict)
+    known: dict[tuple[Form, int, Device], tuple[float, list[float]]] = field(default_factory=dict)
 
     def of(self, layout: Layout) -> float:
-        """Of one layout."""
-        key = layout.form, layout.samples
+        """Of one layout: as if each rank were as much faster than the first as in the piece of
+        which that holds most.
+        """
+        devices = rank_devices(self.hardware, layout.degrees.mesh)
+        total_s, seconds = self._seconds(layout, devices[0])
+        speeds = {
+            device: max(
+                (
+                    a / b
+                    for a, b in zip(seconds, self._seconds(layout, device)[1], strict=True)
+                    if b
+                ),
+                default=1.0,
+            )
+            for device in dict.fromkeys(devices)
+        }
+        return layout.degrees.micro_batches * total_s / sum(speeds[device] for device in devices)
+
+    def _seconds(self, layout: Layout, device: Device) -> tuple[float, list[float]]:
+        """Of a micro-batch on one device, and of each different piece."""
+        key = layout.form, layout.samples, device
         if key not in self.known:
-            place = rank_place(self.hardware, len(self.hardware.devices), layout.degrees.tp)
-            pieces = self.table.pieces(*key)
-            costs = {id(p): piece_cost(p, place) for p in {id(p): p for p in pieces}.values()}
-            own = [costs[id(p)] for p in pieces]
-            self.known[key] = sum(c.forward_s + c.backward_s for c in own)
-        return layout.degrees.micro_batches * self.known[key] / layout.degrees.pp
+            ranks, tp = len(self.hardware.devices), layout.degrees.tp
+            place = rank_place(self.hardware, ranks, tp, device=device)
+            pieces = self.table.pieces(layout.form, layout.samples)
+            costs = {k: piece_cost(p, place) for k, p in {id(p): p for p in pieces}.items()}
+            seconds = {k: c.forward_s + c.backward_s for k, c in costs.items()}
+            self.known[key] = sum(seconds[id(p)] for p in pieces), list(seconds.values())
+        return self.known[key]
 
 
 def price_layout(
@@ -260,22 +289,22 @@ def price_layout(
         key=lambda habits: sum(state_seconds(job, habits)),
     )
     held = [job.state_bytes(way.shards, precision) for way in ways]
-    memory = hardware.slowest.memory_bytes
-    least = min(map(max, held))
+    memory = [place.device.memory_bytes for place in job.places]
+    least = min(_need(own, memory) for own in held)
     tried: list[tuple[Habits, Estimate]] = []
     for recompute in RECOMPUTES.get(request.recompute, ("none", "solved")):
-        open_ways = [k for k, own in enumerate(held) if max(own) < memory]
+        open_ways = [k for k, own in enumerate(held) if all(map(operator.lt, own, memory))]
         if recompute == "none" and open_ways:
             kept = estimate_job(job, replace(ways[0], recompute=recompute))
             others = [peak - own for peak, own in zip(kept.peak_bytes, held[0], strict=True)]
             peaks = [[a + b for a, b in zip(others, own, strict=True)] for own in held]
-            open_ways = [k for k in open_ways if max(peaks[k]) <= memory][:1]
-            least = max(least, min(map(max, peaks)))
+            open_ways = [k for k in open_ways if all(map(operator.le, peaks[k], memory))][:1]
+            least = max(least, min(_need(own, memory) for own in peaks))
         for k in open_ways[:TRIED_WAYS]:
             habits = replace(ways[k], recompute=recompute)
             found = estimate_job(job, habits)
-            least = min(least, max(found.peak_bytes)) if recompute != "none" else least
-            if max(found.peak_bytes) <= memory:
+            least = min(least, _need(found.peak_bytes, memory)) if recompute != "none" else least
+            if all(map(operator.le, found.peak_bytes, memory)):
                 tried.append((habits, found))
         if any(habits.shards == ways[0].shards for habits, _ in tried):
             break  # the fastest shards, and nothing recomputed
@@ -290,6 +319,11 @@ def price_layout(
     return Candidate(layout, habits, found, _seconds(job, found), total)
 
 
+def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:
+    """What the rank needs that has least to spare."""
+    return peak_bytes[least_spare(peak_bytes, memory_bytes)]
+
+
 def _shards(request: Request, job: Job, hardware: Hardware) -> list[StateShards]:
     """Those asked for; else those over no ranks, the ranks of a node and all of dp."""
     dp, asked = job.degrees.dp, request.state_shards
@@ -302,7 +336,7 @@ def _shards(request: Request, job: Job, hardware: Hardware) -> list[StateShards]
 
 def _seconds(job: Job, found: Estimate) -> dict[str, float]:
     """What the seconds of a step go into, on an average rank."""
-    group, fabric = job.place.group, job.place.fabric
+    group, fabric = job.links.group, job.links.fabric
     unique = {id(piece): piece for piece in job.pieces}
     wires = {
         key: sum(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.keep import keep_bytes
+from merakc.costs.ranks import rank_memory_bytes
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
@@ -92,7 +93,7 @@ def _kept(
         # Any number will do for the order of work; what it says is asked for.
         some = replace(lowered.plan, keep_bytes=(0,) * len(like))
         schedule = replace(lowered, plan=some).schedule
-        return keep_bytes(schedule, costs, [cluster.memory_bytes] * lowered.plan.pp)
+        return keep_bytes(schedule, costs, rank_memory_bytes(cluster, lowered.plan.mesh))
     half = [(c.checkpoint_bytes + c.saved_bytes) // 2 for c in costs]
     return tuple(b if plan.keep_bytes[s] >= 0 else -1 for b, s in zip(half, like, strict=True))
 

@@ -24,6 +24,7 @@ from merakc.commands.verify import verify
 from merakc.errors import ConfigError
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.precision import parse_precision
+from merakc.ir.report import Verdict
 from merakc.offline import plan_offline
 from merakc.report.analysis import make_report
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
@@ -90,17 +91,15 @@ def plan(
         made.save(output)
     _print(made, as_json=as_json)
     progress.print(f"written to {output}")
-    _check_fits(made, found.memory_bytes, progress)
+    _check_fits(told_of.verdict, progress)
 
 
-def _check_fits(made: Plan, memory_bytes: int, problem: Console) -> None:
+def _check_fits(found: Verdict, problem: Console) -> None:
     """Exits with `NO` where a rank needs more than there is."""
-    assert made.prediction is not None
-    most = max(made.prediction.peak_bytes)
-    if most > memory_bytes:
+    if not found.fits:
         problem.print(
-            f"does not fit: a rank needs {format_bytes(most)} of {format_bytes(memory_bytes)}; use "
-            "more ranks, or shard the state",
+            f"does not fit: a rank needs {format_bytes(found.peak_bytes)} of "
+            f"{format_bytes(found.memory_bytes)}; use more ranks, or shard the state",
             style="red",
         )
         raise typer.Exit(NO)

@@ -7,7 +7,7 @@ kind of link between any two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, cast, get_args
 
@@ -82,6 +82,11 @@ class Nodes:
     count: Count = 1
 
 
+def slowest_of(devices: Iterable[Device]) -> Device:
+    """The first with the lowest peak rate."""
+    return min(devices, key=lambda d: max(d.peak_flops_per_s.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class Hardware:
     """Nodes, in the order of their ranks, and the levels of links from the inner to the outer.
@@ -104,9 +109,14 @@ class Hardware:
         return tuple(n.device for n in self.nodes for _ in range(n.count * n.devices))
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether its nodes hold different devices."""
+        return any(n.device != self.nodes[0].device for n in self.nodes)
+
+    @property
     def slowest(self) -> Device:
         """The kind of device with the lowest peak rate, which all wait for where work is even."""
-        return min((n.device for n in self.nodes), key=lambda d: max(d.peak_flops_per_s.values()))
+        return slowest_of(n.device for n in self.nodes)
 
     def level(self, extent: int) -> Level:
         """The innermost level that joins a block of `extent` neighbouring devices."""

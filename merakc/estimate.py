@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from merakc.cluster import Hardware
+from merakc.cluster import Device, Hardware
 from merakc.costs.device import Place, traffic_seconds
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.keep import EVERYTHING, keep_bytes, with_kept
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.pieces import Piece
+from merakc.costs.ranks import rank_devices
 from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
@@ -123,19 +124,25 @@ class Estimate:
 class Job:
     """A model's pieces on the stages of a layout, with their seconds.
 
-    `costs` are those of the pieces, `parts` the places of each stage's pieces.
+    `places` and `costs`, those of all pieces there, are each pipeline rank's; `parts` are the
+    places of each stage's pieces.
     """
 
     pieces: Sequence[Piece]
     degrees: Degrees
-    place: Place
-    costs: Sequence[PieceCost]
+    places: Sequence[Place]
+    costs: Sequence[Sequence[PieceCost]]
     parts: Sequence[Sequence[int]]
 
     @property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return _orders(self.degrees, 1, ())[0].rank_of
+        return _rank_of(self.degrees)
+
+    @property
+    def links(self) -> Place:
+        """Any rank's place, for the links that all have alike."""
+        return self.places[0]
 
     @property
     def rank_pieces(self) -> list[list[int]]:
@@ -163,15 +170,24 @@ def make_job(
 
     `pieces` are of one tp rank and micro-batch; equal blocks may be one value many times.
     """
-    place = rank_place(hardware, degrees.ranks, degrees.tp, overlap=habits.tp_overlap)
-    known: dict[int, PieceCost] = {}
-    for piece in pieces:
-        if id(piece) not in known:
-            known[id(piece)] = piece_cost(piece, place, corrections, labels(piece))
-    costs = [known[id(piece)] for piece in pieces]
-    stages_of = balanced_stages if habits.stagewise else even_stages
-    parts = stages_of(pieces, costs, degrees.pp * degrees.chunks)
-    return Job(pieces, degrees, place, costs, parts)
+    devices = rank_devices(hardware, degrees.mesh)
+    places = {
+        device: rank_place(
+            hardware, degrees.ranks, degrees.tp, overlap=habits.tp_overlap, device=device
+        )
+        for device in dict.fromkeys(devices)
+    }
+    costs: dict[Device, list[PieceCost]] = {}
+    unique = {id(piece): piece for piece in pieces}
+    for device, place in places.items():
+        known = {k: piece_cost(p, place, corrections, labels(p)) for k, p in unique.items()}
+        costs[device] = [known[id(piece)] for piece in pieces]
+    on_ranks = [costs[device] for device in devices]
+    if habits.stagewise:
+        parts = balanced_stages([on_ranks[rank] for rank in _rank_of(degrees)])
+    else:
+        parts = even_stages(pieces, (), degrees.pp * degrees.chunks)
+    return Job(pieces, degrees, [places[device] for device in devices], on_ranks, parts)
 
 
 def estimate_step(
@@ -190,10 +206,14 @@ def estimate_job(job: Job, habits: Habits) -> Estimate:
     """One step: the micro-batches in the order of the schedule; after them gradients are reduced
     over dp and over the holders of shared parameters, and the optimizer runs.
     """
-    stages = stage_costs(
-        job.pieces, job.costs, job.parts, job.place, shards=habits.shards,
-        precision=habits.precision, stagewise=habits.stagewise,
-    )  # fmt: skip
+    stages = [
+        cost
+        for part, rank in zip(job.parts, job.rank_of, strict=True)
+        for cost in stage_costs(
+            job.pieces, job.costs[rank], [part], job.places[rank], shards=habits.shards,
+            precision=habits.precision, stagewise=habits.stagewise,
+        )
+    ]  # fmt: skip
     run = _run(job, stages, habits)
     state_s, optimizer_s = state_seconds(job, habits)
     return Estimate(
@@ -204,8 +224,8 @@ def estimate_job(job: Job, habits: Habits) -> Estimate:
         1.0 - run.busy_s / run.seconds,
         run.again_s,
         run.peak_bytes,
-        stages,
-        "measured" if all(cost.measured for cost in job.costs) else "formula",
+        tuple(stages),
+        "measured" if all(cost.measured for cost in job.costs[0]) else "formula",
     )
 
 
@@ -223,12 +243,10 @@ class _Run:
 
 def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     """Runs so many micro-batches that the rest of them take as long each as the last ones."""
-    degrees, place = job.degrees, job.place
+    degrees, fabric = job.degrees, job.links.fabric
     share = degrees.tp if habits.split_messages else 1
     links = [
-        message_seconds(
-            job.pieces[part[-1]].handed_bytes / share, degrees.mesh.pp_stride, place.fabric
-        )
+        message_seconds(job.pieces[part[-1]].handed_bytes / share, degrees.mesh.pp_stride, fabric)
         for part in job.parts[:-1]
     ]
     period, total = degrees.pp, degrees.micro_batches
@@ -238,7 +256,7 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
         again = tuple(range(len(stages)))
     elif habits.recompute == "solved":
         schedule, _ = _orders(degrees, total - left, again)
-        kept = keep_bytes(schedule, stages, [place.device.memory_bytes] * degrees.pp)
+        kept = keep_bytes(schedule, stages, [p.device.memory_bytes for p in job.places])
         stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
         again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
     pipeline, orders, seconds = _ends(stages, links, degrees, total - left, again)
@@ -279,6 +297,10 @@ def _orders(
     return schedule, with_recomputation(orders, units) if units else orders
 
 
+def _rank_of(degrees: Degrees) -> tuple[int, ...]:
+    return _orders(degrees, 1, ())[0].rank_of
+
+
 @lru_cache(maxsize=256)
 def _made(name: str, pp: int, micro_batches: int, chunks: int) -> tuple[Schedule, list[list[Work]]]:
     schedule = make_schedule(
@@ -290,16 +312,18 @@ def _made(name: str, pp: int, micro_batches: int, chunks: int) -> tuple[Schedule
 def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
     """Seconds that gradients and parameters are waited for, and those of the optimizer.
 
-    The rank with the most parameters is waited for.
+    The rank with the most parameters is waited for, and the one with the slowest optimizer.
     """
-    pieces, costs, degrees = job.pieces, job.costs, job.degrees
-    fabric, precision, shards = job.place.fabric, habits.precision, habits.shards
-    most = max(job.rank_pieces, key=lambda own: stage_parameters([pieces[k] for k in own]))
-    parameters = stage_parameters([pieces[k] for k in most])
+    pieces, degrees, rank_pieces = job.pieces, job.degrees, job.rank_pieces
+    fabric, precision, shards = job.links.fabric, habits.precision, habits.shards
+    parameters = [stage_parameters([pieces[k] for k in own]) for own in rank_pieces]
     state_s = 0.0
     if degrees.dp > 1:
+        most = parameters.index(max(parameters))
+        costs = job.costs[most]
         layers = [
-            Layer(pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s) for k in most
+            Layer(pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s)
+            for k in rank_pieces[most]
         ]
         group = DpGroup(degrees.dp, fabric, degrees.mesh.dp_stride, habits.overlap)
         # Only the first and the last micro-batch meet communication, unless each one does: then
@@ -315,5 +339,8 @@ def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
         ends = Group(2, 2 if degrees.ranks <= fabric.ranks_per_node else 1, fabric.ranks_per_node)
         state_s += all_reduce_seconds(precision.gradient_bytes * shared, ends, fabric)
     moved = 2 * precision.optimizer_bytes + precision.gradient_bytes + precision.parameter_bytes
-    updated = -(-parameters // shards.optimizer)
-    return state_s, traffic_seconds(moved * updated, job.place.device)
+    optimizer_s = max(
+        traffic_seconds(moved * -(-count // shards.optimizer), place.device)
+        for count, place in zip(parameters, job.places, strict=True)
+    )
+    return state_s, optimizer_s

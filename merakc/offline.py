@@ -13,6 +13,7 @@ from merakc.batches import batch_size_of, call_arguments
 from merakc.candidates import RUNNERS_UP, Candidate, Candidates, find_candidates, loses_by
 from merakc.cluster import Cluster
 from merakc.costs import state
+from merakc.costs.ranks import fits
 from merakc.costs.scaled import SAMPLES
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
@@ -219,4 +220,5 @@ def _distinct(found: list[Candidate], count: int) -> list[Candidate]:
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
     """Plans that fit come first, and then the faster ones."""
     assert plan.prediction is not None
-    return max(plan.prediction.peak_bytes) > cluster.memory_bytes, plan.prediction.step_s
+    too_big = not fits(plan.prediction.peak_bytes, cluster, plan.mesh)
+    return too_big, plan.prediction.step_s

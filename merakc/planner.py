@@ -10,6 +10,7 @@ from typing import Literal
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
+from merakc.costs.ranks import stage_devices
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
@@ -253,7 +254,8 @@ def make_plan(
         loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
     )
     placement = _placement(mesh, schedule, order, chunks)
-    of, report = assign_stages(loss.graph, sharding, len(placement), cluster)
+    devices = stage_devices(cluster, mesh, placement)
+    of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = split_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
     splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathers(loss.graph))

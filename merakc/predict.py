@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from merakc.cluster import Cluster
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
@@ -69,8 +70,11 @@ def predict(
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Rough costs of the stages, less the communication that is to run under computation."""
     plan = lowered.plan
+    devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     costs = tuple(
-        rough_stage_cost(g, cluster, plan.shards(s), plan.precision, plan.tied_shards(s), plan.tp)
+        rough_stage_cost(
+            g, cluster, plan.shards(s), plan.precision, plan.tied_shards(s), plan.tp, devices[s]
+        )
         for s, g in enumerate(lowered.stages.local)
     )
     gains = plan.overlap_gains or (0.0,) * len(costs)

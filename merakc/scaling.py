@@ -83,17 +83,17 @@ def _point(record: Recordings, best: Candidate, hardware: Hardware, batch_size: 
     degrees, step_s = best.layout.degrees, best.estimate.step_s
     ranks = degrees.ranks
     tokens = record.tokens_per_sample * batch_size
-    device = hardware.slowest
+    devices = hardware.devices[:ranks]
     # The model's flops are those of one rank's forward and backward, times the tp ranks.
     flops = best.flops * degrees.tp * degrees.micro_batches * degrees.dp
-    peak = device.flops_per_s(record.dtype) / device.product_share
+    peak = sum(d.flops_per_s(record.dtype) / d.product_share for d in devices)
     waiting = 1.0 - (best.seconds["arithmetic"] + best.seconds["recomputation"]) / step_s
-    power_w = device.power_w * (1.0 - waiting * (1.0 - WAITING_POWER))
+    power_w = sum(d.power_w for d in devices) / ranks * (1.0 - waiting * (1.0 - WAITING_POWER))
     per_rank = tokens / step_s / ranks
     shards = best.habits.shards
     return Point(
         ranks, batch_size, degrees.dp, degrees.tp, degrees.pp, describe(best), str(shards), step_s,
-        tokens / step_s, per_rank, flops / (step_s * ranks * peak), power_w,
+        tokens / step_s, per_rank, flops / (step_s * peak), power_w,
         per_rank / power_w if power_w else 0.0, per_rank * SECONDS_PER_HOUR, waiting,
     )  # fmt: skip
 

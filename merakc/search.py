@@ -10,6 +10,7 @@ from pathlib import Path
 
 from merakc.cluster import Cluster
 from merakc.costs.keep import keep_bytes, with_kept
+from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import with_state
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
@@ -171,7 +172,7 @@ def improve(
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
     """Plans that fit come first, and then the faster ones per sample."""
     assert plan.prediction is not None
-    too_big = max(plan.prediction.peak_bytes) > cluster.memory_bytes
+    too_big = not fits(plan.prediction.peak_bytes, cluster, plan.mesh)
     return too_big, plan.prediction.step_s / plan.dp
 
 
@@ -202,7 +203,7 @@ def _generated(
     link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
     pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s)
     try:
-        found = generate([pipeline], [cluster.memory_bytes] * plan.pp, effort=EFFORT)
+        found = generate([pipeline], rank_memory_bytes(cluster, plan.mesh), effort=EFFORT)
     except ConfigError:  # nothing fits: what was chosen is as good as anything
         return plan, lowered
     kinds = {a.kind for order in found.schedule.orders for a in order}
@@ -215,10 +216,11 @@ def _generated(
     )
     prediction, _ = predict(replace(lowered, plan=made), cluster, dp_rank=0)
     assert plan.prediction is not None
-    fits, fitted = (
-        max(p.peak_bytes) <= cluster.memory_bytes for p in (prediction, plan.prediction)
+    now, before = (
+        (not fits(p.peak_bytes, cluster, plan.mesh), p.step_s)
+        for p in (prediction, plan.prediction)
     )
-    if (not fits, prediction.step_s) >= (not fitted, plan.prediction.step_s):
+    if now >= before:
         return plan, lowered
     made = replace(made, prediction=prediction)
     return made, replace(lowered, plan=made)
@@ -257,14 +259,14 @@ def _plan(
         plan = replace(plan, recompute=choice, keep_bytes=kept)
         lowered = replace(lowered, plan=plan)
         prediction, _ = predict(lowered, cluster, dp_rank=0)
-        fits = max(prediction.peak_bytes) <= cluster.memory_bytes
-        if mesh.dp > 1 and (asked == AUTO or (asked is None and not fits)):
+        suffices = fits(prediction.peak_bytes, cluster, mesh)
+        if mesh.dp > 1 and (asked == AUTO or (asked is None and not suffices)):
             plan = replace(plan, state_shards=_fastest_shards(lowered, cluster))
             lowered = replace(lowered, plan=plan)
             prediction, _ = predict(lowered, cluster, dp_rank=0)
         plan = replace(plan, prediction=prediction)
         lowered = replace(lowered, plan=plan)
-        if max(prediction.peak_bytes) <= cluster.memory_bytes:
+        if fits(prediction.peak_bytes, cluster, mesh):
             break
     return plan, lowered
 
@@ -280,6 +282,7 @@ def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ..
     touches = {s: rough_touches(graph) for s, graph in enumerate(local)}
     costs = planned_costs(lowered, cluster)
     costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
+    memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     keys: list[dict[StateShards, tuple[object, ...]]] = [{} for _ in range(plan.pp)]
     for shards in lattice(plan.dp):
         tried = replace(lowered, plan=replace(plan, state_shards=(shards,) * len(plan.rank_of)))
@@ -289,7 +292,7 @@ def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ..
         )
         found, simulation = predict(tried, cluster, own, touches, dp_rank=0)
         for rank, peak_bytes in enumerate(found.peak_bytes):
-            lacking = max(peak_bytes - cluster.memory_bytes, 0)
+            lacking = max(peak_bytes - memory_bytes[rank], 0)
             waits = round(found.exposed_s[rank], 9)
             keys[rank][shards] = lacking, waits, simulation.communication_s[rank], shards
     best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
@@ -299,7 +302,7 @@ def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ..
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
     """What each stage may keep of a micro-batch in the cluster's memory."""
     costs = planned_costs(lowered, cluster)
-    return keep_bytes(lowered.schedule, costs, [cluster.memory_bytes] * lowered.plan.pp)
+    return keep_bytes(lowered.schedule, costs, rank_memory_bytes(cluster, lowered.plan.mesh))
 
 
 def _recomputations(request: Request) -> tuple[str, ...]:

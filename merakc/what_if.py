@@ -77,7 +77,7 @@ def changed(
 
 def changed_degrees(plan: Plan, changes: Changes) -> Degrees:
     """The grid of ranks and the batch after the changes. Raises `ConfigError` as `changed` does."""
-    mesh = Mesh(changes.dp or plan.dp, changes.tp or plan.tp, changes.pp or plan.pp)
+    mesh = Mesh(changes.dp or plan.dp, changes.tp or plan.tp, changes.pp or plan.pp, plan.inner)
     batch = changes.batch or plan.batch_size * plan.dp
     if batch % mesh.dp:
         raise ConfigError(

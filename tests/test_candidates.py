@@ -8,8 +8,9 @@ import pytest
 
 from merakc import candidates
 from merakc.candidates import Candidate, Candidates, find_candidates, loses_by
-from merakc.cluster import NOMINAL_GPU, Cluster, Hardware
+from merakc.cluster import NOMINAL_GPU, Cluster, Hardware, Nodes
 from merakc.cluster_files import preset
+from merakc.costs.ranks import rank_devices
 from merakc.costs.state import MIXED
 from merakc.errors import CutError, FitError
 from merakc.piece_table import PieceTable
@@ -46,6 +47,49 @@ def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.M
     degrees = {(d.dp, d.tp, d.pp) for c in everything.found for d in (c.layout.degrees,)}
     assert degrees == {(8 // tp // pp, tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4, 8)
                        if tp * pp <= 8 and pp < 7} | set(degrees)  # fmt: skip
+
+
+def mixed(memory_bytes: int = 1 << 34) -> Hardware:
+    """Half of the devices take four times as long, and have less memory."""
+    (nodes,) = HARDWARE.nodes
+    fast = replace(nodes.device, memory_bytes=1 << 34)
+    slow = replace(
+        fast, name="slow", launch_s=4 * fast.launch_s, bytes_per_s=fast.bytes_per_s / 4,
+        peak_flops_per_s={"float32": 1e12}, memory_bytes=memory_bytes,
+    )  # fmt: skip
+    return replace(HARDWARE, nodes=(Nodes(fast, 4), Nodes(slow, 4)))
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 19])
+def test_the_best_on_unlike_devices_is_that_of_trying_all(
+    memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = mixed(memory_bytes)
+    request = Request(8, 0, tp=1)
+    found = find(request, hardware)
+    monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
+    everything = find(request, hardware)
+    assert found.looked_at < everything.looked_at
+    assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
+    both = [
+        c.layout.degrees
+        for c in everything.found
+        if min(c.layout.degrees.dp, c.layout.degrees.pp) > 1
+    ]
+    assert {d.inner for d in both} == {"pp", "dp"}
+    for one in everything.found:
+        devices = rank_devices(hardware, one.layout.degrees.mesh)
+        own = zip(one.estimate.peak_bytes, devices, strict=True)
+        assert all(peak <= device.memory_bytes for peak, device in own)
+
+
+def test_unlike_devices_are_used_better_than_the_slowest_alone() -> None:
+    hardware = mixed()
+    slowest = replace(hardware, nodes=(Nodes(hardware.slowest, 8),))
+    request = Request(8, 0, tp=1)
+    (best, *_), (slow, *_) = find(request, hardware).found, find(request, slowest).found
+    assert best.layout.degrees.pp > 1
+    assert best.estimate.step_s < 0.9 * slow.estimate.step_s
 
 
 def test_memory_asks_for_shards_or_recomputation() -> None:

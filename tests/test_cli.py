@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from merakc.cli import app
-from merakc.ir.plan import load_plan
+from merakc.ir.plan import Plan, load_plan
 
 SMALL = ["plan", "tests.small_source:small", "--ranks", "2", "--batch", "8", "--cluster", "cpu"]
 
@@ -105,3 +105,60 @@ def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
                   code=1)  # fmt: skip
     assert "FitError: nothing fits the 80 GB of a device" in printed
     assert not Path(file).exists()
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A node of H100 and one of A100, and two of A100, with a small Llama for them."""
+    folder = tmp_path_factory.mktemp("unlike")
+    links = (
+        '[[links]]\nname = "inside"\ndevices = 2\nbytes_per_s = 3e11\n'
+        '[[links]]\nname = "outside"\ndevices = 4\nbytes_per_s = 1e10\n'
+    )
+    for name, devices in (("mixed", ("h100", "a100-40")), ("even", ("a100-40", "a100-40"))):
+        nodes = "".join(f'[[nodes]]\ndevice = "{device}"\ndevices = 2\n' for device in devices)
+        (folder / f"{name}.toml").write_text(f'name = "{name}"\n{nodes}{links}')
+    config = {
+        "model_type": "llama", "vocab_size": 1024, "hidden_size": 2048, "intermediate_size": 5632,
+        "num_hidden_layers": 12, "num_attention_heads": 16, "max_position_embeddings": 1024,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def layers(plan: Plan) -> list[int]:
+    """The layers of each stage."""
+    held = {(name.split(".")[2], s) for name, own in plan.parameters.items()
+            if ".layers." in name for s in own}  # fmt: skip
+    return [sum(stage == s for _, stage in held) for s in range(len(plan.rank_of))]
+
+
+def test_unlike_nodes_get_uneven_stages(unlike: Path) -> None:
+    source, mixed, even = (str(unlike / n) for n in ("config.json", "mixed.toml", "even.toml"))
+    first, second = unlike / "uneven.json", unlike / "even.json"
+    asked = ("--batch", "16", "--precision", "bf16-mixed", "--schedule", "1f1b")
+    printed = run("plan", source, *asked, "--cluster", mixed, "-o", str(first))
+    found = load_plan(first)
+    assert found.report is not None
+    assert found.prediction is not None
+    assert found.pp == 2
+    assert [s.device for s in found.report.stages] == ["h100", "a100-40"]
+    assert "device" in printed
+    fast, slow = layers(found)
+    assert fast > 1.5 * slow
+    one, other = (s.forward_s + s.backward_s for s in found.report.stages)
+    assert max(one, other) < 1.3 * min(one, other)
+
+    degrees = [f"--{name}={getattr(found, name)}" for name in ("dp", "tp", "pp")]
+    fixed = (*asked, *degrees, f"--micro-batches={found.micro_batches}")
+    printed = run("plan", source, *fixed, "--cluster", even, "-o", str(second))
+    assert "device" not in printed.split("Stages")[1].splitlines()[1]
+    plan = replace(load_plan(second), inner=found.inner)
+    assert layers(plan) == [6, 6]
+    plan.save(second)
+    sides = json.loads(
+        CliRunner().invoke(app, ["simulate", str(second), source, "--from", mixed, "--json"]).stdout
+    )
+    # The even stages on unlike nodes, and the same decisions with stages cut for these.
+    assert found.prediction.step_s < 0.8 * sides["before"]["step_s"]
+    assert sides["after"]["step_s"] == pytest.approx(found.prediction.step_s, rel=0.05)

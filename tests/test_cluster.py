@@ -34,6 +34,8 @@ def test_a_dtype_that_is_not_listed_runs_at_the_slowest_rate() -> None:
 def test_devices_stand_in_the_order_of_ranks() -> None:
     assert [d.name for d in HARDWARE.devices] == ["fast"] * 8 + ["slow"] * 4
     assert HARDWARE.slowest is SLOW
+    assert HARDWARE.is_mixed
+    assert not dataclasses.replace(HARDWARE, nodes=(Nodes(SLOW, 4), Nodes(SLOW, 2))).is_mixed
 
 
 def test_the_innermost_level_that_joins_them() -> None:

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpt import Shape, gpt_pieces
+from merakc.cluster import Nodes
 from merakc.cluster_files import preset
 from merakc.costs.device import traffic_seconds
 from merakc.costs.fabric import all_reduce_seconds, axis_group
 from merakc.costs.measured import Corrections
 from merakc.costs.stages import rank_place
-from merakc.estimate import Degrees, Estimate, Habits, estimate_step
+from merakc.estimate import Degrees, Estimate, Habits, estimate_step, make_job
 from merakc.ir.costs import CostTable
 from merakc.ir.program import Mesh, Transfer
 from merakc.ir.state import StateShards
@@ -62,6 +63,45 @@ def test_the_pipeline_is_that_of_the_simulator(chunks: int, name: str) -> None:
     table = CostTable(found.stages, 0.0, 1e30)
     assert found.pipeline_s == pytest.approx(simulate(programs, table).step_s, rel=1e-9)
     assert found.bubble_share > 0.1
+
+
+MIXED = replace(HARDWARE, nodes=(Nodes(preset("h100").slowest, 2), Nodes(HARDWARE.slowest, 2)))
+
+
+@pytest.mark.parametrize(("chunks", "name"), [(1, "1f1b"), (2, "interleaved-1f1b"), (2, "zb-v")])
+def test_stages_suit_their_devices(chunks: int, name: str) -> None:
+    """The step is the simulator's, of stages that no other cut makes more even."""
+    degrees = Degrees(pp=4, micro_batches=8, chunks=chunks, schedule=name)
+    free = tuple(replace(k, latency_s=0.0, bytes_per_s=1e30) for k in HARDWARE.links)
+    pieces = gpt_pieces(Shape(2048, 16, 40, 512, 1024), 4, 1)
+    habits = Habits(stagewise=True)
+    found = estimate_step(pieces, degrees, replace(MIXED, links=free), habits)
+    schedule = make_schedule(name, 4, 8, chunks=None if chunks == 1 else chunks)
+    transfers = [Transfer("x", s, s + 1, 1, grad=True) for s in range(schedule.stages - 1)]
+    programs = build_programs(Mesh(1, 1, 4), schedule, tuple(transfers))
+    simulated = simulate(programs, CostTable(found.stages, 0.0, 1e30))
+    assert found.pipeline_s == pytest.approx(simulated.step_s, rel=1e-9)
+
+    job = make_job(pieces, degrees, MIXED, habits)
+    assert job.rank_of == schedule.rank_of
+    counts = [len(own) for own in job.rank_pieces]
+    assert min(counts[:2]) > 1.5 * max(counts[2:])
+    seconds = [cost.forward_s + cost.backward_s for cost in found.stages]
+    assert max(seconds) < 1.2 * sum(seconds) / len(seconds)
+    slow = replace(MIXED, nodes=MIXED.nodes[1:], links=free)
+    assert found.pipeline_s < 0.8 * estimate_step(pieces, degrees, slow, habits).pipeline_s
+
+
+def test_memory_is_that_of_each_rank() -> None:
+    device, degrees = HARDWARE.slowest, Degrees(pp=4, micro_batches=8)
+    habits = Habits(stagewise=True, recompute="solved")
+    whole = estimate_step(PIECES, degrees, HARDWARE, habits)
+    tight = replace(device, memory_bytes=int(0.8 * whole.peak_bytes[1]))
+    unlike = replace(HARDWARE, nodes=(Nodes(device, 1), Nodes(tight, 1), Nodes(device, 2)))
+    kept = estimate_step(PIECES, degrees, unlike, habits)
+    assert kept.peak_bytes[1] <= tight.memory_bytes < kept.peak_bytes[0]
+    assert kept.peak_bytes == (whole.peak_bytes[0], kept.peak_bytes[1], *whole.peak_bytes[2:])
+    assert kept.stages == whole.stages
 
 
 def test_gradients_are_reduced_over_dp() -> None:

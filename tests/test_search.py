@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_CPU, Cluster
+from merakc.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes
 from merakc.errors import ConfigError, CutError, ProgramError, ShardError
 from merakc.frontend.record import Recording, record
 from merakc.ir.buckets import plan_buckets
@@ -146,6 +146,25 @@ def test_each_stage_keeps_as_much_as_its_memory_lets_it() -> None:
     checkpoint = lowered.chunk(0, 0).checkpoint
     assert checkpoint is not None
     assert lowered.chunk(3, 0).checkpoint is None
+
+
+def test_each_rank_is_held_against_the_memory_of_its_own_device() -> None:
+    request = Request(4, BATCH_SIZE, dp=1, tp=1, pp=4, micro_batches=8, schedule="1f1b")
+    roomy = NOMINAL_CPU.described(4)
+    plain, _ = search(request, recording, roomy.flat("float32"))
+    assert plain.prediction is not None
+    assert plain.recompute == "none"
+    (device,) = {n.device for n in roomy.nodes}
+    small = replace(device, memory_bytes=int(0.8 * plain.prediction.peak_bytes[1]))
+    mixed = Hardware("mixed", (Nodes(device, 1), Nodes(small, 1), Nodes(device, 2)), roomy.links)
+    plan, _ = search(request, recording, mixed.flat("float32"))
+    assert plan.stages == plain.stages
+    assert plan.recompute == "solved"
+    assert [kept == -1 for kept in plan.keep_bytes] == [True, False, True, True]
+    assert plan.prediction is not None
+    own, whole = plan.prediction.peak_bytes, plain.prediction.peak_bytes
+    assert own[1] <= small.memory_bytes < own[0]
+    assert own == (whole[0], own[1], *whole[2:])
 
 
 def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from merakc.cluster import Cluster
 from merakc.commands.clusters import HELP, machines
 from merakc.commands.console import NO, AsJson, told
+from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan, load_plan
 from merakc.report.units import format_bytes, format_seconds
@@ -62,7 +63,8 @@ def simulate(
         Console().print_json(json.dumps(found))
     else:
         Console().print(sides_table(*sides))
-    if not _fits(after, new):
+    need, have = _tightest(after, new)
+    if need > have:
         raise typer.Exit(NO)
 
 
@@ -85,8 +87,9 @@ def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Ta
         style = "bold" if old != new else ""
         table.add_row(label.replace("_", " "), old, new, change, style=style)
     for (plan, cluster), which in ((before, "before"), (after, "after")):
-        if not _fits(plan, cluster):
-            table.caption = f"{which}: does not fit the {format_bytes(cluster.memory_bytes)}"
+        need, have = _tightest(plan, cluster)
+        if need > have:
+            table.caption = f"{which}: does not fit the {format_bytes(have)}"
     return table
 
 
@@ -94,6 +97,7 @@ def _figures(plan: Plan, cluster: Cluster) -> dict[str, object]:
     """The decisions and costs of one side, by name."""
     assert plan.prediction is not None
     found = plan.prediction
+    need, have = _tightest(plan, cluster)
     batch = plan.batch_size * plan.dp
     return {
         "machines": cluster.name,
@@ -108,9 +112,9 @@ def _figures(plan: Plan, cluster: Cluster) -> dict[str, object]:
         "samples_per_s": batch / found.step_s,
         "bubble": found.bubble_share,
         "waits_for_dp_s": max(found.exposed_s, default=0.0),
-        "peak_memory_bytes": max(found.peak_bytes),
-        "memory_bytes": cluster.memory_bytes,
-        "fits": _fits(plan, cluster),
+        "peak_memory_bytes": need,
+        "memory_bytes": have,
+        "fits": need <= have,
     }
 
 
@@ -126,9 +130,12 @@ def _shown(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _fits(plan: Plan, cluster: Cluster) -> bool:
+def _tightest(plan: Plan, cluster: Cluster) -> tuple[int, int]:
+    """The bytes that the rank with least to spare needs at its peak, and those that it has."""
     assert plan.prediction is not None
-    return max(plan.prediction.peak_bytes) <= cluster.memory_bytes
+    peaks, memory = plan.prediction.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
+    rank = least_spare(peaks, memory)
+    return peaks[rank], memory[rank]
 
 
 def _dtype(plan: Plan, source: Source) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from merakc.cluster import Cluster
+from merakc.cluster import Cluster, Device
 from merakc.costs.device import work_seconds
 from merakc.costs.kernels import graph_work
 from merakc.costs.memory import live_bytes, order_bytes
@@ -111,13 +111,14 @@ def rough_stage_cost(
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
     tp: int | None = None,
+    device: Device | None = None,
 ) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
     Half of what is saved counts as deferred from the input to the weight gradient; a recomputation
     starts from what the stage has received.
     """
-    forward_s, backward_s = rough_seconds(local, cluster, tp)
+    forward_s, backward_s = rough_seconds(local, cluster, tp, device)
     saved = saved_bytes(local)
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
     peak_bytes = live_bytes(local).peak_bytes
@@ -141,15 +142,18 @@ def rough_stage_cost(
     )
 
 
-def rough_seconds(local: Graph, cluster: Cluster, tp: int | None = None) -> tuple[float, float]:
+def rough_seconds(
+    local: Graph, cluster: Cluster, tp: int | None = None, device: Device | None = None
+) -> tuple[float, float]:
     """Seconds of a forward, and of the backward that it will have.
 
-    `tp` neighbouring ranks share its collectives, all of a node where that is not known.
+    `tp` neighbouring ranks share its collectives, all of a node where that is not known. It runs on
+    `device`, or else on the cluster's slowest.
     """
     if cluster.hardware is None:
         forward_s = graph_seconds(local, cluster)
         return forward_s, forward_s * BACKWARD_PER_FORWARD
-    place = rank_place(cluster.hardware, len(cluster.hardware.devices), tp)
+    place = rank_place(cluster.hardware, len(cluster.hardware.devices), tp, device=device)
     work = graph_work(local)
     return work_seconds(work.forward, place), work_seconds(work.backward, place)
 

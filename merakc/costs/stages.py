@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
-from merakc.cluster import Hardware
+from merakc.cluster import Device, Hardware
 from merakc.costs.device import Place, traffic_seconds, work_seconds
 from merakc.costs.fabric import hardware_fabric
 from merakc.costs.measured import NONE, Corrections
@@ -57,28 +58,34 @@ def even_stages(
     return found
 
 
-def balanced_stages(
-    pieces: Sequence[Piece], costs: Sequence[PieceCost], stages: int
-) -> list[list[int]]:
+def balanced_stages(costs: Sequence[Sequence[PieceCost]]) -> list[list[int]]:
     """The places of the pieces of each stage, so that the longest stage is as short as it can be.
 
-    Stages are runs of pieces, none empty. Dynamic programming over prefix sums: the shortest
-    longest stage of the first k pieces in n stages, for all k and n.
+    `costs` are those of all pieces, on the device of each stage. Stages are runs of pieces, none
+    empty. Dynamic programming over prefix sums: the shortest longest stage of the first k pieces
+    in n stages, for all k and n.
     """
-    assert stages <= len(pieces), f"{stages} stages of {len(pieces)} pieces"
-    seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
-    sums = np.concatenate([[0.0], np.cumsum(seconds)])
-    spans = sums[None, :] - sums[:, None]  # [first, behind the last]
-    spans[np.tril_indices(len(sums))] = np.inf
-    best, firsts = spans[0], []
-    for _ in range(1, stages):
-        longest = np.maximum(best[:, None], spans)
+    stages, pieces = len(costs), len(costs[0])
+    assert stages <= pieces, f"{stages} stages of {pieces} pieces"
+    spans = {id(own): _spans(own) for own in {id(own): own for own in costs}.values()}
+    best, firsts = spans[id(costs[0])][0], []
+    for own in costs[1:]:
+        longest = np.maximum(best[:, None], spans[id(own)])
         firsts.append(longest.argmin(0))
         best = longest.min(0)
-    ends = [len(pieces)]
+    ends = [pieces]
     for first in reversed(firsts):
         ends.insert(0, int(first[ends[0]]))
     return [list(range(a, b)) for a, b in pairwise([0, *ends])]
+
+
+def _spans(costs: Sequence[PieceCost]) -> npt.NDArray[np.float64]:
+    """The seconds of each run of pieces, [first, behind the last]; infinite of none."""
+    seconds = np.array([cost.forward_s + cost.backward_s for cost in costs])
+    sums = np.concatenate([[0.0], np.cumsum(seconds)])
+    spans: npt.NDArray[np.float64] = sums[None, :] - sums[:, None]
+    spans[np.tril_indices(len(sums))] = np.inf
+    return spans
 
 
 def stage_costs(
@@ -153,7 +160,12 @@ def shared_parameters(
 
 
 def rank_place(
-    hardware: Hardware, ranks: int, tp: int | None = None, *, overlap: bool = False
+    hardware: Hardware,
+    ranks: int,
+    tp: int | None = None,
+    *,
+    overlap: bool = False,
+    device: Device | None = None,
 ) -> Place:
-    """Where each rank of a job works: the slowest device, which all wait for."""
-    return Place(hardware.slowest, hardware_fabric(hardware, ranks), tp, overlap)
+    """Where each rank of a job works: on its device, or else the slowest, which all wait for."""
+    return Place(device or hardware.slowest, hardware_fabric(hardware, ranks), tp, overlap)

@@ -45,7 +45,8 @@ class StageRun:
 class CutReport:
     """How the stages were found: what METIS proposed, what refinement made of it, the bound.
 
-    Loads are the largest stage's share of the work times the number of stages: 1.0 is even.
+    Loads are the largest stage's share of the work times the number of stages: 1.0 is even. Where
+    the stages' devices differ it is the largest share of the work over the share of the speed.
     """
 
     winner: str

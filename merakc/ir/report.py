@@ -18,9 +18,9 @@ class Verdict:
 
     `model_flops` are those of forward and backward on the whole batch, without what is computed
     again. `peak_flops_per_s` is the rate of all ranks together, which `peak_source` names.
-    `peak_rank` needs the most memory, of `memory_bytes`. `tokens` is 0 where the batch has none.
-    `step_error` is the mean share by which predicted steps were off on such machines, 0 where none
-    were measured.
+    `peak_rank` has the least to spare of its `memory_bytes`. `tokens` is 0 where the batch has
+    none. `step_error` is the mean share by which predicted steps were off on such machines, 0 where
+    none were measured.
     """
 
     step_s: float
@@ -51,7 +51,8 @@ class Verdict:
 class StageTimes:
     """One stage on one tp rank: its trained and frozen elements, and a micro-batch's costs.
 
-    The backward is whole, also where a schedule runs its halves apart.
+    The backward is whole, also where a schedule runs its halves apart. `device` is the kind that
+    all its ranks are as fast as.
     """
 
     stage: int
@@ -62,6 +63,7 @@ class StageTimes:
     backward_s: float
     recompute_s: float
     saved_bytes: int
+    device: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ class RankMemory:
     """What the memory of a rank holds at its peak, while `action` runs.
 
     `gathered_bytes` are whole parameters of sharded ones. `activations_bytes` are what
-    `in_flight` micro-batches have saved, `transient_bytes` what the action itself takes.
+    `in_flight` micro-batches have saved, `transient_bytes` what the action itself takes. Where
+    ranks do not all have the memory of the verdict's, `limit_bytes` is this one's.
     """
 
     rank: int
@@ -100,6 +103,7 @@ class RankMemory:
     activations_bytes: int
     messages_bytes: int
     transient_bytes: int
+    limit_bytes: int = 0
 
     @property
     def parts(self) -> tuple[tuple[str, int], ...]:
@@ -219,3 +223,8 @@ class Report:
     origins: tuple[Origin, ...]
     timeline: Timeline
     alternatives: Alternatives | None = None
+
+    @property
+    def limits_bytes(self) -> tuple[int, ...]:
+        """The memory that each rank of `memory` has."""
+        return tuple(m.limit_bytes or self.verdict.memory_bytes for m in self.memory)

@@ -15,12 +15,14 @@ from itertools import accumulate, pairwise
 from merakc.errors import CutError
 from merakc.ir.plan import CutReport
 from merakc.passes.interval import (
+    SPEED_UNIT,
     Value,
     WeightedDag,
     cut_bytes,
     largest_load,
     least_bytes,
     least_largest_load,
+    rooms,
 )
 from merakc.passes.metis import Proposal, proposals
 
@@ -55,7 +57,12 @@ class _Candidate:
 
 
 def cut(
-    problem: CutProblem, stages: int, *, tolerance: float = 0.03, seed: int = 0
+    problem: CutProblem,
+    stages: int,
+    *,
+    tolerance: float = 0.03,
+    seed: int = 0,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[tuple[int, ...], CutReport]:
     """The stage of each node and how it was found; no edge goes back, no stage is empty of work.
 
@@ -63,23 +70,18 @@ def cut(
     `tolerance` (a share) of that: at 0 a cut would go through any tensor, however large, for a
     microsecond of balance. Bytes are those of each value once per (value, stage that reads it,
     its own left out). The report's METIS figures are of its best proposal after repair and before
-    refinement; where the graph is too small for METIS they are the dynamic program's.
+    refinement; where the graph is too small for METIS they are the dynamic program's. A load is a
+    stage's weight, over its speed where `speeds` are given, each above 0.
 
     Raises `CutError` if the graph has fewer nodes of positive weight than `stages`.
     """
     dag, atoms = _contract(problem)
-    working = sum(weight > 0 for weight in dag.weights)
-    most = max(working, min(1, len(atoms)))
-    if not 1 <= stages <= most:
-        unit = "grains" if problem.grain else "nodes"
-        raise CutError(
-            f"cannot cut the graph into {stages} pipeline stages: {working} of its {unit} take "
-            f"time, so it can give at most {most}; choose a pipeline degree from 1 to that"
-        )
+    _check_stages(dag, stages, "grains" if problem.grain else "nodes")
     program_order = tuple(range(len(dag.weights)))
     by_program = Proposal(program_order, (0,) * len(program_order))
-    by_metis = proposals(dag, stages, seed)
-    solved, bound = _solve_all(dag, stages, tolerance, [by_program, *by_metis])
+    rates = _rates(speeds, stages)
+    by_metis = proposals(dag, stages, seed, rates)
+    solved, bound = _solve_all(dag, rates, tolerance, [by_program, *by_metis])
     limit = min(c.load for c in solved.values()) * (1 + tolerance)
 
     def rank(proposal: Proposal) -> tuple[bool, int]:
@@ -89,45 +91,69 @@ def cut(
     best_metis = min(by_metis, key=rank, default=by_program)
     winner = min(by_program, best_metis, key=rank)
     found, repaired = solved[winner.order], solved[best_metis.order].repaired
-    even = max(sum(dag.weights), 1) / stages
+    even = max(sum(dag.weights), 1) / (sum(rates) / SPEED_UNIT)
     report = CutReport(
         winner="dp" if winner is by_program else "metis",
         load=found.load / even,
         bound_load=bound / even,
         cut_bytes=found.bytes,
-        metis_load=largest_load(dag, repaired, stages) / even,
+        metis_load=largest_load(dag, repaired, stages, rates) / even,
         metis_cut_bytes=cut_bytes(dag, repaired),
         metis_moves=_moves(best_metis.parts, solved[best_metis.order].stage) if by_metis else 0,
     )
     return tuple(found.stage[atom] for atom in atoms), report
 
 
+def _check_stages(dag: WeightedDag, stages: int, unit: str) -> None:
+    """Raises `CutError` where there are too few nodes that take time, of this `unit`."""
+    working = sum(weight > 0 for weight in dag.weights)
+    most = max(working, min(1, len(dag.weights)))
+    if not 1 <= stages <= most:
+        raise CutError(
+            f"cannot cut the graph into {stages} pipeline stages: {working} of its {unit} take "
+            f"time, so it can give at most {most}; choose a pipeline degree from 1 to that"
+        )
+
+
+def _rates(speeds: Sequence[float] | None, stages: int) -> tuple[int, ...]:
+    """The speeds in units of the slowest."""
+    if speeds is None:
+        return (SPEED_UNIT,) * stages
+    assert len(speeds) == stages, f"{len(speeds)} speeds of {stages} stages"
+    assert min(speeds) > 0, f"speeds {speeds} are above 0"
+    return tuple(round(speed / min(speeds) * SPEED_UNIT) for speed in speeds)
+
+
 def _solve_all(
-    dag: WeightedDag, stages: int, tolerance: float, tried: Sequence[Proposal]
+    dag: WeightedDag, rates: Sequence[int], tolerance: float, tried: Sequence[Proposal]
 ) -> tuple[dict[tuple[int, ...], _Candidate], int]:
     """The best intervals of each order, refined, and the least largest load of the first order."""
     along = {proposal.order: dag.reordered(proposal.order) for proposal in tried}
     bounds = {
-        order: least_largest_load(reordered.weights, stages) for order, reordered in along.items()
+        order: least_largest_load(reordered.weights, len(rates), rates)
+        for order, reordered in along.items()
     }
     cap = int(min(bounds.values()) * (1 + tolerance))
     solved = {
-        order: _solve(dag, order, reordered, stages, max(cap, bounds[order]))
+        order: _solve(dag, order, reordered, rates, max(cap, bounds[order]))
         for order, reordered in along.items()
     }
     return solved, bounds[tried[0].order]
 
 
 def _solve(
-    dag: WeightedDag, order: tuple[int, ...], reordered: WeightedDag, stages: int, load: int
+    dag: WeightedDag,
+    order: tuple[int, ...],
+    reordered: WeightedDag,
+    rates: Sequence[int],
+    load: int,
 ) -> _Candidate:
-    repaired = [0] * len(order)
-    for node, own in zip(order, least_bytes(reordered, stages, load), strict=True):
+    stages, repaired = len(rates), [0] * len(order)
+    for node, own in zip(order, least_bytes(reordered, stages, load, rates), strict=True):
         repaired[node] = own
-    stage = _refine(dag, repaired, stages, load)
-    return _Candidate(
-        tuple(stage), largest_load(dag, stage, stages), cut_bytes(dag, stage), tuple(repaired)
-    )
+    stage = _refine(dag, repaired, rooms(stages, load, rates))
+    most = largest_load(dag, stage, stages, rates)
+    return _Candidate(tuple(stage), most, cut_bytes(dag, stage), tuple(repaired))
 
 
 def _moves(parts: Sequence[int], stage: Sequence[int]) -> int:
@@ -162,11 +188,13 @@ def _contract(problem: CutProblem) -> tuple[WeightedDag, list[int]]:
     return WeightedDag(tuple(weights), values), atoms
 
 
-def _refine(dag: WeightedDag, stage: Sequence[int], stages: int, load: int) -> list[int]:
-    """Moves single nodes to the stage where they save most bytes, order and loads kept."""
-    moved = _Moves(dag, stage, stages)
+def _refine(dag: WeightedDag, stage: Sequence[int], room: Sequence[int]) -> list[int]:
+    """Moves single nodes to the stage where they save most bytes, in their order and within the
+    weight that each stage has room for.
+    """
+    moved = _Moves(dag, stage, room)
     for _ in range(_REFINE_PASSES):
-        if not sum(moved.improve(node, load) for node in range(len(dag.weights))):
+        if not sum(moved.improve(node) for node in range(len(dag.weights))):
             break
     return moved.stage
 
@@ -174,13 +202,13 @@ def _refine(dag: WeightedDag, stage: Sequence[int], stages: int, load: int) -> l
 class _Moves:
     """Stages under change, with the counts that price a move."""
 
-    def __init__(self, dag: WeightedDag, stage: Sequence[int], stages: int) -> None:
+    def __init__(self, dag: WeightedDag, stage: Sequence[int], room: Sequence[int]) -> None:
         self.stage = list(stage)
         self._weights = dag.weights
-        self._loads = [0] * stages
-        self._working = [0] * stages
+        self._room = list(room)
+        self._working = [0] * len(room)
         for weight, own in zip(dag.weights, stage, strict=True):
-            self._loads[own] += weight
+            self._room[own] -= weight
             self._working[own] += weight > 0
         self._inputs: list[list[tuple[Value, Counter[int]]]] = [[] for _ in stage]
         self._outputs: list[list[tuple[Value, Counter[int]]]] = [[] for _ in stage]
@@ -190,7 +218,7 @@ class _Moves:
             for reader in value.readers:
                 self._inputs[reader].append(read)
 
-    def improve(self, node: int, load: int) -> bool:
+    def improve(self, node: int) -> bool:
         """Makes the best legal move of `node`; False where none saves bytes."""
         own, weight = self.stage[node], self._weights[node]
         if weight and self._working[own] == 1:
@@ -198,13 +226,13 @@ class _Moves:
         low = max((self.stage[v.producer] for v, _ in self._inputs[node]), default=0)
         high = min(
             (self.stage[r] for v, _ in self._outputs[node] for r in v.readers),
-            default=len(self._loads) - 1,
+            default=len(self._room) - 1,
         )
         saved, target = max(
             (
                 (self._saved_bytes(node, to), -to)
                 for to in range(low, high + 1)
-                if to != own and self._loads[to] + weight <= load
+                if to != own and weight <= self._room[to]
             ),
             default=(0, 0),
         )
@@ -225,8 +253,8 @@ class _Moves:
     def _move(self, node: int, to: int) -> None:
         own, weight = self.stage[node], self._weights[node]
         self.stage[node] = to
-        self._loads[own] -= weight
-        self._loads[to] += weight
+        self._room[own] += weight
+        self._room[to] -= weight
         self._working[own] -= weight > 0
         self._working[to] += weight > 0
         for _, read in self._inputs[node]:

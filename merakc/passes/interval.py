@@ -5,6 +5,8 @@ balancing algorithms for 1D partitioning", 2004), solved by bisection over exact
 The least bytes within a given load is a dynamic program over (stages so far, position). What a
 stage [i, e) reads from before i depends on i and e alone, so the bytes are the true metric, each
 value once per reading stage, and not merely what is alive at the boundaries.
+
+Where stages are not equally fast, the load of one is its weight over its speed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import numpy.typing as npt
 
 _UNREACHED = 1 << 62
 """Cost of what no cut can give; two costs still add up within 64 bits."""
+SPEED_UNIT = 1 << 20
+"""The speed of the slowest stage. Speeds are integers, as weights are, so that loads stay exact."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +73,70 @@ def cut_bytes(dag: WeightedDag, stage: Sequence[int]) -> int:
     )
 
 
-def largest_load(dag: WeightedDag, stage: Sequence[int], stages: int) -> int:
-    """The weight of the heaviest stage."""
+def rooms(stages: int, load: int, speeds: Sequence[int] | None) -> list[int]:
+    """The most weight that each stage may have at a load; at no `speeds` all are equally fast."""
+    return [load * speed // SPEED_UNIT for speed in speeds or (SPEED_UNIT,) * stages]
+
+
+def largest_load(
+    dag: WeightedDag, stage: Sequence[int], stages: int, speeds: Sequence[int] | None = None
+) -> int:
+    """The load of the heaviest stage: the least at which each has room for its weight."""
     loads = [0] * stages
     for weight, own in zip(dag.weights, stage, strict=True):
         loads[own] += weight
+    if speeds:
+        loads = [-(-load * SPEED_UNIT // speed) for load, speed in zip(loads, speeds, strict=True)]
     return max(loads)
 
 
-def least_largest_load(weights: Sequence[int], stages: int) -> int:
-    """The exact least weight of the heaviest of `stages` intervals of `weights`.
+def least_largest_load(
+    weights: Sequence[int], stages: int, speeds: Sequence[int] | None = None
+) -> int:
+    """The exact least load of the heaviest of `stages` intervals of `weights`.
 
-    Intervals of no weight change nothing: while there are as many positive weights as stages, one
-    with two of them can be split instead.
+    Each has a positive weight, of which there must be as many as stages.
     """
-    prefix = [0, *accumulate(weights)]
-    total = prefix[-1]
+    prefix = [0, *accumulate(weight for weight in weights if weight)]
+    total, heaviest = prefix[-1], max(weights)
 
     def fits(load: int) -> bool:
+        every = rooms(stages, load, speeds)
+        if min(every) < heaviest:
+            return _can_end(prefix, every)
+        # Every stage takes what it can: where another is left without work, one with two weights
+        # can be split instead.
         start = 0
-        for _ in range(stages):
-            start = bisect_right(prefix, prefix[start] + load) - 1
+        for room in every:
+            start = bisect_right(prefix, prefix[start] + room) - 1
         return prefix[start] == total
 
-    low, high = max(*weights, -(-total // stages)), total
+    fastest, together = (max(speeds), sum(speeds)) if speeds else (SPEED_UNIT, stages * SPEED_UNIT)
+    low = max(-(-heaviest * SPEED_UNIT // fastest), -(-total * SPEED_UNIT // together))
+    high = total
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
     return low
 
 
-def least_bytes(dag: WeightedDag, stages: int, load: int) -> list[int]:
+def _can_end(prefix: Sequence[int], every: Sequence[int]) -> bool:
+    """Whether intervals of at most these weights, none empty, end where the sums of positive
+    weights end; what is too heavy for one stage may leave gaps between the places it can end at.
+    """
+    sums = np.array(prefix, dtype=np.int64)
+    ends = np.zeros(len(sums), dtype=bool)
+    ends[0] = True
+    for room in every:
+        first = np.searchsorted(sums, sums - min(room, prefix[-1]), side="left")
+        before = np.concatenate(([0], np.cumsum(ends)[:-1]))
+        ends = before > before[first]
+    return bool(ends[-1])
+
+
+def least_bytes(
+    dag: WeightedDag, stages: int, load: int, speeds: Sequence[int] | None = None
+) -> list[int]:
     """The stage of each node, in intervals of at most `load` that move the fewest bytes.
 
     Every stage holds a positive weight. Among cuts of equal bytes the one with the least sum of
@@ -112,10 +149,15 @@ def least_bytes(dag: WeightedDag, stages: int, load: int) -> list[int]:
     if stages == 1:
         return [0] * count
     prefix = np.concatenate(([0], np.cumsum(np.array(dag.weights, dtype=np.int64))))
-    first = np.searchsorted(prefix, prefix - load, side="left")
+    room = [min(own, int(prefix[-1])) for own in rooms(stages, load, speeds)]
+    firsts = {own: np.searchsorted(prefix, prefix - own, side="left") for own in set(room)}
+    first = firsts[max(room)]
     last = np.searchsorted(prefix, prefix, side="left") - 1
-    fewest, most = _reach(prefix, first, stages, load)
+    fewest, most = _reach(prefix, first, stages, max(room))
     bytes_unit, square_unit = _units(dag, stages, int(prefix[-1]))
+    # Of stages that are not equally fast, what each may begin with, and what its weight counts.
+    starts = np.stack([firsts[own] for own in room]) if speeds and len(set(speeds)) > 1 else None
+    units = square_unit * SPEED_UNIT / np.array(speeds or (SPEED_UNIT,), dtype=float)[:, None]
     reads = _first_reads(dag)
     entering = np.zeros(count, dtype=np.int64)
     best = np.full((stages + 1, count + 1), _UNREACHED, dtype=np.int64)
@@ -128,9 +170,12 @@ def least_bytes(dag: WeightedDag, stages: int, load: int) -> list[int]:
         rows = slice(max(fewest[end], 1), most[end] + 1)
         if window.start >= window.stop or rows.start >= rows.stop:
             continue
-        squares = ((prefix[end] - prefix[window]) * square_unit) ** 2
-        cost = entering[window] + squares.astype(np.int64)
-        total = best[rows.start - 1 : rows.stop - 1, window] + cost
+        own = slice(rows.start - 1, rows.stop - 1)  # the stages that may end here
+        weights = prefix[end] - prefix[window]
+        squares = (weights * (square_unit if starts is None else units[own])) ** 2
+        total = best[own, window] + (entering[window] + squares.astype(np.int64))
+        if starts is not None:
+            total[np.arange(window.start, window.stop) < starts[own, end, None]] = _UNREACHED
         choice = total.argmin(axis=1)
         best[rows, end] = np.minimum(total[np.arange(len(choice)), choice], _UNREACHED)
         start_of[rows, end] = choice + window.start

@@ -43,16 +43,20 @@ class Proposal:
     parts: tuple[int, ...]
 
 
-def proposals(dag: WeightedDag, stages: int, seed: int) -> list[Proposal]:
+def proposals(
+    dag: WeightedDag, stages: int, seed: int, speeds: Sequence[int] | None = None
+) -> list[Proposal]:
     """Different topological orders for `stages` intervals; none where the graph is too small.
 
     Clusters of the fine graph give orders that follow one branch before the next; blocks along
-    these and along program order, partitioned into stages, give further ones.
+    these and along program order, partitioned into stages, give further ones. METIS is told how
+    large parts are to be where `speeds` differ, and not in which order.
     """
     count = len(dag.weights)
     if stages == 1 or count < _LEAST_BLOCKS_PER_PART * stages:
         return []
     dag = _lightened(dag, stages)
+    shares = [s / sum(speeds) for s in speeds] if speeds and len(set(speeds)) > 1 else None
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     for clusters in sorted({*_BRANCHES, stages}):
         if count < _LEAST_BLOCKS_PER_PART * clusters:
@@ -67,7 +71,7 @@ def proposals(dag: WeightedDag, stages: int, seed: int) -> list[Proposal]:
         if len(blocks.weights) < _LEAST_BLOCKS_PER_PART * stages:
             continue
         for offset, ufactor in _PROPOSALS:
-            parts = _partition(blocks, stages, seed + offset, ufactor, in_order=True)
+            parts = _partition(blocks, stages, seed + offset, ufactor, shares, in_order=True)
             raw = _ranked(renumbered, [parts[own] for own in block])
             order = tuple(base[place] for place in _order_of(renumbered, raw))
             by_node = sorted(zip(base, raw, strict=True))
@@ -118,9 +122,15 @@ def _merge(dag: WeightedDag, block: Sequence[int]) -> WeightedDag:
 
 
 def _partition(
-    dag: WeightedDag, parts: int, seed: int, ufactor: int, *, in_order: bool
+    dag: WeightedDag,
+    parts: int,
+    seed: int,
+    ufactor: int,
+    shares: Sequence[float] | None = None,
+    *,
+    in_order: bool,
 ) -> list[int]:
-    """METIS's part of each node.
+    """METIS's part of each node; `shares` are the weights that the parts are to have, of 1.
 
     METIS pays for every cut edge, while a value costs its size once per stage that reads it.
     `in_order` joins producer and readers by a path, of which monotone stages cut exactly that
@@ -148,6 +158,7 @@ def _partition(
         ),
         eweights=[weight for near in neighbours for _, weight in near],
         vweights=[1 + weight * _METIS_TOTAL // total for weight in dag.weights],
+        tpwgts=shares,
         options=pymetis.Options(seed=seed, ufactor=ufactor),
     )
     return list(found.vertex_part)

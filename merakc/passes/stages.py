@@ -7,13 +7,14 @@ transfers, straight from the stage that makes them to every stage that reads the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from merakc.cluster import Cluster
+from merakc.cluster import Cluster, Device
 from merakc.costs.flops import node_flops
 from merakc.costs.roofline import node_seconds
+from merakc.costs.stage import rough_seconds
 from merakc.errors import CutError, PlanError
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
 from merakc.ir.plan import CutReport, StageRun
@@ -87,9 +88,12 @@ def update_nodes(graph: Graph) -> dict[str, str]:
 
 
 def assign_stages(
-    graph: Graph, sharding: Sharding, stages: int, cluster: Cluster
+    graph: Graph, sharding: Sharding, stages: int, cluster: Cluster, devices: Sequence[Device] = ()
 ) -> tuple[dict[str, int], CutReport]:
-    """Cuts the graph into `stages` stages of even time. Raises `CutError` where it cannot."""
+    """Cuts the graph into `stages` stages of even time, on the `devices` of each where they differ.
+
+    Raises `CutError` where it cannot.
+    """
     shared, updates = shared_nodes(graph), update_nodes(graph)
     nodes = [n for n in graph.nodes if n.name not in shared and n.name not in updates]
     position = {n.name: k for k, n in enumerate(nodes)}
@@ -114,13 +118,25 @@ def assign_stages(
         if updates.get(node.name) in position:
             weights_s[position[updates[node.name]]] += seconds(node)
     problem = CutProblem(tuple(weights_s), tuple(sorted(edges)))
-    found, report = cut(problem, stages)
+    found, report = cut(problem, stages, speeds=_speeds(graph, sharding, cluster, devices))
     of = {n.name: s for n, s in zip(nodes, found, strict=True)}
     beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}
     while _place_updates(graph, of, beside):
         pass
     _join_states(graph, of)
     return {n.name: of[n.name] for n in graph.nodes if n.name in of}, report
+
+
+def _speeds(
+    graph: Graph, sharding: Sharding, cluster: Cluster, devices: Sequence[Device]
+) -> list[float] | None:
+    """How often a second each device runs the whole graph; None where they are alike."""
+    kinds = dict.fromkeys(devices)
+    if len(kinds) < 2:
+        return None
+    local = localise(graph, sharding, 0)
+    seconds = {d: sum(rough_seconds(local, cluster, sharding.tp, d)) for d in kinds}
+    return [1.0 / seconds[device] for device in devices]
 
 
 def _place_updates(graph: Graph, of: dict[str, int], beside: Mapping[str, int]) -> bool:

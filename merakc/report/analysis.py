@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from merakc.cluster import Cluster
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.flops import FREE
 from merakc.costs.kernels import Work, graph_work
+from merakc.costs.ranks import least_spare, rank_memory_bytes, stage_devices
 from merakc.ir.alternatives import Alternatives
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.ir.program import ActionKind
-from merakc.ir.report import Origin, RankTimes, Report, StageTimes, Verdict
+from merakc.ir.report import Origin, RankMemory, RankTimes, Report, StageTimes, Verdict
 from merakc.planner import Lowered
 from merakc.predict import planned_costs, predict, tied_bytes
 from merakc.report.annotation import source_files, top_nodes
@@ -51,9 +53,9 @@ def make_report(
     return Report(
         cluster=cluster.name,
         verdict=_verdict(lowered, cluster, simulation),
-        stages=tuple(_stage_times(lowered, costs)),
+        stages=tuple(_stage_times(lowered, cluster, costs)),
         ranks=_rank_times(lowered, cluster, steps, simulation),
-        memory=rank_memory(lowered, costs, steps, link),
+        memory=tuple(_limited(rank_memory(lowered, costs, steps, link), lowered, cluster)),
         traffic=traffic(lowered, cluster, steps, simulation, found),
         nodes=top_nodes(found, TOP_NODES),
         node_count=len(found.step_seconds),
@@ -70,17 +72,17 @@ def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verd
     work = graph_work(graph)
     flops = sum(k.flops * n for own in (work.forward, work.backward) for k, n in own.items())
     rate, named = peak_rate(cluster, plan.mesh.world_size, main_dtype(work))
-    peaks = simulation.peak_bytes
-    most = max(range(len(peaks)), key=peaks.__getitem__)
+    peaks, memory = simulation.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
+    tightest = least_spare(peaks, memory)
     return Verdict(
         step_s=simulation.step_s,
         bubble_share=simulation.bubble_share,
         model_flops=flops * steps,
         peak_flops_per_s=rate,
         peak_source=named,
-        peak_bytes=peaks[most],
-        peak_rank=most,
-        memory_bytes=cluster.memory_bytes,
+        peak_bytes=peaks[tightest],
+        peak_rank=tightest,
+        memory_bytes=memory[tightest],
         ranks=plan.mesh.world_size,
         samples=plan.batch_size * plan.dp,
         tokens=batch_tokens(graph) * steps,
@@ -126,8 +128,20 @@ def batch_tokens(graph: Graph) -> int:
     return found
 
 
-def _stage_times(lowered: Lowered, costs: Sequence[StageCost]) -> list[StageTimes]:
+def _limited(
+    found: Sequence[RankMemory], lowered: Lowered, cluster: Cluster
+) -> Iterator[RankMemory]:
+    """With the memory that each rank has, where they do not all have the same."""
+    limits = rank_memory_bytes(cluster, lowered.plan.mesh)
+    for own, limit in zip(found, limits, strict=True):
+        yield replace(own, limit_bytes=limit) if len(set(limits)) > 1 else own
+
+
+def _stage_times(
+    lowered: Lowered, cluster: Cluster, costs: Sequence[StageCost]
+) -> list[StageTimes]:
     found = []
+    devices = stage_devices(cluster, lowered.plan.mesh, lowered.plan.rank_of)
     for stage, (graph, cost) in enumerate(zip(lowered.stages.local, costs, strict=True)):
         held = [i.spec for i in graph.inputs if i.kind is InputKind.PARAMETER]
         found.append(
@@ -140,6 +154,7 @@ def _stage_times(lowered: Lowered, costs: Sequence[StageCost]) -> list[StageTime
                 cost.backward_s,
                 cost.recompute_s if lowered.plan.recompute != "none" else 0.0,
                 cost.saved_bytes,
+                devices[stage].name,
             )
         )
     return found

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from merakc.cluster import Cluster
-from merakc.costs.device import collective_seconds, kernel_seconds
+from merakc.cluster import Cluster, Device
+from merakc.costs.device import Place, collective_seconds, kernel_seconds
 from merakc.costs.flops import COLLECTIVES
 from merakc.costs.kernels import Kernel, KernelKind, Work, parts_work
+from merakc.costs.ranks import stage_devices
 from merakc.costs.roofline import link_seconds, node_seconds
 from merakc.costs.stage import BACKWARD_PER_FORWARD
 from merakc.costs.stages import rank_place
@@ -115,9 +116,10 @@ def attribute(lowered: Lowered, cluster: Cluster, costs: Sequence[StageCost]) ->
             runs[action.stage][action.kind] += 1
     nodes = {node.name: node for node in lowered.loss.graph.nodes}
     stages = []
-    for local, cost in zip(lowered.stages.local, costs, strict=True):
+    devices = stage_devices(cluster, lowered.plan.mesh, lowered.plan.rank_of)
+    for local, cost, device in zip(lowered.stages.local, costs, devices, strict=True):
         kinds = {n.name: _kind(n, nodes, lowered.stages.sharding) for n in local.nodes}
-        spent, collectives = _spent(local, kinds, cluster)
+        spent, collectives = _spent(local, kinds, cluster, device)
         forward_s = sum(s.forward_s for s in spent.values())
         backward_s = sum(s.backward_s for s in spent.values())
         forward = cost.forward_s / forward_s if forward_s else 0.0
@@ -153,7 +155,7 @@ def _layout(node: Node, sharding: Sharding) -> str:
 
 
 def _spent(
-    local: Graph, kinds: Mapping[str, Kind], cluster: Cluster
+    local: Graph, kinds: Mapping[str, Kind], cluster: Cluster, device: Device
 ) -> tuple[dict[Kind, Spent], Counter[Kernel]]:
     """Relative seconds by kind of node, and the collectives, with the model that the stage has."""
     order = list(dict.fromkeys(kinds.values()))
@@ -166,7 +168,8 @@ def _spent(
             found = {k: n for k, n in kernels.items() if k.kind is KernelKind.COLLECTIVE}
             collectives.update(found)
     if cluster.hardware is not None:
-        return {k: _on_hardware(w, cluster) for k, w in zip(order, works, strict=True)}, collectives
+        place = rank_place(cluster.hardware, len(cluster.hardware.devices), device=device)
+        return {k: _on_place(w, place) for k, w in zip(order, works, strict=True)}, collectives
     specs, spent = local.specs(), {kind: Spent() for kind in order}
     for node in local.nodes:
         own, seconds = spent[kinds[node.name]], node_seconds(node, specs, cluster)
@@ -179,16 +182,14 @@ def _spent(
     return spent, collectives
 
 
-def _on_hardware(work: Work, cluster: Cluster) -> Spent:
-    forward_s, forward_wire_s = _kernel_seconds(work.forward, cluster)
-    backward_s, backward_wire_s = _kernel_seconds(work.backward, cluster)
+def _on_place(work: Work, place: Place) -> Spent:
+    forward_s, forward_wire_s = _kernel_seconds(work.forward, place)
+    backward_s, backward_wire_s = _kernel_seconds(work.backward, place)
     return Spent(forward_s, backward_s, forward_wire_s, backward_wire_s)
 
 
-def _kernel_seconds(kernels: Mapping[Kernel, int], cluster: Cluster) -> tuple[float, float]:
+def _kernel_seconds(kernels: Mapping[Kernel, int], place: Place) -> tuple[float, float]:
     """Seconds of kernels, and of the collectives among them."""
-    assert cluster.hardware is not None
-    place = rank_place(cluster.hardware, len(cluster.hardware.devices))
     compute_s = wire_s = 0.0
     for kernel, count in kernels.items():
         if kernel.kind is KernelKind.COLLECTIVE:

@@ -83,15 +83,15 @@ def _letters(event: Event) -> str:
 def memory_chart(report: Report, width: int) -> list[str]:
     """A bar a rank, of `width` columns at most, with a letter for each part."""
     peaks = [m.peak_bytes for m in report.memory]
-    full = report.verdict.memory_bytes
-    is_roomy = max(peaks) < LEAST_SHARE * full
-    scale = max(peaks) if is_roomy else max(full, *peaks)
+    limits = report.limits_bytes
+    is_roomy = max(peaks) < LEAST_SHARE * min(limits)
+    scale = max(peaks) if is_roomy else max(*limits, *peaks)
     names = [f"rank {m.rank} " for m in report.memory]
     indent = max(map(len, names))
     columns = max(width - indent - 14, LEAST_COLUMNS)
     lines = [
-        f"{name:<{indent}}|{_bar(memory, scale, columns)}| {format_bytes(memory.peak_bytes)}"
-        for name, memory in zip(names, report.memory, strict=True)
+        f"{name:<{indent}}|{_bar(memory, limit, scale, columns)}| {format_bytes(memory.peak_bytes)}"
+        for name, memory, limit in zip(names, report.memory, limits, strict=True)
     ]
     ends = "the highest peak" if is_roomy else f"{format_bytes(scale)}"
     key = ", ".join(
@@ -102,9 +102,11 @@ def memory_chart(report: Report, width: int) -> list[str]:
     return [*lines, *wrapped(f"bars end at {ends}: {key}", indent, width)]
 
 
-def _bar(memory: RankMemory, scale: int, columns: int) -> str:
+def _bar(memory: RankMemory, limit: int, scale: int, columns: int) -> str:
+    """Letters for what is held, points for what is free."""
     found, so_far = "", 0
     for letter, (_, size_bytes) in zip(LETTERS, memory.parts, strict=True):
         so_far += size_bytes
         found += letter * (round(so_far / scale * columns) - len(found))
-    return found.ljust(columns, ".")
+    has = min(round(limit / scale * columns), columns)
+    return found.ljust(has, ".").ljust(columns)

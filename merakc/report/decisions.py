@@ -109,6 +109,10 @@ def _stages(plan: Plan) -> Section:
         for stage, rank in enumerate(plan.rank_of):
             exposed = format_seconds(waits[rank]) if rank < len(waits) else "-"
             rows[stage] += (str(plan.shards(stage)), exposed)
+    devices = {s.stage: s.device for s in plan.report.stages} if plan.report else {}
+    if len(set(devices.values())) > 1:
+        columns["device"] = False
+        rows = [(*row, devices.get(stage, "-")) for stage, row in enumerate(rows)]
     if not plan.placement:  # each rank has the stage of its number
         del columns["rank"]
         rows = [(stage, *rest) for stage, _, *rest in rows]

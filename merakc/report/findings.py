@@ -95,7 +95,7 @@ def _more(this: float, chosen: float) -> str:
 def _stages(report: Report) -> Section:
     columns = {"stage": True, "rank": True, "parameters": True, "their bytes": True,
                "forward": True, "backward": True, "recomputed": True, "saved": True}  # fmt: skip
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             str(s.stage), str(s.rank), format_count(s.parameters), format_bytes(s.parameter_bytes),
             format_seconds(s.forward_s), format_seconds(s.backward_s),
@@ -103,6 +103,9 @@ def _stages(report: Report) -> Section:
         )
         for s in report.stages
     ]  # fmt: skip
+    if len({s.device for s in report.stages}) > 1:
+        columns["device"] = False
+        rows = [(*row, s.device) for row, s in zip(rows, report.stages, strict=True)]
     return Section("A micro-batch on each stage", columns, rows, "Of one tensor-parallel rank.")
 
 
@@ -128,6 +131,8 @@ def _ranks(report: Report) -> Section:
 def _memory(report: Report) -> Section:
     names = [name for name, _ in report.memory[0].parts]
     shown = [n for n in names if any(dict(m.parts)[n] for m in report.memory)]
+    limits = report.limits_bytes
+    differ = len(set(limits)) > 1
     columns = {"rank": True, "peak": True, "while": False}
     columns |= dict.fromkeys(shown, True) | {"in flight": True}
     unit, per_byte = bytes_unit(max(m.peak_bytes for m in report.memory))
@@ -138,7 +143,11 @@ def _memory(report: Report) -> Section:
         )
         for m in report.memory
     ]  # fmt: skip
-    note = f"A rank has {format_bytes(report.verdict.memory_bytes)}. {_peak_text(report)}"
+    if differ:
+        columns["has"] = True
+        rows = [(*row, f"{has * per_byte:.2f}") for row, has in zip(rows, limits, strict=True)]
+    every = "" if differ else f"A rank has {format_bytes(limits[0])}. "
+    note = every + _peak_text(report)
     return Section(f"Memory at the peak of each rank, in {unit}", columns, rows, note)
 
 

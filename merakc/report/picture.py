@@ -112,15 +112,15 @@ def _ticks(axis: Axis, height: float) -> Iterator[Markup]:
 def memory_picture(report: Report) -> Markup:
     """A bar a rank, up to the memory that it has, in the colours of its parts."""
     peak = max(m.peak_bytes for m in report.memory)
-    full = report.verdict.memory_bytes
-    scale = peak if peak < LEAST_SHARE * full else max(full, peak)
-    rows = [_bar(memory, scale, full) for memory in report.memory]
+    limits = report.limits_bytes
+    scale = peak if peak < LEAST_SHARE * min(limits) else max(*limits, peak)
+    rows = [_bar(memory, scale, own) for memory, own in zip(report.memory, limits, strict=True)]
     shown = [
         (name, f"p{k}")
         for k, (name, _) in enumerate(report.memory[0].parts)
         if any(m.parts[k][1] for m in report.memory)
     ]
-    ends = "the highest peak" if scale == peak else f"the {format_bytes(full)} of a rank"
+    ends = "the highest peak" if scale == peak else f"the {format_bytes(scale)} of a rank"
     return join(tag("div", *rows, class_="bars"), legend(shown), tag("p", f"Bars end at {ends}."))
 
 

@@ -120,6 +120,8 @@ def test_rough_seconds_where_the_devices_are_known() -> None:
     place = rank_place(hardware, 8)
     assert cost.forward_s == work_seconds(work.forward, place)
     assert cost.backward_s == work_seconds(work.backward, place) > cost.forward_s
+    slower = replace(hardware.slowest, launch_s=2 * hardware.slowest.launch_s, bytes_per_s=1e9)
+    assert rough_stage_cost(local, hardware.flat(), device=slower).forward_s > cost.forward_s
     plain = rough_stage_cost(local, replace(hardware.flat(), hardware=None))
     assert plain.backward_s == 2 * plain.forward_s != cost.backward_s
     assert replace(cost, forward_s=0, backward_s=0, input_grad_s=0, weight_grad_s=0,

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations, pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from merakc.cluster import Device
 from merakc.cluster_files import preset
@@ -14,6 +17,8 @@ from merakc.costs.kernels import Kernel, KernelKind, Work
 from merakc.costs.measured import Corrections
 from merakc.costs.pieces import Piece
 from merakc.costs.stages import (
+    PieceCost,
+    balanced_stages,
     even_stages,
     piece_cost,
     rank_place,
@@ -61,6 +66,26 @@ def test_a_model_without_blocks_is_in_the_first_stage() -> None:
     assert even_stages([FIRST], [], 2) == [[0], []]
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.integers(1, 4), st.integers(4, 7))
+def test_the_longest_stage_is_as_short_as_it_can_be(
+    data: st.DataObject, stages: int, pieces: int
+) -> None:
+    seconds = st.lists(st.sampled_from([0.0, 1.0, 3.0]), min_size=pieces, max_size=pieces)
+    kinds = [[PieceCost(s, 2 * s) for s in data.draw(seconds)] for _ in range(2)]
+    costs = [kinds[data.draw(st.integers(0, 1))] for _ in range(stages)]
+
+    def longest(parts: list[list[int]]) -> float:
+        return max(3 * sum(own[k].forward_s for k in part)
+                   for own, part in zip(costs, parts, strict=True))  # fmt: skip
+
+    found = balanced_stages(costs)
+    inner = combinations(range(1, pieces), stages - 1)
+    every = [[[*range(a, b)] for a, b in pairwise((0, *ends, pieces))] for ends in inner]
+    assert found in every
+    assert longest(found) == min(map(longest, every))
+
+
 def test_a_stage_takes_what_its_pieces_take() -> None:
     costs = [piece_cost(p, PLACE) for p in PIECES]
     first, second = stage_costs(PIECES, costs, [[0, 1, 2, 3], [4, 5, 6, 7]], PLACE)
@@ -92,3 +117,4 @@ def test_the_place_of_a_rank() -> None:
     place = rank_place(preset("h100", 4), 32, 2, overlap=True)
     assert (place.device.name, place.tp, place.overlap) == ("h100", 2, True)
     assert place.fabric.ranks_per_node == 8
+    assert rank_place(preset("h100"), 8, device=PLACE.device).device is PLACE.device

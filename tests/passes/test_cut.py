@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -43,16 +43,23 @@ def true_bytes(problem: CutProblem, stage: tuple[int, ...]) -> int:
     return sum(size for _, _, size in sent)
 
 
-def check(problem: CutProblem, stages: int, tolerance: float = 0.03) -> CutReport:
+def check(
+    problem: CutProblem,
+    stages: int,
+    tolerance: float = 0.03,
+    speeds: list[float] | None = None,
+) -> CutReport:
     """Cuts, and holds every promise to the result."""
-    stage, report = cut(problem, stages, tolerance=tolerance)
+    stage, report = cut(problem, stages, tolerance=tolerance, speeds=speeds)
     loads = [0.0] * stages
     for own, weight_s in zip(stage, problem.weights_s, strict=True):
         loads[own] += weight_s
     assert min(loads) > 0
     assert all(stage[a] <= stage[b] for a, b, _ in problem.edges)
     assert report.cut_bytes == true_bytes(problem, stage)
-    assert report.load == pytest.approx(max(loads) * stages / sum(loads))
+    speeds = speeds or [1.0] * stages
+    most = max(load / speed for load, speed in zip(loads, speeds, strict=True))
+    assert report.load == pytest.approx(most * sum(speeds) / sum(loads))
     assert report.load <= report.bound_load * (1 + tolerance) * (1 + 1e-9)
     assert report.cut_bytes <= report.metis_cut_bytes or report.load < report.metis_load
     return report
@@ -71,23 +78,51 @@ def problems(draw: st.DrawFn) -> CutProblem:
     return CutProblem((1.0, *weights_s[1:]), edges)
 
 
-@settings(max_examples=150, deadline=None)
-@given(problems(), st.integers(1, 8))
-def test_random_graphs_give_convex_stages_with_work(problem: CutProblem, stages: int) -> None:
-    check(problem, min(stages, sum(weight_s > 0 for weight_s in problem.weights_s)))
+# Multiples of the slowest, so that integers hold them; and none given.
+SPEEDS = st.none() | st.lists(st.sampled_from([0.5, 1.0, 2.0, 8.0]), min_size=8, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 0.1, 0.3, 2.0]), min_size=4, max_size=9), st.integers(2, 4))
-def test_bound_is_the_least_largest_load_of_intervals(weights: list[float], stages: int) -> None:
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.integers(1, 8), SPEEDS)
+def test_random_graphs_give_convex_stages_with_work(
+    problem: CutProblem, stages: int, speeds: list[float] | None
+) -> None:
+    stages = min(stages, sum(weight_s > 0 for weight_s in problem.weights_s))
+    check(problem, stages, speeds=speeds and speeds[:stages])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 0.1, 0.3, 2.0]), min_size=4, max_size=9),
+    st.integers(2, 4),
+    SPEEDS,
+)
+def test_bound_is_the_least_largest_load_of_intervals(
+    weights: list[float], stages: int, speeds: list[float] | None
+) -> None:
     weights[:4] = [1.0] * 4
-    count = len(weights)
+    count, own = len(weights), (speeds or [1.0] * 8)[:stages]
+    bounds = [(0, *inner, count) for inner in combinations(range(1, count), stages - 1)]
     least = min(
-        max(sum(weights[a:b]) for a, b in zip((0, *inner), (*inner, count), strict=True))
-        for inner in combinations(range(1, count), stages - 1)
+        max(sum(weights[a:b]) / speed for (a, b), speed in zip(pairwise(ends), own, strict=True))
+        for ends in bounds
+        if all(any(weights[a:b]) for a, b in pairwise(ends))
     )
-    report = cut(chain(weights), stages)[1]
-    assert report.bound_load == pytest.approx(least * stages / sum(weights))
+    report = cut(chain(weights), stages, speeds=speeds and own)[1]
+    assert report.bound_load == pytest.approx(least * sum(own) / sum(weights))
+
+
+@pytest.mark.parametrize("speed", [1.0, 3.7])
+def test_equal_speeds_change_nothing(speed: float) -> None:
+    for problem in (interleaved_towers(16, 3), encoder_decoder(12)):
+        for stages in (1, 3, 5):
+            assert cut(problem, stages, speeds=[speed] * stages) == cut(problem, stages)
+
+
+def test_a_stage_is_as_long_as_its_device_is_fast() -> None:
+    stage, report = cut(chain([1.0] * 12), 3, speeds=[2.0, 1.0, 3.0])
+    assert stage == (0,) * 4 + (1,) * 2 + (2,) * 6
+    assert (report.load, report.bound_load) == (1.0, 1.0)
 
 
 def test_chain_is_cut_evenly_and_by_the_dynamic_program() -> None:
@@ -144,7 +179,7 @@ def test_refinement_ends_where_no_legal_move_saves_bytes(
         kept = {stage[node] for node in range(count) if dag.weights[node]} >= working
         return forward and kept and largest_load(dag, stage, stages) <= load
 
-    refined = _refine(dag, start, stages, load)
+    refined = _refine(dag, start, [load] * stages)
     least = cut_bytes(dag, refined)
     assert legal(refined)
     assert least <= cut_bytes(dag, start)

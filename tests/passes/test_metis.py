@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
-from merakc.passes.interval import Value, WeightedDag
-from merakc.passes.metis import _ranked, proposals
+from merakc.passes.interval import SPEED_UNIT, Value, WeightedDag
+from merakc.passes.metis import _partition, _ranked, proposals
 
 
 def towers(layers: int) -> WeightedDag:
@@ -68,12 +69,22 @@ def test_nothing_is_proposed_for_one_stage_or_a_tiny_graph() -> None:
     assert proposals(towers(3), 4, seed=0) == []
 
 
+def test_parts_have_the_shares_asked_for() -> None:
+    chain = WeightedDag((1000,) * 80, tuple(Value(i, (i + 1,), 100) for i in range(79)))
+    for shares, expected in ((None, [40, 40]), ([0.25, 0.75], [20, 60])):
+        parts = _partition(chain, 2, 0, 30, shares, in_order=True)
+        assert sorted(Counter(parts).values()) == pytest.approx(expected, abs=3)
+
+
+@pytest.mark.parametrize("speeds", [False, True])
 @pytest.mark.parametrize("stages", [4, 16, 32])
 @pytest.mark.parametrize("heavy", [0, 1, 3])
 def test_metis_prints_nothing_whatever_the_weights(
-    stages: int, heavy: int, capfd: pytest.CaptureFixture[str]
+    stages: int, heavy: int, speeds: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     count = 6 * stages
     chain = tuple(Value(i, (i + 1,), 100) for i in range(count - 1))
-    assert proposals(WeightedDag((1,) * (count - heavy) + (100_000,) * heavy, chain), stages, 0)
+    dag = WeightedDag((1,) * (count - heavy) + (100_000,) * heavy, chain)
+    rates = [(1 + 9 * (k % 2)) * SPEED_UNIT for k in range(stages)] if speeds else None
+    assert proposals(dag, stages, 0, rates)
     assert capfd.readouterr() == ("", "")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from merakc.cluster import NOMINAL_CPU
+from merakc.cluster_files import preset
 from merakc.errors import CutError, PlanError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, InputKind, OutputKind
@@ -45,6 +48,20 @@ def holders(stages: Stages) -> dict[str, tuple[int, ...]]:
             if item.kind is InputKind.PARAMETER:
                 held[item.target] = (*held.get(item.target, ()), stage)
     return held
+
+
+def test_a_stage_on_a_faster_device_has_more_of_the_graph() -> None:
+    graph = training("gpt2")
+    sharding, cluster = shard(graph, 1), preset("a100-40").flat("float32")
+    slow = preset("a100-40").slowest
+    fast = replace(slow, launch_s=slow.launch_s / 3, bytes_per_s=1e13)
+    even, report = assign_stages(graph, sharding, 2, cluster, (slow, slow))
+    assert (even, report) == assign_stages(graph, sharding, 2, cluster)
+    uneven, report = assign_stages(graph, sharding, 2, cluster, (fast, slow))
+    assert report.load < 1.2
+    assert [*uneven.values()].count(0) > 1.3 * [*even.values()].count(0)
+    turned, _ = assign_stages(graph, sharding, 2, cluster, (slow, fast))
+    assert [*turned.values()].count(0) < [*even.values()].count(0) / 1.3
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(2, 1), (4, 1), (4, 2)])

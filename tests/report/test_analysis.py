@@ -9,7 +9,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_GPU
+from merakc.cluster import NOMINAL_GPU, Hardware, Nodes
 from merakc.cluster_files import preset
 from merakc.costs.kernels import graph_work
 from merakc.ir.alternatives import Alternatives
@@ -40,6 +40,20 @@ def test_its_verdict_is_the_prediction(case: Lowered) -> None:
     assert found.peak_bytes == max(expected.peak_bytes)
     assert expected.peak_bytes[found.peak_rank] == found.peak_bytes
     assert found.memory_bytes == SLOW.memory_bytes
+
+
+def test_a_rank_is_weighed_against_its_own_memory() -> None:
+    fast, slow = preset("h100").slowest, preset("a100-40").slowest
+    small = replace(slow, memory_bytes=10**5)
+    mixed = Hardware("mixed", (Nodes(fast, 1), Nodes(small, 1)), preset("h100").links)
+    found = report(lowered(Mesh(pp=2), cluster=mixed.flat("float32")), mixed.flat("float32"))
+    assert [s.device for s in found.stages] == ["h100", "a100-40"]
+    assert found.limits_bytes == (fast.memory_bytes, 10**5)
+    assert (found.verdict.peak_rank, found.verdict.memory_bytes) == (1, 10**5)
+    assert found.verdict.peak_bytes == found.memory[1].peak_bytes
+    assert not found.verdict.fits
+    same = report(lowered(Mesh(pp=2), cluster=H100), H100)
+    assert [m.limit_bytes for m in same.memory] == [0, 0]
 
 
 def test_the_seconds_of_a_rank_are_the_step(case: Lowered) -> None:

@@ -58,3 +58,7 @@ def test_a_bar_ends_at_the_memory_of_a_rank_unless_little_is_used() -> None:
     lines = memory_chart(tight, 100)
     assert "highest" not in lines[2]
     assert all("....." in line for line in lines[:2])
+    own = tuple(replace(m, limit_bytes=n * peak) for m, n in zip(made.memory, (4, 2), strict=True))
+    large, small = (line.split("|")[1] for line in memory_chart(replace(made, memory=own), 100)[:2])
+    assert len(small) == len(large) == len(large.rstrip())
+    assert len(small.rstrip()) == pytest.approx(len(large) / 2, abs=1)

@@ -45,6 +45,19 @@ def test_rows_have_a_cell_for_each_column() -> None:
         assert {len(row) for row in section.rows} == {len(section.columns)}
 
 
+def test_devices_are_told_where_they_differ() -> None:
+    made = report(lowered(Mesh(pp=2)))
+    assert "device" not in report_sections(made)["stages"].columns
+    assert "has" not in report_sections(made)["memory"].columns
+    stages = tuple(replace(s, device=f"kind {s.rank}") for s in made.stages)
+    memory = tuple(replace(m, limit_bytes=10**9 * (m.rank + 1)) for m in made.memory)
+    sections = report_sections(replace(made, stages=stages, memory=memory))
+    assert [row[-1] for row in sections["stages"].rows] == ["kind 0", "kind 1"]
+    first, second = (float(row[-1]) for row in sections["memory"].rows)
+    assert second == pytest.approx(2 * first)
+    assert not sections["memory"].note.startswith("A rank has")
+
+
 def test_what_was_not_searched_for_is_not_told() -> None:
     sections = report_sections(report(lowered(Mesh())))
     assert not {"runners-up", "refusals", "traffic"} & {*sections}

@@ -68,4 +68,7 @@ def test_too_much_is_marked() -> None:
     made = report(lowered(Mesh(pp=2)), BUSY)
     tight = replace(made, verdict=replace(made.verdict, memory_bytes=1))
     assert memory_picture(tight).count('class="bar over"') == 2
+    first, second = tight.memory
+    enough = replace(tight, memory=(replace(first, limit_bytes=first.peak_bytes), second))
+    assert memory_picture(enough).count('class="bar over"') == 1
     assert "bar over" not in memory_picture(made)
