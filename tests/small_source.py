@@ -18,8 +18,28 @@ class Two(nn.Module):
         return {"loss": (self.second(torch.tanh(self.first(x))) * scale).square().mean()}
 
 
+class Deep(nn.Module):
+    """Equal blocks of products, and a loss."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        wide = ((nn.Linear(width, 4 * width), nn.Linear(4 * width, width)) for _ in range(24))
+        self.blocks = nn.ModuleList(nn.Sequential(up, nn.Tanh(), down) for up, down in wide)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The mean is over the samples."""
+        for block in self.blocks:
+            x = x + block(x)
+        return {"loss": x.square().mean()}
+
+
 def small() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Two(16), {"x": torch.ones(4, 8), "scale": torch.ones(())}
+
+
+def deep() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    with torch.device("meta"):
+        return Deep(2048), {"x": torch.zeros(4, 512, 2048, device="cpu")}
 
 
 def wide() -> tuple[nn.Module, dict[str, torch.Tensor]]:
