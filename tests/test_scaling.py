@@ -38,6 +38,24 @@ def test_a_sweep_in_figures(tmp_path: Path) -> None:
     assert [p.batch_size for p in strong] == [64, 64]
 
 
+def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.toml"
+    path.write_text(
+        'name = "mixed"\n'
+        '[[nodes]]\ndevice = "h100"\ndevices = 8\n[[nodes]]\ndevice = "a100-40"\ndevices = 8\n'
+        '[[links]]\nname = "wire"\ndevices = 16\nbytes_per_s = 1e11\n'
+    )
+    request = Request(0, 0, tp=1, pp=1)
+    (found,) = sweep(recordings(), request, str(path), (16,), 2.0, None)
+    mean_w = (700 + 400) / 2
+    assert mean_w * WAITING_POWER <= found.power_w <= mean_w
+    slow = tmp_path / "slow.toml"
+    slow.write_text(path.read_text().replace("h100", "a100-40"))
+    (alike,) = sweep(recordings(), request, str(slow), (16,), 2.0, None)
+    assert found.step_s == pytest.approx(alike.step_s)
+    assert found.mfu == pytest.approx(alike.mfu * 2 * 156 / (156 + 494.5))
+
+
 def test_one_way_to_scale() -> None:
     for given in ((None, None), (1.0, 8)):
         with pytest.raises(ConfigError, match="strong scaling, or samples a rank for weak"):
