@@ -91,8 +91,9 @@ def slowest_of(devices: Iterable[Device]) -> Device:
 class Hardware:
     """Nodes, in the order of their ranks, and the levels of links from the inner to the outer.
 
-    Programs reach `link_share` of the links' bandwidth. `step_error` is how far predicted steps were
-    from measured ones on such machines, as a mean share of their time; 0 where none were measured.
+    Programs reach `link_share` of the links' bandwidth. `step_error` is how far predicted steps
+    were from measured ones on such machines, as a mean share of their time; 0 where none were
+    measured.
     """
 
     __pydantic_config__ = _STRICT

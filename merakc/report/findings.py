@@ -14,7 +14,9 @@ NO_LINE = "(no line)"
 
 
 def verdict(found: Verdict) -> str:
-    """One line: seconds and their mean error where it is known, utilization, idle time, memory, throughput."""
+    """One line: seconds and their mean error where it is known, utilization, idle time, memory,
+    throughput.
+    """
     peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
     error = f" ± {found.step_error:.0%}" if found.step_error else ""
     parts = [
