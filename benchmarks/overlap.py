@@ -138,16 +138,16 @@ def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms"
 
 
-def document(found: Sequence[Row], failures: Sequence[str], size: Size) -> str:
+def document(found: Sequence[Row], failures: Sequence[str], size: Size, rounds: int) -> str:
     """The table as a page of the documentation, with when and on what it was measured."""
     lines = [HEADS, ["---:"] * len(HEADS), *(texts for row in found for texts in row_texts(row))]
     body = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     missed = "".join(f"- {line}\n" for line in failures) or "Everything asked for was found.\n"
     return f"""# Communication of tensor parallelism under computation
 
-`python -m benchmarks.overlap`, {datetime.date.today()}, {os.cpu_count()} CPU cores, gloo,
-torch {torch.__version__}, transformers {transformers.__version__}; {size.layers} layers of
-{size.hidden} hidden units, {size.samples} samples of {size.sequence} words, two ranks.
+`python -m benchmarks.overlap --rounds {rounds}`, {datetime.date.today()}, {os.cpu_count()} CPU
+cores, gloo, torch {torch.__version__}, transformers {transformers.__version__}; {size.layers} layers
+of {size.hidden} hidden units, {size.samples} samples of {size.sequence} words, two ranks.
 
 Links are slow in earnest: every rank in a network namespace of its own, its packets through a token
 bucket whose rate makes the collectives of a blocking step the given share of it. `kernels` are the
@@ -224,7 +224,7 @@ def main(
         console.print(line, markup=False)
     console.print("FAILED" if failures else "passed")
     if doc is not None:
-        doc.write_text(document(found, failures, size))
+        doc.write_text(document(found, failures, size, rounds))
     if json_path is not None:
         body = {"passed": not failures, "size": dataclasses.asdict(size),
                 "rows": [dataclasses.asdict(row) for row in found]}  # fmt: skip
