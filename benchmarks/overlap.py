@@ -146,8 +146,8 @@ def document(found: Sequence[Row], failures: Sequence[str], size: Size, rounds: 
     return f"""# Communication of tensor parallelism under computation
 
 `python -m benchmarks.overlap --rounds {rounds}`, {datetime.date.today()}, {os.cpu_count()} CPU
-cores, gloo, torch {torch.__version__}, transformers {transformers.__version__}; {size.layers} layers
-of {size.hidden} hidden units, {size.samples} samples of {size.sequence} words, two ranks.
+cores, gloo, torch {torch.__version__}, transformers {transformers.__version__}; two ranks train
+{size.layers} layers of {size.hidden} hidden units on {size.samples} samples of {size.sequence} words.
 
 Links are slow in earnest: every rank in a network namespace of its own, its packets through a token
 bucket whose rate makes the collectives of a blocking step the given share of it. `kernels` are the

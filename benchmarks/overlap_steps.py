@@ -118,12 +118,12 @@ class Contestant:
         ids = torch.randint(VOCABULARY, (size.samples, size.sequence), generator=generator)
         self.batch, self.tape, self.parts = {"input_ids": ids, "labels": ids}, tape, parts
         self.device, self.driven_s = device, list[float]()
-        self.model: ParallelModel = merakc.auto_parallel(
-            build(name, size), self.batch, dp=1, tp=dist.get_world_size(), pp=1,
-            micro_batches=MICRO_BATCHES, recompute="none", sequence_parallel=False, overlap=parts,
-            cluster=machines,
-        )  # fmt: skip
         with standing_in(device) if device else nullcontext():
+            self.model: ParallelModel = merakc.auto_parallel(
+                build(name, size), self.batch, dp=1, tp=dist.get_world_size(), pp=1,
+                micro_batches=MICRO_BATCHES, recompute="none", sequence_parallel=False,
+                overlap=parts, cluster=machines,
+            )  # fmt: skip
             self.step()
         tape.recording = True
         self.step()
