@@ -7,7 +7,8 @@ and micro-batches in parts. Links are slow in earnest (`benchmarks.peers.network
 
 It is measured twice: with kernels on the CPU, whose cores also carry the messages, so that each
 byte costs computing time that nothing can hide; and with kernels that only wait
-(`benchmarks.waiting`), as a GPU's are to the CPU. What is hidden is asked of the second.
+(`benchmarks.waiting`), as a GPU's are to the CPU. What is hidden, and that the simulation is right,
+is asked of the second; of both, what is gained over blocking steps.
 
 What is hidden is 1 − (step − step without communication) / communication alone, all measured, in
 the form of the step that is meant: to multiply smaller matrices costs time that is not hidden
@@ -147,7 +148,8 @@ def document(found: Sequence[Row], failures: Sequence[str], size: Size, rounds: 
 
 `python -m benchmarks.overlap --rounds {rounds}`, {datetime.date.today()}, {os.cpu_count()} CPU
 cores, gloo, torch {torch.__version__}, transformers {transformers.__version__}; two ranks train
-{size.layers} layers of {size.hidden} hidden units on {size.samples} samples of {size.sequence} words.
+{size.layers} layers of {size.hidden} hidden units on {size.samples} samples of {size.sequence}
+words.
 
 Links are slow in earnest: every rank in a network namespace of its own, its packets through a token
 bucket whose rate makes the collectives of a blocking step the given share of it. `kernels` are the
@@ -160,9 +162,10 @@ the other, `hidden` is 1 − (step − without) / alone. `bound` is the longer o
 CPU`) and communicating, graph by graph. `simulated` is the planner's step of the same graphs with
 both as fast as measured, `off` its error. `others` is what other processes took of the CPU.
 
-Asked are {HIDDEN_SHARE:.0%} hidden by the best form, where kernels wait, at shares up to
-{SPEEDUP_AT:.0%}; {SPEEDUP}x over blocking steps at {SPEEDUP_AT:.0%}; simulated within
-{TOLERANCE:.0%}.
+Asked are, where kernels wait, {HIDDEN_SHARE:.0%} hidden by the best form at shares up to
+{SPEEDUP_AT:.0%} and a simulation within {TOLERANCE:.0%}; of all kernels {SPEEDUP}x over blocking steps
+at {SPEEDUP_AT:.0%}. On the CPU, where parts of a step run beside messages, it takes more than its
+computing and `its CPU`: what else messages cost there, of caches and memory, is in no figure here.
 
 {body}
 
@@ -180,7 +183,7 @@ def complaints(found: Sequence[Row]) -> list[str]:
                 lines.append(f"{where}: {hidden:.0%} of the communication is hidden")
         if row.wanted_share == SPEEDUP_AT and row.speedup < SPEEDUP:
             lines.append(f"{where}: {row.speedup:.2f}x over blocking steps")
-        for run in row.runs:
+        for run in row.runs if row.kernels == "waits" else ():
             if abs(run.off) > TOLERANCE:
                 lines.append(f"{where}, {run.parts} parts: simulated {run.simulated_s * 1e3:.0f} "
                              f"ms, measured {run.step_s * 1e3:.0f} ms")  # fmt: skip

@@ -95,14 +95,14 @@ class _Waiting(codegen._Writer):
         self.stand_in, self.specs = device, graph.specs()
 
     def _call(self, node: Node) -> str:
-        if node.op in FREE:
-            return super()._call(node)
         if node.op in COLLECTIVES:
             return self._wrapped(self.stand_in.block, node)
         if node.op in STARTED:
             return self._wrapped(self.stand_in.start, node)
         if node.op == WAIT:
             return self._wrapped(self.stand_in.wait, node)
+        if node.op in FREE:
+            return super()._call(node)
         made = [None if o is None else torch.zeros(o.shape, dtype=o.dtype) for o in node.outputs]
         seconds = node_seconds(node, self.specs, self.stand_in.machines)
         name = f"f{len(self.scope)}"

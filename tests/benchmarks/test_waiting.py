@@ -6,11 +6,13 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks.waiting import Device, standing_in
+from benchmarks.waiting import Device, _Waiting, standing_in
 from merakc.cluster import NOMINAL_CPU
 from merakc.costs.roofline import node_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
+from merakc.kernels.ops import WAIT
 from merakc.runtime import pieces
+from merakc.runtime.codegen import NO_HOOKS
 
 SPEC = TensorSpec((256, 256), torch.float32)
 
@@ -46,3 +48,17 @@ def test_the_device_computes_while_a_collective_is_on_its_way() -> None:
     assert device.busy_until_s - start_s == pytest.approx(0.22)
     device.block(partial(time.sleep, 0.02))
     assert device.busy_until_s - start_s >= 0.24
+
+
+def test_collectives_meet_the_device_in_their_order() -> None:
+    nodes = (
+        Node("y", "start.all_reduce", (Ref("x"), "tp", "sum"), (), (SPEC,)),
+        Node("z", WAIT, (Ref("y"),), (), (SPEC,)),
+        Node("u", "merakc.all_reduce.default", (Ref("z"), "tp", "sum"), (), (SPEC,)),
+    )
+    graph = Graph((Input("x", InputKind.BATCH, SPEC),), nodes, ())
+    device = Device(NOMINAL_CPU)
+    writer = _Waiting(device, graph, torch.device("cpu"), NO_HOOKS)
+    writer.source()
+    met = [f.func for f in writer.scope.values() if isinstance(f, partial)]
+    assert met == [device.start, device.wait, device.block]
