@@ -1,7 +1,7 @@
 """Differentiates a chunk: one recorded graph becomes a forward and a backward graph.
 
-The chunk is run under `make_fx` with `torch.autograd.grad` on fake tensors, which gives one flat
-ATen graph of both directions, collectives included. It is then split: what the outputs need runs
+The chunk is traced with `torch.autograd.grad` on fake tensors, which gives one flat ATen graph of
+both directions, collectives included. It is then split: what the outputs need runs
 in the forward, what depends on the tangents in the backward, and the values that pass between
 them are the saved activations.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, R
 from merakc.ir.program import Chunk
 from merakc.passes.interpret import interpret
 from merakc.passes.simplify import simplify
+from merakc.passes.tracer import PLACES, Tracer
 
 ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION)
 
@@ -38,8 +39,7 @@ def differentiate(graph: Graph) -> Chunk:
     specs = graph.specs()
     tangents = [Input(f"tangent:{o.name}", InputKind.TANGENT, specs[o.ref], o.name) for o in roots]
     found: list[str] = []
-    module = _trace(graph, wanted, roots, tangents, found)
-    joint, results = _convert(module, graph, tangents)
+    joint, results = _trace(graph, wanted, roots, tangents, found)
     outputs = [
         Output(o.name, o.kind, ref)
         for o, ref in zip(graph.outputs, results[: len(graph.outputs)], strict=True)
@@ -58,8 +58,10 @@ def _trace(
     roots: Sequence[Output],
     tangents: Sequence[Input],
     found: list[str],
-) -> fx.GraphModule:
-    """The joint graph; `found` is filled with the names of the inputs that have a gradient."""
+) -> tuple[Graph, list[Ref]]:
+    """The joint graph and what it returns; `found` is filled with the names of the inputs that have
+    a gradient.
+    """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Constants stay real tensors: an op may need their values (`fill` with a 0-dim tensor).
     free = [i for i in graph.inputs if i.name not in graph.constants]
@@ -72,21 +74,7 @@ def _trace(
             given[item.name] = given[item.name].detach().requires_grad_()
         outs = interpret(graph, given)
         reached = [(outs[p], s) for p, s in zip(positions, seeds, strict=True)]
-        reached = [(out, seed) for out, seed in reached if out.requires_grad]
-        if not wanted or not reached:
-            return outs
-        leaves = [given[i.name] for i in wanted]
-        grads = torch.autograd.grad(
-            [out for out, _ in reached], leaves, [seed for _, seed in reached], allow_unused=True
-        )
-        every = dict(zip([i.name for i in wanted], grads, strict=True))
-        for item in wanted:
-            if item.kind is InputKind.ACTIVATION and every[item.name] is None:
-                # A stage before this one waits for the gradient of what it sent.
-                every[item.name] = torch.zeros_like(given[item.name])
-        pairs = [(name, g) for name, g in every.items() if g is not None]
-        found.extend(name for name, _ in pairs)
-        return [*outs, *(g for _, g in pairs)]
+        return [*outs, *_gradients(given, wanted, reached, found)]
 
     with mode:
         values = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in free]
@@ -94,7 +82,51 @@ def _trace(
     # The casts of an autocast region are nodes already; one around us would cast once more.
     with warnings.catch_warnings(), torch.enable_grad(), torch._C._DisableAutocast():
         warnings.simplefilter("ignore")
-        traced = make_fx(joint)(values, seeds)
+        given = [*free, *tangents]
+        tracer = Tracer({Ref(i.name): x for i, x in zip(given, (*values, *seeds), strict=True)})
+        try:
+            with mode, tracer:
+                results = [tracer.ref(x) for x in joint(values, seeds)]
+        except RuntimeError as error:
+            tracer.unclear = str(error)
+        if tracer.unclear:  # torch's own tracer can do more, or says why it cannot
+            found.clear()
+            return _convert(_traced(joint, values, seeds), graph, tangents)
+    inputs = (*given, *tracer.inputs)
+    return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
+
+
+def _gradients(
+    given: Mapping[str, torch.Tensor],
+    wanted: Sequence[Input],
+    reached: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    found: list[str],
+) -> list[torch.Tensor]:
+    """The gradients of what is reached, each with its tangent; `found` gets their names."""
+    reached = [(out, seed) for out, seed in reached if out.requires_grad]
+    if not wanted or not reached:
+        return []
+    leaves = [given[i.name] for i in wanted]
+    grads = torch.autograd.grad(
+        [out for out, _ in reached], leaves, [seed for _, seed in reached], allow_unused=True
+    )
+    every = dict(zip([i.name for i in wanted], grads, strict=True))
+    for item in wanted:
+        if item.kind is InputKind.ACTIVATION and every[item.name] is None:
+            # A stage before this one waits for the gradient of what it sent.
+            every[item.name] = torch.zeros_like(given[item.name])
+    pairs = [(name, g) for name, g in every.items() if g is not None]
+    found.extend(name for name, _ in pairs)
+    return [g for _, g in pairs]
+
+
+def _traced(
+    joint: Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]],
+    values: list[torch.Tensor],
+    seeds: list[torch.Tensor],
+) -> fx.GraphModule:
+    """What `make_fx` traces, without calls that write."""
+    traced = make_fx(joint)(values, seeds)
     if any(map(_is_mutating, traced.graph.nodes)):  # some of torch's backward formulas write
         traced = make_fx(torch.func.functionalize(traced))(values, seeds)
     assert not any(map(_is_mutating, traced.graph.nodes))
@@ -150,9 +182,7 @@ def _node(node: fx.Node, value: Any) -> Node:
     specs = tuple(
         TensorSpec(tuple(o.shape), o.dtype) if isinstance(o, torch.Tensor) else None for o in outs
     )
-    kwargs = tuple(
-        (k, value(v)) for k, v in node.kwargs.items() if k not in ("device", "layout", "pin_memory")
-    )
+    kwargs = tuple((k, value(v)) for k, v in node.kwargs.items() if k not in PLACES)
     return Node(f"j:{node.name}", str(node.target), value(tuple(node.args)), kwargs, specs)
 
 
