@@ -265,6 +265,25 @@ def _backward_sdpa(
     return _to_bshd(dq, q.dtype), _to_bshd(dk, q.dtype), _to_bshd(dv, q.dtype)
 
 
+# Past the dispatcher and autograd
+
+
+def attention_now(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    """What `merakc::attention` computes."""
+    if q.is_cpu:
+        return _forward_cpu(q, *others)
+    found: tuple[Tensor, Tensor] = torch.ops.merakc.attention(q, *others)
+    return found
+
+
+def attention_backward_now(grad_out: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What `merakc::attention_backward` computes."""
+    if grad_out.is_cpu:
+        return _backward_cpu(grad_out, *others)
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.merakc.attention_backward(grad_out, *others)
+    return found
+
+
 # Registration
 
 

@@ -124,10 +124,13 @@ def _counters(seed: Tensor, first_sample: Tensor, block: Block) -> Iterator[Tens
             yield here + columns[: inner - left]
 
 
-def _dropout(x: Tensor, seed: Tensor, first_sample: Tensor, p: float, *block_args: Any) -> Tensor:
-    """Zeroes each element of x with probability `p` and multiplies the others by 1 / (1 - p).
+def dropout_now(
+    x: Tensor, seed: Tensor, first_sample: Tensor, p: float, *block_args: Any
+) -> Tensor:
+    """What `merakc::dropout` computes, past the dispatcher and autograd.
 
-    The result is contiguous.
+    Zeroes each element of x with probability `p` and multiplies the others by 1 / (1 - p). The
+    result is contiguous.
     """
     block = Block(*block_args)
     block.verify(x.numel())
@@ -217,7 +220,7 @@ _BLOCK = "int key, int sample, int[] sizes, int[] starts, int[] local_sizes"
 torch.library.define(
     "merakc::dropout", f"(Tensor x, Tensor seed, Tensor first_sample, float p, {_BLOCK}) -> Tensor"
 )
-torch.library.impl("merakc::dropout", "default", _dropout)
+torch.library.impl("merakc::dropout", "default", dropout_now)
 torch.library.register_fake("merakc::dropout", _fake_dropout)
 torch.library.register_autograd("merakc::dropout", _differentiate, setup_context=_save)
 for _name, _call in (("uniform", _uniform), ("normal", _normal)):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from merakc.kernels import attention, collectives, draws, grouped_mm, opaque, vocabulary
+from merakc.kernels.bindings import BINDINGS
 
 
 def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -33,6 +34,8 @@ STARTS: Mapping[str, str] = {
 }
 STARTED: Mapping[str, str] = {start: op for op, start in STARTS.items()}
 WAIT = "wait.default"
+# How ops begin that a graph's own `functions` run, each returning a sequence: calls made one.
+FUSED = "fused."
 _HALVES: Mapping[str, Callable[..., Any]] = {
     "start.all_reduce": collectives.start_all_reduce,
     "start.all_gather": collectives.start_all_gather,
@@ -53,11 +56,11 @@ def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any
 # What a compiled step calls in place of an op: the same, past the dispatcher and autograd.
 DIRECT: Mapping[str, Callable[..., Any]] = {
     "merakc.all_reduce.default": collectives.all_reduce_now,
+    "merakc.attention.default": attention.attention_now,
+    "merakc.attention_backward.default": attention.attention_backward_now,
+    "merakc.dropout.default": draws.dropout_now,
     "merakc.opaque.default": opaque.opaque,
     "merakc.opaque_backward.default": opaque.opaque_backward,
-    # Traced where a copy stood in between that the compiler has removed since: what was
-    # contiguous then may need a copy now.
-    "aten.view.default": torch.ops.aten.reshape.default,
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }
@@ -76,6 +79,24 @@ def resolve_op(op: str) -> Callable[..., Any]:
         found = getattr(found, part)
     call: Callable[..., Any] = found
     return call
+
+
+def compiled_call(op: str) -> Callable[..., Any]:
+    """What a compiled step calls for an op, the shortest way there is."""
+    found = DIRECT.get(op) or BINDINGS.get(op)
+    if found is not None:
+        return found
+    call = resolve_op(op)
+    short: Callable[..., Any] = getattr(call, "_op", call)  # what an `OpOverload` hands on to
+    return short
+
+
+def uses_autograd(op: str, device: torch.device) -> bool:
+    """Whether what runs an op may differentiate something itself. Ops that users register may."""
+    if op == "merakc.attention_backward.default":
+        return device.type != "cpu"  # it runs its forward again there
+    own = op.startswith(("merakc.", "start.")) and not op.startswith("merakc.opaque")
+    return not (own or op == WAIT or op.startswith("aten."))
 
 
 def makes_tensor(op: str) -> bool:

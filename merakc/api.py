@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from merakc.batches import (
     with_tensor_specs,
 )
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.compiled_step import CompiledStep
 from merakc.costs.lanes import chunk_collectives
 from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
 from merakc.costs.stage import stage_cost, with_seconds
@@ -45,12 +45,14 @@ from merakc.planner import Lowered, apply_plan
 from merakc.predict import predict
 from merakc.recording import record_part
 from merakc.runtime.executor import TIMEOUT_S
+from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import measure_link, memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 from merakc.simulate import Simulation
-from merakc.steps import CompiledStep, Steps
+from merakc.start import device_of, start_distributed
+from merakc.steps import Steps
 from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
 
@@ -73,6 +75,7 @@ def auto_parallel(
     state_shards: ShardsGiven | None = None,
     precision: str | Precision | None = None,
     overlap: int | None = None,
+    compile: bool = False,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
     seed: int = 0,
@@ -81,10 +84,8 @@ def auto_parallel(
     """Makes a model train on all ranks that were started (`torchrun`), or on one process.
 
     Args:
-        model: its forward returns a loss, as `.loss`, `["loss"]`, first of a tuple, or alone. It is
-            taken over: its weights (rank 0's, or made here) move to where they belong.
-        batch: one dp rank's example: a mapping (called by keyword), a sequence (by position) or a
-            tensor. Other ranks' batches and later ones may have other shapes.
+        model: returns a loss, as `.loss`, `["loss"]`, first or alone; its weights are taken over.
+        batch: one dp rank's example, by keyword (a mapping) or position; shapes may change later.
         plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
@@ -96,18 +97,19 @@ def auto_parallel(
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
+        compile: whether the graphs of stages become kernels of their own, by torch's compiler.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
-        seed: of all that the forward draws and of the weights of a model on the meta device.
+        seed: of all that the forward draws, and of weights on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
 
     Raises children of `MerakError`: `ConfigError`, `RecordError`, `MismatchError`, ...
     """
-    world = _start_distributed(device := _device(device))
+    world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     request = Request(*given, state_shards, parse_precision(precision), overlap)
     made = _decide(model, batch, request, plan, cluster, device, seed)
-    return _build(made, cluster, seed, timeout_s)
+    return _build(made, cluster, seed, timeout_s, fuser)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,9 @@ def _decide(
     return _Decision(model, device, example(), recording, lowered, machines)
 
 
-def _build(made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float) -> ParallelModel:
+def _build(
+    made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float, fuser: Fuser | None
+) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
     groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
@@ -169,8 +173,9 @@ def _build(made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float
     sharded = shard_state(state, placements, lowered, groups)
     scale = loss_scale_for(lowered.plan.precision)
     steps = Steps(
-        model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale
-    )
+        model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
+        fuser,
+    )  # fmt: skip
     _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)
@@ -193,32 +198,14 @@ def _warn_of_opaque(plan: Plan) -> None:
         )
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if torch.cuda.is_available():
-        found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(found)
-        return found
-    return torch.device("cpu")
-
-
-def _start_distributed(device: torch.device) -> int:
-    """The number of ranks."""
-    if dist.is_initialized():
-        backends = dist.get_backend_config()
-        for kind in {"cpu", device.type}:
-            if f"{kind}:" not in backends:
-                raise ConfigError(
-                    f"the process group has no backend for {kind} tensors (it has {backends}); "
-                    'give init_process_group "cpu:gloo,cuda:nccl", or leave it to auto_parallel'
-                )
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        atexit.register(dist.destroy_process_group)
+def _started(device: torch.device, compile: bool) -> tuple[int, Fuser | None]:
+    """The number of ranks, and what fuses graphs where that is asked for."""
+    if compile:
+        check_compiler(device)
+    world = start_distributed(device)
     atexit.unregister(_release_groups)  # once, and before the process group goes
     atexit.register(_release_groups)
-    return dist.get_world_size() if dist.is_initialized() else 1
+    return world, Fuser(device) if compile else None
 
 
 def _release_groups() -> None:

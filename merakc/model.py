@@ -10,6 +10,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches import batch_size_of
+from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
@@ -18,7 +19,7 @@ from merakc.ir.program import CollectiveEvent, Event
 from merakc.norms import total_norm
 from merakc.runtime.state import gather_full
 from merakc.simulate import Simulation
-from merakc.steps import CompiledStep, Steps
+from merakc.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
 # Outputs that are handed on as they are.

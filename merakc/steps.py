@@ -20,9 +20,10 @@ from merakc.batches import (
     signature,
     split_batch,
 )
+from merakc.compiled_step import CompiledStep
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording
-from merakc.ir.graph import InputKind, OutputKind, Ref, TensorSpec
+from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
@@ -31,8 +32,9 @@ from merakc.passes.collectives import chunk_touches, trained
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
-from merakc.runtime.codegen import Compiled, compile_graph
+from merakc.runtime.codegen import compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
+from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
@@ -41,43 +43,6 @@ from merakc.runtime.state import Placement, digest
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
 MANY_SHAPES, MAX_SHAPES = 8, 64
-
-
-@dataclass(frozen=True)
-class CompiledStep:
-    """One compiled form of the step: for one mode and one shape of batch.
-
-    `state` is the rank's parameters and buffers, with the constants of what counts labels.
-    """
-
-    recording: Recording
-    lowered: Lowered
-    chunks: Mapping[int, Chunk]
-    executor: Executor
-    state: Tensors
-    counts: Compiled | None
-
-    @cached_property
-    def trained(self) -> frozenset[str]:
-        """The names of the parameters that the loss gives a gradient to."""
-        return frozenset(trained(self.lowered.loss.graph))
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the forward returns a loss for this batch."""
-        return any(o.kind is OutputKind.LOSS for o in self.lowered.loss.graph.outputs)
-
-    @property
-    def result_specs(self) -> dict[str, tuple[int, TensorSpec]]:
-        """The pipeline rank and the spec of every result of one micro-batch."""
-        graph = self.lowered.loss.graph
-        specs = graph.specs()
-        return {
-            o.name: (self.lowered.plan.rank_of[stage], specs[o.ref])
-            for stage, part in enumerate(self.lowered.stages.graphs)
-            for o in graph.outputs
-            if o.kind is OutputKind.RESULT and any(p.name == o.name for p in part.outputs)
-        }
 
 
 @dataclass(eq=False)
@@ -97,17 +62,23 @@ class Steps:
     sharded: ShardedState | None = None
     timeout_s: float = TIMEOUT_S  # of a message
     loss_scale: LossScale | None = None  # in mixed precision
+    fuser: Fuser | None = None  # where graphs become kernels of their own
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
     compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
 
+    @cached_property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The model's own modules: to walk through them takes a step's time."""
+        return tuple(self.source.modules())
+
     def key(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
-        modes = tuple(m.training for m in self.source.modules())
+        modes = tuple([m.training for m in self.modules])
         return signature(args, kwargs), modes, autocast_of(self.device), train, results
 
     def add(
@@ -136,6 +107,7 @@ class Steps:
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
+            fuser=self.fuser if train else None,
         )
         counts = compile_graph(counting, self.device) if counting else None
         step = CompiledStep(recording, lowered, chunks, executor, state, counts)
@@ -230,10 +202,8 @@ class Steps:
             self._compare_batches(args, kwargs)
         self._share_buffers()
         scalars = self._scalars(step, batches, batch_size_of(args, kwargs))
-        graph = step.lowered.loss.graph
-        names = [(i.name, i.target) for i in graph.inputs if i.kind is InputKind.BATCH]
         inputs = [
-            {name: batch[target] for name, target in names} | scalar
+            {i.name: batch[i.target] for i in step.brought[InputKind.BATCH]} | scalar
             for batch, scalar in zip(batches, scalars, strict=True)
         ]
         if self.sharded is not None:
@@ -242,8 +212,7 @@ class Steps:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, record=self.recording)
-        for chunk in step.chunks.values():
-            self.stale |= chunk.written
+        self.stale |= step.written
         return result
 
     def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -275,10 +244,8 @@ class Steps:
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
         """The loss of the whole batch, on every rank."""
         _, _, tp = self.groups.coordinates
-        graph = step.lowered.loss.graph
-        dtype = next(graph.specs()[o.ref].dtype for o in graph.outputs if o.kind is OutputKind.LOSS)
         own = result.loss if result.loss is not None and tp == 0 else None
-        shared = torch.zeros((), dtype=dtype, device=self.device) if own is None else own.detach()
+        shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
         shared = shared.reshape(()).clone()
         world = self.groups.axis("world")
         if world is not None:
@@ -331,8 +298,7 @@ class Steps:
             found.append(
                 {
                     i.name: numbers[i.target].to(self.device, i.spec.dtype)
-                    for i in step.lowered.loss.graph.inputs
-                    if i.kind is InputKind.SCALAR
+                    for i in step.brought[InputKind.SCALAR]
                 }
             )
         return found

@@ -11,12 +11,19 @@ from typing import Any
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.kernels.ops import DIRECT, makes_tensor, resolve_op, returns_list
+from merakc.kernels.ops import (
+    FUSED,
+    compiled_call,
+    makes_tensor,
+    returns_list,
+    uses_autograd,
+)
 
 Compiled = Callable[[list[Any]], list[Any]]
 
 
 PRODUCT = "aten.mm.default"
+LITERALS = (bool, int, str, type(None))
 
 
 def _no_place(_: str) -> torch.Tensor | None:
@@ -51,14 +58,22 @@ NO_HOOKS = Hooks(_none, _none, {}, {})
 def compile_graph(graph: Graph, device: torch.device, hooks: Hooks = NO_HOOKS) -> Compiled:
     """A function from the values of `graph.inputs`, in order, to those of `graph.outputs`.
 
-    The list that it is given is emptied, so that the caller holds nothing alive through it.
+    The list that it is given is emptied, so that the caller holds nothing alive through it. Where
+    no call needs autograd, its layers of the dispatcher are left out.
     """
     writer = _Writer(graph, device, hooks)
     source = writer.source()
     scope = writer.scope
     exec(compile(source, "<merakc graph>", "exec"), scope)
     run: Compiled = scope["run"]
-    return run
+    if any(uses_autograd(node.op, device) for node in graph.nodes):
+        return run
+
+    def below(given: list[Any]) -> list[Any]:
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return run(given)
+
+    return below
 
 
 class _Writer:
@@ -70,6 +85,7 @@ class _Writer:
             "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place, "product": torch.mm,
         }  # fmt: skip
         self.names: dict[Ref, str] = {}
+        self.functions: dict[str, str] = {}  # what the source calls an op
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
         self.unfetched = {Ref(name): target for name, target in hooks.fetched.items()}
         self.given = [Ref(i.name) for i in graph.inputs if i.name not in hooks.fetched]
@@ -144,8 +160,8 @@ class _Writer:
         if node.op == PRODUCT and Ref(node.name) in self.placed:
             factors = ", ".join(map(self._arg, node.args))
             return f"product({factors}, out=place({self.placed[Ref(node.name)]!r}))"
-        function = f"f{len(self.scope)}"
-        self.scope[function] = DIRECT.get(node.op) or resolve_op(node.op)
+        function = self.functions.setdefault(node.op, f"f{len(self.functions)}")
+        self.scope[function] = self.graph.functions.get(node.op) or compiled_call(node.op)
         parts = [self._arg(a) for a in node.args]
         parts += [f"{k}={self._arg(v)}" for k, v in node.kwargs]
         if makes_tensor(node.op):
@@ -155,10 +171,10 @@ class _Writer:
     def _arg(self, value: Any) -> str:
         if isinstance(value, Ref):
             return self._value(value)
-        if isinstance(value, tuple):
+        if isinstance(value, tuple) and not all(isinstance(v, LITERALS) for v in value):
             return "[" + ", ".join(self._arg(v) for v in value) + "]"
-        if value is None or isinstance(value, (bool, int, str)):
-            return repr(value)
+        if isinstance(value, (*LITERALS, tuple)):
+            return repr(value)  # of a tuple too: it is made once, and a list at every call
         name = f"k{len(self.scope)}"  # floats too: inf and nan have no literal
         self.scope[name] = value
         return name
@@ -166,4 +182,4 @@ class _Writer:
 
 def returns_tuple(node: Node) -> bool:
     """Whether the node's op returns several values or a list of them."""
-    return len(node.outputs) > 1 or returns_list(node.op)
+    return len(node.outputs) > 1 or node.op.startswith(FUSED) or returns_list(node.op)

@@ -19,6 +19,7 @@ import torch
 from merakc.ir.graph import Input, InputKind, OutputKind
 from merakc.ir.program import Action, ActionKind, Chunk, CollectiveEvent, Event, Program
 from merakc.kernels.collectives import watched
+from merakc.runtime.fused import Fuser
 from merakc.runtime.messages import Channels, Messages
 from merakc.runtime.pieces import Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
@@ -67,7 +68,7 @@ class Executor:
     of the model; buffers are written in place. `reduce` is called once a step with the
     gradients that are whole; `sharded` holds the parameters that are not. `channels` are what
     messages are sent over. A message that does not come within `timeout_s` raises `StuckError`.
-    Gradients are those of the loss times `loss_scale`.
+    Gradients are those of the loss times `loss_scale`. With a `fuser` the graphs are fused.
     """
 
     loss_scale = 1.0
@@ -83,11 +84,14 @@ class Executor:
         channels: Channels | None = None,
         timeout_s: float = TIMEOUT_S,
         sharded: ShardedState | None = None,
+        fuser: Fuser | None = None,
     ) -> None:
         self.sharded = sharded
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
-        self.stages = {s: Stage(s, chunk, program, device, sharded) for s, chunk in chunks.items()}
+        self.stages = {
+            s: Stage(s, chunk, program, device, sharded, fuser) for s, chunk in chunks.items()
+        }
         self.gradients = frozenset().union(*(s.gradients for s in self.stages.values()))
         self.specs = {
             (number, name): spec
@@ -254,37 +258,37 @@ class _Step:
         if self.of.sharded is not None:
             self.of.sharded.last = action == stage.last_gradients
             self.of.sharded.follow(action.collectives)
-        outs = piece.run(self._given(stage, live, piece))
-        found: Tensors = {}
-        for out, value in zip(piece.returned, outs, strict=True):
-            if out.kind is OutputKind.LOSS:
-                self.losses[action.micro_batch] = value.clone()
-            elif out.kind is OutputKind.RESULT:
-                self.results[action.micro_batch][out.name] = value
-            elif out.kind is OutputKind.BUFFER:
-                self.of.state[out.name].copy_(value)
-            elif out.kind is OutputKind.SAVED:
-                live.values[out.name] = value
-            elif out.kind is OutputKind.ACTIVATION or out.name in stage.specs:
-                is_grad = out.kind is OutputKind.GRADIENT
-                readers = self.of.readers[action.stage, out.name, is_grad]
-                if readers:
-                    live.outgoing[out.name, is_grad] = value, readers
-            else:
-                found[out.name] = value
+        outs, routes = piece.run(self._given(stage, live, piece)), piece.routes
+        for k in routes.losses:
+            self.losses[action.micro_batch] = outs[k].clone()
+        for k, name in routes.results:
+            self.results[action.micro_batch][name] = outs[k]
+        for k, name in routes.buffers:
+            self.of.state[name].copy_(outs[k])
+        for k, name in routes.saved:
+            live.values[name] = outs[k]
+        for k, name, is_grad in routes.sent:
+            readers = self.of.readers[action.stage, name, is_grad]
+            if readers:
+                live.outgoing[name, is_grad] = outs[k], readers
+        gradients = [(target, outs[k], owned) for k, target, owned in routes.gradients]
         del outs
-        self._accumulate(stage, piece, found)
+        self._accumulate(stage, gradients)
 
     def _given(self, stage: Stage, live: _Live, piece: Piece) -> list[torch.Tensor]:
         """The inputs of a piece; what no later one reads is held by nobody else from here on."""
+        state = self.of.state
         given = [
-            self._tangent(stage, live, i)
-            if i.kind is InputKind.TANGENT
-            else self._input(stage, live, i.key)
-            for i in piece.given
+            self._brought(stage, live, item) if name is None else state[name]
+            for item, name in zip(piece.given, piece.held, strict=True)
         ]
         live.values = {name: v for name, v in live.values.items() if name in piece.leaves}
         return given
+
+    def _brought(self, stage: Stage, live: _Live, item: Input) -> torch.Tensor:
+        if item.kind is InputKind.TANGENT:
+            return self._tangent(stage, live, item)
+        return self._input(stage, live, item.key)
 
     def _input(self, stage: Stage, live: _Live, name: str) -> torch.Tensor:
         for values in (live.values, live.inputs, stage.constants):
@@ -307,22 +311,22 @@ class _Step:
             live.values[name] = first
         live.tangents.clear()
 
-    def _accumulate(self, stage: Stage, piece: Piece, gradients: Tensors) -> None:
+    def _accumulate(
+        self, stage: Stage, gradients: Sequence[tuple[str, torch.Tensor, bool]]
+    ) -> None:
         """Adds a micro-batch's gradients to those of its stage.
 
         The first ones are kept as they are where nothing else lives in their memory.
         """
         sums = self.sums[stage.number]
-        named = {stage.targets[name]: (name, value) for name, value in gradients.items()}
-        old = [target for target in named if target in sums]
-        if old:
-            torch._foreach_add_([sums[t] for t in old], [named[t][1] for t in old])
-        for target, (name, value) in named.items():
-            if target in sums:
-                continue
-            if name not in piece.owned:
-                value = value.clone(memory_format=torch.contiguous_format)
-            sums[target] = value
+        later = [(sums[target], value) for target, value, _ in gradients if target in sums]
+        if later:
+            torch._foreach_add_([own for own, _ in later], [value for _, value in later])
+        for target, value, owned in gradients:
+            if target not in sums:
+                sums[target] = (
+                    value if owned else value.clone(memory_format=torch.contiguous_format)
+                )
 
     def send(self, position: int, action: Action) -> None:
         """Starts a message, or hands it over to another stage of this rank."""

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref, TensorSpec
+from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Program
-from merakc.kernels.ops import returns_view
 from merakc.runtime.codegen import NO_HOOKS, Compiled, Hooks, compile_graph
+from merakc.runtime.fused import Fuser
+from merakc.runtime.memory import owned_outputs
 from merakc.runtime.sharded_state import ShardedState
 
 Work = tuple[int, int]  # stage, micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """Where the values that a piece returns go: their positions, by kind, with their names.
+
+    `sent` says whether it is a gradient; `gradients` are of the parameters of those names, with
+    whether they are in memory of their own.
+    """
+
+    losses: tuple[int, ...]
+    results: tuple[tuple[int, str], ...]
+    buffers: tuple[tuple[int, str], ...]
+    saved: tuple[tuple[int, str], ...]
+    sent: tuple[tuple[int, str, bool], ...]
+    gradients: tuple[tuple[int, str, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +40,7 @@ class Piece:
     `leaves` are the keys of what later pieces of the micro-batch take; all else that the
     micro-batch holds is let go of while this one runs. `given` are the inputs that it is called
     with and `returned` the outputs that come back: all but sharded parameters and their gradients.
+    `held` are the names in the rank's state of what is given, None of what a micro-batch brings.
     """
 
     graph: Graph
@@ -31,13 +49,16 @@ class Piece:
     leaves: frozenset[str]
     given: tuple[Input, ...]
     returned: tuple[Output, ...]
+    held: tuple[str | None, ...]
+    routes: Routes
 
 
 class Stage:
     """One stage of a rank: its chunk, and its pieces as a Program runs them.
 
     `rewritten` are the buffers of which a micro-batch keeps the value from before its forward,
-    since a later piece reads them and the forward writes them.
+    since a later piece reads them and the forward writes them. With a `fuser`, runs of calls
+    become kernels of their own.
     """
 
     def __init__(
@@ -47,8 +68,9 @@ class Stage:
         program: Program,
         device: torch.device,
         sharded: ShardedState | None = None,
+        fuser: Fuser | None = None,
     ) -> None:
-        self.number, self.chunk, self.sharded = number, chunk, sharded
+        self.number, self.chunk, self.sharded, self.fuser = number, chunk, sharded, fuser
         self.targets = {i.name: i.target for i in chunk.forward.inputs}
         self.constants = {name: c.to(device) for name, c in chunk.forward.constants.items()}
         self.specs = message_specs(chunk)
@@ -77,6 +99,9 @@ class Stage:
                     later |= chunk.taken(graph)
                     rewritten |= {i.name for i in graph.inputs if i.target in chunk.written}
         self.rewritten = tuple(sorted(rewritten))
+        for key, piece in self.pieces.items():
+            if piece is not None:
+                self.pieces[key] = replace(piece, held=tuple(map(self._held, piece.given)))
         outs = [o for p in compiled.values() for o in p.graph.outputs]
         grads = {self.targets.get(o.name) for o in outs if o.kind is OutputKind.GRADIENT}
         self.gradients = frozenset(t for t in grads if t)  # of which parameters it makes one
@@ -102,13 +127,43 @@ class Stage:
                     if o.name in sunk and sharded.takes(sunk[o.name], specs[o.ref])
                 },
             )
+        owned = owned_outputs(graph)
+        returned = tuple(o for o in graph.outputs if o.name not in hooks.sunk)
         return Piece(
             graph,
-            compile_graph(graph, device, hooks),
-            owned_gradients(graph),
+            compile_graph(self.fuser.fuse(graph) if self.fuser else graph, device, hooks),
+            owned & {o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT},
             frozenset(),
             tuple(i for i in graph.inputs if i.name not in hooks.fetched),
-            tuple(o for o in graph.outputs if o.name not in hooks.sunk),
+            returned,
+            (),
+            self._routes(returned, owned),
+        )
+
+    def _held(self, item: Input) -> str | None:
+        """The name in the rank's state of an input that no micro-batch brings."""
+        kept = item.kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        own = item.name in self.constants or item.name in self.rewritten
+        return item.target or item.name if kept and not own else None
+
+    def _routes(self, returned: Sequence[Output], owned: Collection[str]) -> Routes:
+        places: dict[OutputKind, list[tuple[int, str]]] = {kind: [] for kind in OutputKind}
+        sent, gradients = [], []
+        for k, out in enumerate(returned):
+            is_grad = out.kind is OutputKind.GRADIENT
+            if out.kind is OutputKind.ACTIVATION or (is_grad and out.name in self.specs):
+                sent.append((k, out.name, is_grad))
+            elif is_grad:
+                gradients.append((k, self.targets[out.name], out.name in owned))
+            else:
+                places[out.kind].append((k, out.name))
+        return Routes(
+            tuple(k for k, _ in places[OutputKind.LOSS]),
+            tuple(places[OutputKind.RESULT]),
+            tuple(places[OutputKind.BUFFER]),
+            tuple(places[OutputKind.SAVED]),
+            tuple(sent),
+            tuple(gradients),
         )
 
     def piece(self, kind: ActionKind, micro_batch: int) -> Piece | None:
@@ -124,25 +179,3 @@ def message_specs(chunk: Chunk) -> dict[str, TensorSpec]:
         if out.kind is OutputKind.ACTIVATION:
             found[out.name] = specs[out.ref]
     return found
-
-
-def owned_gradients(graph: Graph) -> frozenset[str]:
-    """The gradients in memory of their own: made by a call that returns no view, and no other
-    output is the same value or a view of it.
-    """
-    memory = {Ref(i.name): {Ref(i.name)} for i in graph.inputs}
-    made: set[Ref] = set()
-    for node in graph.nodes:
-        own = {Ref(node.name, k) for k in range(len(node.outputs))}
-        if returns_view(node.op):
-            shared = set().union(*(memory[r] for r in node.refs))
-            memory |= dict.fromkeys(own, shared)
-        else:
-            memory |= {ref: {ref} for ref in own}
-            made |= own
-    times = Counter(ref for o in graph.outputs for ref in memory[o.ref])
-    return frozenset(
-        o.name
-        for o in graph.outputs
-        if o.kind is OutputKind.GRADIENT and o.ref in made and times[o.ref] == 1
-    )

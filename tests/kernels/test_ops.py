@@ -4,16 +4,20 @@ import pytest
 import torch
 
 from merakc.kernels import collectives, vocabulary
+from merakc.kernels.attention import attention
+from merakc.kernels.bindings import BINDINGS
 from merakc.kernels.ops import (
     COMPOSITES,
     DIRECT,
     STARTED,
     STARTS,
     WAIT,
+    compiled_call,
     makes_tensor,
     resolve_op,
     returns_list,
     returns_view,
+    uses_autograd,
 )
 
 
@@ -68,9 +72,51 @@ def test_every_name_resolves() -> None:
 
 def test_direct_calls_compute_the_same() -> None:
     assert DIRECT["merakc.all_reduce.default"] is collectives.all_reduce_now
-    x = torch.arange(6).view(2, 3).T  # aten.view would refuse it
-    flat = DIRECT["aten.view.default"](x, [6])
-    assert torch.equal(flat, x.reshape(6))
+    torch.manual_seed(0)
+    seed, first = torch.tensor(3), torch.tensor(0)
+    x = torch.randn(2, 6)
+    args = (x, seed, first, 0.5, 1, 0, [2, 6], [0, 0], [2, 6])
+    dropped = DIRECT["merakc.dropout.default"](*args)
+    assert torch.equal(dropped, torch.ops.merakc.dropout(*args))
+    q, k, v = (torch.randn(2, 4, 5, 8, requires_grad=True) for _ in range(3))
+    out = attention(q, k, v, None, True)
+    with torch.no_grad():
+        found, logsumexp = DIRECT["merakc.attention.default"](q, k, v, None, True, 8**-0.5)
+        assert torch.equal(found, out)
+        grads = DIRECT["merakc.attention_backward.default"](
+            torch.ones_like(out), q, k, v, found, logsumexp, None, True, 8**-0.5
+        )
+    for own, wanted in zip(grads, torch.autograd.grad(out.sum(), (q, k, v)), strict=True):
+        assert torch.equal(own, wanted)
+
+
+def test_the_shortest_call_of_an_op() -> None:
+    assert compiled_call("merakc.opaque.default") is DIRECT["merakc.opaque.default"]
+    assert compiled_call("aten.mm.default") is BINDINGS["aten.mm.default"]
+    assert not DIRECT.keys() & BINDINGS.keys()
+    x = torch.randn(3)
+    erfinv = compiled_call("aten.erfinv.default")
+    assert torch.equal(erfinv(x * 0.1), torch.erfinv(x * 0.1))
+
+
+@pytest.mark.parametrize(
+    ("op", "on_cpu", "elsewhere"),
+    [
+        ("aten.mm.default", False, False),
+        ("merakc.all_reduce.default", False, False),
+        ("merakc.attention.default", False, False),
+        ("merakc.attention_backward.default", False, True),
+        ("merakc.opaque.default", True, True),
+        ("merakc.opaque_backward.default", True, True),
+        (STARTS["merakc.all_reduce.default"], False, False),
+        (WAIT, False, False),
+        ("somebody.own_op.default", True, True),
+        ("composite.vocab_parallel_embedding", True, True),
+    ],
+)
+def test_who_may_differentiate(op: str, on_cpu: bool, elsewhere: bool) -> None:
+    assert uses_autograd(op, torch.device("cpu")) is on_cpu
+    assert uses_autograd(op, torch.device("cuda")) is elsewhere
 
 
 def test_group_norms_take_tensors_of_any_layout() -> None:

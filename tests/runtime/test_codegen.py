@@ -125,3 +125,36 @@ def test_products_are_made_where_they_belong() -> None:
     run([x + 1])
     assert torch.equal(kept, x @ x.t())
     assert torch.equal(sunk["own"], (x + 1) @ (x + 1).t())
+
+
+def test_autograd_is_left_out_where_no_call_may_need_it() -> None:
+    """Seen by what a call is told: whether autograd's layers of the dispatcher would be run."""
+    key = torch._C.DispatchKey.AutogradCPU
+    left_out: list[bool] = []
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        left_out.append(torch._C._dispatch_tls_is_dispatch_key_excluded(key))
+        return x.clone()
+
+    with torch.library._scoped_library("merakc_test_codegen", "DEF") as library:
+        library.define("seen(Tensor x) -> Tensor")
+        library.impl("seen", ours, "CPU")
+        foreign = node("seen", "merakc_test_codegen.seen.default", Ref("x"))
+        (found,) = compile_graph(graph((foreign,), Ref("seen")), CPU)([torch.ones(2, 4)])
+    assert left_out == [False]  # it may differentiate something itself
+    run = compile_graph(graph((node("neg", "aten.neg.default", Ref("x")),), Ref("neg")), CPU)
+    weight = torch.nn.Parameter(torch.ones(2, 4))
+    (found,) = run([weight])  # with gradients on: only the layers can have left them out
+    assert not found.requires_grad
+    assert not torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+
+
+def test_equal_ops_share_a_function_and_constants_are_made_once() -> None:
+    calls = (
+        node("a", "aten.view.default", Ref("x"), (4, 2)),
+        node("b", "aten.view.default", Ref("a"), (2, 4)),
+    )
+    run = compile_graph(graph(calls, Ref("b")), CPU)
+    inner = run.__closure__[0].cell_contents  # type: ignore[attr-defined]
+    assert sum(name.startswith("f0") for name in inner.__globals__) == 1
+    assert (4, 2) in inner.__code__.co_consts

@@ -8,7 +8,7 @@ from merakc.passes.differentiate import differentiate
 from merakc.passes.recompute import checkpointed
 from merakc.passes.schedule import build_programs
 from merakc.passes.split_backward import split_backward
-from merakc.runtime.pieces import Stage, message_specs, owned_gradients
+from merakc.runtime.pieces import Stage, message_specs
 from merakc.schedules.text import parse_schedule
 
 CPU = torch.device("cpu")
@@ -80,12 +80,24 @@ def test_the_shapes_of_messages() -> None:
     assert message_specs(chunk()) == {"x": SPEC, "y": SPEC}
 
 
-def test_gradients_that_are_views_are_not_owned() -> None:
-    x = Input("x", InputKind.BATCH, SPEC, "x")
-    nodes = (
-        Node("own", "aten.sin.default", (Ref("x"),), (), (SPEC,)),
-        Node("base", "aten.cos.default", (Ref("x"),), (), (SPEC,)),
-        Node("view", "aten.t.default", (Ref("base"),), (), (SPEC,)),
-    )
-    outputs = tuple(Output(n, OutputKind.GRADIENT, Ref(n)) for n in ("own", "base", "view"))
-    assert owned_gradients(Graph((x,), nodes, outputs)) == {"own"}
+def test_where_values_come_from_and_go() -> None:
+    program = build_programs(Mesh(), parse_schedule("0F0 0B0"), [])[0]
+    stage = Stage(0, chunk(), program, CPU)
+    forward, backward = (stage.piece(k, 0) for k in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    assert forward is not None
+    assert backward is not None
+    for piece in (forward, backward):
+        held = {i.name: name for i, name in zip(piece.given, piece.held, strict=True)}
+        assert {n: held[n] for n in ("a", "b") if n in held} == {
+            n: n for n in ("a", "b") if n in held
+        }
+        # The buffer that the forward writes: the micro-batch keeps its value from before.
+        assert not [name for n, name in held.items() if n not in ("a", "b") and name is not None]
+    names = [o.name for o in forward.returned]
+    assert forward.routes.sent == ((names.index("y"), "y", False),)
+    assert forward.routes.buffers == ((names.index("s"), "s"),)
+    assert {name for _, name in forward.routes.saved} == set(names) - {"y", "s"}
+    names = [o.name for o in backward.returned]
+    assert backward.routes.sent == ((names.index("x"), "x", True),)
+    assert sorted(name for _, name, _ in backward.routes.gradients) == ["a", "b"]
+    assert all(owned == (n in backward.owned) for _, n, owned in backward.routes.gradients)

@@ -1,0 +1,74 @@
+"""One compiled form of the step, and what every run of it asks of its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from merakc.frontend.record import Recording
+from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
+from merakc.ir.program import Chunk
+from merakc.passes.collectives import trained
+from merakc.planner import Lowered
+from merakc.runtime.codegen import Compiled
+from merakc.runtime.executor import Executor
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One compiled form of the step: for one mode and one shape of batch.
+
+    `state` is the rank's parameters and buffers, with the constants of what counts labels.
+    """
+
+    recording: Recording
+    lowered: Lowered
+    chunks: Mapping[int, Chunk]
+    executor: Executor
+    state: Tensors
+    counts: Compiled | None
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """The names of the parameters that the loss gives a gradient to."""
+        return frozenset(trained(self.lowered.loss.graph))
+
+    @cached_property
+    def loss_dtype(self) -> torch.dtype | None:
+        """The dtype of the loss; None where the forward returns none for this batch."""
+        graph = self.lowered.loss.graph
+        refs = [o.ref for o in graph.outputs if o.kind is OutputKind.LOSS]
+        return graph.specs()[refs[0]].dtype if refs else None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the forward returns a loss for this batch."""
+        return self.loss_dtype is not None
+
+    @cached_property
+    def brought(self) -> dict[InputKind, list[Input]]:
+        """What a batch and its step bring, by kind."""
+        found = self.lowered.loss.graph.inputs
+        return {k: [i for i in found if i.kind is k] for k in (InputKind.BATCH, InputKind.SCALAR)}
+
+    @cached_property
+    def written(self) -> frozenset[str]:
+        """The buffers that this rank's forwards write."""
+        return frozenset().union(*(chunk.written for chunk in self.chunks.values()))
+
+    @cached_property
+    def result_specs(self) -> dict[str, tuple[int, TensorSpec]]:
+        """The pipeline rank and the spec of every result of one micro-batch."""
+        graph = self.lowered.loss.graph
+        specs = graph.specs()
+        return {
+            o.name: (self.lowered.plan.rank_of[stage], specs[o.ref])
+            for stage, part in enumerate(self.lowered.stages.graphs)
+            for o in graph.outputs
+            if o.kind is OutputKind.RESULT and any(p.name == o.name for p in part.outputs)
+        }

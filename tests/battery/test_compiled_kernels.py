@@ -1,0 +1,69 @@
+"""`compile=True`: the step of one process, by kernels of torch's code generator."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError
+from tests.battery.small_models import (
+    Tensors,
+    Words,
+    assert_close,
+    build,
+    gradients,
+    parallel,
+    warm_up,
+    words,
+)
+
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler here"
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def train(options: dict[str, Any]) -> tuple[list[float], Tensors]:
+    """Losses of two steps on different batches, and the gradients that the second adds up."""
+    model = parallel(lambda: Words(blocks=2), words(0), compile=True, **options)
+    losses = []
+    for step in range(2):
+        loss = model(**words(step))["loss"]
+        loss.backward()
+        losses.append(loss.item())
+    return losses, model.full_gradients()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"micro_batches": 2}, {"tp": 2}, {"pp": 2, "micro_batches": 2}],
+    ids=str,
+)
+def test_it_trains_as_one_process_does(options: dict[str, Any]) -> None:
+    plain = build(lambda: Words(blocks=2))
+    wanted = []
+    for step in range(2):
+        loss = plain(**words(step))["loss"]
+        loss.backward()
+        wanted.append(loss.item())
+    ranks = options.get("tp", 1) * options.get("pp", 1)
+    losses, found = run_ranks(ranks, train, options, timeout_s=280.0)[0]
+    assert losses == pytest.approx(wanted, rel=1e-12)
+    assert_close(found, gradients(plain))
+
+
+def test_without_a_compiler_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.config as config
+
+    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ConfigError, match="leave compile away"):
+        merakc.auto_parallel(torch.nn.Linear(2, 2), torch.ones(2, 2), compile=True)
