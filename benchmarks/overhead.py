@@ -26,7 +26,7 @@ from matplotlib.ticker import NullLocator
 from rich.console import Console
 
 from benchmarks.overhead_runs import Crowd, Duel, First, crowd, duel, first, median_first
-from benchmarks.overlap import Size
+from benchmarks.overlap_steps import Size
 from benchmarks.reports import told_run
 
 # What is asked for (docs): of the small layers' step, of larger ones', seconds of a first step.

@@ -18,7 +18,7 @@ def main(text: str) -> dict[str, float]:
 
     import merakc
     from benchmarks.overhead_runs import batch_of
-    from benchmarks.overlap import Size, build
+    from benchmarks.overlap_steps import Size, build
 
     torch.set_num_threads(1)
     size = Size(*given["size"])

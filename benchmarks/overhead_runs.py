@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import merakc
-from benchmarks.overlap import VOCABULARY, Size, build
+from benchmarks.overlap_steps import VOCABULARY, Size, build
 from benchmarks.peers.rounds import MAX_OTHERS, MAX_TRIES, cpu_busy_s
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch

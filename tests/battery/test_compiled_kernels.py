@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import warnings
 from typing import Any
 
 import pytest
@@ -30,6 +32,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     warm_up()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of its own modules
+        importlib.import_module("torch._inductor.compile_fx")  # seconds, once and not in every rank
 
 
 def train(options: dict[str, Any]) -> tuple[list[float], Tensors]:

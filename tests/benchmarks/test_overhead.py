@@ -19,7 +19,7 @@ from benchmarks.overhead import (
     measure,
 )
 from benchmarks.overhead_runs import Crowd, Duel, First
-from benchmarks.overlap import Size
+from benchmarks.overlap_steps import Size
 
 GOOD = Duel("gpt2", SMALL, 1, (0.1, 0.2, 0.1), (0.08, 0.16, 0.09), 1e-6, 0.01)
 LARGE = replace(GOOD, size=LARGER[0], ours_s=(0.1, 0.19, 0.1))

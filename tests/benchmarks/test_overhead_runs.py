@@ -17,7 +17,7 @@ from benchmarks.overhead_runs import (
     median_first,
     quiet,
 )
-from benchmarks.overlap import Size
+from benchmarks.overlap_steps import Size
 
 TINY = Size(layers=2, hidden=64, sequence=16, samples=4)
 
