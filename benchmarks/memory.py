@@ -12,7 +12,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -21,18 +20,17 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 import typer
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
 from merakc.model import ParallelModel
+from merakc.runtime.live_bytes import LiveBytes
 
 # Large enough that kernels, and not Python between them, say when a message leaves.
 RANKS, MICRO_BATCHES, BATCH_SIZE = 2, 4, 512
@@ -56,51 +54,6 @@ CELLS: tuple[tuple[str, dict[str, Any]], ...] = (
         for precision in (None, "bf16-mixed")
     ),
 )  # fmt: skip
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up the storages that calls make, until each is freed; `peak_bytes` is the most.
-
-    torch's own `MemTracker` does the same by module, but only for a model called once a step.
-    """
-
-    def __init__(self, alive: Iterable[torch.Tensor]) -> None:
-        """Starts from the tensors that are alive already."""
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.known: set[int] = set()
-        self.now_bytes = self.peak_bytes = 0
-        for tensor in alive:
-            self._add(tensor)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Runs the call and counts what it made."""
-        out = func(*args, **(kwargs or {}))
-        given = {_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given:
-                self._add(tensor)
-        return out
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        key, storage = _key(tensor), tensor.untyped_storage()
-        if key in self.known:
-            return
-        size = storage.nbytes()
-        self.known.add(key)
-        self.now_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
-        weakref.finalize(storage, self._freed, key, size)
-
-    def _freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now_bytes -= size
-
-
-def _key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def peak_live_bytes(
@@ -153,9 +106,6 @@ def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int, int]:
     """One rank's predicted and measured peak bytes of a step, and those that may be on the way;
     collective.
     """
-    # Python lets another thread run every 5 ms, which is as long as many actions here: what lets go
-    # of sent values would come too late.
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     case = MODELS[model]
     size = SHARDED_BATCH_SIZE if "state_shards" in options else BATCH_SIZE
     batch = step_batch(case, size, torch.float32, 0)
@@ -169,12 +119,25 @@ def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int, int]:
     assert prediction is not None
     _, rank, _ = parallel.plan.mesh.coordinates(dist.get_rank())
     predicted_bytes = prediction.peak_bytes[rank]
+    return predicted_bytes, step_peak(parallel, optimizer, batch), _on_the_way(parallel)
+
+
+def step_peak(
+    parallel: ParallelModel, optimizer: torch.optim.Optimizer, batch: dict[str, Any]
+) -> int:
+    """The most bytes that are alive on this rank in a step, the median of several; collective.
+
+    The optimizer must have its state already.
+    """
+    # Python lets another thread run every 5 ms, which is as long as many actions here: what lets go
+    # of sent values would come too late.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     peaks = []
     for _ in range(REPEATS):
         optimizer.zero_grad()
         others = [*_constants(parallel), *_buckets(parallel)]
         peaks.append(peak_live_bytes(parallel, optimizer, lambda: parallel(**batch), others))
-    return predicted_bytes, statistics.median_low(peaks), _on_the_way(parallel)
+    return statistics.median_low(peaks)
 
 
 def _constants(parallel: ParallelModel) -> list[torch.Tensor]:

@@ -24,33 +24,27 @@ from merakc.batches import (
     tensor_specs,
     with_tensor_specs,
 )
+from merakc.bookkeeping import Bookkeeper, make_header
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.compiled_step import CompiledStep
-from merakc.costs.lanes import chunk_collectives
-from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
-from merakc.costs.stage import stage_cost, with_seconds
-from merakc.costs.timeline import program_memory, rank_times, verify_memory
 from merakc.errors import ConfigError, MerakWarning
+from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
-from merakc.ir.graph import InputKind, OutputKind
-from merakc.ir.plan import Plan, Prediction, load_plan
+from merakc.ir.graph import OutputKind
+from merakc.ir.plan import Plan, load_plan
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import AUTO, ShardsGiven, parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.overlap import with_parts
-from merakc.passes.collectives import chunk_touches
 from merakc.planner import Lowered, apply_plan
-from merakc.predict import predict
 from merakc.recording import record_part
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
-from merakc.runtime.links import measure_link, memory_bytes
+from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
-from merakc.simulate import Simulation
 from merakc.start import device_of, start_distributed
 from merakc.steps import Steps
 from merakc.version import __version__
@@ -80,6 +74,7 @@ def auto_parallel(
     device: torch.device | str | None = None,
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
+    ledger: str | Path | None = None,
 ) -> ParallelModel:
     """Makes a model train on all ranks that were started (`torchrun`), or on one process.
 
@@ -102,6 +97,7 @@ def auto_parallel(
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws, and of weights on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
+        ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
 
     Raises children of `MerakError`: `ConfigError`, `RecordError`, `MismatchError`, ...
     """
@@ -109,7 +105,7 @@ def auto_parallel(
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     request = Request(*given, state_shards, parse_precision(precision), overlap)
     made = _decide(model, batch, request, plan, cluster, device, seed)
-    return _build(made, cluster, seed, timeout_s, fuser)
+    return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,12 @@ def _decide(
 
 
 def _build(
-    made: _Decision, cluster: Cluster | None, seed: int, timeout_s: float, fuser: Fuser | None
+    made: _Decision,
+    cluster: Cluster | None,
+    seed: int,
+    timeout_s: float,
+    fuser: Fuser | None,
+    ledger: str | Path | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
@@ -179,9 +180,14 @@ def _build(
     _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)
-    prediction, simulation = _simulated(steps, step, made.machines, measured=cluster is None)
+    measured = cluster is None
+    prediction, simulation = expected(steps, step, made.machines, measured=measured)
     steps.planned = replace(lowered, plan=replace(lowered.plan, prediction=prediction))
-    return ParallelModel(steps, recording.aliases, simulation)
+    book = None
+    if from_rank_0(lambda: ledger) is not None:
+        header = make_header(steps, simulation, made.machines, measured=measured)
+        book = Bookkeeper(ledger or "", steps, header)
+    return ParallelModel(steps, recording.aliases, simulation, book)
 
 
 def _warn_of_opaque(plan: Plan) -> None:
@@ -318,67 +324,6 @@ def _lowered(
 
     plan = from_rank_0(decide)
     return found[0] if found else apply_plan(plan, recorded(plan.micro_batches))
-
-
-def _simulated(
-    steps: Steps, step: CompiledStep, cluster: Cluster, *, measured: bool
-) -> tuple[Prediction, Simulation]:
-    """What a step should cost, from the graphs that all stages really run.
-
-    With `measured`, the seconds of the stages' pieces and of the links are measured here, all
-    ranks at once, as they train; without, they are the cluster's.
-    """
-    lowered = step.lowered
-    plan = lowered.plan
-    own = {
-        s: stage_cost(chunk, cluster, plan.shards(s), plan.precision, plan.tied_shards(s))
-        for s, chunk in step.chunks.items()
-    }
-    if measured:
-        seconds = steps.measure(step)
-        if seconds is not None:
-            own = {s: with_seconds(cost, seconds[s]) for s, cost in own.items()}
-        latency_s, bytes_per_s = measure_link(steps.device)
-        cluster = replace(cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s)
-    touches = {s: chunk_touches(chunk) for s, chunk in step.chunks.items()}
-    inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
-    found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
-    mesh, rank_of = plan.mesh, plan.rank_of
-    of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
-    every = {s: touches for s, (_, touches, _) in enumerate(of_stage)}
-    prediction, simulation = predict(
-        lowered, cluster, tuple(c for c, *_ in of_stage), every,
-        collectives={of: some for *_, inside in of_stage for of, some in inside.items()},
-    )  # fmt: skip
-    programs = lowered.with_collectives(lowered.programs(), every)
-    times = rank_times(programs, simulation.events)[steps.groups.rank]
-    static_bytes = _static_bytes(steps, step)
-    buckets = steps.sharded.specs if steps.sharded else ()
-    sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
-    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, sunk)
-
-    def peak_bytes() -> int:
-        if plan.order and plan.schedule != "auto":  # the user's own
-            verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
-        return max((m.peak_bytes for m in memory), default=static_bytes)
-
-    peaks = together(peak_bytes)
-    first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
-    return replace(prediction, peak_bytes=first), simulation
-
-
-def _static_bytes(steps: Steps, step: CompiledStep) -> int:
-    """Parameters, buffers and constants of this rank, what an optimizer keeps of the first."""
-    held = list(steps.state.values())
-    constants = [c for s in step.executor.stages.values() for c in s.constants.values()]
-    total = sum(t.nbytes for t in (*held, *constants))
-    total += OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)
-    plan, graph = step.lowered.plan, step.lowered.loss.graph
-    if plan.precision:  # the batch as it is computed with
-        batch = [i.spec for i in graph.inputs if i.kind is InputKind.BATCH]
-        floats = sum(s.size_bytes for s in batch if s.dtype.is_floating_point)
-        total += plan.micro_batches * floats
-    return total + (steps.sharded.extra_bytes if steps.sharded else 0)
 
 
 def _nominal(device: torch.device) -> Cluster:

@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from merakc.commands.calibrate import calibrate
 from merakc.commands.clusters import HELP, machines
 from merakc.commands.console import NO, AsJson, told
+from merakc.commands.diff import diff
 from merakc.commands.doctor import doctor
 from merakc.commands.scale import scale
 from merakc.commands.simulate import simulate
@@ -27,7 +29,6 @@ from merakc.ir.precision import parse_precision
 from merakc.ir.report import Verdict
 from merakc.offline import plan_offline
 from merakc.report.analysis import make_report
-from merakc.report.diff import changes_table, plan_changes, prediction_changes
 from merakc.report.findings import verdict
 from merakc.report.packing import unpack
 from merakc.report.page import require_report, write_page
@@ -135,28 +136,6 @@ def show(
         _print(found, as_json=as_json, whole=True)
 
 
-@app.command()
-def diff(
-    first: Annotated[Path, typer.Argument(help="A plan file.")],
-    second: Annotated[Path, typer.Argument(help="Another.")],
-    as_json: AsJson = False,
-) -> None:
-    """Show what two plans decide differently; exits with 1 where they do."""
-    with told(Console(stderr=True)):
-        old, new = load_plan(first), load_plan(second)
-    changes, predictions = plan_changes(old, new), prediction_changes(old, new)
-    console = Console()
-    if as_json:
-        found = {"changes": changes, "predictions": predictions}
-        console.print_json(json.dumps({k: [asdict(c) for c in v] for k, v in found.items()}))
-    elif changes:
-        console.print(changes_table([*changes, *predictions], str(first), str(second)))
-    else:
-        console.print("the plans decide the same")
-    if changes:
-        raise typer.Exit(NO)
-
-
 def _shards(text: str | None) -> str | tuple[int, ...] | None:
     """`1,1,8` as numbers; a name as it is."""
     if text is None or "," not in text:
@@ -182,6 +161,8 @@ def _print(made: Plan, *, as_json: bool, whole: bool = False) -> None:
         console.print(report_table(made.report, console.width))
 
 
+app.command()(diff)
+app.command()(calibrate)
 app.command()(scale)
 app.command()(simulate)
 app.command()(verify)

@@ -22,6 +22,25 @@ DtypeName = Literal["float64", "float32", "float16", "bfloat16", "float8"]
 _STRICT = ConfigDict(extra="forbid")
 
 
+# Sizes, and what was measured at each, from small to large.
+Points = tuple[tuple[Positive, Positive], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What kernels were measured to reach on a device, from small to large ones.
+
+    `products`, of square matrices, and `attention` hold (flops, flops a second) by dtype, `traffic`
+    (bytes read and written, bytes a second).
+    """
+
+    __pydantic_config__ = _STRICT
+
+    products: Mapping[DtypeName, Points] = field(default_factory=dict)
+    attention: Mapping[DtypeName, Points] = field(default_factory=dict)
+    traffic: Points = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Device:
     """One kind of device: what its maker states, and three constants that say what programs reach.
@@ -29,7 +48,8 @@ class Device:
     Peak rates are those of dense products by dtype, and of 32-bit inputs that the device rounds
     (TF32) where it does. `units` are its multiprocessors, over which the tiles of a product are
     spread. Programs reach `product_share` of the peak rate in large products and `traffic_share`
-    of the memory bandwidth; a kernel takes the host `launch_s` to launch.
+    of the memory bandwidth; a kernel takes the host `launch_s` to launch. What a `profile` has
+    measured wins over these.
     """
 
     __pydantic_config__ = _STRICT
@@ -45,6 +65,7 @@ class Device:
     traffic_share: Share = 0.8
     launch_s: NotNegative = 1e-5
     source: str = ""
+    profile: Profile | None = field(default=None, hash=False)
 
     def flops_per_s(self, dtype: str) -> float:
         """What large products of this dtype reach; of one that is not listed, the slowest rate."""
@@ -72,14 +93,71 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """What devices of a node share, so that they slow each other down: cores, or memory.
+
+    `together[k - 1]` is the share of its speed that each of `devices` keeps while k compute. More
+    than are listed take turns: they share what those have, as processes share cores.
+    """
+
+    together: tuple[Share, ...]
+    devices: Count
+
+    @property
+    def cores(self) -> int:
+        """How many compute at once."""
+        return len(self.together)
+
+    def speed(self, busy: float) -> float:
+        """The share of its speed that each of so many devices has, between whole numbers too."""
+        if busy <= 1:
+            return self.together[0]
+        if busy >= self.cores:
+            return self.together[-1] * self.cores / busy
+        below = int(busy)
+        part = busy - below
+        return (1 - part) * self.together[below - 1] + part * self.together[below]
+
+    def most(self, ranks: int) -> float:
+        """What so many devices of a node do together at the most, in those that are alone."""
+        return max(busy * self.speed(busy) for busy in range(1, min(ranks, self.devices) + 1))
+
+    def beside(self, ranks: int) -> float:
+        """The share of its speed that communication has beside so many devices that compute, where
+        it is cores that carry it.
+        """
+        return min(1.0, max(0.0, self.cores / min(ranks, self.devices) - 1.0))
+
+
+@dataclass(frozen=True, slots=True)
 class Nodes:
-    """So many nodes of one kind, each with so many devices."""
+    """So many nodes of one kind, each with so many devices.
+
+    `together` says how they slow each other down (`Sharing`); empty, they do not.
+    """
 
     __pydantic_config__ = _STRICT
 
     device: Device
     devices: Count
     count: Count = 1
+    together: tuple[Share, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """What measured steps took, against the formulas: by how much these are multiplied.
+
+    Seconds of forwards, of backwards, of collectives and messages, and of optimizers.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    forward: Positive = 1.0
+    backward: Positive = 1.0
+    collectives: Positive = 1.0
+    optimizer: Positive = 1.0
+    source: str = ""
 
 
 def slowest_of(devices: Iterable[Device]) -> Device:
@@ -93,7 +171,7 @@ class Hardware:
 
     Programs reach `link_share` of the links' bandwidth. `step_error` is how far predicted steps
     were from measured ones on such machines, as a mean share of their time; 0 where none were
-    measured.
+    measured. `factors` correct what is computed of all that.
     """
 
     __pydantic_config__ = _STRICT
@@ -103,6 +181,7 @@ class Hardware:
     links: tuple[Level, ...]
     link_share: Share = 0.8
     step_error: NotNegative = 0.0
+    factors: Factors = Factors()
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -118,6 +197,12 @@ class Hardware:
     def slowest(self) -> Device:
         """The kind of device with the lowest peak rate, which all wait for where work is even."""
         return slowest_of(n.device for n in self.nodes)
+
+    @property
+    def sharing(self) -> Sharing | None:
+        """What the devices of the first kind of nodes share."""
+        own = self.nodes[0]
+        return Sharing(own.together, own.devices) if own.together else None
 
     def level(self, extent: int) -> Level:
         """The innermost level that joins a block of `extent` neighbouring devices."""
@@ -135,6 +220,7 @@ class Hardware:
             0.0,
             1.0,
             self,
+            self.sharing,
         ).joining(len(self.devices))
 
 
@@ -146,6 +232,7 @@ class Cluster:
     elementwise ops reach, `op_overhead_s` the time an op takes whatever its size. A message of n
     bytes takes `link_latency_s` + n / `link_bytes_per_s`, an all-reduce moves its bytes twice.
     Where `hardware` is known, stages are timed with its devices and links (`merakc.costs.device`).
+    `sharing` is what the devices of a node share.
     """
 
     name: str
@@ -156,16 +243,27 @@ class Cluster:
     link_latency_s: float
     link_bytes_per_s: float
     hardware: Hardware | None = None
+    sharing: Sharing | None = None
 
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""
         if self.hardware is None:
             return self
         level, share = self.hardware.level(extent), self.hardware.link_share
+        slower = self.hardware.factors.collectives
         return replace(
             self,
-            link_latency_s=level.latency_s,
-            link_bytes_per_s=share * level.bytes_per_s / level.shared_by,
+            link_latency_s=slower * level.latency_s,
+            link_bytes_per_s=share * level.bytes_per_s / level.shared_by / slower,
+        )
+
+    def slower(self, factor: float) -> Cluster:
+        """The same with devices that take so many times as long."""
+        return replace(
+            self,
+            flops_per_s=self.flops_per_s / factor,
+            bytes_per_s=self.bytes_per_s / factor,
+            op_overhead_s=self.op_overhead_s * factor,
         )
 
     def described(self, ranks: int) -> Hardware:
@@ -178,7 +276,8 @@ class Cluster:
             traffic_share=1.0, launch_s=self.op_overhead_s,
         )  # fmt: skip
         links = Level("links", ranks, self.link_bytes_per_s, self.link_latency_s)
-        return Hardware(self.name, (Nodes(device, ranks),), (links,), 1.0)
+        together = self.sharing.together if self.sharing else ()
+        return Hardware(self.name, (Nodes(device, ranks, 1, together),), (links,), 1.0)
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the

@@ -7,9 +7,10 @@ and `[[links]]` from the inner to the outer level. docs/cluster-files.md shows o
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,12 +18,14 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from merakc.cluster import Device, Hardware, Level, Nodes
+from merakc.cluster import Device, Factors, Hardware, Level, Nodes, Profile
 from merakc.errors import ClusterError
 
 PRESETS = Path(__file__).parent / "presets"
 _HARDWARE = TypeAdapter(Hardware)
-_KEYS: dict[str, type] = {"devices": Device, "nodes": Nodes, "links": Level}
+_KEYS: dict[str, type] = {
+    "profile": Profile, "devices": Device, "nodes": Nodes, "links": Level, "factors": Factors,
+}  # fmt: skip
 
 
 def preset_names() -> tuple[str, ...]:
@@ -115,6 +118,47 @@ def parse_cluster(text: str, where: str = "cluster file") -> Hardware:
     return hardware
 
 
+def cluster_text(hardware: Hardware) -> str:
+    """The text of a cluster file that describes this hardware."""
+    devices = {n.device.name: n.device for n in hardware.nodes}
+    figures = {name: getattr(hardware, name) for name in ("name", "link_share", "step_error")}
+    lines = _table("", figures)
+    for name, device in devices.items():
+        head = f"devices.{json.dumps(name)}"
+        values = {f.name: getattr(device, f.name) for f in fields(device) if f.name != "name"}
+        profile = values.pop("profile")
+        lines += _table(f"[{head}]", values)
+        if profile is not None:
+            lines += _table(f"[{head}.profile]", asdict(profile))
+    for own in hardware.nodes:
+        lines += _table("[[nodes]]", {**_values(own), "device": own.device.name})
+    for link in hardware.links:
+        lines += _table("[[links]]", _values(link))
+    if hardware.factors != Factors():
+        lines += _table("[factors]", _values(hardware.factors))
+    return "\n".join(lines) + "\n"
+
+
+def _values(value: Nodes | Level | Factors) -> dict[str, Any]:
+    return {f.name: getattr(value, f.name) for f in fields(value)}
+
+
+def _table(head: str, values: Mapping[str, Any]) -> list[str]:
+    """The lines of a table; what is empty is left out."""
+    found = [
+        f"{key} = {_toml(value)}" for key, value in values.items() if value not in ("", (), {})
+    ]
+    return [*(["", head] if head else []), *found]
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{key} = {_toml(own)}" for key, own in value.items()) + " }"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
 @cache
 def _preset(name: str) -> Hardware:
     if name not in preset_names():
@@ -178,12 +222,29 @@ def _check(hardware: Hardware, where: str) -> None:
                 f"{where}: links.{k}.shared_by: {link.shared_by} devices share a link that joins "
                 f"{link.devices}; give at most {link.devices}"
             )
+    for device in dict.fromkeys(n.device for n in hardware.nodes):
+        _check_profile(device, where)
     total = len(hardware.devices)
     if sizes[-1] < total:
         raise ClusterError(
             f"{where}: links.{len(sizes) - 1}.devices: the outermost level joins {sizes[-1]} "
             f"devices, and there are {total}; give it {total} or more, or add a level"
         )
+
+
+def _check_profile(device: Device, where: str) -> None:
+    """Raises `ClusterError` where sizes do not grow."""
+    found = device.profile or Profile()
+    curves = {"traffic": found.traffic}
+    curves |= {f"products.{dtype}": points for dtype, points in found.products.items()}
+    curves |= {f"attention.{dtype}": points for dtype, points in found.attention.items()}
+    for name, points in curves.items():
+        for (size, _), (larger, _) in pairwise(points):
+            if larger <= size:
+                raise ClusterError(
+                    f"{where}: devices.{device.name}.profile.{name}: {larger:g} stands behind "
+                    f"{size:g}; order the sizes from small to large"
+                )
 
 
 def _explain(error: ValidationError, where: str) -> str:
@@ -198,8 +259,9 @@ def _explain(error: ValidationError, where: str) -> str:
 
 def _problem(found: Mapping[str, Any]) -> str:
     key, value = str(found["loc"][-1]), found["input"]
-    room = next((str(p) for p in found["loc"] if p in _KEYS), "")
-    kind = Device if "device" in found["loc"][:-1] else _KEYS.get(room, Hardware)
+    rooms = [str(p) for p in found["loc"][:-1] if p in _KEYS]
+    kind = _KEYS.get(rooms[-1] if rooms else "", Hardware)
+    kind = Device if "device" in found["loc"][:-1] and kind is Nodes else kind
     names = [f.name for f in fields(kind)]
     match found["type"]:
         case "unexpected_keyword_argument" | "extra_forbidden":

@@ -43,6 +43,14 @@ class ClusterError(MerakError):
     """A cluster file that is malformed, or says what no cluster can be."""
 
 
+class LedgerError(MerakError):
+    """A ledger that is cut off, edited, of another version or of another plan."""
+
+
+class CalibrationError(MerakError):
+    """A machine that cannot be measured, or ledgers that tell nothing of its model's errors."""
+
+
 class MismatchError(MerakError):
     """Ranks that do not hold the same model, plan or versions."""
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from merakc.cluster import Device, Hardware
-from merakc.costs.device import Place, traffic_seconds
+from merakc.cluster import Device, Hardware, Sharing
+from merakc.costs.device import Place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.keep import EVERYTHING, keep_bytes, with_kept
 from merakc.costs.measured import NONE, Corrections
@@ -22,6 +22,7 @@ from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
     even_stages,
+    optimizer_seconds,
     piece_cost,
     rank_place,
     shared_parameters,
@@ -125,7 +126,7 @@ class Job:
     """A model's pieces on the stages of a layout, with their seconds.
 
     `places` and `costs`, those of all pieces there, are each pipeline rank's; `parts` are the
-    places of each stage's pieces.
+    places of each stage's pieces. `sharing` is what the ranks of a node share.
     """
 
     pieces: Sequence[Piece]
@@ -133,6 +134,7 @@ class Job:
     places: Sequence[Place]
     costs: Sequence[Sequence[PieceCost]]
     parts: Sequence[Sequence[int]]
+    sharing: Sharing | None = None
 
     @property
     def rank_of(self) -> tuple[int, ...]:
@@ -187,7 +189,8 @@ def make_job(
         parts = balanced_stages([on_ranks[rank] for rank in _rank_of(degrees)])
     else:
         parts = even_stages(pieces, (), degrees.pp * degrees.chunks)
-    return Job(pieces, degrees, [places[device] for device in devices], on_ranks, parts)
+    of_ranks = [places[device] for device in devices]
+    return Job(pieces, degrees, of_ranks, on_ranks, parts, hardware.sharing)
 
 
 def estimate_step(
@@ -216,12 +219,17 @@ def estimate_job(job: Job, habits: Habits) -> Estimate:
     ]  # fmt: skip
     run = _run(job, stages, habits)
     state_s, optimizer_s = state_seconds(job, habits)
+    pipeline_s, busy_s, sharing = run.seconds, run.busy_s, job.sharing
+    if sharing is not None:  # all that ranks of a node do, they do with what they share
+        together = min(job.degrees.ranks, sharing.devices)
+        busy_s *= together / sharing.most(together)
+        pipeline_s = max(pipeline_s, busy_s)
     return Estimate(
-        run.seconds + state_s + optimizer_s,
-        run.seconds,
+        pipeline_s + state_s + optimizer_s,
+        pipeline_s,
         state_s,
         optimizer_s,
-        1.0 - run.busy_s / run.seconds,
+        1.0 - busy_s / pipeline_s,
         run.again_s,
         run.peak_bytes,
         tuple(stages),
@@ -338,9 +346,8 @@ def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
     if shared:
         ends = Group(2, 2 if degrees.ranks <= fabric.ranks_per_node else 1, fabric.ranks_per_node)
         state_s += all_reduce_seconds(precision.gradient_bytes * shared, ends, fabric)
-    moved = 2 * precision.optimizer_bytes + precision.gradient_bytes + precision.parameter_bytes
     optimizer_s = max(
-        traffic_seconds(moved * -(-count // shards.optimizer), place.device)
+        optimizer_seconds(-(-count // shards.optimizer), precision, place)
         for count, place in zip(parameters, job.places, strict=True)
     )
     return state_s, optimizer_s

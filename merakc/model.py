@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches import batch_size_of
+from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
@@ -58,12 +60,14 @@ class ParallelModel(nn.Module):
         steps: Steps,
         aliases: Mapping[str, str],
         simulation: Simulation | None,
+        book: Bookkeeper | None = None,
     ) -> None:
         super().__init__()
         keep = object.__setattr__  # nothing of ours may look like a child of the model
         keep(self, "_steps", steps)
         keep(self, "_aliases", dict(aliases))
         keep(self, "_simulation", simulation)
+        keep(self, "_book", book)
         keep(self, "_last_events", ())
         keep(self, "_last_collectives", ())
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
@@ -163,10 +167,14 @@ class ParallelModel(nn.Module):
         step = steps.compile(args, kwargs, train=train, results=False)
         if not step.has_loss:
             return self._results(step, args, kwargs)
-        result = steps.run(step, args, kwargs)
+        book = self._own("_book") if train else None
+        with book.step() if book else nullcontext():
+            result = steps.run(step, args, kwargs)
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
         loss = steps.share_loss(step, result)
+        if book is not None:
+            book.write(result)
         if train:
             steps.taken += 1
             loss = self._with_gradients(loss, steps.finite(result.gradients))

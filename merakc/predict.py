@@ -27,11 +27,13 @@ def predict(
     *,
     dp_rank: int | None = None,
     collectives: GraphCollectives | None = None,
+    messages: tuple[float, float] | None = None,
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step, of all ranks or of one dp rank's, which stands for all.
 
     Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
-    the timeline is to show of the stages' graphs.
+    the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
+    those between stages.
     """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
@@ -48,10 +50,12 @@ def predict(
     near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
     table = CostTable(
         costs,
-        near.link_latency_s,
-        near.link_bytes_per_s,
+        *(messages or (near.link_latency_s, near.link_bytes_per_s)),
         collective_s=seconds,
+        overlap=cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0,
         collectives=collectives or {},
+        sharing=cluster.sharing,
+        ranks=mesh.world_size,
     )
     own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
     programs = lowered.programs(ranks=None if dp_rank is None else own)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import heapq
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from merakc.contention import GATHERING, stretched
 from merakc.costs.streams import Streams
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.program import (
@@ -21,8 +22,6 @@ from merakc.ir.program import (
     Program,
 )
 from merakc.verify import Channel, Work, run_programs, trains, verify_programs
-
-GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +41,8 @@ class Simulation:
     their seconds. `bubble_share` is the idle part of ranks times `step_s`. A `RECV` event lasts as
     long as the rank waits, a `SEND` event, which takes the rank no time, stands at the moment of
     posting. `collectives` are the events of those over dp, which run beside the others, `inside`
-    those of the computes' graphs. `memory` holds samples, rank by rank in order of time.
+    those of the computes' graphs. `memory` holds samples, rank by rank in order of time. Computes
+    take `stretch` times as long as on ranks that are alone.
     """
 
     step_s: float
@@ -55,6 +55,7 @@ class Simulation:
     communication_s: tuple[float, ...] = ()
     collectives: tuple[Event, ...] = ()
     inside: GraphCollectives = field(default_factory=dict, hash=False)
+    stretch: float = 1.0
 
     def collectives_inside(self, ranks: Collection[int]) -> tuple[CollectiveEvent, ...]:
         """The collectives of the computes of some ranks: there may be very many."""
@@ -96,9 +97,10 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     """
     verify_programs(programs)
     training = trains(programs)
+    durations, stretch = _durations(programs, costs)
     states = {
-        p.rank: _Rank(p.rank, costs, _static_bytes(p, costs), training, _recomputed(p))
-        for p in programs
+        p.rank: _Rank(p.rank, costs, _static_bytes(p, costs), training, _recomputed(p), iter(own))
+        for p, own in zip(programs, durations.values(), strict=True)
     }
     link_free_s: dict[tuple[int, int], float] = {}
     arrivals_s: dict[Channel, deque[float]] = defaultdict(deque)
@@ -123,7 +125,7 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
 
     stuck = run_programs(programs, post, receive, compute)
     assert not stuck, "verified programs ran into a deadlock"
-    return _result(list(states.values()), costs)
+    return replace(_result(list(states.values()), costs), stretch=stretch)
 
 
 def _result(states: Sequence[_Rank], costs: CostTable) -> Simulation:
@@ -153,6 +155,7 @@ class _Rank:
     live_bytes: int
     training: bool
     recomputed: frozenset[Work]
+    durations: Iterator[float]
     clock: Streams = field(init=False)
     busy_s: float = 0.0
     peak_bytes: int = field(init=False)
@@ -207,7 +210,7 @@ class _Rank:
                 self.live_bytes += cost.reduced_bytes
                 self._touch()
         start_s = self.clock.now_s
-        duration_s = _duration_s(cost, kind)
+        duration_s = next(self.durations)
         if action.collectives or self.clock.queue:
             self._run(action, duration_s)
         else:
@@ -268,6 +271,24 @@ def _duration_s(cost: StageCost, kind: ActionKind) -> float:
             return cost.reduce_s
         case _:
             raise AssertionError(f"{kind} is a message, it has no duration of its own")
+
+
+def _durations(
+    programs: Sequence[Program], costs: CostTable
+) -> tuple[dict[int, list[float]], float]:
+    """The seconds of each rank's computes, reductions and gathers, in their order, and how many
+    times those of ranks that are alone they are.
+    """
+
+    def alone_s(action: Action) -> float:
+        return _duration_s(costs.stages[action.stage], action.kind)
+
+    alone = {p.rank: [alone_s(a) for a in p.actions if not a.kind.is_message] for p in programs}
+    if costs.sharing is None:
+        return alone, 1.0
+    found = stretched(programs, costs, alone_s, costs.sharing, costs.ranks)
+    whole_s, before_s = (sum(map(sum, own.values())) for own in (found, alone))
+    return found, whole_s / before_s if before_s else 1.0
 
 
 def _static_bytes(program: Program, costs: CostTable) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -173,17 +174,24 @@ class Steps:
         self.compiled.clear()
         self.groups.made.clear()
 
-    def measure(self, step: CompiledStep) -> dict[int, dict[ActionKind, float]] | None:
+    def measure(
+        self, step: CompiledStep, turn: int = 0, turns: int = 1
+    ) -> dict[int, dict[ActionKind, float]] | None:
         """Measured seconds of this rank's computes of a micro-batch, by stage; collective.
 
-        None where the graph does not run on the zeros that stand in for a batch: an index made
-        from them may be out of range. All ranks of a tp group fail alike.
+        Of several turns, this rank measures in the one that is its own, while others wait. None
+        where the graph does not run on the zeros that stand in for a batch: an index made from them
+        may be out of range. All ranks of a tp group fail alike.
         """
         self._bind()
-        try:
-            return step.executor.measure()
-        except (ArithmeticError, LookupError, RuntimeError, ValueError):
-            return None
+        found = None
+        for now in range(turns):
+            if now == turn:
+                with suppress(ArithmeticError, LookupError, RuntimeError, ValueError):
+                    found = step.executor.measure()
+            if turns > 1:
+                dist.barrier()
+        return found
 
     def _bind(self) -> None:
         """Binds the tp axis to this model's group: another model may have other groups."""

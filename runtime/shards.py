@@ -13,6 +13,7 @@ neighbours; its part of that shard, i div s_p, is what it optimizes.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -84,10 +85,11 @@ class Running:
     """Collectives that run one after the other, beside the computing.
 
     What they are part of is a generator that yields each as it starts, and goes on when it has
-    ended.
+    ended. `waited_s` is how long the host has stood still for them, ever.
     """
 
     def __init__(self) -> None:
+        self.waited_s = 0.0
         self.steps: Iterator[dist.Work] = iter(())
         self.work: dist.Work | None = None
 
@@ -100,7 +102,9 @@ class Running:
     def finish(self) -> None:
         """Waits for all."""
         while self.work is not None:
+            start_s = time.perf_counter()
             self.work.wait()
+            self.waited_s += time.perf_counter() - start_s
             self.work = next(self.steps, None)
 
     def poll(self) -> bool:

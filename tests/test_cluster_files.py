@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from merakc.cluster import NOMINAL_CPU
+from merakc.cluster import NOMINAL_CPU, Factors
 from merakc.cluster_files import (
     PRESETS,
+    cluster_text,
     find_cluster,
     hardware_for,
     load_cluster,
@@ -132,6 +134,49 @@ def test_what_is_wrong_is_said_with_its_place_and_a_remedy(case: str) -> None:
     assert old in TEXT
     with pytest.raises(ClusterError, match=f"mine.toml: .*{message}"):
         parse_cluster(TEXT.replace(old, new, 1), "mine.toml")
+
+
+PROFILE = """
+[devices.old.profile]
+products = { float32 = [[1e6, 1e9], [1e9, 2e9]] }
+traffic = [[1e3, 1e9], [1e6, 1e10]]
+
+[factors]
+forward = 1.25
+source = "runs"
+"""
+WRONG_PROFILES = {
+    "sizes in disorder": ("[1e9, 2e9]", "[1e5, 2e9]",
+                          "devices.old.profile.products.float32: 100000 stands behind 1e.06"),
+    "no rate": ("[1e9, 2e9]", "[1e9, 0]", "float32.1.1: 0 must be greater than 0"),
+    "an unknown curve": ("traffic =", "trafic =", r"trafic: unknown key \(did you mean 'traffic'"),
+    "an unknown factor": ("forward", "forwards", r"forwards: unknown key \(did you mean 'forward'"),
+    "a factor of nothing": ("1.25", "0", "factors.forward: 0 must be greater than 0"),
+}  # fmt: skip
+
+
+def test_what_was_measured_is_read_and_written() -> None:
+    hardware = parse_cluster(TEXT + PROFILE)
+    profile = hardware.nodes[0].device.profile
+    assert profile is not None
+    assert profile.products["float32"] == ((1e6, 1e9), (1e9, 2e9))
+    assert hardware.factors == Factors(1.25, source="runs")
+    nodes = tuple(replace(n, together=(1.0, 0.5)) for n in hardware.nodes)
+    shared = replace(hardware, nodes=nodes, step_error=0.05)
+    assert parse_cluster(cluster_text(shared)) == shared
+
+
+@pytest.mark.parametrize("case", WRONG_PROFILES)
+def test_what_is_wrong_with_a_profile_is_said(case: str) -> None:
+    old, new, message = WRONG_PROFILES[case]
+    assert old in PROFILE
+    with pytest.raises(ClusterError, match=message):
+        parse_cluster(TEXT + PROFILE.replace(old, new, 1), "mine.toml")
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_cluster_is_the_same_after_it_was_written(name: str) -> None:
+    assert parse_cluster(cluster_text(preset(name, 2))) == preset(name, 2)
 
 
 @pytest.mark.parametrize(

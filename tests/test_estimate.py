@@ -153,3 +153,18 @@ def test_measured_pieces_are_said_to_be() -> None:
         PIECES, Degrees(), HARDWARE, Habits(), corrections, lambda p: ("block",) if p.path else ()
     )
     assert half.source == "formula"
+
+
+def test_ranks_that_share_cores_take_at_least_what_all_do_on_them() -> None:
+    degrees = Degrees(pp=4, micro_batches=8)
+    alone = preset("cpu")
+    plain = estimate_step(PIECES, degrees, alone)
+    together = (1.0, 0.9)
+    nodes = tuple(replace(n, together=together) for n in alone.nodes)
+    shared = estimate_step(PIECES, degrees, replace(alone, nodes=nodes))
+    busy_s = 4 * (1 - plain.bubble_share) * plain.pipeline_s
+    assert shared.pipeline_s == pytest.approx(busy_s / 1.8)
+    assert shared.pipeline_s > plain.pipeline_s
+    assert shared.bubble_share == pytest.approx(0.0)
+    wide = tuple(replace(n, together=(1.0,) * 4) for n in alone.nodes)
+    assert estimate_step(PIECES, degrees, replace(alone, nodes=wide)).step_s == plain.step_s

@@ -13,14 +13,17 @@ same for every device.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import cast
 
-from merakc.cluster import Device
+from merakc.cluster import Device, DtypeName, Factors, Points, Profile
 from merakc.costs.fabric import Fabric, Group, all_gather_seconds, all_reduce_seconds, axis_group
-from merakc.costs.kernels import Kernel, KernelKind
+from merakc.costs.kernels import Kernel, KernelKind, Work
 
 # Tiles of a product that libraries choose from, rows by columns, and the share of the best rate
 # that each reaches: smaller ones read their arguments more often (the guide above, figure 4).
@@ -43,6 +46,7 @@ OVERLAP_NORM = 4.0
 # What kernels and collectives lose that run at once (Galvatron, arXiv 2211.13878, measures 1.126 to
 # 1.3 on GPUs with NVLink): the shorter of the two costs so much of its time.
 CONTENTION = 0.126
+PLAIN = Factors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,15 @@ class Place:
     """Where a rank works: its device, and the links to the others of its tp group.
 
     `tp` of None is a group of unknown size in a node, taken for a whole node. With `overlap` the
-    collectives of tp run beside other kernels, as where both are cut into parts.
+    collectives of tp run beside other kernels, as where both are cut into parts. `factors` are
+    those of measured steps; those of collectives are in the fabric.
     """
 
     device: Device
     fabric: Fabric
     tp: int | None = None
     overlap: bool = False
+    factors: Factors = PLAIN
 
     @property
     def group(self) -> Group:
@@ -64,8 +70,21 @@ class Place:
         return axis_group(self.tp or self.fabric.ranks_per_node, 1, self.fabric)
 
 
-def work_seconds(kernels: Mapping[Kernel, int], place: Place) -> float:
-    """Seconds of kernels one after the other, launched by the host as they run."""
+def forward_seconds(work: Work, place: Place) -> float:
+    """Seconds of a forward, corrected by measured steps."""
+    return work_seconds(work.forward, place, place.factors.forward)
+
+
+def backward_seconds(work: Work, place: Place) -> float:
+    """Seconds of a backward, corrected by measured steps."""
+    return work_seconds(work.backward, place, place.factors.backward)
+
+
+def work_seconds(kernels: Mapping[Kernel, int], place: Place, factor: float = 1.0) -> float:
+    """Seconds of kernels one after the other, launched by the host as they run.
+
+    Those that are no collectives take `factor` times what formulas say, launches included.
+    """
     if not kernels:
         return 0.0
     group = place.group
@@ -74,11 +93,11 @@ def work_seconds(kernels: Mapping[Kernel, int], place: Place) -> float:
         if kernel.kind is KernelKind.COLLECTIVE:
             wire_s += count * collective_seconds(kernel, group, place.fabric)
         else:
-            compute_s += count * kernel_seconds(kernel, place.device)
+            compute_s += count * factor * kernel_seconds(kernel, place.device)
     device_s = compute_s + wire_s
     if place.overlap:
         device_s = max(compute_s, wire_s) + CONTENTION * min(compute_s, wire_s)
-    host_s = sum(kernels.values()) * place.device.launch_s
+    host_s = factor * sum(kernels.values()) * place.device.launch_s
     longer, shorter = max(device_s, host_s), min(device_s, host_s)
     if not longer:
         return 0.0
@@ -95,7 +114,22 @@ def collective_seconds(kernel: Kernel, group: Group, fabric: Fabric) -> float:
 
 def traffic_seconds(size_bytes: float, device: Device) -> float:
     """Seconds of reading and writing so many bytes in large pieces."""
+    if device.profile and device.profile.traffic and size_bytes > 0:
+        return size_bytes / measured_rate(device.profile.traffic, size_bytes)
     return size_bytes / (device.bytes_per_s * device.traffic_share)
+
+
+def measured_rate(points: Points, size: float) -> float:
+    """The rate at a size between those that were measured, on logarithmic axes; beyond them, that
+    of the nearest.
+    """
+    at = bisect_right(points, size, key=lambda point: point[0])
+    if at in (0, len(points)):
+        return points[max(at - 1, 0)][1]
+    (small, slow), (large, fast) = points[at - 1], points[at]
+    part: float = math.log(size / small) / math.log(large / small)
+    found: float = slow * (fast / slow) ** part
+    return found
 
 
 @lru_cache(maxsize=1 << 16)
@@ -103,18 +137,37 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
     """Seconds of a kernel that is no collective, on an otherwise idle device."""
     traffic_s = traffic_seconds(kernel.traffic_bytes, device)
     rate = device.flops_per_s(kernel.dtype)
+    known = device.profile or Profile()
     match kernel.kind:
         case KernelKind.PRODUCT:
-            return max(_product_seconds(kernel, device.units, rate), traffic_s)
+            seconds = _product_seconds(kernel, device.units, rate)
+            return max(seconds * _off(kernel, device, rate), traffic_s)
         case KernelKind.ATTENTION:
+            points = known.attention.get(cast(DtypeName, kernel.dtype))
+            if points:
+                return kernel.flops / measured_rate(points, kernel.flops)
             return max(_attention_seconds(kernel, device.units, rate), traffic_s)
         case _:
-            return traffic_s + LEAST_S
+            return traffic_s + (0.0 if known.traffic else LEAST_S)
 
 
 def total_flops(kernels: Counter[Kernel]) -> int:
     """Multiplications and additions of all kernels."""
     return sum(kernel.flops * count for kernel, count in kernels.items())
+
+
+def _off(kernel: Kernel, device: Device, rate: float) -> float:
+    """What a product of as many flops, of square matrices, was measured to take, against what the
+    formula says of it: the formula is left to tell of the shape.
+    """
+    measured = device.profile.products if device.profile else {}
+    points = measured.get(cast(DtypeName, kernel.dtype))
+    if not points or not kernel.flops:
+        return 1.0
+    side = max(round((kernel.flops / 2) ** (1 / 3)), 1)
+    square = replace(kernel, flops=2 * side**3, shape=(1, side, side, side))
+    measured_s = square.flops / measured_rate(points, square.flops)
+    return measured_s / _product_seconds(square, device.units, rate)
 
 
 def _product_seconds(kernel: Kernel, units: int, rate: float) -> float:

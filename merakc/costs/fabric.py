@@ -46,17 +46,19 @@ class Group:
 def hardware_fabric(hardware: Hardware, ranks: int) -> Fabric:
     """The links that a job of so many neighbouring ranks uses: in a node, and the outermost level.
 
-    Each at the share of its bandwidth that programs reach.
+    Each at the share of its bandwidth that programs reach, and corrected by measured steps.
     """
     per_node = hardware.nodes[0].devices
     inner, outer = hardware.level(per_node), hardware.level(max(ranks, per_node))
     network = outer.bytes_per_s * per_node / outer.shared_by
+    slower = hardware.factors.collectives
+    share = hardware.link_share / slower
     return Fabric(
         per_node,
-        hardware.link_share * inner.bytes_per_s / inner.shared_by,
-        hardware.link_share * network,
-        inner.latency_s,
-        outer.latency_s,
+        share * inner.bytes_per_s / inner.shared_by,
+        share * network,
+        slower * inner.latency_s,
+        slower * outer.latency_s,
     )
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from merakc.cluster import Cluster, Device
-from merakc.costs.device import work_seconds
+from merakc.cluster import Cluster, Device, Factors
+from merakc.costs.device import backward_seconds, forward_seconds
 from merakc.costs.kernels import graph_work
 from merakc.costs.memory import live_bytes, order_bytes
 from merakc.costs.pieces import saved_bytes
@@ -43,19 +43,20 @@ def stage_cost(
 
     The parameters of `tied` are sharded as another stage has them.
     """
+    factors = cluster.hardware.factors if cluster.hardware else Factors()
 
-    def seconds(graph: Graph | None) -> float:
-        return graph_seconds(graph, cluster) if graph else 0.0
+    def seconds(graph: Graph | None, factor: float = factors.backward) -> float:
+        return graph_seconds(graph, cluster.slower(factor)) if graph else 0.0
 
     forward, backward = order_bytes(chunk, (_F, _B))
     again = order_bytes(chunk, (_F, _R, _B)) if chunk.checkpoint else None
     split = order_bytes(chunk, (_F, _I, _W)) if chunk.weight_grad else None
     return StageCost(
-        forward_s=seconds(chunk.forward),
+        forward_s=seconds(chunk.forward, factors.forward),
         backward_s=seconds(chunk.backward),
         input_grad_s=seconds(chunk.input_grad),
         weight_grad_s=seconds(chunk.weight_grad),
-        recompute_s=seconds(chunk.recompute),
+        recompute_s=seconds(chunk.recompute, factors.forward),
         saved_bytes=forward.held_bytes,
         checkpoint_bytes=again[0].held_bytes if again else 0,
         deferred_bytes=split[1].held_bytes if split else 0,
@@ -155,7 +156,7 @@ def rough_seconds(
         return forward_s, forward_s * BACKWARD_PER_FORWARD
     place = rank_place(cluster.hardware, len(cluster.hardware.devices), tp, device=device)
     work = graph_work(local)
-    return work_seconds(work.forward, place), work_seconds(work.backward, place)
+    return forward_seconds(work, place), backward_seconds(work, place)
 
 
 def static_bytes(

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from merakc.cluster import Device, Hardware
-from merakc.costs.device import Place, traffic_seconds, work_seconds
+from merakc.costs.device import Place, backward_seconds, forward_seconds, traffic_seconds
 from merakc.costs.fabric import hardware_fabric
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.pieces import Piece
@@ -35,8 +35,8 @@ def piece_cost(
     """The seconds of a piece, corrected where its labels were measured."""
     factor = corrections.factor(labels)
     return PieceCost(
-        factor * work_seconds(piece.work.forward, place),
-        factor * work_seconds(piece.work.backward, place),
+        factor * forward_seconds(piece.work, place),
+        factor * backward_seconds(piece.work, place),
         corrections.is_measured(labels),
     )
 
@@ -159,6 +159,14 @@ def shared_parameters(
     return {name: sizes[name] for name, count in holders.items() if count > 1}
 
 
+def optimizer_seconds(updated: int, precision: Precision, place: Place) -> float:
+    """Seconds of an optimizer that updates so many elements: it reads and writes its state, reads
+    the gradients and writes the parameters. Corrected by measured steps.
+    """
+    moved = 2 * precision.optimizer_bytes + precision.gradient_bytes + precision.parameter_bytes
+    return place.factors.optimizer * traffic_seconds(moved * updated, place.device)
+
+
 def rank_place(
     hardware: Hardware,
     ranks: int,
@@ -168,4 +176,5 @@ def rank_place(
     device: Device | None = None,
 ) -> Place:
     """Where each rank of a job works: on its device, or else the slowest, which all wait for."""
-    return Place(device or hardware.slowest, hardware_fabric(hardware, ranks), tp, overlap)
+    fabric = hardware_fabric(hardware, ranks)
+    return Place(device or hardware.slowest, fabric, tp, overlap, hardware.factors)

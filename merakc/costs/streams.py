@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,13 @@ class Streams:
         """Waits until the collectives of this key have ended, and those before them."""
         while any(key == running.key for running in self.queue):
             self._finish_first()
+
+    def left_s(self, keys: Collection[Hashable] | None = None) -> float:
+        """Seconds until the collectives of these keys have ended, where nothing is computed; of
+        all, where None.
+        """
+        places = [k for k, own in enumerate(self.queue) if keys is None or own.key in keys]
+        return sum(own.left_s for own in list(self.queue)[: max(places, default=-1) + 1])
 
     def wait_all(self) -> None:
         """Waits for all that runs."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from merakc.cluster import Sharing
 from merakc.ir.program import ActionKind, CollectiveKind
 
 
@@ -72,6 +73,9 @@ class CostTable:
     `collective_s` are seconds of a bucket's collectives over dp, which run at the share `overlap`
     of their speed while the rank computes. `collectives` are those of the stages' graphs, whose
     seconds are in the stages' costs.
+
+    `sharing` is what the ranks of a node share, of which there are `ranks` in all; seconds are then
+    those of a rank that computes alone.
     """
 
     stages: tuple[StageCost, ...]
@@ -83,3 +87,5 @@ class CostTable:
     )
     overlap: float = 1.0
     collectives: GraphCollectives = field(default_factory=dict, hash=False)
+    sharing: Sharing | None = None
+    ranks: int = 0

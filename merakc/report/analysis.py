@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Literal
 
-from merakc.cluster import Cluster
+from merakc.cluster import Cluster, Factors
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.flops import FREE
 from merakc.costs.kernels import Work, graph_work
@@ -183,7 +184,8 @@ def _rank_times(
 
 
 def _origins(cluster: Cluster) -> tuple[Origin, ...]:
-    """Nothing of an offline plan is measured; what the models are fed with is said."""
+    """What the models are fed with: of an offline plan, at the most kernels were measured."""
+    profiled = False
     if cluster.hardware is None:
         how = f"a roofline of each node, with the nominal figures of {cluster.name}"
         links = f"latency and bandwidth of one nominal link, {cluster.link_bytes_per_s:.3g} B/s"
@@ -191,11 +193,21 @@ def _origins(cluster: Cluster) -> tuple[Origin, ...]:
         devices = dict.fromkeys(n.device for n in cluster.hardware.nodes)
         sources = "; ".join(d.source or "the cluster file" for d in devices)
         how = f"kernels by shape on {', '.join(d.name for d in devices)} ({sources})"
+        how += _corrected(cluster.hardware.factors, "forward", "backward")
         sources = "; ".join(dict.fromkeys(n.source for n in cluster.hardware.links if n.source))
         links = f"rings and trees by size and level ({sources or 'the cluster file'})"
+        links += _corrected(cluster.hardware.factors, "collectives")
+        profiled = all(d.profile is not None for d in devices)
+    of_kernels: Literal["measured", "modelled"] = "measured" if profiled else "modelled"
     return (
-        Origin("seconds of stages", "modelled", how),
+        Origin("seconds of stages", of_kernels, how),
         Origin("seconds of messages and collectives", "modelled", links),
         Origin("the step, waits and bubbles", "modelled", "simulated, the runtime's own actions"),
         Origin("memory", "modelled", "live ranges of the forward; the optimizer keeps 2 numbers"),
     )
+
+
+def _corrected(factors: Factors, *kinds: str) -> str:
+    """What measured steps have to say of these kinds."""
+    found = [f"{kind} x {getattr(factors, kind):.2f}" for kind in kinds]
+    return f", corrected by {factors.source}: {', '.join(found)}" if factors.source else ""

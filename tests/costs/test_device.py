@@ -7,19 +7,23 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import Device
+from merakc.cluster import Device, Factors, Profile
 from merakc.costs.device import (
     ATTENTION_SHARE,
     CONTENTION,
     FILL,
     LEAST_S,
     Place,
+    backward_seconds,
+    forward_seconds,
     kernel_seconds,
+    measured_rate,
     total_flops,
+    traffic_seconds,
     work_seconds,
 )
 from merakc.costs.fabric import Fabric, all_reduce_seconds
-from merakc.costs.kernels import ALL_REDUCE, Kernel, KernelKind
+from merakc.costs.kernels import ALL_REDUCE, Kernel, KernelKind, Work
 
 UNITS = 100
 DEVICE = Device(
@@ -116,3 +120,41 @@ def test_a_group_of_unknown_size_is_a_node() -> None:
 
 def test_total_flops() -> None:
     assert total_flops(Counter({product(2, 3, 4): 5})) == 5 * 48
+
+
+POINTS = ((100.0, 1e9), (10_000.0, 4e9), (1_000_000.0, 4e9))
+
+
+def test_rates_between_measured_sizes_are_on_a_line_in_logarithms() -> None:
+    sizes = (1.0, 100.0, 1000.0, 10_000.0, 1e5, 1e9)
+    rates = (1e9, 1e9, 2e9, 4e9, 4e9, 4e9)
+    assert [measured_rate(POINTS, size) for size in sizes] == pytest.approx(rates)
+
+
+def test_what_was_measured_wins_over_formulas() -> None:
+    profile = Profile(
+        {"float32": ((1e6, 1e9), (1e12, 1e9))}, {"float32": ((1e6, 2e9),)}, ((1e3, 1e8),)
+    )
+    known = replace(DEVICE, profile=profile)
+    square = product(512, 512, 512, dtype="float32")
+    assert kernel_seconds(square, known) == pytest.approx(square.flops / 1e9)
+    skinny = product(4096, 64, 512, dtype="float32")  # the formula's, as far off as squares are
+    shape = kernel_seconds(skinny, DEVICE) / kernel_seconds(square, DEVICE)
+    assert kernel_seconds(skinny, known) == pytest.approx(shape * square.flops / 1e9)
+    assert kernel_seconds(product(64, 64, 64), known) == kernel_seconds(product(64, 64, 64), DEVICE)
+    attention = Kernel(KernelKind.ATTENTION, 10**6, 0, (8, 64, 64, 64), "float32")
+    assert kernel_seconds(attention, known) == pytest.approx(5e-4)
+    moved = Kernel(KernelKind.TRAFFIC, 0, 1000)
+    assert kernel_seconds(moved, known) == pytest.approx(1e-5)
+    assert traffic_seconds(2000, known) == pytest.approx(2e-5)
+
+
+def test_measured_steps_correct_forwards_and_backwards() -> None:
+    wire = Kernel(KernelKind.COLLECTIVE, 0, 1 << 20, op=ALL_REDUCE)
+    work = Work(Counter({product(512, 512, 512): 2, wire: 1}), Counter({product(512, 512, 512): 4}))
+    own = replace(PLACE, factors=Factors(forward=3.0, backward=0.5))
+    wire_s = all_reduce_seconds(1 << 20, PLACE.group, FABRIC)
+    before_s = work_seconds(work.forward, PLACE) - wire_s
+    assert forward_seconds(work, PLACE) == work_seconds(work.forward, PLACE)
+    assert forward_seconds(work, own) - wire_s == pytest.approx(3 * before_s)
+    assert backward_seconds(work, own) == pytest.approx(work_seconds(work.backward, PLACE) / 2)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import Device, Hardware, Level, Nodes
+from merakc.cluster import Device, Factors, Hardware, Level, Nodes
 from merakc.costs.fabric import (
     Fabric,
     Group,
@@ -83,3 +84,16 @@ def test_messages_of_a_node_share_its_network() -> None:
 def test_the_group_of_an_axis() -> None:
     assert axis_group(4, 1, FABRIC) == Group(4, 4, 2)
     assert axis_group(16, 8, FABRIC) == Group(16, 1, 8)
+
+
+def test_measured_steps_correct_links() -> None:
+    slow = replace(HARDWARE, factors=Factors(collectives=2.0))
+    before, after = (hardware_fabric(own, 32) for own in (HARDWARE, slow))
+    group = axis_group(16, 1, before)
+    assert all_reduce_seconds(1e9, group, after) == pytest.approx(
+        2 * all_reduce_seconds(1e9, group, before)
+    )
+    assert message_seconds(1e6, 1, after) == pytest.approx(2 * message_seconds(1e6, 1, before))
+    flat = replace(HARDWARE.flat("float32"), hardware=slow).joining(32)
+    assert flat.link_latency_s == 2 * HARDWARE.flat("float32").joining(32).link_latency_s
+    assert flat.link_bytes_per_s == HARDWARE.flat("float32").joining(32).link_bytes_per_s / 2

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_CPU
+from merakc.cluster import NOMINAL_CPU, Factors
 from merakc.cluster_files import preset
 from merakc.costs.device import work_seconds
 from merakc.costs.kernels import graph_work
 from merakc.costs.stage import (
     faster,
     reduced_bytes,
+    rough_seconds,
     rough_stage_cost,
     stage_cost,
     static_bytes,
@@ -127,3 +128,16 @@ def test_rough_seconds_where_the_devices_are_known() -> None:
     assert replace(cost, forward_s=0, backward_s=0, input_grad_s=0, weight_grad_s=0,
                    recompute_s=0) == replace(plain, forward_s=0, backward_s=0, input_grad_s=0,
                                              weight_grad_s=0, recompute_s=0)  # fmt: skip
+
+
+def test_measured_steps_correct_the_seconds_of_graphs() -> None:
+    planned = lowered("1f1b", "none")
+    chunk = planned.chunk(0, 0)
+    hardware = preset("cpu")
+    slow = replace(hardware, factors=Factors(forward=2.0, backward=3.0))
+    before, after = (stage_cost(chunk, own.flat("float32")) for own in (hardware, slow))
+    assert after.forward_s == pytest.approx(2 * before.forward_s)
+    assert after.backward_s == pytest.approx(3 * before.backward_s)
+    local = planned.stages.local[0]
+    rough, corrected = (rough_seconds(local, own.flat("float32"), 1) for own in (hardware, slow))
+    assert corrected == pytest.approx((2 * rough[0], 3 * rough[1]))

@@ -57,3 +57,12 @@ def test_a_collective_ends_within_the_computing() -> None:
     streams.post("a", 1.0)
     streams.compute(3.0)
     assert streams.ended == [("a", 1.0, 3.0)]
+
+
+def test_seconds_that_are_left() -> None:
+    streams = Streams()
+    for key, seconds in (("a", 1.0), ("b", 2.0), ("a", 4.0)):
+        streams.post(key, seconds)
+    assert (streams.left_s(), streams.left_s(["b"]), streams.left_s(["c"])) == (7.0, 3.0, 0.0)
+    streams.compute(2.0)
+    assert (streams.left_s(), streams.left_s(["b", "c"])) == (5.0, 1.0)

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_GPU, Hardware, Nodes
+from merakc.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
 from merakc.cluster_files import preset
 from merakc.costs.kernels import graph_work
 from merakc.ir.alternatives import Alternatives
@@ -128,6 +128,13 @@ def test_nothing_of_an_offline_plan_is_measured() -> None:
         origins = make_report(lowered(Mesh(pp=2)), cluster).origins
         assert {o.origin for o in origins} == {"modelled"}
     assert "NVIDIA H100 data sheet" in origins[0].how
+    hardware = preset("h100")
+    nodes = tuple(replace(n, device=replace(n.device, profile=Profile())) for n in hardware.nodes)
+    known = replace(hardware, nodes=nodes, factors=Factors(1.5, 1.25, 2.0, source="3 steps"))
+    origins = make_report(lowered(Mesh(pp=2)), known.flat()).origins
+    assert [o.origin for o in origins] == ["measured", "modelled", "modelled", "modelled"]
+    assert "corrected by 3 steps: forward x 1.50, backward x 1.25" in origins[0].how
+    assert "corrected by 3 steps: collectives x 2.00" in origins[1].how
 
 
 def test_alternatives_are_handed_on() -> None:

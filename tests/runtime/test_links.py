@@ -4,12 +4,15 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc.runtime.links import (
     LINK_BYTES_PER_S,
     LINK_LATENCY_S,
     measure_link,
+    measure_messages,
+    measure_sharing,
     memory_bytes,
 )
 
@@ -22,6 +25,28 @@ def test_links_are_measured_alike_on_every_rank() -> None:
     latency_s, bytes_per_s = first
     assert 0 < latency_s < 10
     assert 1e5 < bytes_per_s < 1e13
+
+
+def test_messages_are_measured_between_neighbours() -> None:
+    def of_rank() -> tuple[float, float]:
+        group = dist.new_group([0, 1, 2])
+        return measure_messages(CPU, group)
+
+    found = run_ranks(3, of_rank)
+    assert found[0] == found[1] == found[2]
+    assert 0 < found[0][0] < 10
+    assert 1e5 < found[0][1] < 1e13
+
+
+def test_what_ranks_share_is_measured_alike_on_every_rank() -> None:
+    found = run_ranks(3, measure_sharing)
+    assert found[0] == found[1] == found[2]
+    ranks, sharing = found[0]
+    assert ranks == (0, 1, 2)
+    assert sharing is not None
+    assert (sharing.devices, sharing.together[0]) == (3, 1.0)
+    assert sharing.cores == min(3, len(os.sched_getaffinity(0)))
+    assert all(0 < share <= 1 for share in sharing.together)
 
 
 def test_one_rank_has_typical_links() -> None:

@@ -1,0 +1,348 @@
+"""`python -m benchmarks.measured_cells`: small models under small plans, predicted and really run.
+
+Every cell is a stock model on 2 or 4 processes of this machine. `auto_parallel` predicts its step
+when it starts, from the seconds of the stages' own graphs, of messages and of collectives, and from
+how ranks that share cores slow each other down; then it trains. A step is all that `model(**batch)`
+and `backward()` do. The peak of a rank counts every storage that is alive.
+
+Beside it stands what the cost model says of the same plan from the cluster file of this machine
+(`merakc calibrate`), without a look at the model's own kernels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import transformers
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import merakc
+from benchmarks.memory import step_peak
+from benchmarks.ranks import run_ranks
+from benchmarks.reports import told_run
+from merakc.calibration import calibrate
+from merakc.cluster import Hardware
+from merakc.cluster_files import load_cluster
+from merakc.predict import predict
+
+STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND = 0.10, 0.05, 0.05, 0.05
+BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 16, 96, 512, 4
+WARM_UP = 3
+WIDTH, HEADS, LAYERS = 256, 4, 4
+MOST_RANKS = 4
+Batch = dict[str, torch.Tensor]
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
+        use_cache=False, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2,
+        max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def _bert() -> nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return transformers.BertForMaskedLM(config)
+
+
+def _t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=3 * WIDTH, num_layers=2,
+        num_decoder_layers=2, num_heads=HEADS, decoder_start_token_id=0, pad_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "gpt2": _gpt2, "llama": _llama, "bert": _bert, "t5": _t5,
+}  # fmt: skip
+PIPELINE = {"pp": 2, "schedule": "1f1b", "recompute": "none"}
+# By name: the options of `auto_parallel`. All plans of a model train the same batch.
+PLANS: Mapping[str, dict[str, Any]] = {
+    "pp 2, 1f1b": PIPELINE,
+    "pp 2, zb-h1": {**PIPELINE, "schedule": "zb-h1"},
+    "pp 2, 1f1b, recomputed": {**PIPELINE, "recompute": "full"},
+    "tp 2": {"tp": 2, "recompute": "none"},
+    "dp 2": {"dp": 2, "recompute": "none"},
+    "dp 2 x pp 2, 1f1b": {**PIPELINE, "dp": 2},
+    "tp 2 x pp 2, 1f1b": {**PIPELINE, "tp": 2},
+}
+LEFT_OUT = {
+    "gpt2": "pp 2, 1f1b, recomputed",
+    "llama": "pp 2, 1f1b",
+    "bert": "pp 2, 1f1b, recomputed",
+    "t5": "pp 2, 1f1b",
+}
+CELLS = tuple((m, p) for m in MODELS for p in PLANS if p != LEFT_OUT[m])
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What one rank tells of a cell; `modelled_s` is that of the cluster file's formulas."""
+
+    predicted_s: float
+    modelled_s: float
+    runs_s: tuple[float, ...]
+    predicted_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A model under a plan: its step, the median of the runs, and the peak of each rank."""
+
+    model: str
+    plan: str
+    ranks: int
+    predicted_s: float
+    modelled_s: float
+    runs_s: tuple[float, ...]
+    predicted_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+
+    @property
+    def measured_s(self) -> float:
+        """The median."""
+        return statistics.median(self.runs_s)
+
+    @property
+    def error(self) -> float:
+        """Of the predicted step, relative to the measured one."""
+        return self.predicted_s / self.measured_s - 1
+
+    @property
+    def modelled_error(self) -> float:
+        """Of the step by formulas."""
+        return self.modelled_s / self.measured_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """The largest relative difference of a rank's peak."""
+        pairs = zip(self.predicted_bytes, self.measured_bytes, strict=True)
+        return max(abs(predicted / measured - 1) for predicted, measured in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The plans of a model on so many ranks: which is predicted best, and what that loses."""
+
+    model: str
+    ranks: int
+    chosen: str
+    best: str
+    loss: float
+
+
+def choices(cells: Sequence[Cell]) -> list[Choice]:
+    """Of each model and number of ranks with several plans."""
+    groups: dict[tuple[str, int], list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.model, cell.ranks), []).append(cell)
+    found = []
+    for (model, ranks), own in groups.items():
+        if len(own) > 1:
+            chosen = min(own, key=lambda cell: cell.predicted_s)
+            best = min(own, key=lambda cell: cell.measured_s)
+            loss = chosen.measured_s / best.measured_s - 1
+            found.append(Choice(model, ranks, chosen.plan, best.plan, loss))
+    return found
+
+
+def make_batch(model: str, size: int, seed: int = 0) -> Batch:
+    """Random words, and the labels of the model's kind."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (size, LENGTH), generator=generator)
+    return {"input_ids": ids, "labels": ids}
+
+
+def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
+    """One rank of a cell; collective."""
+    options = {"dp": 1, "tp": 1, "pp": 1, **PLANS[plan]}
+    torch.manual_seed(0)
+    batch = make_batch(model, BATCH // options["dp"], seed=0)
+    parallel = merakc.auto_parallel(
+        MODELS[model](), batch, micro_batches=MICRO_BATCHES // options["dp"], **options
+    )
+    batch = make_batch(model, BATCH // options["dp"], seed=parallel.data_parallel_rank)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    runs_s = []
+    for _ in range(WARM_UP + steps):
+        optimizer.zero_grad()
+        dist.barrier()
+        start_s = time.perf_counter()
+        parallel(**batch).loss.backward()
+        dist.barrier()
+        runs_s.append(time.perf_counter() - start_s)
+        optimizer.step()
+    prediction = parallel.plan.prediction
+    assert prediction is not None
+    place = parallel.plan.mesh.coordinates(parallel.rank)[1]
+    flat = dataclasses.replace(hardware.flat("float32"))
+    modelled, _ = predict(parallel._own("_steps").planned, flat)
+    peak_bytes = step_peak(parallel, optimizer, batch)
+    return Ran(
+        prediction.step_s, modelled.step_s, tuple(runs_s[WARM_UP:]),
+        prediction.peak_bytes[place], peak_bytes,
+    )  # fmt: skip
+
+
+def measure(model: str, plan: str, steps: int, hardware: Hardware) -> Cell:
+    """Runs a cell on processes of its own."""
+    options = PLANS[plan]
+    ranks = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
+    found = run_ranks(ranks, run_cell, model, plan, steps, hardware, timeout_s=300.0)
+    runs_s = tuple(max(each) for each in zip(*(own.runs_s for own in found), strict=True))
+    return Cell(
+        model, plan, ranks, found[0].predicted_s, found[0].modelled_s, runs_s,
+        tuple(own.predicted_bytes for own in found), tuple(own.measured_bytes for own in found),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What is asked for, with what was found."""
+
+    cells: tuple[Cell, ...]
+    choices: tuple[Choice, ...]
+
+    @property
+    def rows(self) -> list[tuple[str, float, float]]:
+        """What it is, the worst that was found, and what is allowed."""
+        errors = [abs(cell.error) for cell in self.cells]
+        losses = [choice.loss for choice in self.choices]
+        return [
+            ("step, worst cell", max(errors), STEP_BOUND),
+            ("step, median of the cells", statistics.median(errors), MEDIAN_BOUND),
+            ("peak memory, worst rank", max(c.memory_error for c in self.cells), MEMORY_BOUND),
+            ("loss of the plan predicted best, worst", max(losses, default=0.0), CHOICE_BOUND),
+        ]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all bounds hold."""
+        return all(found <= bound for _, found, bound in self.rows)
+
+
+def cells_table(cells: Sequence[Cell]) -> Table:
+    """A row a cell."""
+    table = Table(title="Steps on this machine, and peaks of ranks")
+    left = ("model", "plan")
+    for name in (*left, "predicted", "measured", "runs", "error", "formulas", "memory"):
+        table.add_column(name, justify="left" if name in left else "right")
+    for cell in cells:
+        good, fits = abs(cell.error) <= STEP_BOUND, cell.memory_error <= MEMORY_BOUND
+        table.add_row(
+            cell.model, cell.plan, f"{cell.predicted_s * 1e3:.1f} ms",
+            f"{cell.measured_s * 1e3:.1f} ms",
+            f"{min(cell.runs_s) * 1e3:.0f} to {max(cell.runs_s) * 1e3:.0f}",
+            f"[{'green' if good else 'red'}]{cell.error:+.1%}[/]", f"{cell.modelled_error:+.0%}",
+            f"[{'green' if fits else 'red'}]{cell.memory_error:.1%}[/]",
+        )  # fmt: skip
+    return table
+
+
+def summary_table(summary: Summary) -> Table:
+    """What is asked for, and which plans would have been chosen."""
+    table = Table(title="What is asked for")
+    for name, justify in (("", "left"), ("found", "right"), ("at most", "right")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name, found, bound in summary.rows:
+        colour = "green" if found <= bound else "red"
+        table.add_row(name, f"[{colour}]{found:.1%}[/]", f"{bound:.0%}")
+    for one in summary.choices:
+        text = f"{one.model} on {one.ranks} ranks: predicted best is {one.chosen}"
+        table.add_row(text, f"{one.loss:+.1%}", "")
+    return table
+
+
+def document(summary: Summary, arguments: Sequence[str]) -> str:
+    """The page of the documentation."""
+    lines = [
+        "# Small cells on this machine, predicted and measured", "",
+        told_run("benchmarks.measured_cells", arguments), "", *(__doc__ or "").splitlines()[2:], "",
+        "| asked for | found | at most |", "|---|---|---|",
+    ]  # fmt: skip
+    lines += [f"| {name} | {found:.1%} | {bound:.0%} |" for name, found, bound in summary.rows]
+    lines += [
+        "", "| model | plan | predicted | measured | fastest to slowest run | error | "
+        "by formulas | largest error of a peak |", "|---|---|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for c in summary.cells:
+        runs = f"{min(c.runs_s) * 1e3:.0f} to {max(c.runs_s) * 1e3:.0f} ms"
+        lines.append(
+            f"| {c.model} | {c.plan} | {c.predicted_s * 1e3:.1f} ms | {c.measured_s * 1e3:.1f} ms "
+            f"| {runs} | {c.error:+.1%} | {c.modelled_error:+.0%} | {c.memory_error:.1%} |"
+        )
+    lines += [
+        "",
+        "| model | ranks | predicted best | measured best | loss |",
+        "|---|---|---|---|---|",
+    ]
+    for one in summary.choices:
+        lines.append(f"| {one.model} | {one.ranks} | {one.chosen} | {one.best} | {one.loss:+.1%} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Comma-separated; all if empty.")] = "",
+    steps: Annotated[int, typer.Option(help="Timed steps of a cell.")] = 15,
+    cluster: Annotated[
+        Path | None, typer.Option(help="This machine's cluster file; measured if not given.")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures here.")
+    ] = None,
+    doc: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+) -> None:
+    """Compares all cells; exits with 1 where a bound is missed."""
+    said = Console(stderr=True)
+    torch.set_num_threads(1)
+    if cluster is None:
+        said.print("measuring this machine", style="dim")
+    hardware = load_cluster(cluster) if cluster else calibrate(torch.device("cpu"), MOST_RANKS)
+    wanted = models.split(",") if models else list(MODELS)
+    todo = [(model, plan) for model, plan in CELLS if model in wanted]
+    cells = []
+    for k, (model, plan) in enumerate(todo, 1):
+        said.print(f"{k} of {len(todo)}: {model}, {plan}", style="dim", highlight=False)
+        cells.append(measure(model, plan, steps, hardware))
+    summary = Summary(tuple(cells), tuple(choices(cells)))
+    Console(width=120).print(cells_table(cells), summary_table(summary))
+    print("passed" if summary.passed else "FAILED")
+    if json_path is not None:
+        body = {"passed": summary.passed, **dataclasses.asdict(summary), "bounds": summary.rows}
+        json_path.write_text(json.dumps(body, indent=1) + "\n")
+    if doc is not None:
+        doc.write_text(document(summary, sys.argv[1:]))
+    raise typer.Exit(0 if summary.passed else 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

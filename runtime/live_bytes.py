@@ -1,0 +1,56 @@
+"""Counts the bytes that are alive while calls run: what a step needs at its highest point."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up the storages that calls make, until each is freed; `peak_bytes` is the most.
+
+    torch's own `MemTracker` does the same by module, but only for a model called once a step.
+    """
+
+    def __init__(self, alive: Iterable[torch.Tensor]) -> None:
+        """Starts from the tensors that are alive already."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known: set[int] = set()
+        self.now_bytes = self.peak_bytes = 0
+        for tensor in alive:
+            self._add(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Runs the call and counts what it made."""
+        out = func(*args, **(kwargs or {}))
+        given = {_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in given:
+                self._add(tensor)
+        return out
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        key, storage = _key(tensor), tensor.untyped_storage()
+        if key in self.known:
+            return
+        size = storage.nbytes()
+        self.known.add(key)
+        self.now_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.now_bytes)
+        weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now_bytes -= size
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
