@@ -69,7 +69,7 @@ def entries(names: Sequence[str], shardings: Sequence[str]) -> list[Entry]:
 def base_of(row: Row, rows: Sequence[Row]) -> Row | None:
     """Merakc's row at the same sharding on the same network, where both were measured."""
     for other in rows:
-        same = (other.network, other.entry.sharding) == (row.network, row.entry.sharding)
+        same = (other.network, other.entry.form) == (row.network, row.entry.form)
         if same and other.entry.peer == MERAKC and other.steps_s and row.steps_s:
             return other
     return None
@@ -79,7 +79,7 @@ def complaints(rows: Sequence[Row]) -> list[str]:
     """What is not as it should be: weights, failures of merakc, peers that are faster."""
     found = []
     for row in rows:
-        name = f"{row.network}, {row.entry.sharding}, {row.entry.label}"
+        name = f"{row.network}, {row.entry.form}, {row.entry.label}"
         base = base_of(row, rows)
         if row.failure and row.entry.peer == MERAKC:
             found.append(f"{name}: {row.failure}")
@@ -97,7 +97,7 @@ HEAD = ("sharding", "contestant", "step", "to merakc", "hidden", "exposed", "alo
 
 def cells(row: Row, rows: Sequence[Row]) -> list[str]:
     """A row of the table, with rich's markup."""
-    name = [row.entry.sharding, row.entry.label]
+    name = [row.entry.form, row.entry.label]
     if not row.steps_s:
         return [*name, "[yellow]missing[/]", *[""] * (len(HEAD) - 3)]
     base, ratio = base_of(row, rows), ""
@@ -124,7 +124,7 @@ def table_of(network: str, rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="left" if name in HEAD[:2] else "right")
     own = [row for row in rows if row.network == network]
     for k, row in enumerate(own):
-        if k and own[k - 1].entry.sharding != row.entry.sharding:
+        if k and own[k - 1].entry.form != row.entry.form:
             table.add_section()
         table.add_row(*cells(row, rows))
     others = max((row.others for row in own), default=0.0)

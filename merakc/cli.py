@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from merakc.commands.bench import PASSED_ON, bench
 from merakc.commands.calibrate import calibrate
 from merakc.commands.clusters import HELP, machines
 from merakc.commands.console import NO, AsJson, told
@@ -167,3 +168,4 @@ app.command()(scale)
 app.command()(simulate)
 app.command()(verify)
 app.command()(doctor)
+app.command(context_settings=PASSED_ON)(bench)

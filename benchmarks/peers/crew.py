@@ -36,7 +36,7 @@ class Crew:
     def __init__(
         self,
         peer: str,
-        sharding: str,
+        form: str,
         training: Training,
         network: Network,
         *,
@@ -44,7 +44,7 @@ class Crew:
         environment: Mapping[str, str] | None = None,
         probe: bool = False,
     ) -> None:
-        self.name = f"{peer} {sharding}"
+        self.name = f"{peer} {form}"
         self.folder = tempfile.TemporaryDirectory(prefix="merakc-crew-")
         self.ranks: list[subprocess.Popen[str]] = []
         variables = os.environ | {
@@ -60,7 +60,7 @@ class Crew:
         for rank in range(training.ranks):
             given = {
                 "peer": peer,
-                "sharding": sharding,
+                "form": form,
                 "sizes": dataclasses.asdict(training),
                 "rank": rank,
                 "store": f"{self.folder.name}/store",

@@ -8,10 +8,10 @@ import torch
 from benchmarks.peers.training import Contestant, Tensors, Training, adamw
 
 
-def build(training: Training, sharding: str, rank: int) -> Contestant:
+def build(training: Training, form: str, rank: int) -> Contestant:
     """The model on this rank, for "zero-0" to "zero-3"."""
     model = training.model()
-    stage = int(sharding.removeprefix("zero-"))
+    stage = int(form.removeprefix("zero-"))
     config = {
         "train_micro_batch_size_per_gpu": training.samples,
         "zero_optimization": {"stage": stage, "overlap_comm": True},

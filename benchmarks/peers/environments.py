@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 INSTALL_TIMEOUT_S = 1800.0
 SHOWN_LINES = 4  # of what failed
 BUILD = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load()"
-
-VERSION = "import importlib.metadata as m; print(m.version('deepspeed'))"
+VERSION = "import importlib.metadata as m; print(m.version('{}'))"
 
 
 class MissingPeerError(RuntimeError):
@@ -37,9 +37,22 @@ def deepspeed_environment(cache: Path) -> Environment:
     Its extension is built before ranks start: two that build at once wait for each other's lock,
     and one that is killed leaves it behind. Raises `MissingPeerError` where a step fails.
     """
+    return _environment(cache, "deepspeed", ("deepspeed", "ninja"), BUILD)
+
+
+def accelerate_environment(cache: Path) -> Environment | None:
+    """Accelerate, which Trainer needs, too, likewise; None where it is in this environment."""
+    if importlib.util.find_spec("accelerate") is not None:
+        return None
+    return _environment(cache, "accelerate", ("accelerate",))
+
+
+def _environment(
+    cache: Path, name: str, packages: Sequence[str], build: str | None = None
+) -> Environment:
     own = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
     pins = [f"{name}=={version.partition('+')[0]}" for name, version in own.items()]
-    folder = cache.absolute() / "-".join(["deepspeed", *pins]).replace("==", "-")
+    folder = cache.absolute() / "-".join([name, *pins]).replace("==", "-")
     python, ready = folder / "bin" / "python", folder / "ready"
     variables = {
         "TORCH_EXTENSIONS_DIR": str(folder / "built"),
@@ -48,10 +61,11 @@ def deepspeed_environment(cache: Path) -> Environment:
     if not ready.exists():
         shutil.rmtree(folder, ignore_errors=True)
         _run(sys.executable, "-m", "venv", str(folder))
-        for packages in ([pins[0]], [*pins, "deepspeed", "ninja"]):  # its setup imports torch
-            _run(str(python), "-m", "pip", "install", "--quiet", *packages)
-        _run(str(python), "-c", BUILD, variables=variables)
-        ready.write_text(_run(str(python), "-c", VERSION).strip())
+        for listed in ([pins[0]], [*pins, *packages]):  # DeepSpeed's setup imports torch
+            _run(str(python), "-m", "pip", "install", "--quiet", *listed)
+        if build is not None:
+            _run(str(python), "-c", build, variables=variables)
+        ready.write_text(_run(str(python), "-c", VERSION.format(name)).strip())
     return Environment(python, ready.read_text(), variables)
 
 

@@ -9,10 +9,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks.peers.training import Contestant, Training, adamw, plain_step
 
 
-def build(training: Training, sharding: str, rank: int) -> Contestant:
+def build(training: Training, form: str, rank: int) -> Contestant:
     """The model on this rank, for "zero-2" (blocks stay whole after the forward) or "zero-3"."""
     model = training.model()
-    dropped = sharding == "zero-3"
+    dropped = form == "zero-3"
     for block in model.model.layers:  # type: ignore[union-attr]
         fully_shard(block, reshard_after_forward=dropped)
     fully_shard(model, reshard_after_forward=dropped)

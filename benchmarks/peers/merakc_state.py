@@ -6,10 +6,10 @@ import merakc
 from benchmarks.peers.training import Contestant, Training, adamw, plain_step
 
 
-def build(training: Training, sharding: str, rank: int) -> Contestant:
+def build(training: Training, form: str, rank: int) -> Contestant:
     """The model on this rank, for "zero-0" to "zero-3"."""
     model = merakc.auto_parallel(
-        training.model(), training.batch(0, rank), dp=training.ranks, state_shards=sharding
+        training.model(), training.batch(0, rank), dp=training.dp, state_shards=form
     )
     step = plain_step(model, adamw(model.parameters()))
     return Contestant(step, model.full_state_dict)

@@ -25,11 +25,14 @@ Advance = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contestant at one sharding: the module of `benchmarks.peers`, and what tables call it."""
+    """A contestant: the module of `benchmarks.peers`, in which form (its sharding, its schedule),
+    and what tables call it. `alone` is one process that does the work of all ranks.
+    """
 
     peer: str
-    sharding: str
+    form: str
     label: str
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Row:
     `hidden` is 1 − (step with communication − step without any) / communication alone: 1 where
     communication costs no time, 0 where it costs what it takes by itself, less where it is in the
     way of computing besides. `others` is the largest share of the CPU that other processes took.
+    `gradient_error` is of the first step, `error` of the weights after `CHECKED_STEPS`,
+    `peak_bytes` that of the rank with the most.
     """
 
     network: str
@@ -46,6 +51,8 @@ class Row:
     failure: str = ""
     steps_s: tuple[float, ...] = ()
     error: float = float("nan")
+    gradient_error: float = float("nan")
+    peak_bytes: int = 0
     others: float = 0.0
     with_s: float = float("nan")
     without_s: float = float("nan")
@@ -70,6 +77,12 @@ def ratios(row: Row, base: Row) -> tuple[float, float, float]:
     return statistics.median(each), min(each), max(each)
 
 
+def turn(entries: list[Entry], k: int) -> list[Entry]:
+    """The order of a round: each round another one begins."""
+    first = k % len(entries) if entries else 0
+    return entries[first:] + entries[:first]
+
+
 class Course:
     """The training that entries are measured at; `advance` hears of every part that begins."""
 
@@ -81,34 +94,49 @@ class Course:
     def crew(self, entry: Entry, network: Network, *, probe: bool) -> Crew:
         """The entry's ranks; they still start."""
         found = self.environments.get(entry.peer)
+        training = self.training.alone() if entry.alone else self.training
         return Crew(
-            entry.peer, entry.sharding, self.training, network, probe=probe,
+            entry.peer, entry.form, training, network, probe=probe,
             python=found.python if found else None,
             environment=found.variables if found else None,
         )  # fmt: skip
 
-    def measure(self, network: Network, entries: list[Entry], rounds: int, steps: int) -> list[Row]:
-        """All entries: their weights against one process, steps in turns, then what is hidden."""
+    def measure(
+        self,
+        network: Network,
+        entries: list[Entry],
+        rounds: int,
+        steps: int,
+        *,
+        shares: bool = True,
+    ) -> list[Row]:
+        """All entries: their weights against one process, steps in turns, then what is hidden.
+
+        The last, on ranks of their own, where `shares` asks for it. An entry that fails leaves.
+        """
         rows = {entry: Row(network.name, entry) for entry in entries}
         with ExitStack() as stack:
             crews = {}
             for entry in entries:
                 self.advance(f"{network.name}: {entry.label} starts")
                 try:
-                    crews[entry], error = self._started(entry, network, stack)
-                    rows[entry] = replace(rows[entry], error=error)
+                    crews[entry], rows[entry] = self._started(rows[entry], network, stack)
                 except CrewError as failure:
                     rows[entry] = replace(rows[entry], failure=str(failure))
             for k in range(rounds):
-                order = list(crews)[k % len(crews) :] + list(crews)[: k % len(crews)]
-                for entry in order:
+                for entry in turn(list(crews), k):
                     self.advance(f"{network.name}: {entry.label}, round {k + 1} of {rounds}")
-                    step_s, others = self._visit(crews[entry], steps)
                     row = rows[entry]
+                    try:
+                        step_s, others = self._visit(crews[entry], steps)
+                    except CrewError as failure:
+                        rows[entry] = replace(row, failure=str(failure), steps_s=())
+                        crews.pop(entry).close()
+                        continue
                     rows[entry] = replace(
                         row, steps_s=(*row.steps_s, step_s), others=max(row.others, others)
                     )
-        for entry in crews:
+        for entry in crews if shares else ():
             self.advance(f"{network.name}: {entry.label}, what is hidden")
             try:
                 rows[entry] = self._share(rows[entry], network, rounds, steps)
@@ -116,11 +144,18 @@ class Course:
                 rows[entry] = replace(rows[entry], failure=str(failure))
         return list(rows.values())
 
-    def _started(self, entry: Entry, network: Network, stack: ExitStack) -> tuple[Crew, float]:
-        crew = stack.enter_context(self.crew(entry, network, probe=False))
-        crew.answers()
-        crew.ask("train", steps=CHECKED_STEPS)
-        return crew, crew.ask("compare")[0]["error"]
+    def _started(self, row: Row, network: Network, stack: ExitStack) -> tuple[Crew, Row]:
+        """The entry's ranks, compared with one process; those that fail are ended."""
+        with ExitStack() as failing:
+            crew = failing.enter_context(self.crew(row.entry, network, probe=False))
+            crew.answers()
+            crew.ask("train", steps=1)
+            gradient_error = crew.ask("compare")[0]["gradient_error"]
+            crew.ask("train", steps=CHECKED_STEPS - 1)
+            error = crew.ask("compare")[0]["error"]
+            peak_bytes = max(answer["peak_bytes"] for answer in crew.ask("memory", steps=1))
+            stack.enter_context(failing.pop_all())
+        return crew, replace(row, gradient_error=gradient_error, error=error, peak_bytes=peak_bytes)
 
     def _visit(self, crew: Crew, steps: int, *, muted: bool = False) -> tuple[float, float]:
         """Seconds of a step, and others' share of the CPU; the quietest of some tries."""

@@ -16,11 +16,11 @@ from benchmarks.peers.training import (
 )
 
 
-def build(training: Training, sharding: str, rank: int) -> Contestant:
+def build(training: Training, form: str, rank: int) -> Contestant:
     """The model on this rank, for "zero-0" or "zero-1"."""
     model = DistributedDataParallel(training.model())
     optimizer: torch.optim.Optimizer = adamw(model.parameters())
-    if sharding == "zero-1":
+    if form == "zero-1":
         optimizer = ZeroRedundancyOptimizer(
             model.parameters(), torch.optim.AdamW, lr=LEARNING_RATE, eps=ADAM_EPS
         )

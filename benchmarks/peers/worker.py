@@ -6,6 +6,8 @@ What the contestants print goes to standard error.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -14,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -21,10 +24,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from benchmarks.peers.probe import NAME, Tape, install
-from benchmarks.peers.training import Contestant, Training, largest_error, train_alone
+from benchmarks.peers.training import (
+    Contestant,
+    Training,
+    first_gradients,
+    largest_error,
+    train_alone,
+)
 
 BATCHES = 4  # that steps go round
 TIMEOUT_S = 300.0
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"  # proc(5): the peak of resident memory starts anew
 
 Answer = dict[str, Any]
 
@@ -38,11 +49,14 @@ class Rank:
     contestant: Contestant
     tape: Tape
     own: dist.ProcessGroupGloo  # for the start and the end of what is timed; never muted
+    base_bytes: int = 0  # resident before the model was built
     taken: int = 0
 
     def train(self, steps: int, muted: bool = False) -> Answer:
         """Seconds of a step, the mean of `steps`, and the CPU's for all of them."""
-        batches = [self.training.batch((self.taken + k) % BATCHES, self.rank) for k in range(steps)]
+        given = self.contestant.dp_rank
+        dp_rank = self.training.dp_rank(self.rank) if given is None else given
+        batches = [self.training.batch((self.taken + k) % BATCHES, dp_rank) for k in range(steps)]
         self.taken += steps
         self.tape.muted = muted
         wall_s, cpu_s = self._timed(lambda: [self.contestant.step(batch) for batch in batches])
@@ -50,12 +64,26 @@ class Rank:
         return {"step_s": wall_s / steps, "cpu_s": cpu_s}
 
     def compare(self) -> Answer:
-        """How far the weights are from those of one process."""
+        """How far the weights are from those of one process; after a step, the gradients, too."""
         found = self.contestant.weights()
         if self.rank:
             return {"error": 0.0}
         before, after = train_alone(self.training, self.taken)
-        return {"error": largest_error({n: found[n] for n in after}, before, after)}
+        own = {name: found[name] for name in after}
+        answer = {"error": largest_error(own, before, after)}
+        if self.taken == 1:
+            got, wanted = first_gradients(before, own), first_gradients(before, after)
+            zeros = {name: torch.zeros_like(value) for name, value in wanted.items()}
+            answer["gradient_error"] = largest_error(got, zeros, wanted)
+        return answer
+
+    def memory(self, steps: int) -> Answer:
+        """The peak of resident memory in some steps, less what the process had with no model."""
+        release_memory()
+        if RESET.exists():
+            RESET.write_text(RESET_PEAK)
+        self.train(steps)
+        return {"peak_bytes": resident_bytes("VmHWM") - self.base_bytes}
 
     def record(self) -> Answer:
         """Remembers the collectives of a step: their number, and the bytes that they were given."""
@@ -77,9 +105,21 @@ class Rank:
         return time.perf_counter() - start_s, time.process_time() - start_cpu_s
 
 
-def start(
-    peer: str, sharding: str, sizes: dict[str, int], rank: int, store: str, probe: bool
-) -> Rank:
+def release_memory() -> None:
+    """Gives the system back what is not used, so that nothing is counted that was only built."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)
+
+
+def resident_bytes(field: str) -> int:
+    """Of this process, "VmRSS" now or "VmHWM" at its peak; 0 where the system does not tell."""
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(field)), 0)
+
+
+def start(peer: str, form: str, sizes: dict[str, int], rank: int, store: str, probe: bool) -> Rank:
     """Joins the other ranks and builds the contestant."""
     torch.set_num_threads(1)
     training, tape = Training(**sizes), Tape()
@@ -95,8 +135,10 @@ def start(
     )
     group = dist.ProcessGroupGloo(own, rank, training.ranks, timedelta(seconds=TIMEOUT_S))
     module = importlib.import_module(f"benchmarks.peers.{peer}")
-    contestant = module.build(training, sharding, rank)
-    return Rank(training, rank, contestant, tape, group)
+    release_memory()
+    base_bytes = resident_bytes("VmRSS")
+    contestant = module.build(training, form, rank)
+    return Rank(training, rank, contestant, tape, group, base_bytes)
 
 
 def serve(rank: Rank, commands: TextIO, answers: TextIO) -> None:

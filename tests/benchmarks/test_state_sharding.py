@@ -28,7 +28,7 @@ def row(peer: str, step_s: float, **fields: Any) -> Row:
 
 def test_every_sharding_has_its_peers() -> None:
     found = entries(PEERS, SHARDINGS)
-    assert [e.peer for e in found if e.sharding == "zero-2"] == [MERAKC, "fsdp2", "deepspeed_zero"]
+    assert [e.peer for e in found if e.form == "zero-2"] == [MERAKC, "fsdp2", "deepspeed_zero"]
     assert len(found) == 12
     assert {e.peer for e in entries((MERAKC, "fsdp2"), SHARDINGS)} == {MERAKC, "fsdp2"}
 

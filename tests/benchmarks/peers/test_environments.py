@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import environments
-from benchmarks.peers.environments import MissingPeerError, deepspeed_environment
+from benchmarks.peers.environments import (
+    MissingPeerError,
+    accelerate_environment,
+    deepspeed_environment,
+)
 
 
 def test_installs_once_torch_before_deepspeed(
@@ -47,3 +51,16 @@ def test_says_why_a_peer_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for _ in range(2):  # what is half installed is no peer
         with pytest.raises(MissingPeerError, match="no compiler"):
             deepspeed_environment(tmp_path)
+
+
+def test_accelerate_is_installed_where_it_is_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(environments, "_environment", lambda *given: asked.append(given))
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: object())
+    assert accelerate_environment(tmp_path) is None
+    assert not asked
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
+    accelerate_environment(tmp_path)
+    assert asked == [(tmp_path, "accelerate", ("accelerate",))]

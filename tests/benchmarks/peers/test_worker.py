@@ -4,7 +4,17 @@ import io
 import json
 from typing import Any
 
-from benchmarks.peers.worker import Rank, serve
+import pytest
+import torch
+
+from benchmarks.peers.worker import (
+    RESET,
+    RESET_PEAK,
+    Rank,
+    release_memory,
+    resident_bytes,
+    serve,
+)
 
 
 class Recorder(Rank):
@@ -24,3 +34,17 @@ def test_each_command_is_answered_by_a_line() -> None:
     serve(rank, io.StringIO("".join(json.dumps(c) + "\n" for c in commands)), answers)
     assert rank.asked == [(2, False), (1, True)]
     assert [json.loads(line) for line in answers.getvalue().splitlines()] == [{"step_s": 0.5}] * 2
+
+
+def test_the_peak_of_memory_starts_anew() -> None:
+    if not RESET.exists():
+        pytest.skip("needs Linux's /proc")
+    big = torch.ones(2**24)
+    del big
+    release_memory()
+    now_bytes = resident_bytes("VmRSS")
+    RESET.write_text(RESET_PEAK)
+    assert resident_bytes("VmHWM") < now_bytes + 2**24
+    held = torch.ones(2**24)
+    assert resident_bytes("VmHWM") >= now_bytes + held.nbytes // 2
+    assert resident_bytes("NoSuchField") == 0

@@ -1,0 +1,208 @@
+"""`python -m benchmarks.peers`: merakc and other systems on the same work, in one run.
+
+Every contestant trains the same Llama on the same data, ranks and dtype, one core a rank, over
+gloo: on this machine's loopback and on links of a given rate. Each is first compared with one
+process; then all take turns, and what other processes take of the CPU is watched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.peers.environments import (
+    Environment,
+    MissingPeerError,
+    accelerate_environment,
+    deepspeed_environment,
+)
+from benchmarks.peers.lines import user_lines
+from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
+from benchmarks.peers.plans import (
+    ABSENT,
+    ACCELERATE,
+    DEEPSPEED,
+    NEEDS,
+    PLANS,
+    chosen,
+    entries,
+    training_of,
+)
+from benchmarks.peers.results import (
+    Result,
+    complaints,
+    document,
+    failures,
+    plot,
+    summary,
+    table_of,
+    verdict,
+)
+from benchmarks.peers.rounds import Advance, Course, Entry
+from benchmarks.peers.training import Training
+from benchmarks.reports import told_run
+
+CACHE = Path("~/.cache/merakc-peers")
+WIDTH = 140
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """What is measured, and with what; `missing` says what an adapter lacks, and why."""
+
+    base: Training
+    peers: str
+    rounds: int
+    steps: int
+    environments: dict[str, Environment]
+    missing: dict[str, str]
+
+    def entries(self, plan: str) -> list[Entry]:
+        """The contestants of a layout that can be had here."""
+        found = chosen(entries(training_of(plan, self.base)), self.peers)
+        return [entry for entry in found if NEEDS.get(entry.peer) not in self.missing]
+
+    def measure(self, plan: str, network: str, advance: Advance) -> Result:
+        """A layout on a network. Raises `NetworkError` where it cannot be made."""
+        training, found = training_of(plan, self.base), self.entries(plan)
+        course = Course(training, self.environments, advance)
+        made = nullcontext(LOOPBACK) if network == "loopback" else slow_network(
+            training.ranks, network
+        )  # fmt: skip
+        with made as links:
+            rows = course.measure(links, found, self.rounds, self.steps, shares=False)
+        lines = tuple(user_lines(entry.peer, training, entry.form) for entry in found)
+        return Result(plan, links.name, training, tuple(rows), lines)
+
+
+def make_environments(
+    needed: set[str], cache: Path
+) -> tuple[dict[str, Environment], dict[str, str]]:
+    """By adapter those that need one, and by package why one is missing."""
+    makers = {ACCELERATE: accelerate_environment, DEEPSPEED: deepspeed_environment}
+    found, missing = {}, {}
+    for name, make in makers.items():
+        if name not in needed:
+            continue
+        try:
+            made = make(cache.expanduser())
+        except MissingPeerError as error:
+            missing[name] = str(error)
+            continue
+        if made is not None:
+            found |= {peer: made for peer, need in NEEDS.items() if need == name}
+    return found, missing
+
+
+def measure_all(
+    comparison: Comparison, plans: Sequence[str], networks: Sequence[str], console: Console
+) -> tuple[list[Result], list[str]]:
+    """All layouts on all networks, printed as they come, and why a network is missing."""
+    results: list[Result] = []
+    notes = []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        counts = [len(comparison.entries(plan)) * (comparison.rounds + 1) for plan in plans]
+        bar = progress.add_task("", total=sum(counts) * len(networks))
+        for network in networks:
+            for plan in plans:
+
+                def advance(text: str, plan: str = plan) -> None:
+                    progress.update(bar, description=f"{plan}, {text}", advance=1)
+
+                try:
+                    results.append(comparison.measure(plan, network, advance))
+                except NetworkError as error:
+                    notes.append(f"links of {network} are skipped: {error}")
+                    break
+                console.print(table_of(results[-1]))
+                console.print(verdict(results[-1]), markup=False)
+    return results, notes
+
+
+def about(training: Training, environments: Mapping[str, Environment], wall_s: float) -> str:
+    """The command, the date, the machine, the versions, the sizes."""
+    size = sum(p.numel() for p in training.model().parameters())
+    versions = {f" {NEEDS[peer]} {found.version}." for peer, found in environments.items()}
+    peers = "".join(sorted(versions))
+    return (
+        f"{told_run('benchmarks.peers', sys.argv[1:])}{peers} {wall_s:.0f} s in all.\n\n"
+        f"A Llama of {size / 1e6:.1f} million parameters ({training.layers} layers, hidden "
+        f"{training.hidden}, vocabulary {training.vocabulary}) in float32 with AdamW, 8 × "
+        f"{training.sequence} tokens a step, one core a rank where there are as many, gloo."
+    )
+
+
+def json_of(results: Sequence[Result], notes: Sequence[str], wall_s: float) -> str:
+    """All that was measured."""
+    wrong = complaints(results)
+    body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong,
+            "best_peer_to_merakc": summary(results),
+            "results": [dataclasses.asdict(result) for result in results]}  # fmt: skip
+    return json.dumps(body, indent=1) + "\n"
+
+
+def main(
+    plans: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PLANS),
+    networks: Annotated[
+        str, typer.Option(help='"loopback", and rates of links as tc writes them.')
+    ] = "loopback,1gbit",
+    peers: Annotated[str, typer.Option(help="Modules of benchmarks.peers; all if empty.")] = "",
+    rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 5,
+    steps: Annotated[int, typer.Option(help="Of a contestant in a round.")] = 3,
+    layers: Annotated[int, typer.Option(help="Of the Llama.")] = 8,
+    hidden: Annotated[int, typer.Option(help="Its width.")] = 256,
+    cache: Annotated[Path, typer.Option(help="Where peers are installed.")] = CACHE,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures here.")
+    ] = None,
+    doc: Annotated[
+        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", help="Also draw the steps here.")
+    ] = None,
+) -> None:
+    """Times contestants in turns; exits with 1 where merakc is wrong or a right peer faster."""
+    start_s = time.perf_counter()
+    # What ends it from outside is an exception, too: ranks end, and namespaces go.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    base, names = Training(layers=layers, hidden=hidden), plans.split(",")
+    listed = [e for name in names for e in chosen(entries(training_of(name, base)), peers)]
+    needed = {NEEDS[entry.peer] for entry in listed if entry.peer in NEEDS}
+    with console.status("installing peers"):
+        environments, missing = make_environments(needed, cache)
+    comparison = Comparison(base, peers, rounds, steps, environments, missing)
+    results, notes = measure_all(comparison, names, networks.split(","), console)
+    notes += [f"{name}: {why}" for name, why in missing.items()] + failures(results)
+    notes += [f"{name}: {why}" for name, why in ABSENT.items()]
+    wrong = complaints(results)
+    wall_s = time.perf_counter() - start_s
+    for line in (*notes, *wrong):
+        console.print(line, markup=False)
+    console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {wall_s:.0f} s")
+    if doc is not None:
+        told = about(base, environments, wall_s)
+        doc.write_text(document(results, notes, told))
+    if json_path is not None:
+        json_path.write_text(json_of(results, notes, wall_s))
+    if picture is not None:
+        plot(picture, results)
+    raise typer.Exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    typer.run(main)

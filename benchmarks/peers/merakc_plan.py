@@ -1,0 +1,23 @@
+"""merakc, as in its README, with the degrees given."""
+
+from __future__ import annotations
+
+import merakc
+from benchmarks.peers.training import Contestant, Training, adamw, plain_step
+
+
+def build(training: Training, form: str, rank: int) -> Contestant:
+    """The model on this rank, for "auto", which leaves open what can be, or "overlap-2"."""
+    dp, tp, pp, parts = training.dp, training.tp, training.pp, training.micro_batches
+    model, example = training.model(), training.batch(0, training.dp_rank(rank))
+    overlap = None if form == "auto" else int(form.removeprefix("overlap-"))
+    model = merakc.auto_parallel(
+        model, example, dp=dp, tp=tp, pp=pp, micro_batches=parts, overlap=overlap
+    )
+    optimizer = adamw(model.parameters())
+
+    return Contestant(
+        plain_step(model, optimizer),
+        model.full_state_dict,
+        model.plan.mesh.coordinates(rank)[0],
+    )

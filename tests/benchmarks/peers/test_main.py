@@ -1,0 +1,63 @@
+"""The command: its exit status, files, and what is told of what is missing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks.peers.environments import MissingPeerError
+from benchmarks.peers.networks import Network, NetworkError
+from benchmarks.peers.rounds import Course, Entry, Row
+
+main = importlib.import_module("benchmarks.peers.__main__")
+
+
+@pytest.mark.parametrize(("peer_s", "code"), [(1.2, 0), (0.8, 1)])
+def test_exit_status_and_files(
+    peer_s: float, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def measure(
+        self: Course, network: Network, found: list[Entry], rounds: int, steps: int, **_: Any
+    ) -> list[Row]:
+        made = []
+        for entry in found:
+            step_s = 1.0 if entry.peer == "merakc_plan" else peer_s
+            row = Row(network.name, entry, steps_s=(step_s,) * rounds, error=0.0)
+            made.append(replace(row, gradient_error=0.0, peak_bytes=2**20))
+        return made
+
+    def missing(cache: Path) -> None:
+        raise MissingPeerError("no wheel")
+
+    def no_network(ranks: int, rate: str) -> None:
+        raise NetworkError("no root")
+
+    monkeypatch.setattr(Course, "measure", measure)
+    monkeypatch.setattr(main, "deepspeed_environment", missing)
+    monkeypatch.setattr(main, "accelerate_environment", lambda cache: None)
+    monkeypatch.setattr(main, "slow_network", no_network)
+    app = typer.Typer()
+    app.command()(main.main)
+    arguments = ["--plans", "dp2,pp2", "--json", str(tmp_path / "found.json")]
+    arguments += ["--doc", str(tmp_path / "page.md"), "--plot", str(tmp_path / "x.svg")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    assert "DeepSpeed: no wheel" in result.output
+    assert "links of 1gbit are skipped: no root" in result.output
+    body = json.loads((tmp_path / "found.json").read_text())
+    assert body["passed"] == (code == 0)
+    assert body["best_peer_to_merakc"]["pp2, loopback"] == peer_s
+    labels = [row["entry"]["label"] for row in body["results"][0]["rows"]]
+    assert "Trainer" in labels
+    assert not [label for label in labels if "DeepSpeed" in label]
+    page = (tmp_path / "page.md").read_text()
+    assert "Llama of 8.4 million" in page
+    assert "- Megatron-Core: asks for CUDA" in page
+    assert (tmp_path / "x.svg").exists()
