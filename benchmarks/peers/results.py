@@ -21,6 +21,8 @@ MAX_ERROR = 1e-3
 TOLERANCE = 0.02
 HEAD = ("contestant", "step", "tokens/s", "to merakc", "memory", "lines", "gradients", "weights")
 PATH = re.compile(r"(?:/[\w.@+-]+)+/")
+# An error that says something: what wraps another may hold its arguments only, a line each.
+NAMED = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): *\S")
 SHOWN = 200  # characters of a reason
 
 
@@ -59,8 +61,9 @@ def best(rows: Sequence[Row], *, peers: bool) -> Row | None:
 def reason(failure: str) -> str:
     """The error that a failure ends with, without this machine's folders."""
     lines = [line.strip() for line in failure.splitlines() if line.strip()]
-    named = [line for line in lines if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception)\b", line)]
+    named = [line for line in lines if NAMED.match(line)]
     text = PATH.sub("", (named or lines or [""])[-1])
+    text = re.sub(r"^(\[rank\d+\]: )?([\w]+\.)*(?=\w+(Error|Exception))", "", text)
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

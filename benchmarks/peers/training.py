@@ -63,9 +63,10 @@ class Training:
         return rank % self.tp
 
     def alone(self) -> Training:
-        """The same work in one process."""
-        return replace(self, ranks=1, tp=1, pp=1, samples=self.dp * self.samples,
-                       micro_batches=self.dp * self.micro_batches)  # fmt: skip
+        """The same work in one process, in parts only where each copy of the model takes parts."""
+        samples, copies = self.dp * self.samples, self.dp if self.micro_batches > 1 else 1
+        parts = copies * self.micro_batches
+        return replace(self, ranks=1, tp=1, pp=1, samples=samples, micro_batches=parts)
 
     def model(self) -> nn.Module:
         """The same freshly initialised model at every call."""

@@ -58,6 +58,8 @@ def test_complains_where_merakc_is_behind_or_wrong() -> None:
 
 def test_failures_are_told_without_folders() -> None:
     assert reason(FAILURE) == "ValueError: no such x.py"
+    wrapped = "a.b.FirstError: the cause\n\nRuntimeError:\n stage 0 failed\n args: 3"
+    assert reason(wrapped) == "FirstError: the cause"
     assert reason("nothing said") == "nothing said"
     assert len(reason("E" * 1000)) == 200
     gone = replace(PEER, steps_s=(), failure=FAILURE)

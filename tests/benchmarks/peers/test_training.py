@@ -61,6 +61,7 @@ def test_ranks_of_a_copy_lie_side_by_side() -> None:
     places = [(training.dp_rank(r), training.pp_rank(r), training.tp_rank(r)) for r in range(8)]
     assert places == [(d, p, t) for d in range(2) for p in range(2) for t in range(2)]
     assert training.alone() == replace(TINY, ranks=1, samples=4, micro_batches=4)
+    assert replace(training, micro_batches=1).alone().micro_batches == 1
     assert torch.equal(training.alone().batch(1)["labels"], training.batch(1)["labels"])
     parts = split(training.batch(1, 0), 2)
     whole = torch.cat([part["input_ids"] for part in parts])
