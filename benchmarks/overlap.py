@@ -164,7 +164,7 @@ both as fast as measured, `off` its error. `others` is what other processes took
 
 Asked are, where kernels wait, {HIDDEN_SHARE:.0%} hidden by the best form at shares up to
 {SPEEDUP_AT:.0%} and a simulation within {TOLERANCE:.0%}; of all kernels {SPEEDUP}x over blocking
-steps at {SPEEDUP_AT:.0%}. On the CPU, where parts of a step run beside messages, it takes more than its
+steps at {SPEEDUP_AT:.0%}. On the CPU, a step whose parts run beside messages takes more than its
 computing and `its CPU`: what else messages cost there, of caches and memory, no figure has.
 
 {body}
