@@ -105,7 +105,7 @@ class _Waiting(codegen._Writer):
             return super()._call(node)
         made = [None if o is None else torch.zeros(o.shape, dtype=o.dtype) for o in node.outputs]
         seconds = node_seconds(node, self.specs, self.stand_in.machines)
-        name = f"f{len(self.scope)}"
+        name = f"wait{len(self.scope)}"
         whole = made if node.name in self.tuples else made[0]
         self.scope[name] = partial(self.stand_in.compute, seconds, whole)
         return f"{name}()"
