@@ -76,7 +76,7 @@ def auto_parallel(
     timeout_s: float = TIMEOUT_S,
     ledger: str | Path | None = None,
 ) -> ParallelModel:
-    """Makes a model train on all ranks that were started (`torchrun`), or on one process.
+    """Makes a model train on all ranks that `torchrun` started; raises `MerakError`s.
 
     Args:
         model: returns a loss, as `.loss`, `["loss"]`, first or alone; its weights are taken over.
@@ -98,8 +98,6 @@ def auto_parallel(
         seed: of all that the forward draws, and of weights on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
-
-    Raises children of `MerakError`: `ConfigError`, `RecordError`, `MismatchError`, ...
     """
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
