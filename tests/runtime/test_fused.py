@@ -119,11 +119,11 @@ def test_what_owns_its_memory_owns_it_when_compiled() -> None:
         assert all(torch.equal(x, values()[0].sin()) for x in found)
 
 
-def test_without_a_compiler_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_user_is_told() -> None:
     import torch._inductor.config as config
 
-    monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ConfigError, match=r"C\+\+ compiler.*install g\+\+"):
+    missing = config.patch({"cpp.cxx": ("no-such-compiler",)})
+    with missing, pytest.raises(ConfigError, match=r"C\+\+ compiler.*install g\+\+"):
         check_compiler(CPU)
 
 
