@@ -90,22 +90,31 @@ def _measured(steps: Steps, step: CompiledStep) -> _Measured:
     """Measures; collective.
 
     Ranks of a GPU each compute all at once, as they train. On a CPU one tp group after the other
-    does, and how they slow each other down is measured apart: not all of them compute all the time.
+    does, with all of dp where parameters are gathered over it, and how they slow each other down is
+    measured apart: not all of them compute all the time.
     """
     device, groups = steps.device, steps.groups
     mesh, axes = groups.mesh, ("dp", "pp", "tp")
     axis = next((a for a in axes if getattr(mesh, a) > 1), None)
     group = groups.axis(axis) if axis else None
     pipeline = groups.axis("pp")
+    plan = step.lowered.plan
+    gathered = any(plan.shards(s).parameters > 1 for s in range(len(plan.rank_of)))
+    at_once = mesh.tp * (mesh.dp if gathered else 1)
     sharing, turn, turns = None, 0, 1
     if device.type == "cpu" and mesh.world_size > 1:
         here, sharing = measure_sharing()
-        own = sorted({rank // mesh.tp for rank in here})
-        turn = own.index(groups.rank // mesh.tp)
+
+        def party(rank: int) -> tuple[int, int]:
+            dp, pp, _ = mesh.coordinates(rank)
+            return pp, 0 if gathered else dp
+
+        own = sorted({party(rank) for rank in (range(mesh.world_size) if gathered else here)})
+        turn = own.index(party(groups.rank))
         turns = max(together(lambda: len(own)))
     seconds: Mapping[int, Mapping[ActionKind, float]] | None = steps.measure(step, turn, turns)
     if seconds is not None and sharing is not None:
-        speed = sharing.speed(mesh.tp)
+        speed = sharing.speed(at_once)
         seconds = {s: {k: t * speed for k, t in own.items()} for s, own in seconds.items()}
     messages = None
     if device.type == "cpu" and pipeline is not None:
