@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from merakc.kernels import attention, collectives, draws, grouped_mm, opaque, vocabulary
+from merakc.kernels import (
+    attention,
+    collectives,
+    draws,
+    grouped_mm,
+    opaque,
+    products,
+    vocabulary,
+)
 from merakc.kernels.bindings import BINDINGS
 
 
@@ -65,7 +73,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }
 # imported for the ops that they register
-REGISTERED = (attention, collectives, draws, grouped_mm, opaque)
+REGISTERED = (attention, collectives, draws, grouped_mm, opaque, products)
 
 
 def resolve_op(op: str) -> Callable[..., Any]:
