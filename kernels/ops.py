@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -107,6 +108,7 @@ def uses_autograd(op: str, device: torch.device) -> bool:
     return not (own or op == WAIT or op.startswith("aten."))
 
 
+@cache
 def makes_tensor(op: str) -> bool:
     """Whether the op takes a device and no tensor: where its result lives must be said."""
     if not op.startswith("aten."):
@@ -116,6 +118,7 @@ def makes_tensor(op: str) -> bool:
     return not tensors and any(a.name == "device" for a in arguments)
 
 
+@cache
 def returns_list(op: str) -> bool:
     """Whether the op returns a list of tensors."""
     if op in _HALVES:
@@ -124,6 +127,7 @@ def returns_list(op: str) -> bool:
     return len(returns) == 1 and str(returns[0].type).startswith("List")
 
 
+@cache
 def returns_view(op: str) -> bool:
     """Whether the op's result may share its argument's memory."""
     if op in COMPOSITES or op.startswith("function."):

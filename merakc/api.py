@@ -45,7 +45,7 @@ from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
-from merakc.start import device_of, start_distributed
+from merakc.start import device_of, few_collections, start_distributed
 from merakc.steps import Steps
 from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
@@ -118,6 +118,7 @@ class _Decision:
     machines: Cluster
 
 
+@few_collections()
 def _decide(
     model: nn.Module,
     batch: Any,
@@ -148,6 +149,7 @@ def _decide(
     return _Decision(model, device, example(), recording, lowered, machines)
 
 
+@few_collections()
 def _build(
     made: _Decision,
     cluster: Cluster | None,

@@ -46,7 +46,7 @@ def expected(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
         )
         messages = here.messages
-    touches = {s: chunk_touches(chunk) for s, chunk in step.chunks.items()}
+    touches = {s: chunk_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
     inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
     found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
     mesh, rank_of = plan.mesh, plan.rank_of

@@ -40,6 +40,7 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
+from merakc.start import few_collections
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -115,6 +116,7 @@ class Steps:
         self.compiled[key] = step
         return step
 
+    @few_collections()
     def compile(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> CompiledStep:

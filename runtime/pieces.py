@@ -84,6 +84,7 @@ class Stage:
         compiled: dict[int, Piece] = {}
         self.pieces: dict[tuple[tuple[ActionKind, ...], ActionKind], Piece | None] = {}
         rewritten: set[str] = set()
+        written = chunk.written
         for order in dict.fromkeys(self.orders.values()):
             later: frozenset[str] = frozenset()
             graphs = chunk.pieces(order)
@@ -97,7 +98,7 @@ class Stage:
                 self.pieces[order, kind] = replace(compiled[id(graph)], leaves=later)
                 if kind is not ActionKind.FORWARD:
                     later |= chunk.taken(graph)
-                    rewritten |= {i.name for i in graph.inputs if i.target in chunk.written}
+                    rewritten |= {i.name for i in graph.inputs if i.target in written}
         self.rewritten = tuple(sorted(rewritten))
         for key, piece in self.pieces.items():
             if piece is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,11 +54,19 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     def shape(ref: Ref) -> tuple[int, ...]:
         return specs[ref].shape
 
-    args = map_refs(node.args, shape)
-    kwargs = {k: map_refs(v, shape) for k, v in node.kwargs}
-    outs = [o.shape if o is not None else None for o in node.outputs]
-    result: Any = formula(*args, **kwargs, out_val=outs[0] if len(outs) == 1 else outs)
-    return int(result)
+    outs = tuple([o.shape if o is not None else None for o in node.outputs])
+    return _by_formula(formula, map_refs(node.args, shape), map_refs(node.kwargs, shape), outs)
+
+
+@lru_cache(maxsize=4096)
+def _by_formula(
+    formula: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: tuple[tuple[str, Any], ...],
+    outs: tuple[tuple[int, ...] | None, ...],
+) -> int:
+    """Of a call of these shapes: layers have them all alike."""
+    return int(formula(*args, **dict(kwargs), out_val=outs[0] if len(outs) == 1 else outs))
 
 
 def node_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:

@@ -116,8 +116,9 @@ def order_bytes(
     for piece in reversed(pieces[1:]):
         later.append(later[-1] | (chunk.taken(piece) if piece else frozenset()))
     held = {i.name: _memory(i, "received") for i in chunk.forward.inputs if _is_received(i)}
+    written = chunk.written
     for item in chunk.forward.inputs:
-        if item.name in later[-1] and item.target in chunk.written:
+        if item.name in later[-1] and item.target in written:
             held[item.name] = _memory(item, "copied")
     found = []
     for kind, piece, leaves in zip(order, pieces, reversed(later), strict=True):

@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
+from merakc.frontend.forms import make_fake
 from merakc.frontend.source import user_line
 
 
@@ -79,10 +80,10 @@ def _fake(
 ) -> torch.Tensor:
     is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
     dtype = parameter_dtype if parameter_dtype and is_cast else tensor.dtype
-    with fake_mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
-        if isinstance(tensor, torch.nn.Parameter):
-            return torch.nn.Parameter(fake, requires_grad=tensor.requires_grad)
+    fake = make_fake(fake_mode, (tuple(tensor.shape), tensor.stride(), 0, dtype))
+    if isinstance(tensor, torch.nn.Parameter):
+        fake._is_param = True  # all that `Parameter` does to a tensor of another class
+        fake.requires_grad_(tensor.requires_grad)
     return fake
 
 

@@ -21,8 +21,8 @@ class GeneratorWatch:
     def __init__(self) -> None:
         self.states = _states()
 
-    def check(self, path: str, module: torch.nn.Module) -> None:
-        """Raises `RecordError` if numbers were drawn since the last call, by module `path`.
+    def check(self, path: str, model: torch.nn.Module) -> None:
+        """Raises `RecordError` if numbers were drawn since the last call, by module `path` of it.
 
         Tensors of a recording draw none, so what changed is a number that the graph would hold on
         to. What was drawn is given back: the states are put back as they were.
@@ -31,8 +31,9 @@ class GeneratorWatch:
         for library, before, after in zip(LIBRARIES, self.states, now, strict=True):
             if not _same(before, after):
                 _restore(self.states)
+                place = _place(model.get_submodule(path))
                 raise RecordError(
-                    f"module '{path}' ({_place(module)}) draws random numbers from {library} in "
+                    f"module '{path}' ({place}) draws random numbers from {library} in "
                     "its forward, and one recording would use the same ones in every step; switch "
                     "the draw off (for masks of speech models: mask_time_prob=0), or give what it "
                     "draws in the batch (mask_time_indices)"
@@ -53,11 +54,11 @@ def _restore(states: Sequence[Any]) -> None:
 def _same(before: Any, after: Any) -> bool:
     if isinstance(before, torch.Tensor):
         return torch.equal(before, after)
-    if isinstance(before, tuple):
-        return all(_same(b, a) for b, a in zip(before, after, strict=True))
-    return (
-        bool(np.array_equal(before, after)) if isinstance(before, np.ndarray) else before == after
-    )
+    if isinstance(before, np.ndarray):
+        return bool(np.array_equal(before, after))
+    if isinstance(before, tuple) and any(isinstance(b, np.ndarray) for b in before):
+        return all(map(_same, before, after))
+    return bool(before == after)
 
 
 def _place(module: torch.nn.Module) -> str:

@@ -29,6 +29,7 @@ from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
 from merakc.frontend.draws import ASKED, Draws
+from merakc.frontend.forms import Forms, is_plain_fake, make_fake
 from merakc.frontend.generators import GeneratorWatch
 from merakc.frontend.opaque import (
     CannotBeNodeError,
@@ -63,6 +64,8 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         GraphBuilder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.paused = False
+        make = functools.partial(make_fake, fake_mode)
+        self.forms = Forms(make, is_plain_fake, views=True)
         self.draws = Draws(self._error, self.inputs, self.nodes)
         self.opaques = 0
 
@@ -76,7 +79,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 if self.paused:
                     return
                 with _disable_current_modes():
-                    watch.check(self.modules[-1], model.get_submodule(self.modules[-1]))
+                    watch.check(self.modules[-1], model)
 
             stack.enter_context(module_names(model, self.modules, passing))
             stack.enter_context(exporting())
@@ -246,7 +249,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             )
         self.paused, before = True, self.paused
         try:
-            out = func(*args, **kwargs)
+            out = self.forms.run(func, args, kwargs)
         finally:
             self.paused = before
         if targets:

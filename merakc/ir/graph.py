@@ -117,11 +117,14 @@ class Node:
     module: str = ""
     source: str = ""
     grad: bool = True  # False: recorded while gradients were switched off
+    _refs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The values read, in order of appearance, repeats kept."""
-        return tuple(iter_refs((self.args, tuple(v for _, v in self.kwargs))))
+        if self._refs is None:  # every pass asks each node, many times
+            object.__setattr__(self, "_refs", tuple(iter_refs((self.args, self.kwargs))))
+        return self._refs or ()
 
     @property
     def spec(self) -> TensorSpec:
@@ -255,11 +258,18 @@ class Graph:
 
 def iter_refs(value: Any) -> Iterator[Ref]:
     """Every `Ref` in a nest of tuples."""
-    if isinstance(value, Ref):
-        yield value
-    elif isinstance(value, tuple):
-        for item in value:
-            yield from iter_refs(item)
+    found: list[Ref] = []
+    _collect((value,), found)
+    return iter(found)
+
+
+def _collect(value: tuple[Any, ...], found: list[Ref]) -> None:
+    """Adds every `Ref` in a nest of tuples, in order."""
+    for item in value:
+        if isinstance(item, Ref):
+            found.append(item)
+        elif isinstance(item, tuple):
+            _collect(item, found)
 
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:

@@ -228,7 +228,8 @@ class Chunk:
         batch or the state; of a buffer that the forward writes it takes the value from before.
         """
         held = (InputKind.SAVED, InputKind.ACTIVATION, InputKind.TANGENT)
-        return frozenset(i.key for i in piece.inputs if i.kind in held or i.target in self.written)
+        written = self.written
+        return frozenset(i.key for i in piece.inputs if i.kind in held or i.target in written)
 
 
 @dataclass(frozen=True, slots=True)

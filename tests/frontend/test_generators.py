@@ -25,14 +25,14 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("library", DRAWS)
 def test_a_draw_is_seen_and_given_back(library: str) -> None:
-    module = nn.Linear(1, 1)
+    model = nn.ModuleDict({"layer": nn.Linear(1, 1)})
     watch = GeneratorWatch()
-    watch.check("layer", module)
+    watch.check("layer", model)
     states = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
     DRAWS[library]()
     with pytest.raises(RecordError, match=rf"module 'layer' \(.*linear.py:\d+\).*from {library}"):
-        watch.check("layer", module)
-    watch.check("layer", module)
+        watch.check("layer", model)
+    watch.check("layer", model)
     assert random.getstate() == states[0]
     assert (np.random.get_state()[1] == states[1]).all()
     assert torch.equal(torch.get_rng_state(), states[2])

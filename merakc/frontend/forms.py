@@ -1,0 +1,141 @@
+"""What calls on tensors without data return, by the forms of their arguments.
+
+Equal layers make equal calls. Of a call like an earlier one only the results are made, which takes
+a fraction of the time in which torch finds out what they look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
+
+CPU = torch.device("cpu")
+Form = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+"""Shape, stride, offset in the memory, dtype."""
+Make = Callable[[Form, torch.Tensor | None], torch.Tensor]
+"""Makes a tensor of a form, in memory of its own or in that of another tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """The forms of what a call returns, each with whether it is a view of the first argument.
+
+    `kind` is what they come in, None of a tensor alone.
+    """
+
+    kind: type | None
+    forms: tuple[tuple[Form, bool], ...]
+
+
+class Forms:
+    """Runs calls, and remembers what they returned.
+
+    `make` makes a result once more. Of the tensors that are `plain` nothing matters but their form;
+    calls on others are remembered for these very tensors. With `views` also results in the memory
+    of an argument are made here.
+    """
+
+    def __init__(
+        self, make: Make, plain: Callable[[torch.Tensor], bool], *, views: bool = False
+    ) -> None:
+        self._make, self._plain, self._views = make, plain, views
+        self._known: dict[Any, _Results] = {}
+        self._others: list[torch.Tensor] = []  # one that was gone might leave its id to another
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns."""
+        if _writes(func) or not (self._views or _is_fresh(func)):
+            return func(*args, **kwargs)
+        key = func, self._form(args), self._form(tuple(kwargs.items()))
+        found = self._known.get(key)
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if found is not None:
+            made = [self._make(form, source if view else None) for form, view in found.forms]
+            return made[0] if found.kind is None else found.kind(made)
+        out = func(*args, **kwargs)
+        results = self._results(out, source, _tensors((args, tuple(kwargs.values()))))
+        if results is not None:
+            self._known[key] = results
+        return out
+
+    def _results(
+        self, out: Any, source: torch.Tensor | None, given: list[torch.Tensor]
+    ) -> _Results | None:
+        """What there is to be made again; None where it is more than a form."""
+        kind = type(out) if type(out) in (tuple, list) else None
+        found: list[tuple[Form, bool]] = []
+        memory = {t.untyped_storage()._cdata for t in given if self._plain(t)}
+        for item in (out,) if kind is None else out:
+            if not isinstance(item, torch.Tensor) or not self._plain(item):
+                return None
+            own = item.untyped_storage()._cdata
+            view = source is not None and bool(own == source.untyped_storage()._cdata)
+            if any(item is t for t in given) or item.is_conj() or item.is_neg():
+                return None
+            if own in memory and not (view and self._views):
+                return None
+            offset = int(item.storage_offset())
+            found.append(((tuple(item.shape), item.stride(), offset, item.dtype), view))
+        return _Results(kind, tuple(found))
+
+    def _form(self, arg: Any) -> Any:
+        """What results depend on. Types as well: 1 is equal to 1.0 and to True."""
+        if isinstance(arg, torch.Tensor):
+            if self._plain(arg):
+                form = tuple(arg.shape), arg.stride(), arg.storage_offset(), arg.dtype
+                return *form, arg.is_conj(), arg.is_neg()
+            self._others.append(arg)
+            return id(arg)
+        if isinstance(arg, (list, tuple)):
+            return tuple([self._form(a) for a in arg])
+        return type(arg), arg
+
+
+def make_meta(form: Form, _: torch.Tensor | None) -> torch.Tensor:
+    """A meta tensor in memory of its own."""
+    shape, stride, _offset, dtype = form
+    return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+
+
+def make_fake(
+    fake_mode: FakeTensorMode, form: Form, source: torch.Tensor | None = None
+) -> FakeTensor:
+    """A fake tensor of the CPU, in memory of its own or in that of `source`."""
+    shape, stride, offset, dtype = form
+    memory = None if source is None else source.untyped_storage()
+    with in_kernel_invocation_manager(fake_mode):
+        bare = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        if memory is not None:
+            bare.set_(memory, offset, shape, stride)
+    return FakeTensor(fake_mode, bare, CPU)
+
+
+def is_plain_fake(x: torch.Tensor) -> bool:
+    """Whether a tensor is fake, of the CPU and of no known value."""
+    return type(x) is FakeTensor and x.fake_device == CPU and x.constant is None
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+
+
+@cache
+def _writes(func: Any) -> bool:
+    return bool(func._schema.is_mutable)
+
+
+@cache
+def _is_fresh(func: Any) -> bool:
+    """Whether the results are in memory of their own."""
+    return all(r.alias_info is None for r in func._schema.returns)
