@@ -166,7 +166,7 @@ def _of_rank(backend: str) -> tuple[list[Sent], Sharing | None]:
             # There and back are two messages.
             seconds = float(slowest) / (2 if kind == "message" else 1)
             found.append(Sent(kind, size_bytes, seconds))
-    return found, measure_sharing()[1] if backend == "gloo" else None
+    return found, measure_sharing() if backend == "gloo" else None
 
 
 def _timed(call: Callable[[torch.Tensor], None], value: torch.Tensor) -> float:

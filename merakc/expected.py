@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from merakc.cluster import Cluster, Sharing
+from merakc.cluster import Cluster
 from merakc.compiled_step import CompiledStep
 from merakc.costs.lanes import chunk_collectives
 from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
@@ -13,13 +12,13 @@ from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
 from merakc.ir.graph import InputKind
 from merakc.ir.plan import Prediction
-from merakc.ir.program import ActionKind
 from merakc.passes.collectives import chunk_touches
 from merakc.predict import predict
 from merakc.runtime.groups import together
-from merakc.runtime.links import measure_link, measure_messages, measure_sharing
+from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulate import Simulation
 from merakc.steps import Steps
+from merakc.trials import measure_computes
 
 
 def expected(
@@ -38,14 +37,16 @@ def expected(
     }
     messages = None
     if measured:
-        here = _measured(steps, step)
-        if here.seconds is not None:
-            own = {s: with_seconds(cost, here.seconds[s]) for s, cost in own.items()}
-        latency_s, bytes_per_s = here.link
+        seconds, sharing = measure_computes(steps, step)
+        if seconds is not None:
+            own = {s: with_seconds(cost, seconds[s]) for s, cost in own.items()}
+        latency_s, bytes_per_s = _link(steps)
         cluster = replace(
-            cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
+            cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=sharing
         )
-        messages = here.messages
+        pipeline = steps.groups.axis("pp")
+        if steps.device.type == "cpu" and pipeline is not None:
+            messages = measure_messages(steps.device, pipeline)
     touches = {s: chunk_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
     inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
     found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
@@ -74,52 +75,11 @@ def expected(
     return replace(prediction, peak_bytes=first), simulation
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    """What the ranks measured: the computes of a micro-batch by stage, on a rank that computes
-    alone where some share cores; latency and bytes a second of collectives, and of messages.
-    """
-
-    seconds: Mapping[int, Mapping[ActionKind, float]] | None
-    link: tuple[float, float]
-    messages: tuple[float, float] | None
-    sharing: Sharing | None
-
-
-def _measured(steps: Steps, step: CompiledStep) -> _Measured:
-    """Measures; collective.
-
-    Ranks of a GPU each compute all at once, as they train. On a CPU one tp group after the other
-    does, with all of dp where parameters are gathered over it, and how they slow each other down is
-    measured apart: not all of them compute all the time.
-    """
-    device, groups = steps.device, steps.groups
-    mesh, axes = groups.mesh, ("dp", "pp", "tp")
-    axis = next((a for a in axes if getattr(mesh, a) > 1), None)
-    group = groups.axis(axis) if axis else None
-    pipeline = groups.axis("pp")
-    plan = step.lowered.plan
-    gathered = any(plan.shards(s).parameters > 1 for s in range(len(plan.rank_of)))
-    at_once = mesh.tp * (mesh.dp if gathered else 1)
-    sharing, turn, turns = None, 0, 1
-    if device.type == "cpu" and mesh.world_size > 1:
-        here, sharing = measure_sharing()
-
-        def party(rank: int) -> tuple[int, int]:
-            dp, pp, _ = mesh.coordinates(rank)
-            return pp, 0 if gathered else dp
-
-        own = sorted({party(rank) for rank in (range(mesh.world_size) if gathered else here)})
-        turn = own.index(party(groups.rank))
-        turns = max(together(lambda: len(own)))
-    seconds: Mapping[int, Mapping[ActionKind, float]] | None = steps.measure(step, turn, turns)
-    if seconds is not None and sharing is not None:
-        speed = sharing.speed(at_once)
-        seconds = {s: {k: t * speed for k, t in own.items()} for s, own in seconds.items()}
-    messages = None
-    if device.type == "cpu" and pipeline is not None:
-        messages = measure_messages(device, pipeline)
-    return _Measured(seconds, measure_link(device, group), messages, sharing)
+def _link(steps: Steps) -> tuple[float, float]:
+    """Latency and bandwidth of collectives, over the first axis of several ranks; collective."""
+    groups = steps.groups
+    axis = next((a for a in ("dp", "pp", "tp") if getattr(groups.mesh, a) > 1), None)
+    return measure_link(steps.device, groups.axis(axis) if axis else None)
 
 
 def _static_bytes(steps: Steps, step: CompiledStep) -> int:

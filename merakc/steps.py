@@ -40,6 +40,7 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
+from merakc.runtime.trial import trial_seconds
 from merakc.start import few_collections
 
 Tensors = dict[str, torch.Tensor]
@@ -176,24 +177,19 @@ class Steps:
         self.compiled.clear()
         self.groups.made.clear()
 
-    def measure(
-        self, step: CompiledStep, turn: int = 0, turns: int = 1
-    ) -> dict[int, dict[ActionKind, float]] | None:
-        """Measured seconds of this rank's computes of a micro-batch, by stage; collective.
+    def trial(self, step: CompiledStep) -> dict[int, dict[ActionKind, float]] | None:
+        """Measured seconds of this rank's computes of a micro-batch, by stage; ranks of a tp group
+        take part together.
 
-        Of several turns, this rank measures in the one that is its own, while others wait. None
-        where the graph does not run on the zeros that stand in for a batch: an index made from them
-        may be out of range. All ranks of a tp group fail alike.
+        None where the graph does not run on the zeros that stand in for a batch: an index made from
+        them may be out of range. All ranks of a tp group fail alike.
         """
         self._bind()
-        found = None
-        for now in range(turns):
-            if now == turn:
-                with suppress(ArithmeticError, LookupError, RuntimeError, ValueError):
-                    found = step.executor.measure()
-            if turns > 1:
-                dist.barrier()
-        return found
+        if self.sharded is not None:
+            self.sharded.begin(step.trained, step.executor.gradients)
+        with suppress(ArithmeticError, LookupError, RuntimeError, ValueError):
+            return trial_seconds(step.executor)
+        return None
 
     def _bind(self) -> None:
         """Binds the tp axis to this model's group: another model may have other groups."""

@@ -8,7 +8,6 @@ stage, the gradients of a value that several stages read by stage.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from merakc.ir.graph import Input, InputKind, OutputKind
+from merakc.ir.graph import Input, InputKind
 from merakc.ir.program import Action, ActionKind, Chunk, CollectiveEvent, Event, Program
 from merakc.kernels.collectives import watched
 from merakc.runtime.fused import Fuser
@@ -104,63 +103,13 @@ class Executor:
         last = [k for k, a in enumerate(program.actions) if a.kind is ActionKind.REDUCE]
         self.reduce_at = max(last, default=-1)
 
-    def measure(self, repeats: int = 2) -> dict[int, dict[ActionKind, float]]:
-        """Seconds of each compute of a micro-batch, by stage, on values of no meaning.
-
-        The first run of each warms up and does not count, the fastest does. All ranks of a tp
-        group must call it together: the graphs hold their collectives. Where a stage treats
-        micro-batches differently, all ways are measured and the longest forward counts.
-        """
-        found: dict[int, dict[ActionKind, float]] = {}
-        with torch.no_grad(), self.sharded.muted() if self.sharded else nullcontext():
-            for number, stage in self.stages.items():
-                for order in dict.fromkeys(stage.orders.values()):
-                    runs = [self._time(stage, order) for _ in range(repeats + 1)][1:]
-                    own = found.setdefault(number, {})
-                    for kind in order:
-                        own[kind] = max(own.get(kind, 0.0), min(run[kind] for run in runs))
-        return found
-
-    def _time(self, stage: Stage, order: Sequence[ActionKind]) -> dict[ActionKind, float]:
-        """Seconds of the computes of one micro-batch."""
-        held: Tensors = {}
-        found: dict[ActionKind, float] = {}
-        for kind in order:
-            piece = stage.pieces[tuple(order), kind]
-            start_s = self._now()
-            if piece is not None:
-                given = [
-                    held[i.key] if i.kind is InputKind.SAVED else self._stand_in(stage, i)
-                    for i in piece.given
-                ]
-                held = {name: v for name, v in held.items() if name in piece.leaves}
-                outs = piece.run(given)
-                saved = zip(piece.returned, outs, strict=True)
-                held |= {o.name: v for o, v in saved if o.kind is OutputKind.SAVED}
-                del outs, saved
-            found[kind] = self._now() - start_s
-        return found
-
-    def _stand_in(self, stage: Stage, item: Input) -> torch.Tensor:
-        """A parameter, buffer or constant itself, and zeros for what a step would bring."""
-        if item.name in stage.constants:
-            return stage.constants[item.name]
-        if (item.target or item.name) in self.state:
-            return self.state[item.target or item.name]
-        return torch.zeros(item.spec.shape, dtype=item.spec.dtype, device=self.device)
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
     def run(self, micro_batches: Sequence[Tensors], *, record: bool = False) -> StepResult:
         """One step. `micro_batches[j]` maps input names to the tensors of micro-batch j.
 
         With `record`, the collectives of the graphs are timed too, and on a GPU all times are those
         of its streams. Raises `StuckError` where a message does not come.
         """
-        step = _Step(self, micro_batches, record=record)
+        step = Step(self, micro_batches, record=record)
         try:
             with torch.no_grad(), step.watching():
                 step.run()
@@ -173,22 +122,30 @@ class Executor:
         )
 
 
-class _Step:
-    """The state of one step."""
+class Step:
+    """The state of one step; of the executor's Program, with its messages, where no others are
+    given.
+    """
 
     def __init__(
-        self, executor: Executor, micro_batches: Sequence[Tensors], *, record: bool
+        self,
+        executor: Executor,
+        micro_batches: Sequence[Tensors],
+        *,
+        record: bool,
+        program: Program | None = None,
+        messages: Messages | None = None,
     ) -> None:
         self.of = executor
         self.clock = Clock(executor.device if record else None)
         self.watch = Watch(self.clock) if record else None
-        self.program = executor.program
+        self.program = program or executor.program
         self.live: dict[Work, _Live] = {
             (s, j): _Live(dict(inputs))
             for s in executor.stages
             for j, inputs in enumerate(micro_batches)
         }
-        self.messages = Messages(
+        self.messages = messages or Messages(
             executor.program, executor.specs, executor.device, executor.channels,
             executor.timeout_s,
         )  # fmt: skip

@@ -65,8 +65,8 @@ def measure_messages(device: torch.device, group: dist.ProcessGroup) -> tuple[fl
     return small_s, LARGE_BYTES / max(large_s - small_s, 1e-6)
 
 
-def measure_sharing() -> tuple[tuple[int, ...], Sharing | None]:
-    """What the ranks of this machine share, and which they are; collective.
+def measure_sharing() -> Sharing | None:
+    """What the ranks of this machine share; collective.
 
     One rank computes alone, then as many as there are cores do; between them the speed is taken for
     linear. None where nothing is shared: with one rank on the machine.
@@ -78,10 +78,10 @@ def measure_sharing() -> tuple[tuple[int, ...], Sharing | None]:
     alone_s, together_s = (_work_seconds(here.index(dist.get_rank()) < n) for n in (1, cores))
     share = min(1.0, alone_s / together_s)
     if len(here) == 1:
-        return here, None
+        return None
     steps = range(cores)
     shares = (1.0 + (share - 1.0) * k / max(cores - 1, 1) for k in steps)
-    return here, Sharing(tuple(shares), len(here))
+    return Sharing(tuple(shares), len(here))
 
 
 def _work_seconds(works: bool) -> float:

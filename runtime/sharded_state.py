@@ -117,12 +117,14 @@ class ShardedState:
 
     @contextmanager
     def muted(self) -> Iterator[None]:
-        """Gradients are dropped, as of a run on values of no meaning."""
+        """Gradients are added up but not reduced, and dropped: those of values of no meaning."""
         self.is_muted = True
         try:
             yield
         finally:
             self.is_muted = False
+            for bucket in self.buckets:
+                bucket.drop()
 
     @property
     def owned(self) -> dict[str, torch.nn.Parameter]:
@@ -171,16 +173,19 @@ class ShardedState:
         """Where a graph writes the gradient of a parameter, so that `sink` need not copy it; None
         where there is one, to which it is added.
         """
-        return None if self.is_muted else self.bucket_of[name].place(name)
+        return self.bucket_of[name].place(name)
 
     def sink(self, name: str, gradient: torch.Tensor) -> None:
         """Takes a micro-batch's gradient of a parameter."""
-        if self.is_muted:
-            return
         bucket = self.bucket_of[name]
         bucket.add(name, gradient)
         if len(bucket.arrived) == len(self.wanted[bucket]):
-            self._reduce(bucket)
+            if not self.is_muted:
+                self._reduce(bucket)
+            elif bucket.groups.shards.gradients > 1:
+                bucket.drop()
+            else:
+                bucket.arrived.clear()
         self._advance()
 
     def _reduce(self, bucket: Bucket) -> None:

@@ -264,6 +264,12 @@ class Bucket:
         self.summed.clear()
         return flat
 
+    def drop(self) -> None:
+        """Forgets what was added."""
+        self.sum = None
+        self.summed.clear()
+        self.arrived.clear()
+
     def reduced(self) -> torch.Tensor:
         """The sum of what this rank owns, once the last reduction has been started; zeros where no
         graph of this rank makes any.

@@ -233,14 +233,6 @@ def test_forward_only_keeps_nothing() -> None:
     assert [set(r) for r in result.results] == [{"vy"}] * 2
 
 
-def test_measuring_changes_nothing() -> None:
-    executor = alone(last_stage(), {"v": V.clone(), "y": W})
-    (seconds,) = executor.measure().values()
-    assert set(seconds) == {ActionKind.FORWARD, ActionKind.BACKWARD}
-    assert all(s > 0 for s in seconds.values())
-    assert torch.equal(executor.state["v"], V)
-
-
 def test_events_are_in_order() -> None:
     chunk = last_stage()
     result = alone(chunk, {"v": V, "y": W}).run([{}, {}])
