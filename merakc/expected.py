@@ -40,10 +40,7 @@ def expected(
         seconds, sharing = measure_computes(steps, step)
         if seconds is not None:
             own = {s: with_seconds(cost, seconds[s]) for s, cost in own.items()}
-        latency_s, bytes_per_s = _link(steps)
-        cluster = replace(
-            cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=sharing
-        )
+        cluster = replace(_linked(steps, cluster), sharing=sharing)
         pipeline = steps.groups.axis("pp")
         if steps.device.type == "cpu" and pipeline is not None:
             messages = measure_messages(steps.device, pipeline)
@@ -75,11 +72,12 @@ def expected(
     return replace(prediction, peak_bytes=first), simulation
 
 
-def _link(steps: Steps) -> tuple[float, float]:
-    """Latency and bandwidth of collectives, over the first axis of several ranks; collective."""
+def _linked(steps: Steps, cluster: Cluster) -> Cluster:
+    """The cluster with the measured links of the first axis of several ranks; collective."""
     groups = steps.groups
     axis = next((a for a in ("dp", "pp", "tp") if getattr(groups.mesh, a) > 1), None)
-    return measure_link(steps.device, groups.axis(axis) if axis else None)
+    found = measure_link(steps.device, groups.axis(axis) if axis else None)
+    return replace(cluster, link_latency_s=found[0], link_bytes_per_s=found[1])
 
 
 def _static_bytes(steps: Steps, step: CompiledStep) -> int:

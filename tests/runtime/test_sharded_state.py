@@ -56,8 +56,10 @@ def gathering(shards: StateShards) -> list[Collective]:
 def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str, object]]:
     """Two steps of two micro-batches, and the number of collectives that were waited for."""
     sharded, rank = state(shards, 2), dist.get_rank()
+    sharded.begin(TRAINED, TRAINED)
     with sharded.muted():
         sharded.sink("a", torch.full((6,), torch.nan))
+    assert all(bucket.sum is None for bucket in sharded.buckets)
     found = []
     for _ in range(2):
         sharded.begin(TRAINED, TRAINED)
