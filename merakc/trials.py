@@ -24,8 +24,10 @@ from merakc.ir.program import ActionKind
 from merakc.runtime.groups import together
 from merakc.steps import Steps
 
-# Trials of which the median counts, as many as this time has room for.
-TRIALS, TIME_S = 5, 2.0
+# Trials of all ranks, as many as this time has room for, of which the median counts; and of those of
+# one party, of which only the speed of all computes is wanted.
+TRIALS, TIME_S = 5, 1.0
+APART = 2
 # The least share of its speed that a rank is believed to keep beside others.
 LEAST_SPEED = 0.05
 Seconds = Mapping[int, Mapping[ActionKind, float]]
@@ -66,7 +68,7 @@ def measure_computes(steps: Steps, step: CompiledStep) -> tuple[Seconds | None, 
     turns, ratio = turns_of(ranks), None
     for turn in range(max(turns) + 1) if max(turns) else ():
         if turn == turns[groups.rank]:
-            apart = _median([steps.trial(step) for _ in range(count)])
+            apart = _median([steps.trial(step) for _ in range(min(APART, count))])
             ratio = _total(apart) / _total(beside) if apart and beside else None
         dist.barrier()
     ratios = [r for r in together(lambda: ratio) if r is not None]
