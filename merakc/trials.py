@@ -24,7 +24,7 @@ from merakc.ir.program import ActionKind
 from merakc.runtime.groups import together
 from merakc.steps import Steps
 
-# Trials of all ranks, as many as this time has room for, of which the median counts; and of those of
+# Trials of all ranks, as many as this time has room for, of which the median counts; and trials of
 # one party, of which only the speed of all computes is wanted.
 TRIALS, TIME_S = 5, 1.0
 APART = 2
