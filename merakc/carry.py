@@ -74,7 +74,11 @@ def carry_plan(
         parts = tuple(plan.sub_batches[s] for s in like)
         given = plan.machines if cluster is None else _figures(cluster)
         chunks = {n: count for n, count in plan.row_chunks.items() if n in made.parameters}
-        parted = replace(made, sub_batches=parts, row_chunks=chunks, machines=given)
+        known = given is not None and given.symmetric_memory
+        fused = tuple(n for n in plan.fused_products if known and n in made.parameters)
+        parted = replace(
+            made, sub_batches=parts, row_chunks=chunks, fused_products=fused, machines=given
+        )
         lowered = _with_gains(with_parts(replace(lowered, plan=parted), record), machines)
     return lowered
 

@@ -79,7 +79,8 @@ class Level:
 
     It joins blocks of `devices` devices: those of a node, of a rack. `bytes_per_s` is what
     `shared_by` devices together send through it, a direction; `latency_s` what one step of a
-    collective waits.
+    collective waits. Through one with `symmetric_memory`, GPUs read each other's memory, so that
+    torch pipelines products with collectives (`merakc.kernels.products`).
     """
 
     __pydantic_config__ = _STRICT
@@ -89,6 +90,7 @@ class Level:
     bytes_per_s: Positive
     latency_s: NotNegative = 0.0
     shared_by: Count = 1
+    symmetric_memory: bool = False
     source: str = ""
 
 
@@ -232,7 +234,7 @@ class Cluster:
     elementwise ops reach, `op_overhead_s` the time an op takes whatever its size. A message of n
     bytes takes `link_latency_s` + n / `link_bytes_per_s`, an all-reduce moves its bytes twice.
     Where `hardware` is known, stages are timed with its devices and links (`merakc.costs.device`).
-    `sharing` is what the devices of a node share.
+    `sharing` is what the devices of a node share. With `symmetric_memory` they read each other's.
     """
 
     name: str
@@ -244,6 +246,7 @@ class Cluster:
     link_bytes_per_s: float
     hardware: Hardware | None = None
     sharing: Sharing | None = None
+    symmetric_memory: bool = False
 
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""
@@ -255,6 +258,7 @@ class Cluster:
             self,
             link_latency_s=slower * level.latency_s,
             link_bytes_per_s=share * level.bytes_per_s / level.shared_by / slower,
+            symmetric_memory=level.symmetric_memory,
         )
 
     def slower(self, factor: float) -> Cluster:
@@ -275,7 +279,10 @@ class Cluster:
             self.name, rates, self.bytes_per_s, self.memory_bytes, product_share=1.0,
             traffic_share=1.0, launch_s=self.op_overhead_s,
         )  # fmt: skip
-        links = Level("links", ranks, self.link_bytes_per_s, self.link_latency_s)
+        links = Level(
+            "links", ranks, self.link_bytes_per_s, self.link_latency_s,
+            symmetric_memory=self.symmetric_memory,
+        )  # fmt: skip
         together = self.sharing.together if self.sharing else ()
         return Hardware(self.name, (Nodes(device, ranks, 1, together),), (links,), 1.0)
 

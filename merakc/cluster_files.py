@@ -146,7 +146,9 @@ def _values(value: Nodes | Level | Factors) -> dict[str, Any]:
 def _table(head: str, values: Mapping[str, Any]) -> list[str]:
     """The lines of a table; what is empty is left out."""
     found = [
-        f"{key} = {_toml(value)}" for key, value in values.items() if value not in ("", (), {})
+        f"{key} = {_toml(value)}"
+        for key, value in values.items()
+        if value not in ("", (), {}) and value is not False
     ]
     return [*(["", head] if head else []), *found]
 
@@ -156,7 +158,7 @@ def _toml(value: Any) -> str:
         return "{ " + ", ".join(f"{key} = {_toml(own)}" for key, own in value.items()) + " }"
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    return json.dumps(value) if isinstance(value, (str, bool)) else repr(value)
 
 
 @cache

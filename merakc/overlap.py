@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from merakc.cluster import Cluster
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.passes.collective_matmul import RowChunks
+from merakc.passes.fused_products import FusedProducts
 from merakc.passes.gather_products import gathers
 from merakc.passes.stages import split_stages, stages_like
 from merakc.passes.sub_batches import Parts, make_parts
@@ -57,8 +58,9 @@ def choose_overlap(
 
     `record` gives the recording for a number of micro-batches. `asked` is the number of parts, 0
     for collectives that block; where it is None, each stage gets what takes least time by the
-    figures of `cluster`: parts, or the micro-batch whole with products in chunks of rows. A stage
-    that cannot run in the parts asked for gets as many chunks, or runs whole.
+    figures of `cluster`: parts, or the micro-batch whole, with products in chunks of rows or, in
+    symmetric memory, in one op with their collectives. A stage that cannot run in the parts asked
+    for gets as many chunks, or runs whole.
 
     Raises `ConfigError` where parts are asked for and no stage can run in them, nor in chunks.
     """
@@ -67,37 +69,60 @@ def choose_overlap(
         return lowered
     cluster = cluster.joining(plan.tp)
     tried, failure = _tried(lowered, record, asked)
-    counts, gains = [], []
-    chunks: dict[str, int] = {}
+    forms, gains = [], []
     for stage, local in enumerate(lowered.stages.local):
-        found: dict[int, float] = {}
+        found: list[_Form] = []
         for count, made in tried.items():
             try:
-                found[count] = stage_seconds(made.local(stage, 0), cluster)[0]
+                found.append(_Form(stage_seconds(made.local(stage, 0), cluster)[0], count))
             except MerakError as error:
                 failure = error
-        best = asked if asked in found else min(found, key=lambda count: (found[count], count))
-        assert best is not None
-        best_s = found[best]
-        if asked is None or asked != best:
-            own, own_s = choose_chunks(local, cluster, COUNTS if asked is None else (asked,))
-            if own and (asked is not None or own_s < best_s):
-                best, best_s = 1, own_s
-                chunks |= own
-        counts.append(best)
-        gains.append(1 - best_s / stage_seconds(local, cluster)[1])
+        forms.append(_best(found, local, cluster, asked))
+        gains.append(1 - forms[-1].seconds / stage_seconds(local, cluster)[1])
     if asked is None and max(gains) < WORTH:
         return lowered
-    if asked is not None and asked not in counts and not chunks:
+    chunks = {weight: count for form in forms for weight, count in form.chunks.items()}
+    if asked is not None and all(form.count != asked for form in forms) and not chunks:
         raise ConfigError(f"overlap={asked}: no stage can run a micro-batch so: {failure}")
     chosen = replace(
         plan,
-        sub_batches=tuple(counts),
+        sub_batches=tuple(form.count for form in forms),
         row_chunks=dict(sorted(chunks.items())),
+        fused_products=tuple(sorted({weight for form in forms for weight in form.fused})),
         overlap_gains=tuple(gains),
         machines=replace(cluster, memory_bytes=0, hardware=None),
     )
     return with_parts(replace(lowered, plan=chosen), record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a stage runs a micro-batch: its seconds, in how many parts, and where it runs whole, the
+    weights of products in chunks of rows or in one op with their collectives.
+    """
+
+    seconds: float
+    count: int = 1
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
+
+
+def _best(found: Sequence[_Form], local: Graph, cluster: Cluster, asked: int | None) -> _Form:
+    """The form of a stage that was asked for, or the fastest of those found and of one micro-batch
+    whole.
+    """
+    for form in found:
+        if form.count == asked:
+            return form
+    best = min(found, key=lambda form: (form.seconds, form.count))
+    chunks, seconds = choose_chunks(local, cluster, COUNTS if asked is None else (asked,))
+    if chunks and (asked is not None or seconds < best.seconds):
+        best = _Form(seconds, chunks=chunks)
+    if asked is None and cluster.symmetric_memory:
+        fused, seconds = choose_fused(local, cluster)
+        if fused and seconds < best.seconds:
+            best = _Form(seconds, fused=fused)
+    return best
 
 
 def choose_chunks(
@@ -123,6 +148,26 @@ def choose_chunks(
         if kept and best_s < found_s:
             found, found_s = {weight: count for kind in kept for weight in kind}, best_s
     return found, found_s
+
+
+def choose_fused(local: Graph, cluster: Cluster) -> tuple[frozenset[str], float]:
+    """The weights of the products of a stage that are best in one op with the collective beside
+    them, and the seconds of the stage; those that are alike are in it together.
+    """
+    products = FusedProducts(local)
+
+    def seconds(kinds: Collection[frozenset[str]]) -> float:
+        if not kinds:
+            return math.inf
+        return stage_seconds(products.written(frozenset().union(*kinds)), cluster)[0]
+
+    kept = frozenset(products.kinds())
+    best_s = seconds(kept)
+    for kind in products.kinds():
+        rest_s = seconds(kept - {kind})
+        if rest_s < best_s:
+            kept, best_s = kept - {kind}, rest_s
+    return frozenset().union(*kept), best_s
 
 
 def _chunked_seconds(

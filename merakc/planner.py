@@ -31,6 +31,7 @@ from merakc.passes.collectives import (
     with_collectives,
 )
 from merakc.passes.differentiate import differentiate
+from merakc.passes.fused_products import fuse_products
 from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
 from merakc.passes.match_plan import check_match, holders
@@ -92,7 +93,7 @@ class Lowered:
 
     def local(self, stage: int, tp_rank: int) -> Graph:
         """The forward of a micro-batch on one rank and stage, in parts or with products in chunks
-        of rows where the plan says so.
+        of rows, or fused with collectives, where the plan says so.
         """
         local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
         count = self.plan.sub_batches[stage] if self.plan.sub_batches else 1
@@ -101,12 +102,13 @@ class Lowered:
                 stages = parts.stages
                 part = localise(stages.graphs[stage], stages.sharding, tp_rank)
                 return divided(local, part, parts)
-        if not self.plan.row_chunks:
+        if not (self.plan.row_chunks or self.plan.fused_products):
             return local
         graph, sharding = self.stages.graphs[stage], self.stages.sharding
         unlike = sharding.unlike_ranks(graph)
         kinds = [localise(graph, sharding, rank) for rank in unlike] if len(unlike) > 1 else []
-        return chunk_rows(local, self.plan.row_chunks, kinds)
+        fused = fuse_products(local, self.plan.fused_products, kinds)
+        return chunk_rows(local, self.plan.row_chunks, kinds) if fused is local else fused
 
     def _pieces(self, stage: int, tp_rank: int) -> Chunk:
         return self._with_pieces(stage, differentiate(self.local(stage, tp_rank)))

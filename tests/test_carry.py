@@ -121,3 +121,15 @@ def test_chunks_of_products_that_are_left_are_kept() -> None:
     lowered = carry_plan(plan, lower_degrees(plan, 4), _some, None)
     assert lowered.plan.row_chunks == {weight: 2}
     assert any("#" in node.name for node in lowered.local(1, 0).nodes)
+
+
+def test_fused_products_stay_so_in_symmetric_memory() -> None:
+    weight = "transformer.h.3.mlp.c_proj.weight"
+    symmetric = replace(NOMINAL_GPU, symmetric_memory=True)
+    plan = replace(
+        _large(_made("1f1b"), tp=2), sub_batches=(1, 1), overlap_gains=(0.0, 0.1),
+        fused_products=("transformer.h.11.mlp.c_proj.weight", weight), machines=symmetric,
+    )  # fmt: skip
+    degrees = lower_degrees(plan, 4)
+    assert carry_plan(plan, degrees, _some, None).plan.fused_products == (weight,)
+    assert carry_plan(plan, degrees, _some, None, NOMINAL_GPU).plan.fused_products == ()

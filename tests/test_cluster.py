@@ -52,3 +52,14 @@ def test_the_flat_view_is_of_the_slowest() -> None:
     assert flat.link_latency_s == 1e-5
     assert flat.hardware is HARDWARE
     assert hash(flat) == hash(HARDWARE.flat())
+
+
+def test_memory_is_symmetric_as_far_as_the_level_that_joins_the_ranks_says() -> None:
+    inner = dataclasses.replace(LEVELS[0], symmetric_memory=True)
+    hardware = dataclasses.replace(HARDWARE, links=(inner, LEVELS[1]))
+    flat = hardware.flat()
+    assert not flat.symmetric_memory
+    assert flat.joining(4).symmetric_memory
+    assert not flat.joining(5).symmetric_memory
+    alone = dataclasses.replace(CLUSTER, symmetric_memory=True)
+    assert alone.described(4).flat().symmetric_memory

@@ -81,6 +81,12 @@ def test_a_preset_states_its_sources(name: str) -> None:
             assert told or name == "cpu", f"{line}: where is this from?"
 
 
+def test_gpus_on_nvlink_from_the_a100_on_read_each_others_memory() -> None:
+    symmetric = {n for n in preset_names() if preset(n).level(8).symmetric_memory}
+    assert symmetric == {"a100-40", "a100-80", "b200", "h100", "h200"}
+    assert not any(preset(name).level(9).symmetric_memory for name in preset_names())
+
+
 def test_the_nominal_cpu_is_the_same_in_both_forms() -> None:
     flat = preset("cpu").flat("float32")
     for field in ("flops_per_s", "bytes_per_s", "op_overhead_s", "memory_bytes",

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_GPU, Cluster
+from merakc.cluster_files import preset
+from merakc.costs.flops import PIPELINED
 from merakc.costs.roofline import graph_seconds
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.record import Recording
 from merakc.ir.plan import load_plan
 from merakc.ir.program import Mesh
 from merakc.kernels.ops import STARTED
-from merakc.overlap import choose_chunks, choose_overlap, with_parts
+from merakc.overlap import choose_chunks, choose_fused, choose_overlap, with_parts
 from merakc.passes.collective_matmul import RowChunks, chunk_rows
+from merakc.passes.differentiate import differentiate
+from merakc.passes.fused_products import FusedProducts, fuse_products
 from merakc.passes.subpipeline import stage_seconds
 from merakc.planner import Lowered, apply_plan, make_plan
 from merakc.predict import planned_costs, predict
@@ -164,3 +170,102 @@ def test_a_graph_that_differs_with_the_number_of_samples_is_refused() -> None:
 def test_nominal_machines_hide_something_or_nothing() -> None:
     plan = planned("gpt2", NOMINAL_GPU, None).plan
     assert len(plan.sub_batches) in (0, 2)
+
+
+# Calls take long enough for chunks not to pay.
+CALLS = replace(SLOW, op_overhead_s=3e-6)
+SYMMETRIC = replace(CALLS, symmetric_memory=True)
+
+
+def fused_plan(name: str, cluster: Cluster, asked: int | None = None) -> Lowered:
+    """Micro-batches of one sample, with split sequences."""
+    recording = recorded(name, SAMPLES)
+    _, lowered = make_plan(
+        recording, TP_AND_PP, SAMPLES, cluster, batch_size=SAMPLES, sequence_parallel=True
+    )
+    return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
+
+
+def test_products_are_fused_with_their_collectives_in_symmetric_memory() -> None:
+    lowered = fused_plan("llama", SYMMETRIC)
+    plan = lowered.plan
+    assert plan.sub_batches == (1, 1)
+    assert plan.row_chunks == {}
+    assert plan.machines is not None
+    assert plan.machines.symmetric_memory
+    layers = {name.split(".")[2] for name in plan.fused_products if ".layers." in name}
+    assert layers == {"0", "1", "2", "3"}
+    other = fused_plan("llama", CALLS).plan
+    assert other.fused_products == ()
+    for stage in (0, 1):
+        assert plan.overlap_gains[stage] > other.overlap_gains[stage] + 0.03
+        chunk, whole = lowered.chunk(stage, 0), lowered.stages.local[stage]
+        assert any(n.op in PIPELINED for n in chunk.forward.nodes)
+        blocking_s = graph_seconds(differentiate(whole).forward, SYMMETRIC)
+        assert graph_seconds(chunk.forward, SYMMETRIC) < 0.9 * blocking_s
+
+
+def test_chunks_of_rows_are_taken_where_they_hide_more() -> None:
+    plan = fused_plan("llama", replace(SLOW, symmetric_memory=True)).plan
+    assert plan.fused_products == ()
+    assert plan.row_chunks
+
+
+@pytest.mark.parametrize("asked", [0, 1, 2])
+def test_what_is_asked_for_is_not_fused(asked: int) -> None:
+    assert fused_plan("llama", SYMMETRIC, asked).plan.fused_products == ()
+
+
+def test_only_products_that_gain_by_it_are_fused() -> None:
+    local = fused_plan("llama", SYMMETRIC, 0).stages.local[1]
+    weights, seconds = choose_fused(local, SYMMETRIC)
+    assert stage_seconds(fuse_products(local, weights), SYMMETRIC)[0] == pytest.approx(seconds)
+    every = frozenset().union(*FusedProducts(local).kinds())
+    assert seconds <= stage_seconds(fuse_products(local, every), SYMMETRIC)[0]
+    dear = replace(SYMMETRIC, op_overhead_s=1e-4)  # where calls cost more than what they hide
+    assert choose_fused(local, dear)[0] < every
+    other = fused_plan("llama", SYMMETRIC, 0).stages.local[0]
+    (none,) = {choose_fused(replace(other, nodes=other.nodes[:1], outputs=()), dear)}
+    assert none == (frozenset(), math.inf)
+
+
+def test_a_plan_with_fused_products_means_the_same_everywhere(tmp_path: Path) -> None:
+    lowered = fused_plan("gpt2", SYMMETRIC)
+    assert lowered.plan.fused_products
+    lowered.plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan == lowered.plan
+    again = apply_plan(plan, recorded("gpt2", SAMPLES))
+    for stage in (0, 1):
+        assert lowered.chunk(stage, 0) == again.chunk(stage, 0)
+
+
+def wide_llama() -> Recording:
+    """Two layers as wide as those of a model of 70 B, on one long sample."""
+    config = LlamaConfig(
+        vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_hidden_layers=2,
+        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    ids = torch.zeros(1, 8192, dtype=torch.long)
+    return record_part(model, (), {"input_ids": ids, "labels": ids}, 1, torch.device("cpu"))
+
+
+def test_a_node_of_h100_fuses_the_products_of_wide_layers() -> None:
+    recording, h100 = wide_llama(), preset("h100")
+    nodes = tuple(replace(own, devices=4, count=2) for own in h100.nodes)
+    apart = (replace(h100.links[0], devices=4), h100.links[1])
+    plain = tuple(replace(link, symmetric_memory=False) for link in h100.links)
+    plans = []
+    for hardware in (h100, replace(h100, links=plain), replace(h100, nodes=nodes, links=apart)):
+        cluster = hardware.flat()
+        _, lowered = make_plan(recording, Mesh(1, 8, 1), 1, cluster, batch_size=1,
+                               sequence_parallel=True)  # fmt: skip
+        plans.append(choose_overlap(lowered, lambda _: recording, cluster, None).plan)
+    fused, *others = plans
+    layer = "model.layers.{}.self_attn.{}_proj.weight"
+    assert {layer.format(k, name) for k in (0, 1) for name in "qkv"} < set(fused.fused_products)
+    assert others[0].fused_products == others[1].fused_products == ()
+    assert fused.overlap_gains[0] > (*others[0].overlap_gains, 0.0)[0]

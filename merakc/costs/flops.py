@@ -24,17 +24,27 @@ FREE = frozenset(
 )  # fmt: skip
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default")  # fmt: skip
+# Products and a collective in one node (`merakc.kernels.products`), by what the collective is.
+PIPELINED = {
+    "merakc.gather_matmul.default": "merakc.gather_to.default",
+    "merakc.matmul_scatter.default": "merakc.reduce_scatter.default",
+}
 
 
 def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     """Multiplications and additions of a product, convolution or attention; 0 for other ops.
 
     torch's `FlopCounterMode` formulas, and our own for the composite ops that it never sees:
-    linear and matmul (2 m n k) and attention (4 b h s t d forward, 10 backward with the scores
-    made again, as in FlashAttention, arXiv 2205.14135).
+    linear and matmul, also beside collectives (2 m n k), and attention (4 b h s t d forward, 10
+    backward with the scores made again, as in FlashAttention, arXiv 2205.14135).
     """
     if node.op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm." in node.op:
         return 2 * node.spec.numel * specs[node.args[0]].shape[-1]
+    if node.op == "merakc.gather_matmul.default":
+        made = sum(o.numel for o in node.outputs[1:] if o is not None)
+        return 2 * made * specs[node.args[0]].shape[-1]
+    if node.op == "merakc.matmul_scatter.default":
+        return 2 * specs[node.args[0]].numel * node.spec.shape[-1]
     if node.op == "merakc.grouped_mm_weights.default":
         return 2 * specs[node.args[0]].numel * specs[node.args[1]].shape[-1]
     if node.op == "merakc.attention.default":
@@ -70,11 +80,28 @@ def _by_formula(
 
 
 def node_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
-    """Bytes read and written; 0 for views."""
+    """Bytes read and written; 0 for views. Of products and a collective, those of the products."""
     if node.op in FREE:
         return 0
     read = sum(specs[r].size_bytes for r in dict.fromkeys(node.refs))
-    return read + sum(o.size_bytes for o in node.outputs if o is not None)
+    written = sum(o.size_bytes for o in node.outputs if o is not None)
+    if node.op == "merakc.gather_matmul.default":  # they read the first result, not what it is of
+        return read - specs[node.args[0]].size_bytes + written
+    if node.op == "merakc.matmul_scatter.default":
+        return read + wire_bytes(node, specs)
+    return read + written
+
+
+def wire_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """The bytes of a collective's tensor, whole."""
+    if node.op == "merakc.gather_matmul.default":
+        return node.spec.size_bytes
+    if node.op == "merakc.matmul_scatter.default":
+        rows, dim = specs[node.args[0]], int(node.args[4])
+        others = node.spec.numel // max(node.spec.shape[dim], 1)
+        return others * rows.shape[dim] * node.spec.dtype.itemsize
+    sizes = [specs[r].size_bytes for r in node.refs]
+    return max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
 
 
 def graph_flops(graph: Graph) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES
-from merakc.costs.roofline import link_seconds, node_seconds
+from merakc.costs.flops import COLLECTIVES, PIPELINED, wire_bytes
+from merakc.costs.roofline import link_seconds, node_seconds, pipelined
 from merakc.ir.costs import GraphCollective, GraphCollectives
-from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, Node
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.ops import STARTED, WAIT
 
@@ -24,6 +24,17 @@ def graph_collectives(graph: Graph, cluster: Cluster) -> tuple[GraphCollective, 
             now_s = free_s = max(now_s, free_s) + link_seconds(node, specs, cluster)
             times_s[node.name] = node, [start_s, now_s, start_s, now_s]
             continue
+        if node.op in PIPELINED:
+            start_s = max(now_s, free_s)
+            own = pipelined(node, specs, cluster)
+            now_s = free_s = start_s + own.seconds
+            # What is not hidden: before the first product, or behind the last.
+            if node.op == "merakc.matmul_scatter.default":
+                spans = [now_s - own.wire_s, now_s, now_s - own.exposed_s, now_s]
+            else:
+                spans = [start_s, start_s + own.wire_s, start_s, start_s + own.exposed_s]
+            times_s[node.name] = node, spans
+            continue
         if node.op == WAIT:
             own_s = times_s[node.refs[0].node][1]
             own_s[2:] = now_s, max(now_s, own_s[1])
@@ -34,7 +45,7 @@ def graph_collectives(graph: Graph, cluster: Cluster) -> tuple[GraphCollective, 
             times_s[node.name] = node, [now_s, free_s, free_s, free_s]
     return tuple(
         GraphCollective(
-            _name(node), str(node.args[1]), _size_bytes(node, specs), *(s / now_s for s in own_s)
+            _name(node), _axis(node), wire_bytes(node, specs), *(s / now_s for s in own_s)
         )
         for node, own_s in times_s.values()
     )
@@ -52,11 +63,11 @@ def chunk_collectives(stage: int, chunk: Chunk, cluster: Cluster) -> GraphCollec
 
 def _name(node: Node) -> str:
     """What the runtime calls it."""
-    op = STARTED.get(node.op, node.op).split(".")[1]
-    return "all_gather" if op == "gather_to" else op
+    op = PIPELINED.get(node.op) or STARTED.get(node.op, node.op)
+    name = op.split(".")[1]
+    return "all_gather" if name == "gather_to" else name
 
 
-def _size_bytes(node: Node, specs: dict[Ref, TensorSpec]) -> int:
-    """The bytes of its tensor, whole."""
-    sizes = [specs[r].size_bytes for r in node.refs]
-    return max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
+def _axis(node: Node) -> str:
+    """The mesh axis that it runs over: the first name among its arguments."""
+    return next(arg for arg in node.args if isinstance(arg, str))

@@ -104,9 +104,10 @@ class Plan:
     keeps all. `sub_batches` is the number of parts in which each stage runs a micro-batch, one's
     communication under the others' arithmetic; without it, collectives block. `row_chunks` holds
     the numbers of chunks of rows, by the names of their weights, in which products beside
-    collectives are computed where a micro-batch runs whole. `overlap_gains` is the share of its
-    seconds that each is expected to save so, on `machines`, whose figures decide the order of its
-    nodes. `report` is what `merakc show` tells beside the decisions.
+    collectives are computed where a micro-batch runs whole; `fused_products` names the weights
+    whose products are one op with the collective beside them instead. `overlap_gains` is the share
+    of its seconds that each is expected to save so, on `machines`, whose figures decide the order
+    of its nodes. `report` is what `merakc show` tells beside the decisions.
     """
 
     model: str
@@ -134,6 +135,7 @@ class Plan:
     inner: Inner = "pp"
     sub_batches: tuple[int, ...] = ()
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
+    fused_products: tuple[str, ...] = ()
     overlap_gains: tuple[float, ...] = ()
     machines: Cluster | None = None
     prediction: Prediction | None = None

@@ -130,9 +130,13 @@ def _per_stage(plan: Values) -> Iterator[str]:
     for name, count in plan["row_chunks"].items():
         if name not in plan["parameters"] or not 2 <= count <= MOST:
             yield f"row_chunks.{name} is {count}; it must be a parameter's, and 2 or more"
-    if plan["row_chunks"] and not plan["sub_batches"]:
-        yield f"row_chunks has {len(plan['row_chunks'])} entries; with no sub_batches, none"
-    overlapped = plan["row_chunks"] or any(parts > 1 for parts in plan["sub_batches"])
+    fused = plan["fused_products"]
+    if list(fused) != sorted(set(fused) & set(plan["parameters"])):
+        yield f"fused_products is {fused}; it must be parameters' names, each once, in order"
+    for name in ("row_chunks", "fused_products"):
+        if plan[name] and not plan["sub_batches"]:
+            yield f"{name} has {len(plan[name])} entries; with no sub_batches, none"
+    overlapped = plan["row_chunks"] or fused or any(parts > 1 for parts in plan["sub_batches"])
     if overlapped and plan["machines"] is None:
         yield "machines is null; with sub_batches it must say what decides the order of nodes"
 

@@ -53,6 +53,21 @@ def chunk_rows(local: Graph, chunks: Mapping[str, int], kinds: Iterable[Graph] =
     return RowChunks(local).written(chunks) if len(found) <= 1 else local
 
 
+def product_weights(graph: Graph) -> dict[str, str]:
+    """The name of the parameter that each product with one reads, by the product's node."""
+    parameters = {i.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    found: dict[str, str] = {}
+    same = dict(parameters)  # what is a parameter, seen through views and casts
+    for node in graph.nodes:
+        if (node.op in FREE or node.op in CASTS) and node.refs and node.refs[0].node in same:
+            same[node.name] = same[node.refs[0].node]
+        if node.op in WEIGHT_POSITION:
+            weight = node.args[WEIGHT_POSITION[node.op]]
+            if weight.node in same:
+                found[node.name] = same[weight.node]
+    return found
+
+
 class RowChunks:
     """What of one rank's forward can be computed in chunks of rows."""
 
@@ -64,17 +79,7 @@ class RowChunks:
     @cached_property
     def weights(self) -> dict[str, str]:
         """The name of the parameter that each product with one reads, by the product's node."""
-        parameters = {i.name: i.target for i in self.graph.inputs if i.kind is InputKind.PARAMETER}
-        found: dict[str, str] = {}
-        same = dict(parameters)  # what is a parameter, seen through views and casts
-        for node in self.graph.nodes:
-            if (node.op in FREE or node.op in CASTS) and node.refs and node.refs[0].node in same:
-                same[node.name] = same[node.refs[0].node]
-            if node.op in WEIGHT_POSITION:
-                weight = node.args[WEIGHT_POSITION[node.op]]
-                if weight.node in same:
-                    found[node.name] = same[weight.node]
-        return found
+        return product_weights(self.graph)
 
     @cached_property
     def movable(self) -> list[tuple[Factor, frozenset[str]]]:

@@ -18,7 +18,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES, FREE
+from merakc.costs.flops import COLLECTIVES, FREE, PIPELINED
 from merakc.costs.roofline import node_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
 from merakc.ir.program import Chunk
@@ -29,7 +29,7 @@ from merakc.kernels.opaque import OPAQUE
 # (Korthikanti et al., "Reducing Activation Recomputation", MLSys 2023, section 5).
 KEPT_BY_SELECTIVE = frozenset(
     ("aten.mm.default", "aten.addmm.default", "aten.convolution.default", "aten.linear.default",
-     "aten._grouped_mm.default", "merakc.attention.default", OPAQUE, *COLLECTIVES)
+     "aten._grouped_mm.default", "merakc.attention.default", OPAQUE, *COLLECTIVES, *PIPELINED)
 )  # fmt: skip
 # Flow is counted in whole numbers, of which scipy takes those of 32 bits.
 MAX_FLOW = 2**31 - 1
@@ -98,7 +98,7 @@ def within_bytes(chunk: Chunk, budget_bytes: int, cluster: Cluster) -> frozenset
     seconds = _seconds(chunk.forward, cluster)
     costs = {
         n.name: np.inf
-        if n.op in COLLECTIVES
+        if n.op in COLLECTIVES or n.op in PIPELINED
         else seconds[n.name] * (1 + TIE_BREAK * k / len(nodes))
         for k, n in enumerate(nodes)
     }

@@ -6,15 +6,22 @@ reader; what does not depend on it runs in between, in the order of `merakc.pass
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES
+from merakc.costs.flops import COLLECTIVES, PIPELINED
 from merakc.costs.memory import Memory, live_bytes
-from merakc.costs.roofline import graph_seconds, link_seconds, node_seconds
+from merakc.costs.roofline import (
+    computing_seconds,
+    graph_seconds,
+    link_seconds,
+    node_seconds,
+    pipelined,
+)
 from merakc.costs.stage import BACKWARD_PER_FORWARD
-from merakc.ir.graph import Graph, InputKind, Node, Ref
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.kernels.ops import STARTS, WAIT
 from merakc.passes.two_resources import Task, list_schedule
@@ -131,16 +138,26 @@ def _parted(in_order: list[Node]) -> set[str]:
 def graph_tasks(graph: Graph, cluster: Cluster) -> list[Task]:
     """What a graph's nodes ask of the two resources."""
     specs = graph.specs()
-    return [
-        Task(
-            node.name,
-            tuple(dict.fromkeys(r.node for r in node.refs)),
-            cluster.op_overhead_s if is_link else node_seconds(node, specs, cluster),
-            link_seconds(node, specs, cluster) if is_link else 0.0,
-        )
-        for node in graph.nodes
-        for is_link in (node.op in COLLECTIVES,)
-    ]
+    found = []
+    for node in graph.nodes:
+        after = tuple(dict.fromkeys(r.node for r in node.refs))
+        if node.op in PIPELINED:
+            found.append(_pipelined_task(node, after, specs, cluster))
+            continue
+        is_link = node.op in COLLECTIVES
+        own_s = cluster.op_overhead_s if is_link else node_seconds(node, specs, cluster)
+        link_s = link_seconds(node, specs, cluster) if is_link else 0.0
+        found.append(Task(node.name, after, own_s, link_s))
+    return found
+
+
+def _pipelined_task(
+    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], cluster: Cluster
+) -> Task:
+    """A product and its collective in one, slowed down by what they do at once."""
+    own = pipelined(node, specs, cluster)
+    slower_s = (SLOWDOWN - 1) * own.hidden_s
+    return Task(node.name, after, own.seconds + slower_s, 0.0, holds_link=True)
 
 
 def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
@@ -166,12 +183,15 @@ def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
     trained = {i.name for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
     made: set[str] = set()
     summed: set[str] = set()  # parameters of which a gradient is there to be added to
-    found = []
+    found: list[Task] = []
     for node in reversed(local.nodes):
         if not any(Ref(node.name, k) in grads for k in range(len(node.outputs))):
             continue
         after = tuple(n.name for n in readers[node.name] if n.name in made)
         made.add(node.name)
+        if node.op in PIPELINED:
+            found += _pipelined_backward(node, after, specs, cluster)
+            continue
         own_s, link_s = node_seconds(node, specs, cluster), 0.0
         if node.op in CONJUGATES:
             own_s = cluster.op_overhead_s
@@ -188,3 +208,23 @@ def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
             own_s *= BACKWARD_PER_FORWARD
         found.append(Task(node.name, after, own_s, link_s))
     return found
+
+
+def _pipelined_backward(
+    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], cluster: Cluster
+) -> list[Task]:
+    """The other one of the two for what the node read, and products for the weights.
+
+    Several weights, and the gradients of their products, are put together for it. Behind a scatter
+    the weights wait for what it gathers.
+    """
+    weights = list(dict.fromkeys(node.refs))[1:]
+    own = _pipelined_task(node, after, specs, cluster)
+    if len(weights) > 1:
+        parts = [specs[w] for w in weights] + [o for o in node.outputs[1:] if o is not None]
+        joined_s = 2 * sum(part.size_bytes for part in parts) / cluster.bytes_per_s
+        own = replace(own, compute_s=own.compute_s + joined_s + 2 * cluster.op_overhead_s)
+    of_weights_s = computing_seconds(node, specs, cluster) + len(weights) * cluster.op_overhead_s
+    if node.op == "merakc.matmul_scatter.default":
+        after = (node.name,)
+    return [own, Task(f"{node.name} weights", after, of_weights_s, 0.0)]

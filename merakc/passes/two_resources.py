@@ -21,12 +21,16 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to be done: seconds of computing, then of the link, behind other tasks."""
+    """Something to be done: seconds of computing, then of the link, behind other tasks.
+
+    One that `holds_link` communicates while it computes, and waits until the link is free.
+    """
 
     name: str
     after: tuple[str, ...]
     compute_s: float
     link_s: float
+    holds_link: bool = False
 
 
 def list_schedule(tasks: Sequence[Task], lag: int) -> tuple[float, tuple[str, ...]]:
@@ -79,6 +83,8 @@ class _Scheduler:
 
     def _take(self, task: Task) -> None:
         self.order.append(task.name)
+        if task.holds_link:
+            self.now_s = max(self.now_s, self.link_free_s)
         self.now_s += task.compute_s
         if task.link_s:
             self.link_free_s = max(self.link_free_s, self.now_s) + task.link_s

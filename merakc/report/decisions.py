@@ -91,6 +91,8 @@ def _overlap(plan: Plan) -> str:
         parts.append(form + where + saved)
     for count, products in sorted(Counter(plan.row_chunks.values()).items()):
         parts.append(f"{products} products beside collectives in {count} chunks of rows")
+    if plan.fused_products:
+        parts.append(f"{len(plan.fused_products)} products in one op with their collectives")
     return "; ".join(parts)
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.ranks import run_ranks
+from merakc.cluster import Cluster
+from merakc.costs.flops import PIPELINED
 from merakc.kernels.ops import STARTED
 from tests.battery.small_models import (
     Tensors,
@@ -97,4 +99,46 @@ def test_one_sample_in_chunks_of_rows_equals_one_process(options: dict[str, Any]
     for own, _, started in found:
         assert own == pytest.approx(losses, rel=1e-12)
         assert started > 0
+    assert_close(found[0][1], gradients)
+
+
+# Machines whose links take about as long as their products, and calls too long for chunks.
+SYMMETRIC = Cluster("GPUs", 1e9, 1e10, 3e-6, 1 << 33, 0.0, 3e7, symmetric_memory=True)
+FUSED: list[dict[str, Any]] = [
+    {"tp": 2, "recompute": "full"},
+    {"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "none"},
+    {"dp": 2, "tp": 2, "state_shards": "zero-3", "recompute": "selective"},
+]
+
+
+def train_fused(options: dict[str, Any]) -> tuple[list[float], Tensors, int]:
+    """A step, and another of sequences that do not divide over the ranks."""
+    model = parallel(lambda: Words(dropout=0.3), words(0), **options)
+    losses = []
+    for batch in (words(0), words(1, length=5)):
+        model.zero_grad()
+        loss = model(**part(batch, model))["loss"]
+        loss.backward()
+        losses.append(loss.item())
+    first, other = model._own("_steps").compiled.values()
+    fused = []
+    for step in (first, other):
+        graphs = [g for c in step.chunks.values() for g in (c.forward, c.backward) if g]
+        fused.append(sum(node.op in PIPELINED for graph in graphs for node in graph.nodes))
+    assert fused[1] == 0
+    assert bool(fused[0]) is bool(model.plan.fused_products)
+    return losses, model.full_gradients(), fused[0]
+
+
+@pytest.mark.parametrize("options", FUSED, ids=str)
+def test_products_fused_with_collectives_equal_one_process(options: dict[str, Any]) -> None:
+    dp = options.get("dp", 1)
+    given = {"dp": 1, "pp": 1, "micro_batches": 8 // dp}
+    losses, gradients, none = train_fused({**given, "tp": 1, "micro_batches": 8})
+    assert none == 0
+    options = {**given, "sequence_parallel": True, "cluster": SYMMETRIC, **options}
+    found = run_ranks(dp * 2 * options["pp"], train_fused, options)
+    for own, _, fused in found:
+        assert own == pytest.approx(losses, rel=1e-12)
+        assert fused > 0
     assert_close(found[0][1], gradients)

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.reference import lifted_casts
-from merakc.costs.flops import graph_flops, node_bytes, node_flops
+from merakc.costs.flops import graph_flops, node_bytes, node_flops, wire_bytes
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, Call, enter
 from merakc.passes.differentiate import differentiate
@@ -79,3 +79,33 @@ def test_a_module_that_runs_as_it_is_has_the_flops_of_its_trial() -> None:
     backward = Node("g", OPAQUE_BACKWARD, ((x,), (x,), (), enter(call), (True,)), (), (specs[x],))
     assert node_flops(forward, specs) == 7
     assert node_flops(backward, specs) == 21  # its forward runs again
+
+
+def test_products_beside_collectives_count_as_products_alone() -> None:
+    specs = {Ref("x"): TensorSpec((2, 3, 5), HALF), Ref("v"): TensorSpec((7, 5), HALF),
+             Ref("w"): TensorSpec((9, 5), HALF), Ref("z"): TensorSpec((2, 6, 5), HALF)}  # fmt: skip
+    place = (True, "tp", 1, (3, 3), 0)
+    whole, *outs = (TensorSpec((2, 6, n), HALF) for n in (5, 7, 9))
+    gather = Node(
+        "y", "merakc.gather_matmul.default", (Ref("x"), (Ref("v"), Ref("w")), *place), (),
+        (whole, *outs),
+    )  # fmt: skip
+    assert node_flops(gather, specs) == 2 * 12 * 5 * (7 + 9)
+    assert node_bytes(gather, specs) == 2 * (60 + 35 + 45 + 84 + 108)
+    assert wire_bytes(gather, specs) == 2 * 60
+    scatter = Node(
+        "y", "merakc.matmul_scatter.default", (Ref("z"), Ref("v"), *place), (),
+        (TensorSpec((2, 3, 7), HALF),),
+    )  # fmt: skip
+    assert node_flops(scatter, specs) == 2 * 12 * 5 * 7
+    assert node_bytes(scatter, specs) == 2 * (60 + 35 + 84)
+    assert wire_bytes(scatter, specs) == 2 * 84
+
+
+def test_a_collective_moves_the_larger_of_its_tensors() -> None:
+    specs = {Ref("x"): TensorSpec((3, 5), HALF)}
+    place = (Ref("x"), "tp", 0, (3, 3), 0)
+    gather = Node("y", "merakc.gather_to.default", place, (), (TensorSpec((6, 5), HALF),))
+    assert wire_bytes(gather, specs) == 2 * 30
+    scatter = Node("y", "merakc.scatter.default", place, (), (TensorSpec((1, 5), HALF),))
+    assert wire_bytes(scatter, specs) == 2 * 15

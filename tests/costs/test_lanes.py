@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -59,6 +61,29 @@ def test_the_second_waits_for_the_link() -> None:
         (0.0, 0.5, 0.5, 0.5),  # nobody waits for it
         (0.0, 1.0, 0.5, 1.0),
     ]
+
+
+@pytest.mark.parametrize("scatters", [False, True])
+def test_of_one_beside_products_the_rank_waits_for_what_they_do_not_hide(scatters: bool) -> None:
+    # Products of 5 s, and 8 s on the link, of 40,000 bytes, in two parts.
+    wide, part = TensorSpec((100, 25), torch.float32), TensorSpec((50, 100), torch.float32)
+    weight = TensorSpec((25, 100), torch.float32)
+    place = (False, "tp", 0, (50, 50), 0)
+    if scatters:
+        x, op, outputs = wide, "merakc.matmul_scatter.default", (part,)
+        args: tuple[object, ...] = (Ref("x"), Ref("w"), *place)
+    else:
+        x, weight, op = part, TensorSpec((100, 25), torch.float32), "merakc.gather_matmul.default"
+        args, outputs = (Ref("x"), (Ref("w"),), *place), (SPEC, wide)
+    cluster = replace(CLUSTER, flops_per_s=1e5, bytes_per_s=1e9, symmetric_memory=True)
+    inputs = (Input("x", InputKind.BATCH, x), Input("w", InputKind.PARAMETER, weight))
+    graph = Graph(inputs, (Node("y", op, args, (), outputs),), ())
+    total_s = 8.0 + 5.0 / 2
+    spans = [s / total_s for s in ((2.5, 10.5, 5.0, 10.5) if scatters else (0.0, 8.0, 0.0, 5.5))]
+    (found,) = graph_collectives(graph, replace(cluster, link_bytes_per_s=5e3))
+    assert (found.op, found.axis) == ("reduce_scatter" if scatters else "all_gather", "tp")
+    assert found.size_bytes == 40_000
+    assert [found.start, found.end, found.wait_start, found.wait_end] == pytest.approx(spans)
 
 
 def test_a_chunk_has_those_of_each_of_its_graphs() -> None:

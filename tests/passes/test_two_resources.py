@@ -88,3 +88,14 @@ def test_the_link_carries_one_collective_at_a_time_in_the_order_of_their_starts(
 
 def test_nothing_to_do() -> None:
     assert list_schedule([], 0) == (0.0, ())
+
+
+def test_one_that_holds_the_link_waits_for_it_and_computes_alone() -> None:
+    tasks = [
+        Task("sum", (), 0.0, 5.0),
+        Task("both", (), 3.0, 0.0, holds_link=True),
+        Task("alone", (), 4.0, 0.0),
+    ]
+    end_s, order = list_schedule(tasks, 0)
+    assert order == ("sum", "both", "alone")
+    assert end_s == 5.0 + 3.0 + 4.0

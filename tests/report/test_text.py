@@ -193,6 +193,12 @@ def test_overlap_says_how_many_products_are_in_chunks_of_rows() -> None:
     assert "whole micro-batches; 2 products beside collectives in 2 chunks of rows; 1 " in text
 
 
+def test_overlap_says_how_many_products_are_fused_with_collectives() -> None:
+    made = replace(tiny_plan(), sub_batches=(1, 1), fused_products=("down", "up"))
+    text = plan_text(made, width=180)
+    assert "whole micro-batches; 2 products in one op with their collectives" in text
+
+
 def test_a_report_follows_the_decisions() -> None:
     text = plan_text(plan_with_report(), width=120)
     lines = text.splitlines()
