@@ -103,7 +103,7 @@ def test_one_sample_in_chunks_of_rows_equals_one_process(options: dict[str, Any]
 
 
 # Machines whose links take about as long as their products, and calls too long for chunks.
-SYMMETRIC = Cluster("GPUs", 1e9, 1e10, 3e-6, 1 << 33, 0.0, 3e7, symmetric_memory=True)
+SYMMETRIC = Cluster("GPUs", 1e7, 1e10, 3e-6, 1 << 33, 0.0, 1e7, symmetric_memory=True)
 FUSED: list[dict[str, Any]] = [
     {"tp": 2, "recompute": "full"},
     {"tp": 2, "pp": 2, "schedule": "zb-h1", "recompute": "none"},
