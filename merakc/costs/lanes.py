@@ -13,7 +13,7 @@ from merakc.kernels.ops import STARTED, WAIT
 
 def graph_collectives(graph: Graph, cluster: Cluster) -> tuple[GraphCollective, ...]:
     """Those of a graph, in the order in which they are issued, with `graph_seconds`' times."""
-    if not any(n.op in COLLECTIVES or n.op in STARTED for n in graph.nodes):
+    if not any(n.op in COLLECTIVES or n.op in STARTED or n.op in PIPELINED for n in graph.nodes):
         return ()
     specs = graph.specs()
     now_s = free_s = 0.0
