@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,6 +46,7 @@ def live_bytes(
     graph: Graph,
     handed: Mapping[str, Memory] | None = None,
     beside: Mapping[str, tuple[int, int]] | None = None,
+    owner: Mapping[Ref, Ref] | None = None,
 ) -> LiveBytes:
     """Live ranges of the graph's own values.
 
@@ -52,34 +54,38 @@ def live_bytes(
     reader, or beyond the graph if it is an output. Inputs are counted by whoever holds them, but
     those in `handed` (name -> memory) are given away: their memory is freed after its last reader,
     and makes room for the graph's own values. `beside` is what comes at a node from elsewhere, and
-    what goes after it.
+    what goes after it. `owner` says in whose memory each value lives, where that is known.
     """
     handed, beside = handed or {}, beside or {}
-    owner = _owners(graph, {name: Ref(m.owner) for name, m in handed.items()})
-    sizes = {ref: spec.size_bytes for ref, spec in graph.specs().items() if owner[ref] == ref}
-    given = {Ref(m.owner): m.size_bytes for m in handed.values()}
-    held = {Ref(i.name) for i in graph.inputs} - given.keys()
-    sizes |= given
-    last = dict.fromkeys(given, 0)
+    owner = owner or _owners(graph, {name: Ref(m.owner) for name, m in handed.items()})
+    sizes = {Ref(m.owner): m.size_bytes for m in handed.values()}
+    last = dict.fromkeys(sizes, 0)
+    held = {owner[Ref(i.name)] for i in graph.inputs} - sizes.keys()
+    given = frozenset(sizes)
+    made: list[int] = []  # bytes, by each node
     for k, node in enumerate(graph.nodes):
-        for ref in (*node.refs, *(Ref(node.name, i) for i, o in enumerate(node.outputs) if o)):
+        for ref in node.refs:
             last[owner[ref]] = k
+        made.append(0)
+        for index, spec in enumerate(node.outputs):
+            if spec is not None:
+                ref = Ref(node.name, index)
+                last[owner[ref]] = k
+                if owner[ref] == ref:
+                    sizes[ref] = spec.size_bytes
+                    made[k] += sizes[ref]
     kept = {owner[o.ref] for o in graph.outputs}
-    ending: dict[int, list[Ref]] = {}
+    ending: Counter[int] = Counter()
     for ref, k in last.items():
         if ref not in kept and ref not in held:
-            ending.setdefault(k, []).append(ref)
+            ending[k] += sizes[ref]
     alive = peak = 0
     for k, node in enumerate(graph.nodes):
-        for i, spec in enumerate(node.outputs):
-            ref = Ref(node.name, i)
-            if spec is not None and owner[ref] == ref:
-                alive += sizes[ref]
         comes, goes = beside.get(node.name, (0, 0))
-        alive += comes
+        alive += made[k] + comes
         peak = max(peak, alive)
-        alive -= goes + sum(sizes[r] for r in ending.get(k, ()))
-    return LiveBytes(peak, sum(sizes[r] for r in kept - held - given.keys()))
+        alive -= goes + ending[k]
+    return LiveBytes(peak, sum(sizes[r] for r in kept - held - given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +203,8 @@ def _run_piece(
     read = {m.owner for m in given.values()}
     unread = {k: m for k, m in held.items() if m.owner not in owners | read}
     handed = {name: m for name, m in given.items() if m.owner not in owners}
-    peak_bytes = live_bytes(piece, handed, beside).peak_bytes - _total(unread)
     home = _owners(piece, {name: Ref(m.owner) for name, m in given.items()})
+    peak_bytes = live_bytes(piece, handed, beside, home).peak_bytes - _total(unread)
     specs = piece.specs()
     known = {m.owner: m for m in given.values()}
     inputs = {i.name for i in piece.inputs} - given.keys()

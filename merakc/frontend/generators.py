@@ -15,14 +15,22 @@ from merakc.errors import RecordError
 LIBRARIES = ("Python's random", "numpy.random", "torch")
 
 
+class DrawnError(Exception):
+    """A forward has drawn numbers; which module did is for a closer look to say."""
+
+
 class GeneratorWatch:
-    """Compares the states of the global generators as a forward goes from module to module."""
+    """Compares the states of the global generators as a forward goes from module to module.
+
+    To ask for them at every module takes a fifth of a recording's time: `check` is for a forward
+    that was seen to draw.
+    """
 
     def __init__(self) -> None:
         self.states = _states()
 
-    def check(self, path: str, model: torch.nn.Module) -> None:
-        """Raises `RecordError` if numbers were drawn since the last call, by module `path` of it.
+    def drawn(self) -> str:
+        """The library from which numbers were drawn, if any were, since the watch began.
 
         Tensors of a recording draw none, so what changed is a number that the graph would hold on
         to. What was drawn is given back: the states are put back as they were.
@@ -31,13 +39,19 @@ class GeneratorWatch:
         for library, before, after in zip(LIBRARIES, self.states, now, strict=True):
             if not _same(before, after):
                 _restore(self.states)
-                place = _place(model.get_submodule(path))
-                raise RecordError(
-                    f"module '{path}' ({place}) draws random numbers from {library} in "
-                    "its forward, and one recording would use the same ones in every step; switch "
-                    "the draw off (for masks of speech models: mask_time_prob=0), or give what it "
-                    "draws in the batch (mask_time_indices)"
-                )
+                return library
+        return ""
+
+    def check(self, path: str, model: torch.nn.Module) -> None:
+        """Raises `RecordError` if numbers were drawn, by module `path` of the model."""
+        library = self.drawn()
+        if library:
+            raise RecordError(
+                f"module '{path}' ({_place(model.get_submodule(path))}) draws random numbers from "
+                f"{library} in its forward, and one recording would use the same ones in every "
+                "step; switch the draw off (for masks of speech models: mask_time_prob=0), or "
+                "give what it draws in the batch (mask_time_indices)"
+            )
 
 
 def _states() -> tuple[Any, ...]:

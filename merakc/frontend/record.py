@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
 from merakc.frontend.contexts import put_fakes, untouched
+from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.recorder import Recorder
 from merakc.ir.graph import Graph
@@ -53,9 +54,12 @@ def record(
     """
     _check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
+    watched = False
     while True:
         try:
-            return _record(model, args, kwargs, fallbacks, parameter_dtype)
+            return _record(model, args, kwargs, fallbacks, parameter_dtype, watched)
+        except DrawnError:
+            watched = True
         except UntraceableError as error:
             fallbacks.add(error)
 
@@ -66,10 +70,11 @@ def _record(
     kwargs: Mapping[str, Any],
     fallbacks: Fallbacks,
     parameter_dtype: torch.dtype | None,
+    watched: bool,
 ) -> Recording:
-    """One attempt, with some modules kept whole."""
+    """One attempt, with some modules kept whole; `watched` for which of them draw."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake_mode)
+    recorder = Recorder(fake_mode, watched=watched)
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     with untouched(model):
         for slot in put_fakes(model, fake_mode, parameter_dtype):

@@ -30,7 +30,7 @@ from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake
-from merakc.frontend.generators import GeneratorWatch
+from merakc.frontend.generators import DrawnError, GeneratorWatch
 from merakc.frontend.opaque import (
     CannotBeNodeError,
     UntraceableError,
@@ -56,14 +56,14 @@ QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_comp
 
 
 class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode that turns calls into nodes."""
+    """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
 
     supports_higher_order_operators = True  # to refuse them by name
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, *, watched: bool = False) -> None:
         GraphBuilder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
-        self.paused = False
+        self.watched, self.paused = watched, False
         make = functools.partial(make_fake, fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True)
         self.draws = Draws(self._error, self.inputs, self.nodes)
@@ -76,7 +76,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             watch = GeneratorWatch()
 
             def passing() -> None:
-                if self.paused:
+                if self.paused or not self.watched:
                     return
                 with _disable_current_modes():
                     watch.check(self.modules[-1], model)
@@ -91,8 +91,17 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             try:
                 yield
             except Exception as error:
+                self._finish(watch)
                 error.add_note(RECORDING_NOTE)
                 raise
+            self._finish(watch)
+
+    def _finish(self, watch: GeneratorWatch) -> None:
+        """Raises `DrawnError` where a forward that was not watched has drawn random numbers."""
+        with _disable_current_modes():
+            drawn = watch.drawn()  # of any, which are given back
+        if drawn and not self.watched:
+            raise DrawnError
 
     # ------------------------------------------------------------------ modules as they are
 

@@ -85,6 +85,9 @@ class Ref:
     node: str
     index: int = 0
 
+    def __hash__(self) -> int:
+        return hash(self.node) + self.index  # a third of the time of a tuple's
+
     def __str__(self) -> str:
         return f"%{self.node}" if self.index == 0 else f"%{self.node}:{self.index}"
 

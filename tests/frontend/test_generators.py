@@ -50,6 +50,18 @@ def test_the_module_that_draws_is_named(library: str) -> None:
         record(model, (randn(2, 6),), {})
 
 
+def test_a_draw_is_named_also_where_the_forward_then_fails() -> None:
+    def masked(s: Any, x: torch.Tensor) -> torch.Tensor:
+        y = s.layer(x * random.random())
+        return y if y.sum() > 0 else -y
+
+    model = Small(lambda s, x: s.inner(x).sum(), inner=Small(masked, layer=linear()))
+    state = random.getstate()
+    with pytest.raises(RecordError, match=r"module 'inner' .*from Python's random"):
+        record(model, (randn(2, 6),), {})
+    assert random.getstate() == state
+
+
 def test_a_recording_draws_nothing() -> None:
     model = Small(lambda s, x: s.drop(s.layer(x)).sum(), layer=linear(), drop=nn.Dropout(0.5))
     before = torch.get_rng_state()
