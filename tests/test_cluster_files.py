@@ -85,6 +85,8 @@ def test_gpus_on_nvlink_from_the_a100_on_read_each_others_memory() -> None:
     symmetric = {n for n in preset_names() if preset(n).level(8).symmetric_memory}
     assert symmetric == {"a100-40", "a100-80", "b200", "h100", "h200"}
     assert not any(preset(name).level(9).symmetric_memory for name in preset_names())
+    assert cluster_text(preset("h100")).count("symmetric_memory = true") == 1
+    assert "symmetric_memory" not in cluster_text(preset("cpu"))
 
 
 def test_the_nominal_cpu_is_the_same_in_both_forms() -> None:

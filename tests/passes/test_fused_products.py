@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from merakc.costs.flops import graph_flops
+from merakc.cluster import NOMINAL_GPU, Cluster
+from merakc.costs.flops import PIPELINED, graph_flops
+from merakc.costs.roofline import pipelined
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.passes.differentiate import differentiate
 from merakc.passes.fused_products import (
@@ -22,7 +24,8 @@ from merakc.passes.fused_products import (
     FusedProducts,
     fuse_products,
 )
-from merakc.passes.subpipeline import overlapped
+from merakc.passes.recompute import checkpointed, selective, within_bytes
+from merakc.passes.subpipeline import graph_tasks, overlapped, stage_seconds
 from tests.passes.lockstep import in_lockstep, relative_error
 from tests.passes.test_collective_matmul import LINK, lowered, results, whole
 
@@ -216,3 +219,38 @@ def test_what_can_be_fused(nodes: list[Node], outputs: tuple[str, ...], wanted: 
     sites = FusedProducts(graph(nodes, *outputs)).sites
     named = {"d" if site.collective.op == SCATTER else "all" for site in sites}
     assert named == wanted
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_what_planning_expects_of_fused_products_is_what_their_graphs_take(symmetric: bool) -> None:
+    # Products and links alone take time, each as much as the other.
+    cluster = Cluster("products", 1e8, 1e18, 0.0, 1, 0.0, 1e8, symmetric_memory=symmetric)
+    local = lowered("llama", 2, 1, sequence_parallel=True).local(0, 0)
+    made = fuse_products(local, everything(local))
+    chunk = differentiate(made)
+    assert chunk.backward is not None
+    tasks = [t for graph in (chunk.forward, chunk.backward) for t in graph_tasks(graph, cluster)]
+    wanted_s = sum(t.compute_s + t.link_s for t in tasks)
+    assert stage_seconds(made, cluster)[1] == pytest.approx(wanted_s, rel=0.02)
+    specs, nodes = chunk.forward.specs(), {n.name: n for n in chunk.forward.nodes}
+    found = [t for t in graph_tasks(chunk.forward, cluster) if t.holds_link]
+    for task in found:
+        own = pipelined(nodes[task.name], specs, cluster)
+        assert task.compute_s == pytest.approx(own.seconds + 0.126 * own.hidden_s)
+        assert (own.hidden_s > 0) is symmetric
+    assert found
+    whole_s = stage_seconds(local, cluster)[1]
+    assert (stage_seconds(made, cluster)[1] < 0.98 * whole_s) is symmetric
+
+
+def test_no_recomputation_runs_them_again() -> None:
+    local = lowered("llama", 2, 1, sequence_parallel=True).local(0, 0)
+    chunk = differentiate(fuse_products(local, everything(local)))
+    for kept in (selective(chunk), within_bytes(chunk, 0, NOMINAL_GPU)):
+        again = checkpointed(chunk, kept).recompute
+        assert again is not None
+        assert again.nodes
+        assert not any(n.op in PIPELINED for n in again.nodes)
+    everything_again = checkpointed(chunk, ()).recompute
+    assert everything_again is not None
+    assert any(n.op in PIPELINED for n in everything_again.nodes)
