@@ -81,7 +81,7 @@ def auto_parallel(
     Args:
         model: returns a loss, as `.loss`, `["loss"]`, first or alone; its weights are taken over.
         batch: one dp rank's example, by keyword (a mapping) or position; shapes may change later.
-        plan: a plan, or a plan file, to use instead of choosing one; rank 0's counts.
+        plan: a plan, or its file, in place of a search; what it measured stands. Rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
         pp: pipeline ranks.
@@ -181,8 +181,9 @@ def _build(
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)
     measured = cluster is None
-    prediction, simulation = expected(steps, step, made.machines, measured=measured)
-    steps.planned = replace(lowered, plan=replace(lowered.plan, prediction=prediction))
+    prediction, simulation, here = expected(steps, step, made.machines, measured=measured)
+    plan = replace(lowered.plan, prediction=prediction, measured=here)
+    steps.planned = replace(lowered, plan=plan)
     book = None
     if from_rank_0(lambda: ledger) is not None:
         header = make_header(steps, simulation, made.machines, measured=measured)

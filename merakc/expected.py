@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from merakc.cluster import Cluster
 from merakc.compiled_step import CompiledStep
@@ -11,7 +17,8 @@ from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
 from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
 from merakc.ir.graph import InputKind
-from merakc.ir.plan import Prediction
+from merakc.ir.plan import Measured, Prediction
+from merakc.ir.program import ActionKind
 from merakc.passes.collectives import chunk_touches
 from merakc.predict import predict
 from merakc.runtime.groups import together
@@ -19,15 +26,16 @@ from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulate import Simulation
 from merakc.steps import Steps
 from merakc.trials import measure_computes
+from merakc.version import __version__
 
 
 def expected(
     steps: Steps, step: CompiledStep, cluster: Cluster, *, measured: bool
-) -> tuple[Prediction, Simulation]:
-    """What a step should cost, from the graphs that all stages really run.
+) -> tuple[Prediction, Simulation, Measured | None]:
+    """What a step should cost, from the graphs that all stages really run, and what was measured.
 
-    With `measured`, the seconds of the stages' pieces and of the links are measured here; without,
-    they are the cluster's.
+    With `measured`, the seconds of the stages' pieces and of the links are measured here, where the
+    plan does not bring them along; without, they are the cluster's. Collective.
     """
     lowered = step.lowered
     plan = lowered.plan
@@ -35,15 +43,14 @@ def expected(
         s: stage_cost(chunk, cluster, plan.shards(s), plan.precision, plan.tied_shards(s))
         for s, chunk in step.chunks.items()
     }
-    messages = None
-    if measured:
-        seconds, sharing = measure_computes(steps, step)
-        if seconds is not None:
-            own = {s: with_seconds(cost, seconds[s]) for s, cost in own.items()}
-        cluster = replace(_linked(steps, cluster), sharing=sharing)
-        pipeline = steps.groups.axis("pp")
-        if steps.device.type == "cpu" and pipeline is not None:
-            messages = measure_messages(steps.device, pipeline)
+    here = _measured(steps, step) if measured else None
+    if here is not None:
+        kinds = [{ActionKind(k): t for k, t in found.items()} for found in here.seconds]
+        own = {s: with_seconds(cost, kinds[s]) for s, cost in own.items()}
+        latency_s, bytes_per_s = here.link
+        cluster = replace(
+            cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
+        )
     touches = {s: chunk_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
     inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
     found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
@@ -53,7 +60,7 @@ def expected(
     prediction, simulation = predict(
         lowered, cluster, tuple(c for c, *_ in of_stage), every,
         collectives={of: some for *_, inside in of_stage for of, some in inside.items()},
-        messages=messages,
+        messages=here.messages if here else None,
     )  # fmt: skip
     programs = lowered.with_collectives(lowered.programs(), every)
     times = rank_times(programs, simulation.events)[steps.groups.rank]
@@ -69,15 +76,48 @@ def expected(
 
     peaks = together(peak_bytes)
     first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
-    return replace(prediction, peak_bytes=first), simulation
+    return replace(prediction, peak_bytes=first), simulation, here
 
 
-def _linked(steps: Steps, cluster: Cluster) -> Cluster:
-    """The cluster with the measured links of the first axis of several ranks; collective."""
-    groups = steps.groups
-    axis = next((a for a in ("dp", "pp", "tp") if getattr(groups.mesh, a) > 1), None)
-    found = measure_link(steps.device, groups.axis(axis) if axis else None)
-    return replace(cluster, link_latency_s=found[0], link_bytes_per_s=found[1])
+def _measured(steps: Steps, step: CompiledStep) -> Measured:
+    """What the ranks measure, or have measured of this plan on machines like these; collective."""
+    plan, groups = step.lowered.plan, steps.groups
+    machines = "; ".join(dict.fromkeys(together(lambda: _machine(steps))))
+    where = f"plan {plan.hash[:16]} on {machines}"
+    if plan.measured is not None and plan.measured.where == where:
+        return plan.measured
+    own, sharing = measure_computes(steps, step)
+    everyone = together(lambda: own)
+    seconds = []
+    for stage, rank in enumerate(plan.rank_of):
+        found = everyone[plan.mesh.rank(0, rank, 0)]
+        seconds.append({str(k): t for k, t in found[stage].items()} if found else {})
+    axis = next((a for a in ("dp", "pp", "tp") if getattr(plan.mesh, a) > 1), None)
+    link = measure_link(steps.device, groups.axis(axis) if axis else None)
+    messages, pipeline = None, groups.axis("pp")
+    if steps.device.type == "cpu" and pipeline is not None:
+        messages = measure_messages(steps.device, pipeline)
+    return Measured(where, tuple(seconds), link, messages, sharing)
+
+
+def _machine(steps: Steps) -> str:
+    """What this rank's seconds depend on, beside its plan."""
+    if steps.device.type == "cuda":
+        device = torch.cuda.get_device_name(steps.device)
+    else:
+        cores = len(os.sched_getaffinity(0))
+        device = f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads"
+    fused = ", compiled" if steps.fuser else ""
+    return f"{device}{fused}, torch {torch.__version__}, merakc {__version__}"
+
+
+def _processor() -> str:
+    """The name of the CPU."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _static_bytes(steps: Steps, step: CompiledStep) -> int:

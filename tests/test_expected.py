@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.ranks import run_ranks
+from merakc import expected as module
 from merakc.cluster import NOMINAL_CPU
 from merakc.expected import expected
 from tests.battery.small_models import Words, parallel, warm_up, words
@@ -17,9 +25,79 @@ def warm() -> None:
 def test_measured_seconds_replace_those_of_the_cluster() -> None:
     steps = parallel(Words, words(0))._own("_steps")
     step = next(iter(steps.compiled.values()))
-    modelled, _ = expected(steps, step, NOMINAL_CPU, measured=False)
-    again, _ = expected(steps, step, NOMINAL_CPU, measured=False)
-    measured, simulation = expected(steps, step, NOMINAL_CPU, measured=True)
+    modelled, _, none = expected(steps, step, NOMINAL_CPU, measured=False)
+    again, *_ = expected(steps, step, NOMINAL_CPU, measured=False)
+    measured, simulation, here = expected(steps, step, NOMINAL_CPU, measured=True)
+    assert none is None
+    assert here is not None
+    assert here.seconds[0].keys() == {"F", "B"}
     assert modelled == again
     assert measured.step_s == simulation.step_s != modelled.step_s
     assert measured.peak_bytes == modelled.peak_bytes
+
+
+def refused(*_: object) -> Any:
+    raise AssertionError("computes were measured")
+
+
+def test_a_plan_brings_along_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "plan.json"
+    first = parallel(Words, words(0), cluster=None)
+    first.plan.save(path)
+    with monkeypatch.context() as patched:
+        patched.setattr("merakc.expected.measure_computes", refused)
+        again = parallel(Words, words(0), cluster=None, plan=path)
+    assert again.plan == first.plan
+    assert again.simulation.step_s == first.simulation.step_s
+    losses = [model(**words(0))["loss"] for model in (first, again)]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("what", ["another plan", "another machine", "more threads", "no figures"])
+def test_figures_of_something_else_are_measured_again(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = parallel(Words, words(0), cluster=None).plan
+    assert plan.measured is not None
+    if what == "another plan":
+        plan = replace(plan, merakc_version="0")
+    elif what == "another machine":
+        monkeypatch.setattr("merakc.expected._processor", lambda: "an abacus")
+    elif what == "more threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    else:
+        plan = replace(plan, measured=None)
+    monkeypatch.setattr("merakc.expected.measure_computes", refused)
+    with pytest.raises(AssertionError, match="computes were measured"):
+        parallel(Words, words(0), cluster=None, plan=plan)
+
+
+def measure_twice(path: Path) -> tuple[bool, bool]:
+    """On each of some ranks: whether a plan is measured, and again with its file."""
+    calls = []
+    real = module.measure_computes
+
+    def counted(*args: Any) -> Any:
+        calls.append(0)
+        return real(*args)
+
+    module.measure_computes = counted
+    try:
+        model = parallel(Words, words(0), cluster=None, pp=2)
+        if model.rank == 0:
+            model.plan.save(path)
+        dist.barrier()
+        first = len(calls)
+        again = parallel(
+            Words, words(0), cluster=None, plan=path if model.rank == 0 else model.plan
+        )
+        assert again.plan == model.plan
+    finally:
+        module.measure_computes = real
+    return first == 1, len(calls) == 2
+
+
+def test_all_ranks_take_what_was_measured(tmp_path: Path) -> None:
+    assert run_ranks(2, measure_twice, tmp_path / "plan.json") == [(True, False)] * 2

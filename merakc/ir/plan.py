@@ -11,7 +11,7 @@ from typing import Any
 
 import pydantic
 
-from merakc.cluster import Cluster
+from merakc.cluster import Cluster, Sharing
 from merakc.errors import MerakError, PlanError
 from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
@@ -72,6 +72,22 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What ranks measured for a prediction; `where` says of which plan and on which machines.
+
+    `seconds` are of the computes of a micro-batch, by stage and kind, and none of a stage that does
+    not run on zeros. `link` is the latency and the bytes a second of a step of a collective,
+    `messages` are those between stages.
+    """
+
+    where: str
+    seconds: tuple[dict[str, float], ...]
+    link: tuple[float, float]
+    messages: tuple[float, float] | None = None
+    sharing: Sharing | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class OpaqueModule:
     """A module that runs as it is, whole on one stage and on every tp rank.
 
@@ -107,7 +123,8 @@ class Plan:
     collectives are computed where a micro-batch runs whole; `fused_products` names the weights
     whose products are one op with the collective beside them instead. `overlap_gains` is the share
     of its seconds that each is expected to save so, on `machines`, whose figures decide the order
-    of its nodes. `report` is what `merakc show` tells beside the decisions.
+    of its nodes. `report` is what `merakc show` tells beside the decisions. What is `measured` is
+    not measured again where the plan is run on machines like those.
     """
 
     model: str
@@ -139,6 +156,7 @@ class Plan:
     overlap_gains: tuple[float, ...] = ()
     machines: Cluster | None = None
     prediction: Prediction | None = None
+    measured: Measured | None = None
     report: Report | None = None
     merakc_version: str = ""
     schema_version: int = SCHEMA_VERSION
@@ -167,8 +185,11 @@ class Plan:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the contents, prediction and report left out: they are no decisions."""
-        return _digest(dataclasses.asdict(dataclasses.replace(self, prediction=None, report=None)))
+        """SHA-256 of the contents but for what is no decision: prediction, report and figures."""
+        bare = dataclasses.replace(self, prediction=None, measured=None, report=None)
+        body = dataclasses.asdict(bare)
+        del body["measured"]  # plans that have never had it keep their hash
+        return _digest(body)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, with its hash and that of all that is in the file."""

@@ -16,6 +16,7 @@ from merakc.ir.layout import parse_layout
 RECOMPUTE = ("none", "full", "selective", "solved")
 # More ranks, or micro-batches, than anyone has: beyond, a plan is damaged, and takes hours to read.
 MOST = 1 << 20
+COMPUTES = ("F", "B", "I", "W", "R")  # `merakc.ir.program.ActionKind`
 EVERYTHING = -1  # of what a micro-batch may keep
 Values = Mapping[str, Any]
 
@@ -103,6 +104,8 @@ def _lengths(plan: Values, stages: int) -> Iterator[str]:
             )
     if plan["recompute"] == "solved" and not plan["keep_bytes"]:
         yield "keep_bytes is empty; with recompute 'solved' it must have an entry for each stage"
+    if plan["measured"] and len(plan["measured"]["seconds"]) != stages:
+        yield f"measured.seconds has {len(plan['measured']['seconds'])} entries for {stages} stages"
     prediction = plan["prediction"] or {"peak_bytes": (0,) * plan["pp"], "exposed_s": ()}
     for name, allowed in (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"]))):
         if len(prediction[name]) not in allowed:
@@ -165,6 +168,7 @@ def _figures(plan: Values) -> Iterator[str]:
                     continue
                 if not (math.isfinite(number) and number >= 0):
                     yield f"{name}.{key} is {number}; it must be finite, and 0 or more"
+    yield from _measured(plan["measured"] or {"seconds": (), "link": (), "messages": None})
     for stage, gain in enumerate(plan["overlap_gains"]):
         if not (math.isfinite(gain) and gain < 1):
             yield f"overlap_gains.{stage} is {gain}; it must be finite, and less than 1"
@@ -177,3 +181,17 @@ def _figures(plan: Values) -> Iterator[str]:
             yield f"machines.{key} is {value}; it must be finite, and 0 or more"
         if key in ("flops_per_s", "bytes_per_s", "link_bytes_per_s") and not value > 0:
             yield f"machines.{key} is {value}; it must be above 0"
+
+
+def _measured(measured: Values) -> Iterator[str]:
+    """Numbers of which others are made."""
+    for stage, seconds in enumerate(measured["seconds"]):
+        for kind, number in seconds.items():
+            if kind not in COMPUTES or not (math.isfinite(number) and number >= 0):
+                yield (
+                    f"measured.seconds.{stage}.{kind} is {number}; it must be finite, 0 or more, "
+                    f"and of one of {', '.join(COMPUTES)}"
+                )
+    for name in ("link", "messages"):
+        if not all(math.isfinite(number) and number > 0 for number in measured[name] or ()):
+            yield f"measured.{name} is {measured[name]}; it must be finite, and above 0"

@@ -15,7 +15,16 @@ from merakc.ir.plan import Plan
 from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 # What is no decision, or is told by others.
-SKIPPED = {"graph", "stages", "cut", "prediction", "report", "merakc_version", "schema_version"}
+SKIPPED = {
+    "graph",
+    "stages",
+    "cut",
+    "prediction",
+    "measured",
+    "report",
+    "merakc_version",
+    "schema_version",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from merakc.ir.plan import (
     SCHEMA_VERSION,
     CutReport,
     GraphId,
+    Measured,
     Plan,
     Prediction,
     StageRun,
@@ -42,6 +43,7 @@ PLAN = Plan(
     collectives={"all_reduce": 4},
     cut=CutReport("program order", 1.02, 1.01, 4096, 1.10, 8192, 3),
     prediction=Prediction(0.25, 0.2, (100, 200)),
+    measured=Measured("plan ab on a cpu", ({"F": 0.1, "B": 0.2}, {}), (1e-4, 1e9), (2e-4, 5e8)),
     merakc_version="0.1.0",
 )
 
@@ -79,6 +81,7 @@ def test_the_mesh_is_that_of_the_degrees() -> None:
 
 def test_the_hash_covers_every_decision_and_no_prediction() -> None:
     assert dataclasses.replace(PLAN, prediction=None).hash == PLAN.hash
+    assert dataclasses.replace(PLAN, measured=None).hash == PLAN.hash
     assert dataclasses.replace(PLAN, report=report()).hash == PLAN.hash
     others = [
         dataclasses.replace(PLAN, micro_batches=8),
@@ -98,6 +101,7 @@ def test_the_hash_covers_every_decision_and_no_prediction() -> None:
         lambda body: body.update(hash="0" * 64),
         lambda body: body.pop("hash"),
         lambda body: body["prediction"].update(step_s=0.1),
+        lambda body: body["measured"]["seconds"][0].update(F=0.3),
         lambda body: body["report"]["timeline"].update(packed="x"),
         lambda body: body.update(also=1),
         lambda body: body.pop("file_hash"),
@@ -109,6 +113,7 @@ def test_the_hash_covers_every_decision_and_no_prediction() -> None:
         "hash",
         "no hash",
         "prediction",
+        "measured",
         "report",
         "more",
         "no file hash",
