@@ -24,7 +24,7 @@ from benchmarks.layouts import Task
 from benchmarks.reference import optimizer_for, split_batch, step_batch
 from merakc.ir.program import Action, ActionKind
 from merakc.model import ParallelModel
-from merakc.runtime.executor import _Step
+from merakc.runtime.executor import Step
 
 Sizes = dict[int, int]  # bytes by a storage's address
 # What holds no tensor of a step; to walk through them would be to walk through all of Python.
@@ -113,7 +113,7 @@ class _Scale:
         with _after_compute(self._between_micro_batches):
             yield
 
-    def _between_micro_batches(self, step: _Step, action: Action) -> None:
+    def _between_micro_batches(self, step: Step, action: Action) -> None:
         if action.kind is not ActionKind.BACKWARD or self.held is not None:
             return
         sharded = self.steps.sharded
@@ -132,7 +132,7 @@ class _Scale:
             sum(_less(self._other(gathered), gradients).values()),
         )
 
-    def _gradients(self, step: _Step) -> Sizes:
+    def _gradients(self, step: Step) -> Sizes:
         reached = self._reached((step.sums, step.gradients, self.steps.sharded))
         return _less(reached, self.kept, self.state, self._gathered())
 
@@ -189,16 +189,16 @@ def _less(sizes: Sizes, *others: Sizes) -> Sizes:
 
 
 @contextmanager
-def _after_compute(look: Callable[[_Step, Action], None]) -> Iterator[None]:
+def _after_compute(look: Callable[[Step, Action], None]) -> Iterator[None]:
     """Calls `look` after each compute of every executor."""
-    plain = _Step.compute
+    plain = Step.compute
 
-    def compute(self: _Step, action: Action) -> None:
+    def compute(self: Step, action: Action) -> None:
         plain(self, action)
         look(self, action)
 
-    _Step.compute = compute  # type: ignore[method-assign]
+    Step.compute = compute  # type: ignore[method-assign]
     try:
         yield
     finally:
-        _Step.compute = plain  # type: ignore[method-assign]
+        Step.compute = plain  # type: ignore[method-assign]
