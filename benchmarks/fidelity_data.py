@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,7 +173,8 @@ def labels(row: Row, kind: str) -> tuple[str, ...]:
     width = f"{place}, width {row.shape.hidden_size}"
     if kind != "block":
         return (place,)
-    return place, width, f"{width}, {row.micro_batch} sequences"
+    sequences = f"{row.micro_batch} sequences"
+    return place, width, f"{place}, {sequences}", f"{width}, {sequences}"
 
 
 def choose_rows(rows: Sequence[Row], count: int) -> list[int]:
@@ -192,7 +192,7 @@ def choose_rows(rows: Sequence[Row], count: int) -> list[int]:
 
     def gain(some: tuple[str, ...]) -> float:
         return sum(
-            math.sqrt(of_label[label]) * levels[label] * 0.5 ** told.get(label, 0) for label in some
+            of_label[label] ** 0.25 * levels[label] * 0.5 ** told.get(label, 0) for label in some
         )
 
     def size(k: int) -> tuple[float, int, int]:

@@ -138,6 +138,7 @@ def test_labels_go_from_the_general_to_the_particular(tmp_path: Path) -> None:
     assert labels(row, "block") == (
         "block, tp 8",
         "block, tp 8, width 8192",
+        "block, tp 8, 4 sequences",
         "block, tp 8, width 8192, 4 sequences",
     )
     assert labels(row, "head") == ("head, tp 8",)
