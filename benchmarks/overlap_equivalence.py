@@ -2,7 +2,8 @@
 
 Models with dropout on run one step with the communication of their tensor parallelism overlapped,
 whole or in parts of micro-batches, in float64, with and without pipeline stages and sequence
-parallelism. Loss and every gradient are compared with one process that overlaps nothing.
+parallelism; or with every product that can be in one op with the collective beside it. Loss and
+every gradient are compared with one process that overlaps nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 import merakc
 from benchmarks.layouts import Difference, worst_difference
@@ -28,12 +30,14 @@ from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, lifted_casts, split_state, step_batch
 from benchmarks.zoo_models import ZOO
 from merakc.cluster import NOMINAL_CPU
-from merakc.costs.flops import COLLECTIVES
+from merakc.costs.flops import COLLECTIVES, PIPELINED
+from merakc.model import ParallelModel
 
 TRIED = "gpt2,llama,qwen3,t5,bert,vit,mixtral,whisper,deepseek_v3,nn_transformer"
 LAYOUTS = "2,1;4,1;2,2;4,2"  # tp, pp
 PARTS = "1,2,4"
 BATCH_SIZE, MICRO_BATCHES = 8, 2
+FUSED = -1  # in the place of a number of parts: products in one op with their collectives
 BOUND = 1e-10
 DROPOUT = 0.1
 
@@ -43,7 +47,7 @@ class Cell:
     """One model on `tp` x `pp` ranks, with micro-batches in so many parts.
 
     `sub_batches` are those that the stages run, `started` the collectives of a micro-batch that
-    rank 0 runs beside its computing, of `collectives`.
+    rank 0 runs beside its computing, of `collectives`; `fused` those that are one op with products.
     """
 
     model: str
@@ -54,14 +58,17 @@ class Cell:
     sub_batches: tuple[int, ...] = ()
     started: int = 0
     collectives: int = 0
+    fused: int = 0
     error: Difference | None = None
     failed: str = ""
     seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether everything is within its bound, and every stage ran in the parts asked for."""
+        """Whether everything is within its bound, and every stage ran in the form asked for."""
         near = self.error is not None and self.error.error <= BOUND
+        if self.parts == FUSED:
+            return near and self.fused > 0
         return near and set(self.sub_batches) == {self.parts} and self.started > 0
 
 
@@ -73,19 +80,27 @@ class Step:
     sub_batches: tuple[int, ...]
     started: int
     collectives: int
+    fused: int
 
 
 def train_step(model: str, tp: int, pp: int, parts: int, sequence_parallel: bool) -> Step:
     """One rank's part of a step; collective."""
     case = ZOO[model]
-    source = case.model(torch.float64, dropout=DROPOUT)
     batch = step_batch(case, BATCH_SIZE, torch.float64, 0)
-    with lifted_casts():
-        parallel = merakc.auto_parallel(
+    source, again = (case.model(torch.float64, dropout=DROPOUT) for _ in range(2))
+
+    def made(source: nn.Module, **options: Any) -> ParallelModel:
+        return merakc.auto_parallel(
             source, batch, dp=1, tp=tp, pp=pp, micro_batches=MICRO_BATCHES, schedule="1f1b",
-            recompute="none", sequence_parallel=sequence_parallel, overlap=parts,
-            cluster=NOMINAL_CPU,
+            recompute="none", sequence_parallel=sequence_parallel, cluster=NOMINAL_CPU, **options,
         )  # fmt: skip
+
+    with lifted_casts():
+        parallel = made(source, overlap=1 if parts == FUSED else parts)
+        if parts == FUSED:
+            whole, source = parallel.plan, again
+            fused = dataclasses.replace(whole, fused_products=tuple(sorted(whole.parameters)))
+            parallel = made(source, plan=fused)
         loss = parallel(**batch)["loss"]
         loss.backward()
     gradients = parallel.full_gradients()
@@ -95,8 +110,9 @@ def train_step(model: str, tp: int, pp: int, parts: int, sequence_parallel: bool
     ops = [node.op for graph in graphs for node in graph.nodes]
     started = sum(op.startswith("start.") for op in ops)
     blocking = sum(op in COLLECTIVES for op in ops)
+    joined = sum(op in PIPELINED for op in ops)
     found = Reference((loss.item(),), (gradients,), {}, buffers)
-    return Step(found, parallel.plan.sub_batches, started, started + blocking)
+    return Step(found, parallel.plan.sub_batches, started, started + blocking + joined, joined)
 
 
 @cache
@@ -130,6 +146,7 @@ def measure(
                 sub_batches=first.sub_batches,
                 started=first.started,
                 collectives=first.collectives,
+                fused=first.fused,
                 error=worst_difference(first.result, losses, plain_step(model), BOUND),
             )
         except (RankError, RankTimeoutError) as failure:
@@ -148,7 +165,8 @@ def cells_table(cells: list[Cell]) -> Table:
     table = Table(title="Largest relative error of loss and gradients in float64, dropout on")
     table.add_column("model")
     for tp, pp, sequence, parts in columns:
-        table.add_column(f"tp {tp} pp {pp}{' sp' * sequence}\nk = {parts}", justify="right")
+        form = "fused" if parts == FUSED else f"k = {parts}"
+        table.add_column(f"tp {tp} pp {pp}{' sp' * sequence}\n{form}", justify="right")
     found = {(c.model, *column(c)): c for c in cells}
     for model in dict.fromkeys(c.model for c in cells):
         table.add_row(model, *(_text(found.get((model, *key))) for key in columns))
@@ -160,14 +178,15 @@ def _text(cell: Cell | None) -> str:
         return "-"
     if cell.error is None:
         return "[red]failed[/]"
-    whole = "" if set(cell.sub_batches) == {cell.parts} else f" {cell.sub_batches}"
+    as_asked = set(cell.sub_batches) == {1 if cell.parts == FUSED else cell.parts}
+    whole = "" if as_asked else f" {cell.sub_batches}"
     return f"[{'green' if cell.passed else 'red'}]{cell.error.error:.0e}{whole}[/]"
 
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = TRIED,
     layouts: Annotated[str, typer.Option(help="tp,pp pairs.")] = LAYOUTS,
-    parts: Annotated[str, typer.Option(help="Of a micro-batch; 1 runs it whole.")] = PARTS,
+    parts: Annotated[str, typer.Option(help="Of a micro-batch; 1: whole; -1: fused.")] = PARTS,
     sequence_parallel: Annotated[bool, typer.Option(help="With sequence parallelism too.")] = False,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Also write the figures here.")

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.layouts import Difference
-from benchmarks.overlap_equivalence import TRIED, Cell, cells_table, measure
+from benchmarks.overlap_equivalence import FUSED, TRIED, Cell, cells_table, measure
 from benchmarks.zoo_models import ZOO
 
 GOOD = Cell(
@@ -18,14 +18,16 @@ GOOD = Cell(
 def test_overlapped_steps_equal_one_process() -> None:
     (whole,) = measure(["llama"], [(2, 1)], [1], [True], 120.0)
     (parts,) = measure(["t5"], [(2, 2)], [4], [False], 120.0)
-    for cell in (whole, parts):
+    (fused,) = measure(["llama"], [(2, 1)], [FUSED], [True], 120.0)
+    assert fused.fused > 0
+    for cell in (whole, parts, fused):
         assert cell.passed, cell
         assert 0 < cell.started <= cell.collectives
     assert parts.sub_batches == (4, 4)
 
 
 def test_a_failure_is_reported() -> None:
-    (cell,) = measure(["llama"], [(2, 1)], [-1], [False], 120.0)
+    (cell,) = measure(["llama"], [(2, 1)], [-2], [False], 120.0)
     assert not cell.passed
     assert "ConfigError" in cell.failed or "MismatchError" in cell.failed
 
@@ -38,6 +40,9 @@ def test_a_failure_is_reported() -> None:
         ({"error": None, "failed": "rank 1 failed"}, False),
         ({"sub_batches": (2, 1)}, False),
         ({"started": 0}, False),
+        ({"parts": FUSED, "fused": 8, "sub_batches": (1, 1)}, True),
+        ({"parts": FUSED, "fused": 0, "sub_batches": (1, 1)}, False),
+        ({"parts": FUSED, "fused": 8, "error": Difference(1e-9, "w")}, False),
     ],
 )
 def test_what_passes(changes: dict[str, object], passes: bool) -> None:
@@ -53,6 +58,9 @@ def test_the_table_has_a_column_for_each_layout_and_number_of_parts() -> None:
     assert "tp 4 pp 2" in text
     assert "1e-15 (2, 1)" in text
     assert "failed" in text
+    fused = dataclasses.replace(GOOD, parts=FUSED, fused=8, sub_batches=(1, 1))
+    Console(file=page, width=120).print(cells_table([fused]))
+    assert "fused" in page.getvalue()
 
 
 def test_all_models_are_there() -> None:
