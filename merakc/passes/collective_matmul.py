@@ -24,6 +24,7 @@ from typing import Any
 
 from merakc.costs.flops import FREE
 from merakc.ir.graph import Graph, InputKind, Node, Ref
+from merakc.ir.layout import Layout
 from merakc.passes.chunk_writer import COLLECTIVES, SHAPED, Region, draws_apart, write_chunks
 from merakc.passes.factors import Factor, atoms, layout, leaves
 from merakc.passes.propagate import propagate
@@ -206,8 +207,14 @@ class _Rows(Problem):
             return out in self.grads and self.place(out, factor) is not None
         if not self.may_be_inside(node, factor):
             return False
-        out = Ref(node.name)
-        return draws_apart(node, layout(self.dims.of[out], self.dims.shapes[out], {factor}))
+        own = self._layout(Ref(node.name), factor)
+        # Scores of one sequence have it in two dims, of which one may be joined with others.
+        every = (own, *(self._layout(ref, factor) for ref in node.refs))
+        once = all(sum(any(f.split for f in dim) for dim in lay.dims) <= 1 for lay in every)
+        return once and draws_apart(node, own)
+
+    def _layout(self, ref: Ref, factor: Factor) -> Layout:
+        return layout(self.dims.of[ref], self.dims.shapes[ref], {factor})
 
 
 def _plain(local: Graph) -> Graph:

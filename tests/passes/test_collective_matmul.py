@@ -14,6 +14,7 @@ from torch import Tensor
 
 from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
+from benchmarks.zoo_models import ZOO
 from merakc.cluster import Cluster
 from merakc.costs.roofline import graph_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
@@ -35,7 +36,7 @@ CPU = torch.device("cpu")
 
 @cache
 def lowered(name: str, tp: int, samples: int, *, sequence_parallel: bool) -> Lowered:
-    case = MODELS[name]
+    case = (MODELS | ZOO)[name]
     with lifted_casts():
         model = case.model(torch.float64, dropout=0.2)
         recording = record_part(model, (), case.batch(samples, torch.float64), 1, CPU)
@@ -104,7 +105,9 @@ def assert_equal_steps(name: str, tp: int, samples: int, chunks: dict[str, int],
 SAME = [(n, tp, s) for n, tp in (("llama", 2), ("t5", 2), ("bert", 2)) for s in (False, True)]
 
 
-@pytest.mark.parametrize(("name", "tp", "sequence_parallel"), [*SAME, ("vit", 2, False)])
+@pytest.mark.parametrize(
+    ("name", "tp", "sequence_parallel"), [*SAME, ("vit", 2, False), ("nn_transformer", 2, False)]
+)
 def test_one_sample_in_chunks_gives_the_same_step(
     name: str, tp: int, sequence_parallel: bool
 ) -> None:
