@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from merakc.cluster import Cluster
 from merakc.costs.flops import COLLECTIVES, FREE, PIPELINED
@@ -215,6 +213,9 @@ def _part(capacity: float, share: float, total: float) -> float:
 
 def _source_side(edges: Sequence[_Edge], size: int) -> set[int]:
     """The source's side of a minimum cut; finite capacities add up to about one."""
+    from scipy.sparse import csr_array  # as in `choose`
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     scaled = [min(round(e.capacity * FLOW_UNITS), MAX_FLOW) if np.isfinite(e.capacity) else MAX_FLOW
               for e in edges]  # fmt: skip
     places = [e.source for e in edges], [e.target for e in edges]

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from merakc.cluster import NOMINAL_GPU
 from merakc.costs.flops import FREE
@@ -260,6 +258,9 @@ class _Cut:
         """The names on the source's side of the smallest cut of least cost, and what it costs
         less than the cut around the source alone.
         """
+        from scipy.sparse import coo_array  # as in `choose`
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
         costs = np.array(list(self.edges.values()))
         finite = np.isfinite(costs)
         unit_s = costs[finite].sum() / UNITS
