@@ -84,8 +84,8 @@ def test_mixed_precision_is_compared_in_two_arithmetics() -> None:
 
 
 def _scale_tangents() -> None:
-    plain = executor._Step._tangent
-    executor._Step._tangent = lambda *a: plain(*a) * (1 + 1e-8)  # type: ignore[method-assign]
+    plain = executor.Step._tangent
+    executor.Step._tangent = lambda *a: plain(*a) * (1 + 1e-8)  # type: ignore[method-assign]
 
 
 def _scale_all_reduces() -> None:
