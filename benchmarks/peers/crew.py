@@ -20,7 +20,7 @@ from benchmarks.peers.training import Training
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 300.0
-SHOWN_LINES = 40  # of what a rank that failed has written: its error, and what that came from
+SHOWN_LINES = 200  # of what a rank that failed has written: its error, and what that came from
 
 
 class CrewError(RuntimeError):

@@ -23,6 +23,7 @@ HEAD = ("contestant", "step", "tokens/s", "to merakc", "memory", "lines", "gradi
 PATH = re.compile(r"(?:/[\w.@+-]+)+/")
 # An error that says something: what wraps another may hold its arguments only, a line each.
 NAMED = re.compile(r"(\[rank\d+\]: )?[\w.]+(Error|Exception): *\S")
+RANK = re.compile(r"^\[rank\d+\]:")
 SHOWN = 200  # characters of a reason
 
 
@@ -60,10 +61,10 @@ def best(rows: Sequence[Row], *, peers: bool) -> Row | None:
 
 def reason(failure: str) -> str:
     """The error that a failure ends with, without this machine's folders."""
-    lines = [line.strip() for line in failure.splitlines() if line.strip()]
+    lines = [line.strip() for line in failure.splitlines() if RANK.sub("", line).strip()]
     named = [line for line in lines if NAMED.match(line)]
     text = PATH.sub("", (named or lines or [""])[-1])
-    text = re.sub(r"^(\[rank\d+\]: )?([\w]+\.)*(?=\w+(Error|Exception))", "", text)
+    text = re.sub(r"^([\w]+\.)*(?=\w+(Error|Exception))", "", RANK.sub("", text).strip())
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 

@@ -61,6 +61,8 @@ def test_failures_are_told_without_folders() -> None:
     wrapped = "a.b.FirstError: the cause\n\nRuntimeError:\n stage 0 failed\n args: 3"
     assert reason(wrapped) == "FirstError: the cause"
     assert reason("nothing said") == "nothing said"
+    of_rank = "[rank0]: RuntimeError: \n[rank0]:     stage 0 failed\n[rank0]:    \n"
+    assert reason(of_rank) == "stage 0 failed"
     assert len(reason("E" * 1000)) == 200
     gone = replace(PEER, steps_s=(), failure=FAILURE)
     assert failures([result(OWN, gone), result(OWN, gone)]) == [
