@@ -12,7 +12,7 @@ from importlib.metadata import version
 from merakc.version import __version__
 
 # Options that say where files are: they are the machine's, not the run's.
-PLACES = ("--cache", "--json", "--doc", "--data")
+PLACES = ("--cache", "--json", "--doc", "--data", "--plot")
 
 
 def told_command(module: str, arguments: Sequence[str]) -> str:

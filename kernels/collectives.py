@@ -196,17 +196,20 @@ def start_reduce_scatter(
     assert x.shape[dim] == sum(sizes), (x.shape, dim, sizes)
     block = list(x.shape)
     block[dim] = max(sizes)
-    blocks = [x.new_zeros(block) for _ in sizes]
+    blocks = x.new_zeros((len(sizes), *block))
     for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):
         own.narrow(dim, 0, part.shape[dim]).copy_(part)
-    out = x.new_empty(block)
-    size_bytes = len(sizes) * out.nbytes
-    work = _issue("reduce_scatter", axis, size_bytes,
-                  lambda: dist.reduce_scatter(out, blocks, group=group, async_op=True))  # fmt: skip
+    # Gloo's own is an all-reduce, of twice the bytes: ranks exchange parts and add them up.
+    adds = dist.get_backend(group) == "gloo"
+    out = torch.empty_like(blocks) if adds else x.new_empty(block)
+    call = dist.all_to_all_single if adds else dist.reduce_scatter_tensor
+    work = _issue("reduce_scatter", axis, blocks.nbytes,
+                  lambda: call(out, blocks, group=group, async_op=True))  # fmt: skip
     assert work is not None, "this rank is not in the group"
 
     def take() -> Tensor:
-        return _contiguous_copy(out.narrow(dim, 0, sizes[rank])) if len(set(sizes)) > 1 else out
+        whole = out.sum(0, dtype=x.dtype) if adds else out
+        return _contiguous_copy(whole.narrow(dim, 0, sizes[rank])) if len(set(sizes)) > 1 else whole
 
     return Pending(work, take, blocks)
 

@@ -65,11 +65,9 @@ class ThreadGroup:
         return _Done()
 
 
-def _reduce_scatter(
-    out: Tensor, blocks: list[Tensor], group: ThreadGroup, *, async_op: bool
-) -> _Done:
+def _all_to_all(out: Tensor, blocks: Tensor, group: ThreadGroup, *, async_op: bool) -> _Done:
     assert async_op
-    out.copy_(sum(given[group.rank()] for given in group.exchange(torch.stack(blocks))))
+    out.copy_(torch.stack([given[group.rank()] for given in group.exchange(blocks)]))
     return _Done()
 
 
@@ -86,7 +84,8 @@ def _bound(group: ThreadGroup) -> Iterator[None]:
     try:
         with (
             mock.patch("torch.distributed.all_gather", _all_gather),
-            mock.patch("torch.distributed.reduce_scatter", _reduce_scatter),
+            mock.patch("torch.distributed.all_to_all_single", _all_to_all),
+            mock.patch("torch.distributed.get_backend", return_value="gloo"),
         ):
             yield
     finally:
