@@ -180,20 +180,18 @@ def labels(row: Row, kind: str) -> tuple[str, ...]:
 def choose_rows(rows: Sequence[Row], count: int) -> list[int]:
     """Which rows to fit, without a look at their times: those that tell most of the others.
 
-    A row tells of another by the labels of its blocks that both have. Greedily the row that adds
-    most; among equals, the median by the layers of a stage: one where head and blocks weigh as
-    usual.
+    A row tells of another by the labels of its blocks that both have: the more particular, the
+    more; half as much each time that it was told before. How many rows have a label does not count,
+    since any layout may be the best of its group. Greedily the row that adds most; among equals,
+    the median by the layers of a stage: one where head and blocks weigh as usual.
     """
     own = [labels(row, "block") for row in rows]
-    of_label = Counter(label for some in own for label in some)
     levels = {label: (k + 1) / len(some) for some in own for k, label in enumerate(some)}
-    told: dict[str, float] = {}
+    told: Counter[str] = Counter()
     taken: list[int] = []
 
     def gain(some: tuple[str, ...]) -> float:
-        return sum(
-            of_label[label] ** 0.25 * levels[label] * 0.5 ** told.get(label, 0) for label in some
-        )
+        return sum(levels[label] * 0.5 ** told[label] for label in some)
 
     def size(k: int) -> tuple[float, int, int]:
         degrees = rows[k].degrees
@@ -204,6 +202,5 @@ def choose_rows(rows: Sequence[Row], count: int) -> list[int]:
         ties = [k for k in range(len(rows)) if k not in taken and gain(own[k]) == best]
         pick = sorted(ties, key=size)[len(ties) // 2]
         taken.append(pick)
-        for label in own[pick]:
-            told[label] = told.get(label, 0) + (4 if label == own[pick][-1] else 1)
+        told.update(own[pick])
     return taken
