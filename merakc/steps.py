@@ -40,7 +40,7 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
-from merakc.runtime.trial import trial_seconds
+from merakc.runtime.trial import trial_seconds, zeros
 from merakc.start import few_collections
 
 Tensors = dict[str, torch.Tensor]
@@ -190,6 +190,15 @@ class Steps:
         with suppress(ArithmeticError, LookupError, RuntimeError, ValueError):
             return trial_seconds(step.executor)
         return None
+
+    def around(self, step: CompiledStep) -> None:
+        """What a step does before and after its Program, on values of no meaning; collective."""
+        counting = step.lowered.loss.counts
+        wanted = (*step.brought[InputKind.BATCH], *(counting.inputs if counting else ()))
+        batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
+        micro_batches = self.planned.plan.micro_batches
+        self._scalars(step, [batch] * micro_batches, micro_batches)
+        self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:
         """Binds the tp axis to this model's group: another model may have other groups."""

@@ -26,8 +26,8 @@ from merakc.steps import Steps
 
 # Trials of all ranks, as many as this time has room for, of which the median counts; and trials of
 # one party, of which only the speed of all computes is wanted.
-TRIALS, TIME_S = 5, 1.0
-APART = 2
+TRIALS, TIME_S = 9, 2.0
+APART = 4
 # The least share of its speed that a rank is believed to keep beside others.
 LEAST_SPEED = 0.05
 Seconds = Mapping[int, Mapping[ActionKind, float]]
@@ -77,6 +77,17 @@ def measure_computes(steps: Steps, step: CompiledStep) -> tuple[Seconds | None, 
         return None, sharing
     speed = sharing.speed(sharing.devices)  # most of a step, all compute
     return {s: {k: t * speed for k, t in own.items()} for s, own in beside.items()}, sharing
+
+
+def measure_around(steps: Steps, step: CompiledStep) -> float:
+    """Seconds of what a step does before and after its Program; of the slowest rank; collective."""
+    seconds = []
+    for _ in range(TRIALS):
+        dist.barrier() if dist.is_initialized() else None
+        start_s = time.perf_counter()
+        steps.around(step)
+        seconds.append(time.perf_counter() - start_s)
+    return max(together(lambda: median(seconds)))
 
 
 def turns_of(ranks: Sequence[Rank]) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.ranks import run_ranks
 from merakc.cluster import Sharing
 from merakc.ir.program import ActionKind
-from merakc.trials import Rank, measure_computes, sharing_of, turns_of
+from merakc.trials import Rank, measure_around, measure_computes, sharing_of, turns_of
 from tests.battery.small_models import Words, parallel, words
 
 
@@ -79,3 +79,14 @@ def test_one_rank_shares_nothing() -> None:
     seconds, sharing = measured({})
     assert sharing is None
     assert seconds.keys() == {ActionKind.FORWARD, ActionKind.BACKWARD}
+
+
+def around(plan: dict[str, int]) -> float:
+    steps = parallel(Words, words(0), **plan)._own("_steps")
+    return measure_around(steps, next(iter(steps.compiled.values())))
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2}])
+def test_all_ranks_know_what_a_step_does_around_its_program(plan: dict[str, int]) -> None:
+    first, second = run_ranks(2, around, plan)
+    assert 0 < first == second < 60

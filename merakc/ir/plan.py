@@ -77,7 +77,8 @@ class Measured:
 
     `seconds` are of the computes of a micro-batch, by stage and kind, and none of a stage that does
     not run on zeros. `link` is the latency and the bytes a second of a step of a collective,
-    `messages` are those between stages.
+    `messages` are those between stages. `around_s` is what a step does before and after its
+    Program: counting labels, and giving the loss to all ranks.
     """
 
     where: str
@@ -85,6 +86,7 @@ class Measured:
     link: tuple[float, float]
     messages: tuple[float, float] | None = None
     sharing: Sharing | None = None
+    around_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,8 @@ def _figures(plan: Values) -> Iterator[str]:
                     continue
                 if not (math.isfinite(number) and number >= 0):
                     yield f"{name}.{key} is {number}; it must be finite, and 0 or more"
-    yield from _measured(plan["measured"] or {"seconds": (), "link": (), "messages": None})
+    if plan["measured"]:
+        yield from _measured(plan["measured"])
     for stage, gain in enumerate(plan["overlap_gains"]):
         if not (math.isfinite(gain) and gain < 1):
             yield f"overlap_gains.{stage} is {gain}; it must be finite, and less than 1"
@@ -192,6 +193,8 @@ def _measured(measured: Values) -> Iterator[str]:
                     f"measured.seconds.{stage}.{kind} is {number}; it must be finite, 0 or more, "
                     f"and of one of {', '.join(COMPUTES)}"
                 )
+    if not (math.isfinite(measured["around_s"]) and measured["around_s"] >= 0):
+        yield f"measured.around_s is {measured['around_s']}; it must be finite, and 0 or more"
     for name in ("link", "messages"):
         if not all(math.isfinite(number) and number > 0 for number in measured[name] or ()):
             yield f"measured.{name} is {measured[name]}; it must be finite, and above 0"

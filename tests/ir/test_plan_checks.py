@@ -62,6 +62,7 @@ def test_sound_values_pass() -> None:
         (("measured", "seconds", 0, "X"), 1.0, "measured.seconds.0.X is 1.0; .* one of F, B, I"),
         (("measured", "link"), (0.0, 1e9), r"measured.link is \(0.0, 1000000000.0\); it must be"),
         (("measured", "messages"), (1.0, float("inf")), "measured.messages is .* above 0"),
+        (("measured", "around_s"), -1.0, "measured.around_s is -1.0; it must be finite, and 0"),
         (("keep_bytes",), (), "keep_bytes is empty; with recompute 'solved'"),
         (("keep_bytes", 0), -2, "keep_bytes.0 is -2; it must be bytes, or -1"),
         (("sub_batches",), (2, 2, 1), "sub_batches has 3 entries"),
