@@ -78,13 +78,14 @@ def run_case(case: Case) -> Search:
 def search_here(case: Case) -> dict[str, object]:
     """The figures of this process, once the plan is written."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    import torch
-
+    # First, as by the command line: it imports torch without looking for garbage all the time.
     from merakc.commands.clusters import machines
     from merakc.ir.precision import parse_precision
     from merakc.offline import plan_offline
     from merakc.search import Request
     from merakc.sources import load_source
+
+    import torch  # isort: skip
 
     torch.set_num_threads(1)
     cluster = machines(case.cluster, "bfloat16", case.ranks)

@@ -30,6 +30,7 @@ from merakc.errors import ConfigError, MerakWarning
 from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
+from merakc.garbage import few_collections
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.precision import Precision, parse_precision
@@ -45,7 +46,7 @@ from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
-from merakc.start import device_of, few_collections, start_distributed
+from merakc.start import device_of, start_distributed
 from merakc.steps import Steps
 from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over

@@ -11,6 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from merakc.cluster import Device, Hardware
 from merakc.costs.device import collective_seconds, total_flops
@@ -284,10 +285,14 @@ def price_layout(
     pieces = table.pieces(layout.form, layout.samples)
     base = Habits(stagewise=True, precision=precision, overlap=1.0)
     job = make_job(pieces, layout.degrees, hardware, base)
-    ways = sorted(
-        (replace(base, shards=one) for one in _shards(request, job, hardware)),
-        key=lambda habits: sum(state_seconds(job, habits)),
-    )
+    shards = _shards(request, job, hardware)
+    waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}
+    ways = sorted((replace(base, shards=one) for one in waits), key=lambda w: sum(waits[w.shards]))
+
+    @cache
+    def estimated(habits: Habits) -> Estimate:
+        return estimate_job(job, habits, waits[habits.shards])
+
     held = [job.state_bytes(way.shards, precision) for way in ways]
     memory = [place.device.memory_bytes for place in job.places]
     least = min(_need(own, memory) for own in held)
@@ -295,14 +300,14 @@ def price_layout(
     for recompute in RECOMPUTES.get(request.recompute, ("none", "solved")):
         open_ways = [k for k, own in enumerate(held) if all(map(operator.lt, own, memory))]
         if recompute == "none" and open_ways:
-            kept = estimate_job(job, replace(ways[0], recompute=recompute))
+            kept = estimated(replace(ways[0], recompute=recompute))
             others = [peak - own for peak, own in zip(kept.peak_bytes, held[0], strict=True)]
             peaks = [[a + b for a, b in zip(others, own, strict=True)] for own in held]
             open_ways = [k for k in open_ways if all(map(operator.le, peaks[k], memory))][:1]
             least = max(least, min(_need(own, memory) for own in peaks))
         for k in open_ways[:TRIED_WAYS]:
             habits = replace(ways[k], recompute=recompute)
-            found = estimate_job(job, habits)
+            found = estimated(habits)
             least = min(least, _need(found.peak_bytes, memory)) if recompute != "none" else least
             if all(map(operator.le, found.peak_bytes, memory)):
                 tried.append((habits, found))

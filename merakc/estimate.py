@@ -7,14 +7,14 @@ only their costs come from pieces in place of the stages' own graphs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from merakc.cluster import Device, Hardware, Sharing
 from merakc.costs.device import Place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
-from merakc.costs.keep import EVERYTHING, keep_bytes, with_kept
+from merakc.costs.keep import EVERYTHING, shared_out, with_kept
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.pieces import Piece
 from merakc.costs.ranks import rank_devices
@@ -32,17 +32,10 @@ from merakc.costs.stages import (
 from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
-from merakc.ir.schedule import Schedule
 from merakc.ir.state import UNSHARDED, StateShards
-from merakc.schedules.registry import make_schedule
-from merakc.schedules.timing import (
-    Pipeline,
-    make_pipeline,
-    peak_bytes,
-    run_orders,
-    with_recomputation,
-)
-from merakc.schedules.work import Work, encode
+from merakc.schedules.known_orders import KnownOrders, known_orders
+from merakc.schedules.registry import stage_ranks
+from merakc.schedules.timing import make_pipeline, run_orders
 
 Recompute = Literal["none", "full", "solved"]
 # So many times the pipeline ranks, and so many micro-batches of one rank, are simulated; what a
@@ -121,7 +114,7 @@ class Estimate:
     source: Literal["formula", "measured"] = "formula"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Job:
     """A model's pieces on the stages of a layout, with their seconds.
 
@@ -136,7 +129,7 @@ class Job:
     parts: Sequence[Sequence[int]]
     sharing: Sharing | None = None
 
-    @property
+    @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
         return _rank_of(self.degrees)
@@ -146,7 +139,7 @@ class Job:
         """Any rank's place, for the links that all have alike."""
         return self.places[0]
 
-    @property
+    @cached_property
     def rank_pieces(self) -> list[list[int]]:
         """The places of each pipeline rank's pieces."""
         found: list[list[int]] = [[] for _ in range(self.degrees.pp)]
@@ -154,10 +147,40 @@ class Job:
             found[rank] += part
         return found
 
+    @cached_property
+    def rank_parameters(self) -> list[int]:
+        """The trained elements of each pipeline rank."""
+        return [stage_parameters([self.pieces[k] for k in own]) for own in self.rank_pieces]
+
+    @cached_property
+    def stage_parameters(self) -> list[int]:
+        """The trained elements of each stage."""
+        return [stage_parameters([self.pieces[k] for k in part]) for part in self.parts]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[Precision, bool], list[StageCost]]:
+        return {}
+
+    def stages(self, habits: Habits) -> list[StageCost]:
+        """The costs of the stages, of which only the bytes of their state depend on the shards."""
+        key = habits.precision, habits.stagewise
+        if key not in self._stages:
+            self._stages[key] = [
+                cost
+                for part, rank in zip(self.parts, self.rank_of, strict=True)
+                for cost in stage_costs(
+                    self.pieces, self.costs[rank], [part], self.places[rank],
+                    precision=habits.precision, stagewise=habits.stagewise,
+                )
+            ]  # fmt: skip
+        return [
+            replace(cost, static_bytes=state_bytes(count, habits.shards, habits.precision))
+            for cost, count in zip(self._stages[key], self.stage_parameters, strict=True)
+        ]
+
     def state_bytes(self, shards: StateShards, precision: Precision) -> list[int]:
         """What each pipeline rank holds between two steps."""
-        parameters = [stage_parameters([self.pieces[k] for k in own]) for own in self.rank_pieces]
-        return [state_bytes(count, shards, precision) for count in parameters]
+        return [state_bytes(count, shards, precision) for count in self.rank_parameters]
 
 
 def make_job(
@@ -205,20 +228,15 @@ def estimate_step(
     return estimate_job(make_job(pieces, degrees, hardware, habits, corrections, labels), habits)
 
 
-def estimate_job(job: Job, habits: Habits) -> Estimate:
+def estimate_job(job: Job, habits: Habits, of_state: tuple[float, float] | None = None) -> Estimate:
     """One step: the micro-batches in the order of the schedule; after them gradients are reduced
     over dp and over the holders of shared parameters, and the optimizer runs.
+
+    `of_state` are the `state_seconds`, where they are known.
     """
-    stages = [
-        cost
-        for part, rank in zip(job.parts, job.rank_of, strict=True)
-        for cost in stage_costs(
-            job.pieces, job.costs[rank], [part], job.places[rank], shards=habits.shards,
-            precision=habits.precision, stagewise=habits.stagewise,
-        )
-    ]  # fmt: skip
+    stages = job.stages(habits)
     run = _run(job, stages, habits)
-    state_s, optimizer_s = state_seconds(job, habits)
+    state_s, optimizer_s = of_state or state_seconds(job, habits)
     pipeline_s, busy_s, sharing = run.seconds, run.busy_s, job.sharing
     if sharing is not None:  # all that ranks of a node do, they do with what they share
         together = min(job.degrees.ranks, sharing.devices)
@@ -263,58 +281,43 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     if habits.recompute == "full":
         again = tuple(range(len(stages)))
     elif habits.recompute == "solved":
-        schedule, _ = _orders(degrees, total - left, again)
-        kept = keep_bytes(schedule, stages, [p.device.memory_bytes for p in job.places])
+        plain = _orders(degrees, total - left)
+        memory = [place.device.memory_bytes for place in job.places]
+        kept = shared_out(plain.rank_of, plain.in_flight, stages, memory)
         stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
         again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
-    pipeline, orders, seconds = _ends(stages, links, degrees, total - left, again)
+    orders = _orders(degrees, total - left, again)
+    seconds = _end_s(orders, stages, links)
     if left:
-        *_, before_s = _ends(stages, links, degrees, total - left - period, again)
-        seconds += left / period * (seconds - before_s)
-    peaks = tuple(peak_bytes(pipeline, rank, order) for rank, order in enumerate(orders))
+        fewer = _orders(degrees, total - left - period, again)
+        seconds += left / period * (seconds - _end_s(fewer, stages, links))
     mean = total / degrees.pp
     again_s = mean * sum(stages[k].recompute_s for k in again)
     busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
-    return _Run(seconds, busy_s, again_s, peaks)
+    return _Run(seconds, busy_s, again_s, orders.peak_bytes(stages))
 
 
-def _ends(
-    stages: Sequence[StageCost],
-    links: Sequence[float],
-    degrees: Degrees,
-    micro_batches: int,
-    again: tuple[int, ...],
-) -> tuple[Pipeline, list[list[Work]], float]:
-    """The pipeline and the orders of so many micro-batches, and the end of the last."""
-    schedule, orders = _orders(degrees, micro_batches, again)
-    pipeline = make_pipeline(schedule.rank_of, stages, micro_batches, links)
-    ends = run_orders(pipeline, orders)
+def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:
+    """The end of the last work."""
+    pipeline = make_pipeline(orders.rank_of, stages, orders.micro_batches, links)
+    ends = run_orders(pipeline, orders.works)
     assert ends is not None, "a known schedule ran into a deadlock"
-    return pipeline, orders, max(end[-1] for end in ends)
+    return max(end[-1] for end in ends)
 
 
-def _orders(
-    degrees: Degrees, micro_batches: int, again: tuple[int, ...]
-) -> tuple[Schedule, list[list[Work]]]:
+def _orders(degrees: Degrees, micro_batches: int, again: tuple[int, ...] = ()) -> KnownOrders:
     """The order of work of each rank, where these stages recompute."""
-    name = degrees.schedule
-    if name == "1f1b" and degrees.chunks > 1:
-        name = "interleaved-1f1b"
-    schedule, orders = _made(name, degrees.pp, micro_batches, degrees.chunks)
-    units = {stage * micro_batches + j for stage in again for j in range(micro_batches)}
-    return schedule, with_recomputation(orders, units) if units else orders
+    return known_orders(_name(degrees), degrees.pp, micro_batches, degrees.chunks, again)
+
+
+def _name(degrees: Degrees) -> str:
+    is_plain = degrees.schedule == "1f1b" and degrees.chunks > 1
+    return "interleaved-1f1b" if is_plain else degrees.schedule
 
 
 def _rank_of(degrees: Degrees) -> tuple[int, ...]:
-    return _orders(degrees, 1, ())[0].rank_of
-
-
-@lru_cache(maxsize=256)
-def _made(name: str, pp: int, micro_batches: int, chunks: int) -> tuple[Schedule, list[list[Work]]]:
-    schedule = make_schedule(
-        name, pp, micro_batches, recompute="none", chunks=chunks if chunks > 1 else None
-    )
-    return schedule, encode(schedule)
+    chunks = degrees.chunks if degrees.chunks > 1 else None
+    return stage_ranks(_name(degrees), degrees.pp, chunks)
 
 
 def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
@@ -324,7 +327,7 @@ def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
     """
     pieces, degrees, rank_pieces = job.pieces, job.degrees, job.rank_pieces
     fabric, precision, shards = job.links.fabric, habits.precision, habits.shards
-    parameters = [stage_parameters([pieces[k] for k in own]) for own in rank_pieces]
+    parameters = job.rank_parameters
     state_s = 0.0
     if degrees.dp > 1:
         most = parameters.index(max(parameters))

@@ -17,6 +17,7 @@ from merakc.costs.ranks import fits
 from merakc.costs.scaled import SAMPLES
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
+from merakc.garbage import few_collections
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
@@ -78,6 +79,7 @@ class Recordings:
         return max(whole, default=1)
 
 
+@few_collections()
 def plan_offline(
     source: Source,
     request: Request,

@@ -19,6 +19,7 @@ from torch import nn
 
 from merakc.batches import batch_size_of, call_arguments
 from merakc.errors import ConfigError
+from merakc.garbage import few_collections
 
 # Published configurations, in the fields of transformers' configs.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -75,6 +76,7 @@ class Source:
     example: Any = None
 
 
+@few_collections()
 def load_source(text: str, sequence: int | None = None) -> Source:
     """The source that a user names: a preset, a config.json or its folder, or MODULE:FUNCTION.
 
@@ -147,6 +149,7 @@ def _transformers(wanted_by: str) -> Any:
     return transformers
 
 
+@few_collections()
 def source_of(name: str, config: Any, sequence: int | None = None, device: str = "meta") -> Source:
     """The model of a configuration of transformers', made on a device, and its batches.
 

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import gc
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 
 from merakc.errors import ConfigError
-
-# New objects between two searches for garbage; Python's own is 700. A compiler keeps most of what
-# it makes, and to walk through it all again and again takes a quarter of its time.
-NEW_OBJECTS = 200_000
 
 
 def device_of(device: torch.device | str | None) -> torch.device:
@@ -46,15 +39,3 @@ def start_distributed(device: torch.device) -> int:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         atexit.register(dist.destroy_process_group)
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@contextmanager
-def few_collections() -> Iterator[None]:
-    """While it is entered, Python looks for garbage rarely."""
-    before = gc.get_threshold()
-    if 0 < before[0] < NEW_OBJECTS:  # not where the user has switched it off
-        gc.set_threshold(NEW_OBJECTS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)

@@ -24,6 +24,7 @@ from merakc.batches import (
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording
+from merakc.garbage import few_collections
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
@@ -41,7 +42,6 @@ from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
 from merakc.runtime.trial import trial_seconds, zeros
-from merakc.start import few_collections
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.

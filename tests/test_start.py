@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError
-from merakc.start import NEW_OBJECTS, device_of, few_collections, start_distributed
+from merakc.start import device_of, start_distributed
 
 CPU = torch.device("cpu")
 
@@ -47,23 +45,3 @@ def _refused() -> str:
 
 def test_a_group_without_the_device_is_refused() -> None:
     assert "no backend for meta" in run_ranks(1, _refused)[0]
-
-
-@pytest.mark.parametrize("own", [(700, 10, 10), (0, 10, 10), (NEW_OBJECTS * 2, 10, 10)])
-def test_garbage_is_looked_for_rarely_and_then_as_before(
-    own: tuple[int, int, int], request: pytest.FixtureRequest
-) -> None:
-    before = gc.get_threshold()
-    request.addfinalizer(lambda: gc.set_threshold(*before))
-    gc.set_threshold(*own)
-    found: list[int] = []
-
-    def fail() -> None:
-        with few_collections():
-            found.append(gc.get_threshold()[0])
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert found == [NEW_OBJECTS if own[0] == 700 else own[0]]
-    assert gc.get_threshold() == own

@@ -25,9 +25,19 @@ def keep_bytes(
     of one rank in proportion to what they save. A stage that has too little may keep 0.
     """
     flying = [_in_flight(schedule, stage) for stage in range(schedule.stages)]
-    found = [0] * schedule.stages
+    return shared_out(schedule.rank_of, flying, costs, capacity_bytes)
+
+
+def shared_out(
+    rank_of: Sequence[int],
+    flying: Sequence[int],
+    costs: Sequence[StageCost],
+    capacity_bytes: Sequence[int],
+) -> tuple[int, ...]:
+    """The same, of stages with so many micro-batches in flight at the most."""
+    found = [0] * len(rank_of)
     for rank, capacity in enumerate(capacity_bytes):
-        own = [s for s, holder in enumerate(schedule.rank_of) if holder == rank]
+        own = [s for s, holder in enumerate(rank_of) if holder == rank]
         static = sum(costs[s].static_bytes for s in own)
         working = max(
             costs[s].saved_bytes + max(costs[s].backward_peak_bytes, costs[s].recompute_peak_bytes)
@@ -35,13 +45,11 @@ def keep_bytes(
         )
         all_kept = sum(flying[s] * costs[s].saved_bytes for s in own)
         peak = max(max(costs[s].backward_peak_bytes, costs[s].forward_peak_bytes) for s in own)
-        if static + all_kept + peak <= capacity:
-            found = [EVERYTHING if s in own else size for s, size in enumerate(found)]
-            continue
+        suffices = static + all_kept + peak <= capacity
         free = max(capacity - static - working, 0)
         for s in own:
             share = free * costs[s].saved_bytes / max(all_kept, 1)
-            found[s] = min(int(share), costs[s].saved_bytes)
+            found[s] = EVERYTHING if suffices else min(int(share), costs[s].saved_bytes)
     return tuple(found)
 
 

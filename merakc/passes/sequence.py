@@ -13,7 +13,7 @@ crossing with its collectives.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 import numpy as np
@@ -46,9 +46,10 @@ def split_sequences(dims: Dims, sharding: Sharding, chosen: set[Factor]) -> Shar
         return sharding
     problem = Problem(dims, sharding, chosen)
     found: list[SequenceSplit] = []
-    saved_s = {factor: problem.solve(factor)[0] for factor in problem.candidates()[:MAX_DIMS]}
-    for factor in sorted(saved_s, key=lambda f: -saved_s[f]):
-        _, split = problem.solve(factor)  # of what the better ones have left
+    alone = {factor: problem.solve(factor) for factor in problem.candidates()[:MAX_DIMS]}
+    for factor in sorted(alone, key=lambda f: -alone[f][0]):
+        # Of what the better ones have left.
+        _, split = problem.solve(factor) if found else alone[factor]
         if split is not None:
             problem.taken |= split.nodes
             problem.kept |= split.kept
@@ -67,6 +68,9 @@ class Problem:
         self.taken: frozenset[str] = frozenset()
         self.kept: frozenset[Ref] = frozenset()
         self.rules: dict[object, Dims] = {}
+        self._split = {ref for ref, own in sharding.layouts.items() if own.is_split}
+        self._rule_of: dict[str, Dims] = {}  # by the node's name
+        self._free: dict[Factor, frozenset[str]] = {}
 
     def is_exit(self, node: Node) -> bool:
         """Whether the node's result is an all-reduce that could be a reduce-scatter."""
@@ -107,7 +111,7 @@ class Problem:
 
     def splits(self, ref: Ref) -> bool:
         """Whether the value is split over tp."""
-        return self.sharding.layouts[ref].is_split
+        return ref in self._split
 
     def may_be_inside(self, node: Node, factor: Factor) -> bool:
         """Whether the node gives its part of the result from parts of its arguments."""
@@ -146,6 +150,12 @@ class Problem:
 
     def rule(self, node: Node) -> Dims:
         """The dims of the node by itself: what it needs whole, and what it sums."""
+        if node.name not in self._rule_of:
+            self._rule_of[node.name] = self._rule(node)
+        return self._rule_of[node.name]
+
+    def _rule(self, node: Node) -> Dims:
+        """The same, once for nodes that are alike."""
         aliases = _aliases(node)
         alone = replace(
             node, name="node", module="", source="",
@@ -166,15 +176,16 @@ class Problem:
         """The cheapest set of nodes to run on parts of this factor's dim, and the seconds saved;
         None if that is none.
         """
-        movable = {n.name for n in self.graph.nodes if self.may_be_inside(n, factor)}
+        movable = self._movable(factor)
         exits = {
             n.name
             for n in self.graph.nodes
             if self.is_exit(n) and self.place(Ref(n.name), factor) is not None
         }
+        open_nodes = movable | exits
         cut = _Cut()
         for node in self.graph.nodes:
-            if node.name in movable | exits:
+            if node.name in open_nodes:
                 self._add_node(cut, node, factor, movable)
         for node in self.graph.nodes:
             self._add_reads(cut, node, factor, movable, exits)
@@ -182,27 +193,36 @@ class Problem:
         nodes = frozenset(movable & inside)
         if not nodes:
             return 0.0, None
+        within = open_nodes & inside
         kept = {
             Ref(n.name, k)
             for n in self.graph.nodes
-            if n.name in (movable | exits) & inside
+            if n.name in within
             for k, o in enumerate(n.outputs)
             if o is not None
         }
         return saved_s, SequenceSplit(nodes, frozenset(kept), self._layouts(nodes, kept, factor))
 
+    def _movable(self, factor: Factor) -> frozenset[str]:
+        """The nodes that may be inside, but for those that were taken since it was first asked."""
+        if factor not in self._free:
+            nodes = self.graph.nodes
+            self._free[factor] = frozenset(n.name for n in nodes if self.may_be_inside(n, factor))
+        return self._free[factor] - self.taken
+
     def _layouts(
         self, nodes: frozenset[str], kept: Iterable[Ref], factor: Factor
     ) -> Mapping[Ref, Layout]:
-        makers = {ref.node for ref in kept}  # the bias of a sum is added to the parts
-        read = {r for n in self.graph.nodes if n.name in nodes | makers for r in n.refs}
+        # The bias of a sum is added to the parts.
+        readers = nodes | {ref.node for ref in kept}
+        read = {r for n in self.graph.nodes if n.name in readers for r in n.refs}
         return {
             ref: layout(self.dims.of[ref], self.dims.shapes[ref], {factor})
             for ref in {*read, *kept}
             if self.place(ref, factor) is not None
         }
 
-    def _add_node(self, cut: _Cut, node: Node, factor: Factor, movable: set[str]) -> None:
+    def _add_node(self, cut: _Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
         """What the node costs outside: repeated work, or the other half of an all-reduce."""
         made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
         if node.name in movable:
@@ -215,14 +235,16 @@ class Problem:
             cut.add("source", node.name, made_bytes / FIGURES.link_bytes_per_s)
 
     def _add_reads(
-        self, cut: _Cut, node: Node, factor: Factor, movable: set[str], exits: set[str]
+        self, cut: _Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
     ) -> None:
         """What the node's arguments cost where they lie on the other side."""
+        reader = node.name if node.name in movable else "sink"
+        if reader == "sink" and not any(r.node in movable or r.node in exits for r in node.refs):
+            return
         outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
         is_split = any(map(self.splits, (*node.refs, *outs)))
-        reader = node.name if node.name in movable else "sink"
         for ref in dict.fromkeys(node.refs):
-            made = ref.node if ref.node in movable | exits else "sink"
+            made = ref.node if ref.node in movable or ref.node in exits else "sink"
             size_s = self.specs[ref].size_bytes / FIGURES.link_bytes_per_s
             if made != "sink" and reader != made:
                 # Gathered for split work it is what the all-reduce of its gradient would be.

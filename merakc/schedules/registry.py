@@ -92,6 +92,22 @@ def make_schedule(
 
     Raises `ConfigError` for an unknown name and for values that are out of range.
     """
+    rank_of, orders = make_orders(name, ranks, micro_batches, recompute=recompute, chunks=chunks)
+    return decode(name, rank_of, orders, micro_batches)
+
+
+def make_orders(
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    *,
+    recompute: Recompute | None = None,
+    chunks: int | None = None,
+) -> tuple[tuple[int, ...], Orders]:
+    """The pipeline rank of each stage, and the works of each rank, of what `make_schedule` makes.
+
+    Raises `ConfigError` as it does.
+    """
     known = find_schedule(name)
     rank_of = stage_ranks(name, ranks, chunks)
     m = micro_batches
@@ -100,7 +116,7 @@ def make_schedule(
     stages = _recomputed_stages(name, len(rank_of), recompute)
     orders = known.make(ranks, m, len(rank_of) // ranks)
     units = {s * m + j for s in stages for j in range(m)}
-    return decode(name, rank_of, with_recomputation(orders, units), m)
+    return rank_of, with_recomputation(orders, units) if units else orders
 
 
 def _recomputed_stages(name: str, stages: int, recompute: Recompute | None) -> Collection[int]:

@@ -215,7 +215,7 @@ def footprints(pipeline: Pipeline, order: Sequence[Work]) -> tuple[list[int], li
     """What each work allocates at its highest point, and leaves behind: less than 0, it frees."""
     m = pipeline.micro_batches
     recomputed = recomputed_units(order)
-    tables = [_stage_footprints(cost) for cost in pipeline.costs]
+    tables = [stage_footprints(cost) for cost in pipeline.costs]
     own, kept = [], []
     for kind, unit in order:
         table = tables[unit // m]
@@ -225,7 +225,7 @@ def footprints(pipeline: Pipeline, order: Sequence[Work]) -> tuple[list[int], li
     return own, kept
 
 
-def _stage_footprints(cost: StageCost) -> tuple[tuple[int, int], ...]:
+def stage_footprints(cost: StageCost) -> tuple[tuple[int, int], ...]:
     """By kind of work; last, a forward that keeps a checkpoint alone."""
     saved, checkpoint, deferred = cost.saved_bytes, cost.checkpoint_bytes, cost.deferred_bytes
     return (

@@ -1,0 +1,106 @@
+"""The orders of the known schedules as arrays, each made once: many candidates are timed by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from merakc.ir.costs import StageCost
+from merakc.schedules.registry import make_orders
+from merakc.schedules.timing import stage_footprints
+from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, KINDS, RECOMPUTE, Work
+
+Integers = npt.NDArray[np.int64]
+CHECKPOINT = len(KINDS)  # a forward that keeps a checkpoint alone, as `stage_footprints` has it
+
+
+# Compared as what it is: arrays are not equal or unequal.
+@dataclass(frozen=True, eq=False)
+class KnownOrders:
+    """The works of each pipeline rank: their kinds and units, `[works]` each.
+
+    `rank_of` are the ranks of the stages, of which all micro-batches of `again` are recomputed.
+    """
+
+    rank_of: tuple[int, ...]
+    micro_batches: int
+    kinds: tuple[Integers, ...]
+    units: tuple[Integers, ...]
+    again: tuple[int, ...] = ()
+
+    @cached_property
+    def works(self) -> list[list[Work]]:
+        """The same in the form that is run."""
+        each = zip(self.kinds, self.units, strict=True)
+        return [list(zip(k.tolist(), u.tolist(), strict=True)) for k, u in each]
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """The most micro-batches of each stage between their forward and their backward."""
+        found = [0] * len(self.rank_of)
+        for kinds, units in zip(self.kinds, self.units, strict=True):
+            stages = units // self.micro_batches
+            steps = (kinds == FORWARD).astype(np.int64)
+            ends = (kinds == BACKWARD) | (kinds == INPUT_GRAD)
+            for stage in np.unique(stages).tolist():
+                own = stages == stage
+                found[stage] = int(np.cumsum(steps[own] - ends[own]).max(initial=0))
+        return tuple(found)
+
+    def peak_bytes(self, costs: Sequence[StageCost]) -> tuple[int, ...]:
+        """The most bytes that each rank holds, as `merakc.schedules.timing.peak_bytes` has them."""
+        tables = np.array([stage_footprints(cost) for cost in costs], dtype=np.int64)
+        recomputed, found = self._among(self.again), []
+        for rank, (kinds, units) in enumerate(zip(self.kinds, self.units, strict=True)):
+            own_stages = (c for c, r in zip(costs, self.rank_of, strict=True) if r == rank)
+            static = sum(cost.static_bytes for cost in own_stages)
+            stages = units // self.micro_batches
+            is_short = (kinds == FORWARD) & recomputed[stages]
+            own, kept = tables[stages, np.where(is_short, CHECKPOINT, kinds)].T
+            live = np.cumsum(kept)
+            highest = (live - kept + own).max(initial=0), live.max(initial=0)
+            found.append(static + int(max(highest)))
+        return tuple(found)
+
+    def recomputing(self, again: tuple[int, ...]) -> KnownOrders:
+        """The orders with a recomputation of these stages in front of their backwards."""
+        if not again:
+            return self
+        recomputed = self._among(again)
+        kinds, units = [], []
+        for own, own_units in zip(self.kinds, self.units, strict=True):
+            is_back = (own == BACKWARD) | (own == INPUT_GRAD)
+            counts = 1 + (is_back & recomputed[own_units // self.micro_batches])
+            made = np.repeat(own, counts)
+            made[(np.cumsum(counts) - counts)[counts > 1]] = RECOMPUTE
+            kinds.append(made)
+            units.append(np.repeat(own_units, counts))
+        return KnownOrders(self.rank_of, self.micro_batches, tuple(kinds), tuple(units), again)
+
+    def _among(self, stages: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Whether each stage is one of these."""
+        found = np.zeros(len(self.rank_of), dtype=np.bool_)
+        found[list(stages)] = True
+        return found
+
+
+@lru_cache(maxsize=256)
+def known_orders(
+    name: str, ranks: int, micro_batches: int, chunks: int, again: tuple[int, ...] = ()
+) -> KnownOrders:
+    """The orders of a known schedule with so many stages a rank, where these stages recompute.
+
+    Raises `ConfigError` as `make_schedule` does.
+    """
+    if again:
+        return known_orders(name, ranks, micro_batches, chunks).recomputing(again)
+    rank_of, orders = make_orders(
+        name, ranks, micro_batches, recompute="none", chunks=chunks if chunks > 1 else None
+    )
+    works = [np.array(order, dtype=np.int64).reshape(-1, 2).T for order in orders]
+    kinds, units = ([np.ascontiguousarray(own[k]) for own in works] for k in (0, 1))
+    return KnownOrders(rank_of, micro_batches, tuple(kinds), tuple(units))
