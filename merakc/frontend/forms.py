@@ -23,6 +23,23 @@ Form = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 """Shape, stride, offset in the memory, dtype."""
 Make = Callable[[Form, torch.Tensor | None], torch.Tensor]
 """Makes a tensor of a form, in memory of its own or in that of another tensor."""
+Bare = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Calls an op of `FOLLOWING` and gives meta tensors."""
+
+# Ops of which torch's kernels for meta tensors say all that there is to say of a fake result: no
+# device, no value and no choice among kernels of a CPU goes into it. What torch does for any op to
+# find that out takes several times as long as the kernels.
+FOLLOWING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "addmm.default", "bmm.default", "cat.default", "cross_entropy_loss.default",
+        "div.Tensor", "embedding.default", "expand.default", "gelu.default", "layer_norm.default",
+        "linear.default", "matmul.default", "mean.dim", "mm.default", "mul.Tensor", "neg.default",
+        "permute.default", "pow.Tensor_Scalar", "relu.default", "rsqrt.default", "silu.default",
+        "slice.Tensor", "softmax.int", "split.Tensor", "sub.Tensor", "tanh.default",
+        "transpose.int", "unsqueeze.default",
+    )
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +58,18 @@ class Forms:
 
     `make` makes a result once more. Of the tensors that are `plain` nothing matters but their form;
     calls on others are remembered for these very tensors. With `views` also results in the memory
-    of an argument are made here.
+    of an argument are made here. Calls that are new are made by `bare`, where they can be.
     """
 
     def __init__(
-        self, make: Make, plain: Callable[[torch.Tensor], bool], *, views: bool = False
+        self,
+        make: Make,
+        plain: Callable[[torch.Tensor], bool],
+        *,
+        views: bool = False,
+        bare: Bare | None = None,
     ) -> None:
-        self._make, self._plain, self._views = make, plain, views
+        self._make, self._plain, self._views, self._bare = make, plain, views, bare
         self._known: dict[Any, _Results] = {}
         self._others: list[torch.Tensor] = []  # one that was gone might leave its id to another
 
@@ -58,24 +80,47 @@ class Forms:
         key = func, self._form(args), self._form(tuple(kwargs.items()))
         found = self._known.get(key)
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if found is None:
+            found = self._following(func, args, kwargs, source)
+            if found is not None:
+                self._known[key] = found
         if found is not None:
             made = [self._make(form, source if view else None) for form, view in found.forms]
             return made[0] if found.kind is None else found.kind(made)
         out = func(*args, **kwargs)
-        results = self._results(out, source, _tensors((args, tuple(kwargs.values()))))
+        results = self._results(out, source, _given(args, kwargs), self._plain)
         if results is not None:
             self._known[key] = results
         return out
 
+    def _following(
+        self, func: Any, args: Any, kwargs: Any, source: torch.Tensor | None
+    ) -> _Results | None:
+        """What a call gives whose results follow from the forms of plain tensors alone."""
+        if self._bare is None or str(func) not in FOLLOWING:
+            return None
+        given = _given(args, kwargs)
+        if not all(map(self._plain, given)):
+            return None
+        try:
+            out = self._bare(func, args, kwargs)
+        except (RuntimeError, TypeError, ValueError, IndexError):
+            return None  # torch's own way will say what is wrong
+        return self._results(out, source, given, lambda x: type(x) is torch.Tensor)
+
     def _results(
-        self, out: Any, source: torch.Tensor | None, given: list[torch.Tensor]
+        self,
+        out: Any,
+        source: torch.Tensor | None,
+        given: list[torch.Tensor],
+        plain: Callable[[torch.Tensor], bool],
     ) -> _Results | None:
         """What there is to be made again; None where it is more than a form."""
         kind = type(out) if type(out) in (tuple, list) else None
         found: list[tuple[Form, bool]] = []
         memory = {t.untyped_storage()._cdata for t in given if self._plain(t)}
         for item in (out,) if kind is None else out:
-            if not isinstance(item, torch.Tensor) or not self._plain(item):
+            if not isinstance(item, torch.Tensor) or not plain(item):
                 return None
             own = item.untyped_storage()._cdata
             view = source is not None and bool(own == source.untyped_storage()._cdata)
@@ -119,9 +164,21 @@ def make_fake(
     return FakeTensor(fake_mode, bare, CPU)
 
 
+def run_bare(
+    fake_mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What a call on fake tensors gives on the meta tensors that they are."""
+    with in_kernel_invocation_manager(fake_mode):
+        return func(*args, **kwargs)
+
+
 def is_plain_fake(x: torch.Tensor) -> bool:
     """Whether a tensor is fake, of the CPU and of no known value."""
     return type(x) is FakeTensor and x.fake_device == CPU and x.constant is None
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    return _tensors((args, tuple(kwargs.values())))
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

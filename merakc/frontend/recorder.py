@@ -29,7 +29,7 @@ from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
 from merakc.frontend.draws import ASKED, Draws
-from merakc.frontend.forms import Forms, is_plain_fake, make_fake
+from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.generators import DrawnError, GeneratorWatch
 from merakc.frontend.opaque import (
     CannotBeNodeError,
@@ -65,7 +65,8 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.watched, self.paused = watched, False
         make = functools.partial(make_fake, fake_mode)
-        self.forms = Forms(make, is_plain_fake, views=True)
+        bare = functools.partial(run_bare, fake_mode)
+        self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
         self.draws = Draws(self._error, self.inputs, self.nodes)
         self.opaques = 0
 
