@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from merakc.frontend.forms import Forms, is_plain_fake, make_fake, make_meta
+from merakc.frontend.forms import (
+    FOLLOWING,
+    Forms,
+    is_plain_fake,
+    make_fake,
+    make_meta,
+    run_bare,
+)
+from merakc.kernels.ops import resolve_op
 
 aten = torch.ops.aten
 
@@ -34,8 +42,8 @@ def mode() -> Iterator[FakeTensorMode]:
         yield found
 
 
-def forms_of(mode: FakeTensorMode) -> Forms:
-    return Forms(partial(make_fake, mode), is_plain_fake, views=True)
+def forms_of(mode: FakeTensorMode, bare: Any = None) -> Forms:
+    return Forms(partial(make_fake, mode), is_plain_fake, views=True, bare=bare)
 
 
 def looks(x: Tensor) -> tuple[Any, ...]:
@@ -140,3 +148,70 @@ def test_a_made_tensor_is_fake() -> None:
     assert isinstance(found, FakeTensor)
     assert found.device.type == "cpu"
     assert (found.stride(), found.dtype) == ((1, 2), torch.float64)
+
+
+def wide() -> Tensor:
+    return torch.ones(1, 4, 6, 8).transpose(1, 2)
+
+
+def flat() -> Tensor:
+    return torch.ones(6, 8)
+
+
+POINTWISE = ("add.Tensor", "div.Tensor", "mul.Tensor", "sub.Tensor")
+UNARY = ("gelu.default", "neg.default", "relu.default", "rsqrt.default", "silu.default",
+         "tanh.default")  # fmt: skip
+CALLS: dict[str, list[Any]] = {
+    **{name: [lambda: (wide(), 2.0), lambda: (wide(), torch.ones(8)),
+              lambda: (wide(), torch.ones(1, 6, 4, 8))] for name in POINTWISE},
+    **{name: [lambda: (wide(),)] for name in UNARY},
+    "addmm.default": [lambda: (torch.ones(3), flat(), torch.ones(3, 8).t())],
+    "bmm.default": [lambda: (torch.ones(2, 3, 4), torch.ones(2, 5, 4).transpose(1, 2))],
+    "cat.default": [lambda: ([wide(), wide()], -1)],
+    "cross_entropy_loss.default": [lambda: (flat(), torch.zeros(6, dtype=torch.long))],
+    "embedding.default": [lambda: (flat(), torch.zeros(2, 3, dtype=torch.long))],
+    "expand.default": [lambda: (torch.ones(1, 1, 8), [4, -1, 8])],
+    "layer_norm.default": [lambda: (wide(), [8], torch.ones(8), torch.ones(8))],
+    "linear.default": [lambda: (wide(), torch.ones(3, 8)),
+                       lambda: (torch.ones(2, 4, 8), torch.ones(3, 8), torch.ones(3))],
+    "matmul.default": [lambda: (wide(), torch.ones(1, 6, 8, 4)), lambda: (wide(), flat().t())],
+    "mean.dim": [lambda: (wide(), [-1], True), lambda: (wide(), [1])],
+    "mm.default": [lambda: (flat(), flat().t())],
+    "permute.default": [lambda: (wide(), [0, 2, 1, 3])],
+    "pow.Tensor_Scalar": [lambda: (wide(), 3.0)],
+    "slice.Tensor": [lambda: (wide(), 3, 1, 5), lambda: (wide(), 0, 0, 2**62)],
+    "softmax.int": [lambda: (wide(), -1), lambda: (wide(), -1, torch.float64)],
+    "split.Tensor": [lambda: (wide(), 3, -1)],
+    "transpose.int": [lambda: (wide(), 0, 1)],
+    "unsqueeze.default": [lambda: (wide(), 0), lambda: (wide(), -1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", sorted(FOLLOWING))
+def test_meta_kernels_say_what_fake_results_look_like(op: str, mode: FakeTensorMode) -> None:
+    func: Any = resolve_op(op)
+    for given in CALLS[op.removeprefix("aten.")]:
+        args = given()
+        forms = forms_of(mode)
+        bare = forms_of(mode, bare=partial(run_bare, mode))
+        wanted, found = forms.run(func, args, {}), bare.run(func, args, {})
+        assert len(bare._known) == 1, "it was not asked"
+        pairs = zip(listed(wanted), listed(found), strict=True)
+        assert all(looks(a) == looks(b) for a, b in pairs)
+        assert [shares(a, args) for a in listed(wanted)] == [shares(b, args) for b in listed(found)]
+
+
+def listed(x: Any) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else list(x)
+
+
+def shares(x: Tensor, args: Any) -> bool:
+    """Whether a result is in the memory of the first argument."""
+    first = args[0][0] if isinstance(args[0], list) else args[0]
+    return bool(x.untyped_storage()._cdata == first.untyped_storage()._cdata)
+
+
+def test_what_is_wrong_torch_says(mode: FakeTensorMode) -> None:
+    bare = forms_of(mode, bare=partial(run_bare, mode))
+    with pytest.raises(RuntimeError):
+        bare.run(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
