@@ -32,6 +32,7 @@ from merakc.estimate import (
 )
 from merakc.ir.state import AUTO, StateShards, lattice, parse_shards
 from merakc.piece_table import Form, PieceTable
+from merakc.report.units import format_seconds
 from merakc.schedules.registry import KNOWN
 from merakc.search import Request
 
@@ -368,4 +369,5 @@ def loses_by(one: Candidate, best: Candidate) -> str:
         return "planned in full it is slower"
     more = {name: value - best.seconds[name] for name, value in one.seconds.items()}
     name = max(more, key=lambda key: more[key])
-    return f"{one.estimate.step_s / best.estimate.step_s - 1:+.1%}: {name} {more[name]:+.3g} s"
+    sign = "+" if more[name] >= 0 else "-"
+    return f"{name} {sign}{format_seconds(abs(more[name]))}"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Alternative:
     """A plan that lost: its degrees, what it should cost, and what `loses` it the comparison.
 
-    `shards` are those of parameters, gradients and optimizer state, in words.
+    `shards` are those of parameters, gradients and optimizer state, in words; `chunks` are the
+    stages of a rank.
     """
 
     dp: int
@@ -22,6 +23,8 @@ class Alternative:
     step_s: float
     peak_bytes: int
     loses: str
+    sequence_parallel: bool = False
+    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,12 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Alternatives:
-    """The best of the others, the nearest first, and what was refused."""
+    """The best of the others, the nearest first, and what was refused.
+
+    They are compared by the costs of their pieces, by which a step of the chosen plan takes
+    `chosen_s`; 0 where that is not known.
+    """
 
     runners_up: tuple[Alternative, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    chosen_s: float = 0.0

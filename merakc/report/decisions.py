@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from merakc.ir.plan import CutReport, OpaqueModule, Plan, Prediction
-from merakc.report.units import format_bytes, format_seconds, name_pattern
+from merakc.report.units import count_of, format_bytes, format_seconds, name_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +22,12 @@ class Section:
 
 def plan_facts(plan: Plan) -> list[tuple[str, str]]:
     """The degrees and the other decisions for the whole plan, by name."""
-    mesh = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {plan.mesh.world_size} ranks"
+    mesh = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {count_of(plan.mesh.world_size, 'rank')}"
+    each = f": {plan.batch_size:,} on each dp rank" if plan.dp > 1 else ""
+    batch = count_of(plan.batch_size * plan.dp, "sample") + each
     facts = [
         ("mesh", mesh + (", sequence parallel" if plan.sequence_parallel else "")),
-        ("batch", f"{plan.batch_size} in {plan.micro_batches} micro-batches"),
+        ("batch", f"{batch}, in {count_of(plan.micro_batches, 'micro-batch')}"),
         ("schedule", plan.schedule),
         ("recompute", plan.recompute),
         ("plan", f"{plan.hash[:12]}, of graph {plan.graph.hash[:12]}"),
@@ -47,7 +49,9 @@ def plan_sections(plan: Plan) -> list[Section]:
 
     Parameter names appear as patterns in which `*` stands for a layer's index.
     """
-    found = [_stages(plan), _tensors(plan)]
+    found = [_stages(plan)]
+    if plan.tp > 1:
+        found.append(_tensors(plan))
     if any(len(stages) > 1 for stages in plan.parameters.values()):
         found.append(_shared(plan))
     if plan.collectives:
@@ -56,7 +60,9 @@ def plan_sections(plan: Plan) -> list[Section]:
         found.append(_whole_ops(plan.whole_ops))
     if plan.opaque_modules:
         found.append(_opaque(plan.opaque_modules))
-    return [*found, _cut(plan.cut, len(plan.rank_of))]
+    if len(plan.rank_of) > 1:
+        found.append(_cut(plan.cut, len(plan.rank_of)))
+    return found
 
 
 def stage_modules(plan: Plan, stage: int) -> str:
@@ -87,13 +93,20 @@ def _overlap(plan: Plan) -> str:
         where = "" if every else f" on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         form = f"micro-batches in {count} parts" if count > 1 else "whole micro-batches"
         gains = [plan.overlap_gains[s] for s in stages if plan.overlap_gains]
-        saved = f", saves {min(gains):.1%} to {max(gains):.1%} of a stage" if gains else ""
+        saved = f", {_saved(gains)} of a stage" if gains else ""
         parts.append(form + where + saved)
     for count, products in sorted(Counter(plan.row_chunks.values()).items()):
         parts.append(f"{products} products beside collectives in {count} chunks of rows")
     if plan.fused_products:
         parts.append(f"{len(plan.fused_products)} products in one op with their collectives")
     return "; ".join(parts)
+
+
+def _saved(gains: Sequence[float]) -> str:
+    """What a few stages save, or what it costs them."""
+    verb, sign = ("saves", 1) if max(gains) > 0 else ("costs", -1)
+    shares = [f"{sign * share:.1%}" for share in sorted(gains, key=lambda share: sign * share)]
+    return f"{verb} {' to '.join(dict.fromkeys((shares[0], shares[-1])))}"
 
 
 def _stages(plan: Plan) -> Section:
@@ -103,8 +116,8 @@ def _stages(plan: Plan) -> Section:
         held = sum(stage in stages for stages in plan.parameters.values())
         peak = format_bytes(peaks[rank]) if rank < len(peaks) else "-"
         rows.append((str(stage), str(rank), stage_modules(plan, stage), str(held), peak))
-    columns = {"stage": True, "rank": True, "modules": False, "parameters": True,
-               "predicted peak": True}  # fmt: skip
+    columns = {"stage": True, "rank": True, "modules": False,
+               "parameter tensors": True, "predicted peak": True}  # fmt: skip
     if _is_sharded(plan):
         columns |= {"shards": True, "waits for dp": True}
         waits = plan.prediction.exposed_s if plan.prediction else ()

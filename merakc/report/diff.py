@@ -77,7 +77,7 @@ def changes_table(changes: list[Change], first: str, second: str) -> Table:
     """The changes for `rich` to print, the two plans under these names."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("", first, second):
-        table.add_column(name, overflow="fold")
+        table.add_column(Text(name), overflow="fold")
     for change in changes:
         table.add_row(*(Text(cell) for cell in (change.what, change.first, change.second)))
     return table

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from merakc.ir.alternatives import Alternatives
+from merakc.ir.alternatives import Alternative, Alternatives
 from merakc.ir.report import RankMemory, Report, SourceFile, Verdict
 from merakc.report.decisions import Section
-from merakc.report.units import bytes_unit, format_bytes, format_count, format_seconds
+from merakc.report.labels import ComputeLabel, parse_label
+from merakc.report.units import bytes_unit, count_of, format_bytes, format_count, format_seconds
 
+COMPUTES = {
+    "F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights",
+    "R": "recomputation",
+}  # fmt: skip
 LEAST_SHARE = 0.0005  # lines of source that take less are counted, not shown
 NO_LINE = "(no line)"
 
@@ -66,13 +71,12 @@ def report_sections(report: Report) -> dict[str, Section]:
 def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
     found: dict[str, Section] = {}
     if others.runners_up:
-        columns = {"dp x tp x pp": False, "micro-batches": True, "schedule": False,
-                   "recompute": False, "shards": False, "step": True, "slower": True,
-                   "peak": True, "what loses": False}  # fmt: skip
+        columns = {"dp x tp x pp, and how": False, "step": True, "slower": True, "peak": True,
+                   "what loses": False}  # fmt: skip
+        base_s = others.chosen_s or chosen.step_s
         rows = [
             (
-                f"{a.dp} x {a.tp} x {a.pp}", str(a.micro_batches), a.schedule, a.recompute,
-                a.shards, format_seconds(a.step_s), _more(a.step_s, chosen.step_s),
+                _alternative(a), format_seconds(a.step_s), _more(a.step_s, base_s),
                 format_bytes(a.peak_bytes), a.loses,
             )
             for a in others.runners_up
@@ -82,12 +86,38 @@ def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
             if len(rows) > 1
             else ("Why this plan: the next best")
         )
-        found["runners-up"] = Section(title, columns, rows)
+        found["runners-up"] = Section(title, columns, rows, _compared(others.chosen_s, chosen))
     if others.refusals:
         refused = [(r.what, r.why, r.remedy) for r in others.refusals]
         columns = {"refused": False, "why": False, "what would mend it": False}
         found["refusals"] = Section("Refused", columns, refused)
     return found
+
+
+def _alternative(other: Alternative) -> str:
+    """Its degrees, and what of its decisions is not the usual."""
+    parts = [f"{other.dp} x {other.tp} x {other.pp}", count_of(other.micro_batches, "micro-batch")]
+    if other.pp > 1:
+        chunks = f" with {other.chunks} stages a rank" if other.chunks > 1 else ""
+        parts.append(other.schedule + chunks)
+    if other.sequence_parallel:
+        parts.append("sequence parallel")
+    if other.recompute != "none":
+        parts.append(f"recompute {other.recompute}")
+    if set(other.shards.split(", ")) != {"1"}:
+        parts.append(f"shards {other.shards}")
+    return ", ".join(parts)
+
+
+def _compared(chosen_s: float, chosen: Verdict) -> str:
+    """How the plans were compared, where the chosen one came out otherwise in full."""
+    by_pieces, in_full = format_seconds(chosen_s), format_seconds(chosen.step_s)
+    if not chosen_s or by_pieces == in_full:
+        return ""
+    return (
+        f"All are compared by the costs of their pieces, by which a step of this plan takes "
+        f"{by_pieces}; it was then planned in full, and takes {in_full}."
+    )
 
 
 def _more(this: float, chosen: float) -> str:
@@ -132,12 +162,13 @@ def _ranks(report: Report) -> Section:
 
 def _memory(report: Report) -> Section:
     names = [name for name, _ in report.memory[0].parts]
-    shown = [n for n in names if any(dict(m.parts)[n] for m in report.memory)]
     limits = report.limits_bytes
     differ = len(set(limits)) > 1
+    unit, per_byte = bytes_unit(max(m.peak_bytes for m in report.memory))
+    most = {name: max(dict(m.parts)[name] for m in report.memory) for name in names}
+    shown = [name for name, size in most.items() if round(size * per_byte, 2)]
     columns = {"rank": True, "peak": True, "while": False}
     columns |= dict.fromkeys(shown, True) | {"in flight": True}
-    unit, per_byte = bytes_unit(max(m.peak_bytes for m in report.memory))
     rows = [
         (
             str(m.rank), f"{m.peak_bytes * per_byte:.2f}", m.action,
@@ -158,7 +189,14 @@ def _peak_text(report: Report) -> str:
     parts = sorted(most.parts, key=lambda part: -part[1])
     name, size_bytes = parts[0]
     share = size_bytes / most.peak_bytes if most.peak_bytes else 0.0
-    return f"Rank {most.rank} needs most, {share:.0%} of it for {name}."
+    text = f"Rank {most.rank} needs most, {share:.0%} of it for {name}."
+    label = parse_label(most.action)
+    if isinstance(label, ComputeLabel):
+        text += (
+            f" While {most.action}: stage {label.stage}, {COMPUTES[label.letter]}, micro-batch "
+            f"{label.micro_batch}."
+        )
+    return text
 
 
 def _traffic(report: Report) -> Section:
@@ -175,12 +213,12 @@ def _traffic(report: Report) -> Section:
 
 
 def _nodes(report: Report) -> Section:
-    columns = {"share": True, "seconds": True, "count": True, "operation": False, "module": False,
-               "at": False, "result (* is split)": False}  # fmt: skip
+    columns = {"share": True, "module": False, "operation": False, "at": False,
+               "result (* is split)": False, "seconds": True, "count": True}  # fmt: skip
     rows = [
         (
-            f"{n.share:.1%}", format_seconds(n.seconds), str(n.count), n.op, n.module or "(model)",
-            PurePath(n.source).name or NO_LINE, n.layout,
+            f"{n.share:.1%}", n.module or "(model)", n.op, PurePath(n.source).name or NO_LINE,
+            n.layout, format_seconds(n.seconds), str(n.count),
         )
         for n in report.nodes
     ]  # fmt: skip

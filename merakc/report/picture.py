@@ -43,7 +43,7 @@ def schedule_picture(report: Report) -> Markup:
     for event in found.collectives:
         if event.rank in found.rows:
             top = ranks.index(event.rank) * ROW_HEIGHT + BOX_HEIGHT - LANE_HEIGHT
-            parts.append(_box(event, found.axis, top, LANE_HEIGHT))
+            parts.append(_box(event, found.axis, top, LANE_HEIGHT, " lane"))
     parts += _gap(found.axis, ROW_HEIGHT * len(found.rows))
     parts += _ticks(found.axis, height)
     kinds = {e.kind for own in (*found.rows.values(), found.collectives) for e in own}
@@ -74,11 +74,11 @@ def _boxes(events: Sequence[Event], axis: Axis, top: float) -> Iterator[Markup]:
                 yield tag("text", text, x=middle, y=top + 13, class_=of)
 
 
-def _box(event: Event, axis: Axis, top: float, height: float) -> Markup:
+def _box(event: Event, axis: Axis, top: float, height: float, kind: str = "") -> Markup:
     left, right = _x(axis, event.start_s), _x(axis, event.end_s)
     times = f"{format_seconds(event.start_s)} to {format_seconds(event.end_s)}"
     title = tag("title", f"{event.label}, {times}")
-    return _rect(f"k{KINDS[event.kind][1]}", left, top, right - left, height, title)
+    return _rect(f"k{KINDS[event.kind][1]}{kind}", left, top, right - left, height, title)
 
 
 def _rect(of: str, left: float, top: float, width: float, height: float, *inside: Markup) -> Markup:

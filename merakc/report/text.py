@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -15,6 +14,7 @@ from merakc.ir.report import Report
 from merakc.report.chart import memory_chart, schedule_chart
 from merakc.report.decisions import Section, plan_facts, plan_sections
 from merakc.report.findings import report_sections, verdict
+from merakc.report.tables import Fitted
 from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 __all__ = ["format_bytes", "format_seconds", "name_pattern", "plan_table", "plan_text",
@@ -62,14 +62,9 @@ def _chart(title: str, lines: list[str]) -> Group:
 
 def _table(section: Section) -> Group:
     """A titled table of plain cells."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name, is_number in section.columns.items():
-        table.add_column(name, justify="right" if is_number else "left", overflow="fold")
-    for row in section.rows:
-        table.add_row(*(Text(cell) for cell in row))  # not str: `[0]` would be taken for markup
     title = Text(section.title, style="bold")  # a table's own title is folded to its width
     note = [Text(section.note, style="dim")] if section.note else []
-    return Group(title, *note, table)
+    return Group(title, *note, Fitted(section.columns, section.rows))
 
 
 def _header(plan: Plan) -> Panel:

@@ -45,6 +45,13 @@ def _three_digits(number: float) -> str:
     return f"{number:.{places}f}"
 
 
+def count_of(number: int, name: str) -> str:
+    """2, "rank" -> "2 ranks"; a batch has batches."""
+    if number == 1:
+        return f"1 {name}"
+    return f"{number:,} {name}{'es' if name.endswith('ch') else 's'}"
+
+
 def name_pattern(name: str) -> str:
     """`layers.3.mlp.weight` -> `layers.*.mlp.weight`."""
     return _LAYER_INDEX.sub("*", name)

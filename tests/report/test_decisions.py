@@ -22,6 +22,17 @@ def test_rows_have_a_cell_for_each_column() -> None:
         assert {len(row) for row in section.rows} == {len(section.columns)}
 
 
+def test_what_is_not_split_or_cut_is_not_told() -> None:
+    plan = replace(tiny_plan(), tp=1, pp=1, splits={}, stages=tiny_plan().stages[:1])
+    titles = [section.title for section in plan_sections(plan)]
+    assert not any(title.startswith(("Tensors over", "Cut into")) for title in titles)
+
+
+def test_the_batch_is_that_of_all_ranks() -> None:
+    plan = replace(tiny_plan(), dp=4, micro_batches=1)
+    assert dict(plan_facts(plan))["batch"] == "64 samples: 16 on each dp rank, in 1 micro-batch"
+
+
 def test_all_parameters_are_counted_once() -> None:
     plan = tiny_plan()
     tensors = plan_sections(plan)[1]

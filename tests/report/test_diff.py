@@ -54,6 +54,6 @@ def test_predictions_and_the_table(plan: Plan) -> None:
     assert changes[2] == Change("peak of a rank", "3.00 GiB", "1.50 GiB (-50.0%)")
     assert prediction_changes(plan, replace(plan, prediction=None)) == []
     page = io.StringIO()
-    Console(file=page, width=80).print(changes_table(changes, "a.json", "b.json"))
+    Console(file=page, width=80).print(changes_table(changes, "a.json", "[b] :x:.json"))
     assert "a.json" in page.getvalue()
     assert "24.60 ms (+100.0%)" in page.getvalue()

@@ -66,11 +66,37 @@ def test_what_was_not_searched_for_is_not_told() -> None:
 def test_runners_up_say_by_how_much_they_lose() -> None:
     made = replace(report(), alternatives=OTHERS, verdict=replace(STEP, step_s=0.2))
     (row,) = report_sections(made)["runners-up"].rows
-    assert row[0] == "8 x 1 x 1"
+    assert row[0] == "8 x 1 x 1, 4 micro-batches, shards 1, 1, 8"
     assert "+25.0%" in row
     assert row[-1] == "waits for dp"
     (refused,) = report_sections(made)["refusals"].rows
     assert refused[-1] == "use tp 4 or 12"
+
+
+def test_runners_up_are_compared_with_what_the_chosen_plan_takes_by_the_same_costs() -> None:
+    (first,) = OTHERS.runners_up
+    wide = replace(
+        first, pp=2, schedule="interleaved-1f1b", chunks=2, sequence_parallel=True, micro_batches=1,
+        recompute="full", shards="1, 1, 1",
+    )  # fmt: skip
+    others = replace(OTHERS, runners_up=(first, wide), chosen_s=0.125)
+    made = replace(report(), alternatives=others, verdict=replace(STEP, step_s=0.2))
+    section = report_sections(made)["runners-up"]
+    assert section.rows[0][2] == "+100.0%"
+    assert section.rows[1][0] == (
+        "8 x 1 x 2, 1 micro-batch, interleaved-1f1b with 2 stages a rank, sequence parallel, "
+        "recompute full"
+    )
+    assert "takes 125.00 ms; it was then planned in full, and takes 200.00 ms" in section.note
+    same = replace(made, alternatives=replace(others, chosen_s=0.2))
+    assert report_sections(same)["runners-up"].note == ""
+
+
+def test_the_action_at_the_peak_is_said_in_words() -> None:
+    made = report()
+    memory = replace(made.memory[0], action="3W12")
+    note = report_sections(replace(made, memory=(memory,)))["memory"].note
+    assert "While 3W12: stage 3, gradients of weights, micro-batch 12." in note
 
 
 def test_shares_of_a_rank_are_its_seconds() -> None:

@@ -52,7 +52,7 @@ def test_what_is_left_out_is_a_gap() -> None:
 def test_collectives_run_along_the_edge() -> None:
     made = report(lowered(Mesh(2, 1, 2), shards=(2, 2, 2)), BUSY)
     picture = schedule_picture(made)
-    assert re.search(r'height="4" class="k[gd]"', picture)
+    assert re.search(r'height="4" class="k[gd] lane"', picture)
     assert "gather over dp" in picture
 
 

@@ -48,7 +48,7 @@ def tiny_plan() -> Plan:
 GOLDEN = """\
 ╭─ tiny [test] ─────────────────────────────────────────╮
 │ mesh       dp 1 x tp 2 x pp 2 = 4 ranks               │
-│ batch      16 in 4 micro-batches                      │
+│ batch      16 samples, in 4 micro-batches             │
 │ schedule   1f1b                                       │
 │ recompute  none                                       │
 │ predicted  12.30 ms a step, 20.0% idle, peak 3.00 GiB │
@@ -56,10 +56,10 @@ GOLDEN = """\
 ╰───────────────────────────────────────────────────────╯
 Stages
 
-  stage   modules                    parameters   predicted peak
- ────────────────────────────────────────────────────────────────
-      0   embed .. layers.1.mlp               7         3.00 GiB
-      1   (model)                             7       512.00 MiB
+  stage   modules                    parameter tensors   predicted peak
+ ───────────────────────────────────────────────────────────────────────
+      0   embed .. layers.1.mlp                      7         3.00 GiB
+      1   (model)                                    7       512.00 MiB
           layers.2.attn .. lm_head
 
 Tensors over tp 2
@@ -184,7 +184,9 @@ def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
     wanted = r"overlap +micro-batches in 2 parts, saves 12\.5% to 25\.0% of a stage "
     assert re.search(wanted, plan_text(made))
     mixed = plan_text(replace(made, sub_batches=(2, 1)), width=180)
-    assert "micro-batches in 2 parts on stage 0, saves 25.0% to 25.0% of a stage; whole " in mixed
+    assert "micro-batches in 2 parts on stage 0, saves 25.0% of a stage; whole " in mixed
+    worse = plan_text(replace(made, overlap_gains=(-0.1, -0.05)), width=180)
+    assert "micro-batches in 2 parts, costs 5.0% to 10.0% of a stage " in worse
 
 
 def test_overlap_says_how_many_products_are_in_chunks_of_rows() -> None:

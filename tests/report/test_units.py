@@ -6,6 +6,7 @@ import pytest
 
 from merakc.report.units import (
     bytes_unit,
+    count_of,
     format_bytes,
     format_count,
     format_seconds,
@@ -20,6 +21,11 @@ from merakc.report.units import (
 )  # fmt: skip
 def test_counts_have_three_digits(number: float, text: str) -> None:
     assert format_count(number) == text
+
+
+def test_names_of_many_and_of_one() -> None:
+    assert count_of(1, "micro-batch") == "1 micro-batch"
+    assert (count_of(2, "batch"), count_of(2048, "rank")) == ("2 batches", "2,048 ranks")
 
 
 def test_bytes_and_seconds() -> None:

@@ -1,0 +1,70 @@
+"""Tables that can be read where there is little room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+# What a column of text keeps where others need the room, in letters.
+LEAST_TEXT = 14
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A table for `rich`: columns with whether they are numbers, and the cells' text.
+
+    Where it is too wide, the headers of numbers are stacked, then text is folded, then the space
+    between columns goes; numbers are never broken.
+    """
+
+    columns: Mapping[str, bool]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The table for a console."""
+        yield self.table(options.max_width)
+
+    def table(self, width: int) -> Table:
+        """The table, at most so many letters wide as far as its numbers allow."""
+        heads, numbers = list(self.columns), list(self.columns.values())
+        cells = [max((_widest(row[k]) for row in self.rows), default=0) for k in range(len(heads))]
+        widths = [max(pair) for pair in zip(map(_widest, heads), cells, strict=True)]
+        room = width - 3 * len(heads) - 1
+        padding = 1
+        if sum(widths) > room:
+            heads = [h.replace(" ", "\n") if n else h for h, n in zip(heads, numbers, strict=True)]
+            widths = [max(pair) for pair in zip(map(_widest, heads), cells, strict=True)]
+            least = [w if n else min(w, LEAST_TEXT) for w, n in zip(widths, numbers, strict=True)]
+            if sum(least) > room:
+                room, padding = room + 2 * len(heads), 0
+            widths = _shrunk(widths, least, room)
+            least = [c if n else 1 for c, n in zip(cells, numbers, strict=True)]
+            widths = _shrunk(widths, least, room)
+        found = Table(box=box.SIMPLE_HEAD, padding=(0, padding))
+        for head, is_number, own in zip(heads, numbers, widths, strict=True):
+            justify = "right" if is_number else "left"
+            found.add_column(Text(head), justify=justify, overflow="fold", width=own)  # type: ignore[arg-type]
+        for row in self.rows:
+            found.add_row(*(Text(cell) for cell in row))  # not str: `[0]` would be taken for markup
+        return found
+
+
+def _widest(text: str) -> int:
+    return max(map(cell_len, text.split("\n")))
+
+
+def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """The widths, the largest made smaller first, until they have room or are the least."""
+    found = list(widths)
+    while sum(found) > room:
+        open_ones = [k for k in range(len(found)) if found[k] > least[k]]
+        if not open_ones:
+            break
+        found[max(open_ones, key=lambda k: found[k])] -= 1
+    return found
