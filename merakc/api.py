@@ -31,15 +31,15 @@ from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
-from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan_checks import check_recompute
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import AUTO, ShardsGiven, parse_shards
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.overlap import with_parts
 from merakc.planner import Lowered, apply_plan
-from merakc.recording import record_part
+from merakc.recording import record_part, with_loss
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
@@ -51,7 +51,6 @@ from merakc.steps import Steps
 from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
 
-RECOMPUTE = ("auto", "none", "full", "selective")
 _living: WeakSet[Steps] = WeakSet()
 
 
@@ -138,7 +137,7 @@ def _decide(
 
     @cache
     def recorded(parts: int) -> Recording:
-        return _with_loss(record_part(model, *example(), parts, device, request.precision))
+        return with_loss(record_part(model, *example(), parts, device, request.precision))
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
@@ -234,10 +233,7 @@ def _requested(
 
     Everything that can be refused before the model is looked at is refused here.
     """
-    if fixed.recompute not in RECOMPUTE:
-        raise ConfigError(
-            f"recompute {fixed.recompute!r} is not known; choose one of {', '.join(RECOMPUTE)}"
-        )
+    check_recompute(fixed.recompute)
     if fixed.overlap is not None and fixed.overlap < 0:
         raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
     fixed = with_schedule(fixed)
@@ -280,15 +276,6 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
             f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
         )
-
-
-def _with_loss(recording: Recording) -> Recording:
-    if not any(o.kind is OutputKind.LOSS for o in recording.graph.outputs):
-        raise ConfigError(
-            f"the forward of {recording.model_name} returns no loss for this batch; give it the "
-            "labels, or wrap the model in a module whose forward returns the loss"
-        )
-    return recording
 
 
 def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:

@@ -18,7 +18,7 @@ from rich.text import Text
 from merakc.commands.bench import PASSED_ON, bench
 from merakc.commands.calibrate import calibrate
 from merakc.commands.clusters import HELP, machines
-from merakc.commands.console import NO, AsJson, told
+from merakc.commands.console import NO, AsJson, check_outputs, progress_console, told, working
 from merakc.commands.diff import diff
 from merakc.commands.doctor import doctor
 from merakc.commands.scale import scale
@@ -55,15 +55,15 @@ def plan(
     output: Annotated[Path, typer.Option("-o", "--output", help="The plan file.")] = Path(
         "plan.json"
     ),
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.")] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
     ranks: Annotated[
         int | None, typer.Option(help="Devices, one rank each; all of the cluster's.", min=1)
     ] = None,
     cluster: Annotated[str, typer.Option(help=HELP)] = "h100",
-    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
-    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
     recompute: Annotated[str, typer.Option(help="none, full, selective or auto.")] = "auto",
     state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3, or 1,1,8.")] = None,
@@ -74,8 +74,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose a plan for a model and write it to a file."""
-    progress = Console(stderr=True)
-    with told(progress), progress.status(f"reading {source}") as status:
+    progress = progress_console()
+    with told(progress), working(progress, f"reading {source}") as tell:
+        check_outputs(output=output)
         mixed = parse_precision(precision)
         found = machines(cluster, mixed.compute if mixed else "float32", ranks)
         ranks = ranks or len(found.described(1).devices)
@@ -84,11 +85,10 @@ def plan(
             _shards(state_shards), mixed, overlap,
         )  # fmt: skip
         given = load_source(source, sequence)
-        made, lowered, others = plan_offline(
-            given, with_schedule(request), batch, found, lambda text: status.update(text)
-        )
-        status.update("writing the report")
+        made, lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)
+        tell("writing the report")
         told_of = make_report(replace(lowered, plan=made), found, alternatives=others)
+        told_of = replace(told_of, machines=cluster)
         made = replace(made, report=told_of)
         made.save(output)
     _print(made, as_json=as_json)
@@ -116,15 +116,16 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Show what a plan decides, and what it expects: as text, a page, a timeline or a picture."""
-    said = Console(stderr=True)
+    said = progress_console()
     with told(said):
         if png is not None and png.suffix not in PICTURES:
             raise ConfigError(f"--png {png}: its name must end with one of {', '.join(PICTURES)}")
+        check_outputs(html=html, trace=trace, png=png)
         found = load_plan(file)
+        if html is not None or trace is not None or png is not None:
+            step = unpack(require_report(found, str(file)).timeline)
         if html is not None:
             write_page(found, html)
-        if trace is not None or png is not None:
-            step = unpack(require_report(found, str(file)).timeline)
         if trace is not None:
             write_trace(step.events, trace, memory=step.memory, collectives=step.collectives)
         if png is not None:

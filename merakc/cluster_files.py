@@ -62,6 +62,10 @@ def find_cluster(name_or_path: str) -> Hardware:
     name, _, nodes = name_or_path.partition(":")
     if name in preset_names() and (nodes.isdecimal() or not nodes):
         return preset(name, int(nodes or 1))
+    if name in preset_names() and not Path(name_or_path).exists():
+        raise ClusterError(
+            f"{name_or_path}: {nodes!r} is no number of nodes; give {name}:NODES, such as {name}:8"
+        )
     return load_cluster(name_or_path)
 
 
@@ -110,6 +114,7 @@ def parse_cluster(text: str, where: str = "cluster file") -> Hardware:
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"{where}: no TOML: {error}; mend that line") from None
     given = _resolve(given, where)
+    _refuse_bools(given, where)
     try:
         hardware = _HARDWARE.validate_python(given)
     except ValidationError as error:
@@ -197,6 +202,17 @@ def _resolve(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
+def _refuse_bools(value: Any, where: str, key: str = "") -> None:
+    """Raises `ClusterError` for a truth value that would pass for the number 0 or 1."""
+    if isinstance(value, bool) and not key.endswith("symmetric_memory"):
+        raise ClusterError(
+            f"{where}: {key}: {str(value).lower()} is no number; give one, in the unit of its name"
+        )
+    if isinstance(value, (dict, list)):
+        for name, own in value.items() if isinstance(value, dict) else enumerate(value):
+            _refuse_bools(own, where, f"{key}.{name}".removeprefix("."))
+
+
 def _device(name: Any, named: Mapping[str, Any], where: str) -> Any:
     if isinstance(name, str) and name in named:
         return {"name": name, **named[name]}
@@ -225,8 +241,13 @@ def _check(hardware: Hardware, where: str) -> None:
                 f"{link.devices}; give at most {link.devices}"
             )
     for device in dict.fromkeys(n.device for n in hardware.nodes):
+        if not device.peak_flops_per_s:
+            raise ClusterError(
+                f"{where}: devices.{device.name}.peak_flops_per_s: names no dtype; give rates, "
+                "such as { float32 = 1e13, bfloat16 = 2e13 }"
+            )
         _check_profile(device, where)
-    total = len(hardware.devices)
+    total = sum(n.count * n.devices for n in hardware.nodes)  # it may be any number yet
     if sizes[-1] < total:
         raise ClusterError(
             f"{where}: links.{len(sizes) - 1}.devices: the outermost level joins {sizes[-1]} "

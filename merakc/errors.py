@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import sysconfig
+import traceback
+
+# Where code lies that is not the user's: installed packages, Python's own, and this one.
+_NOT_THEIRS = (
+    *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
+    __file__.rpartition("/")[0],
+    "<",
+)
+
 
 class MerakError(Exception):
     """Base of every error that a user can cause and mend."""
@@ -61,3 +71,13 @@ class StuckError(MerakError):
 
 class MerakWarning(UserWarning):
     """Something that works, at a cost that the user should know of."""
+
+
+def failure(error: BaseException) -> str:
+    """An exception of the user's code in one line: its kind, what it says, and where it is from."""
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    place = f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    return (f"{kind}: {text}" if text else kind) + place

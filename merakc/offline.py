@@ -21,10 +21,11 @@ from merakc.garbage import few_collections
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
+from merakc.ir.plan_checks import check_recompute
 from merakc.ir.state import AUTO
 from merakc.piece_table import PieceTable
 from merakc.planner import Lowered
-from merakc.recording import record_part
+from merakc.recording import record_part, with_loss
 from merakc.search import Request, improve, search
 from merakc.sources import Source
 
@@ -54,7 +55,8 @@ class Recordings:
             assert batch_size_of(args, kwargs) == samples, "a source gives as many as it is asked"
             cpu = torch.device("cpu")
             precision = self.request.precision
-            self.known[samples] = record_part(self.source.model, args, kwargs, 1, cpu, precision)
+            found = record_part(self.source.model, args, kwargs, 1, cpu, precision)
+            self.known[samples] = with_loss(found)
         return self.known[samples]
 
     def part(self, samples: int, parts: int) -> Recording:
@@ -123,17 +125,17 @@ def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
     """The best of the others by degrees and schedule, what loses them the comparison, and what was
     refused. They are compared with the candidate that was chosen.
     """
-    own = [c for c in candidates.found if _is_of(c, chosen)] or candidates.found
-    others: dict[str, Alternative] = {}
+    own = min(candidates.found, key=lambda c: _unlike(c, chosen))
+    others: dict[object, Alternative] = {}
     for one in candidates.found:
         d = one.layout.degrees
-        if one is not own[0]:
-            found = Alternative(
-                d.dp, d.tp, d.pp, d.micro_batches, d.schedule, one.habits.recompute,
-                str(one.habits.shards), one.estimate.step_s, one.peak_bytes,
-                loses_by(one, own[0]),
-            )  # fmt: skip
-            others.setdefault(describe(one), found)
+        found = Alternative(
+            d.dp, d.tp, d.pp, d.micro_batches, d.schedule, one.habits.recompute,
+            str(one.habits.shards), one.estimate.step_s, one.peak_bytes,
+            loses_by(one, own), one.layout.sequence_parallel, d.chunks,
+        )  # fmt: skip
+        if _shown(one) != _shown(own):
+            others.setdefault(_shown(one), found)
     refusals = tuple(
         Refusal(
             f"dp={dp} tp={tp} pp={pp}" if dp else f"tp={tp}", why,
@@ -141,26 +143,60 @@ def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
         )
         for (dp, tp, pp), why in candidates.refused.items()
     )  # fmt: skip
-    return Alternatives(tuple(others.values())[:RUNNERS_UP], refusals[:RUNNERS_UP])
+    best = tuple(others.values())[:RUNNERS_UP]
+    return Alternatives(best, refusals[:RUNNERS_UP], own.estimate.step_s)
 
 
-def _is_of(candidate: Candidate, plan: Plan) -> bool:
+def _unlike(candidate: Candidate, plan: Plan) -> tuple[bool, ...]:
+    """In what a candidate is another than the plan, the weightiest first."""
     d = candidate.layout.degrees
-    own = d.dp, d.tp, d.pp, d.micro_batches
-    return own == (plan.dp, plan.tp, plan.pp, plan.micro_batches)
+    pairs = (
+        ((d.dp, d.tp, d.pp), (plan.dp, plan.tp, plan.pp)),
+        (d.micro_batches, plan.micro_batches),
+        (candidate.layout.sequence_parallel, plan.sequence_parallel),
+        (d.chunks * d.pp, len(plan.rank_of)),
+        (d.schedule, plan.schedule),
+        (d.inner, plan.inner),
+    )
+    return tuple(theirs != own for theirs, own in pairs)
+
+
+def _shown(candidate: Candidate) -> tuple[object, ...]:
+    """What people are told of a candidate: all but which axis lies inside, and its shards."""
+    habits = candidate.habits
+    return describe(candidate), candidate.layout.sequence_parallel, habits.recompute
 
 
 def compare(record: Recordings, request: Request, batch_size: int, cluster: Cluster) -> Candidates:
     """The candidates for `batch_size` samples over all ranks. Raises as `plan_offline` does."""
-    if request.dp and (batch_size % request.dp or request.world_size % request.dp):
-        raise ConfigError(
-            f"a batch of {batch_size} samples does not divide over dp={request.dp} of "
-            f"{request.world_size} ranks; give a batch that is a multiple of dp"
-        )
+    check_request(request, batch_size)
     table = PieceTable(record, cluster)
     hardware = cluster.described(request.world_size)
     precision = state_precision(record(SAMPLES[0]), request)
     return find_candidates(table, request, batch_size, hardware, precision, record.progress)
+
+
+def check_request(request: Request, batch_size: int) -> None:
+    """Raises `ConfigError` where what is fixed divides neither ranks nor batch, or is not known."""
+    check_recompute(request.recompute)
+    dp, tp, pp = request.dp, request.tp, request.pp
+    world, micro_batches = request.world_size, request.micro_batches or 1
+    fixed = [f"{k}={v}" for k, v in (("dp", dp), ("tp", tp), ("pp", pp)) if v is not None]
+    rest, left = divmod(world, (tp or 1) * (pp or 1))
+    if left or (dp and rest % dp) or (len(fixed) == 3 and dp != rest):
+        raise ConfigError(
+            f"{' x '.join(fixed)} does not multiply to {world} ranks; give degrees whose product "
+            "is the number of ranks, or divides it and leaves one open"
+        )
+    open_dp = [d for d in range(1, rest + 1) if rest % d == 0]
+    possible = [dp] if dp else [rest] if tp and pp else open_dp
+    if all(batch_size % (d * micro_batches) for d in possible):
+        over = f"dp={possible[0]}" if len(possible) == 1 else "any dp"
+        each = f" and into {micro_batches} micro-batches" if micro_batches > 1 else ""
+        raise ConfigError(
+            f"a batch of {batch_size} samples does not divide over {over} of {world} ranks{each}; "
+            f"give a multiple of {possible[0] * micro_batches}, or other degrees"
+        )
 
 
 def state_precision(recording: Recording, request: Request) -> state.Precision:

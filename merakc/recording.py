@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from merakc.batches import batch_size_of, cast_floats, doubled, sampled_names, split_batch
+from merakc.errors import ConfigError
 from merakc.frontend.record import Recording, record
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.passes.batch_numbers import has_numbers, settle_numbers
 from merakc.passes.constant_masks import with_known_masks
@@ -51,6 +52,16 @@ def record_part(
     if wide is not None and has_numbers(graph):
         graph = settle_numbers(graph, wide, samples)
     return replace(recording, graph=key_draws(graph, sampled, wide if apart else None))
+
+
+def with_loss(recording: Recording) -> Recording:
+    """The recording. Raises `ConfigError` where its forward returns no loss."""
+    if not any(o.kind is OutputKind.LOSS for o in recording.graph.outputs):
+        raise ConfigError(
+            f"the forward of {recording.model_name} returns no loss for this batch; give it the "
+            "labels, or wrap the model in a module whose forward returns the loss"
+        )
+    return recording
 
 
 def autocast_of(device: torch.device) -> tuple[torch.dtype, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from merakc.cluster import Hardware
 from merakc.cluster_files import hardware_for
 from merakc.costs.scaled import SAMPLES
 from merakc.errors import ConfigError
-from merakc.offline import Recordings, describe, state_precision
+from merakc.offline import Recordings, check_request, describe, state_precision
 from merakc.piece_table import PieceTable
 from merakc.search import Request
 
@@ -64,6 +65,8 @@ def sweep(
             "give the batch of all ranks for strong scaling, or samples a rank for weak scaling, "
             "and not both"
         )
+    if samples_per_rank is not None and not 0 < samples_per_rank < math.inf:
+        raise ConfigError(f"{samples_per_rank} samples a rank: give a number above 0, such as 0.5")
     found = []
     table: PieceTable | None = None
     for count in ranks:
@@ -73,6 +76,7 @@ def sweep(
         table = PieceTable(record, machines) if table is None else table
         size = batch_size or max(1, round(count * (samples_per_rank or 0)))
         asked = replace(request, world_size=count)
+        check_request(asked, size)
         precision = state_precision(record(SAMPLES[0]), request)
         candidates = find_candidates(table, asked, size, hardware, precision)
         found.append(_point(record, candidates.found[0], hardware, size))

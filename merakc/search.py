@@ -78,7 +78,10 @@ def with_schedule(request: Request) -> Request:
                 f"schedule {text!r} is not known, and no file; choose one of auto, "
                 f"{', '.join(NAMES)}, or give an order of work such as '0F0 0B0; 1F0 1B0'"
             )
-        text, name = path.read_text(), path.stem
+        try:
+            text, name = path.read_text(encoding="utf-8"), path.stem
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"schedule {text}: {error}; give a file of text") from error
     order = format_schedule(parse_schedule(text, name)).splitlines()
     return replace(request, schedule=name, order=tuple(order))
 

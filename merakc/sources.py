@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches import batch_size_of, call_arguments
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakWarning, failure
 from merakc.garbage import few_collections
 
 # Published configurations, in the fields of transformers' configs.
@@ -55,6 +56,9 @@ TASKS = {
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "text",
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image",
 }
+# Where configs say how long texts are, and how long those are of configs that do not.
+POSITIONS = ("n_positions", "max_position_embeddings", "max_target_positions")
+OPEN_LENGTH = 512
 HINT = "give MODULE:FUNCTION, a function that returns a model and a batch"
 
 
@@ -90,6 +94,8 @@ def load_source(text: str, sequence: int | None = None) -> Source:
         return _from_file(path, sequence)
     if ":" in text:
         return _from_function(text)
+    if path.suffix == ".json":
+        raise ConfigError(f"{text}: there is no such file; give a config.json, or {HINT}")
     raise ConfigError(
         f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with one; or "
         f"{HINT}"
@@ -98,16 +104,25 @@ def load_source(text: str, sequence: int | None = None) -> Source:
 
 def _from_function(text: str) -> Source:
     module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{text!r} names no {'function' if module_name else 'module'}; {HINT}")
     if "" not in sys.path:
         sys.path.insert(0, "")  # as `python -m` has it
     try:
-        function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{text}: {error}; {HINT}") from error
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{text}: importing it fails: {failure(error)}; {HINT}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{text}: module {module_name!r} has no function {name!r}; {HINT}")
     try:
-        model, batch = function()
-    except TypeError as error:
-        raise ConfigError(f"{text}() gave no model and batch: {error}; {HINT}") from error
+        made = function()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{text}() fails: {failure(error)}; {HINT}") from error
+    if not isinstance(made, (tuple, list)) or len(made) != 2:
+        what = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise ConfigError(f"{text}() gave no model and batch, but {what}; {HINT}")
+    model, batch = made
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text}() gave a {type(model).__name__} for a model; {HINT}")
     return Source(text, model, lambda samples: resized(batch, samples), example=batch)
@@ -129,8 +144,9 @@ def _from_file(path: Path, sequence: int | None) -> Source:
     transformers = _transformers(str(path))
     try:
         config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path}: no config of transformers' ({error})") from error
+    except Exception as error:  # of its many checks
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{path}: no config of transformers': {first}; mend it") from error
     return source_of(str(path), config, sequence)
 
 
@@ -146,6 +162,8 @@ def _transformers(wanted_by: str) -> Any:
         raise ConfigError(
             f"{wanted_by}: transformers is not installed; install merakc[hf], or {HINT}"
         ) from error
+    # Its advice is for those who run the model.
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers
 
 
@@ -164,9 +182,17 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
         known = (found,) if isinstance(found, str) else tuple(found or ())
         if known and (not classes or classes[0] in known):
             config.use_cache = False  # before the stacks of an encoder-decoder copy it
-            with torch.device(device):
-                model = getattr(transformers, classes[0] if classes else known[0])(config)
+            kind = getattr(transformers, classes[0] if classes else known[0])
+            try:
+                with torch.device(device):
+                    model = kind(config)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name}: {kind.__name__} cannot be made of this config: {failure(error)}; "
+                    "mend the config"
+                ) from error
             length = sequence or _own_length(config)
+            _check_length(name, config, length)
             batch = partial(_batch, task, config, length)
             return Source(name, model.train(), batch, config, length, _bounds(task, config))
     what = classes[0] if classes else config.model_type
@@ -174,10 +200,20 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
 
 
 def _own_length(config: Any) -> int:
-    for name in ("n_positions", "max_position_embeddings", "max_target_positions"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return 512
+    return next((int(n) for k in POSITIONS if (n := getattr(config, k, None))), OPEN_LENGTH)
+
+
+def _check_length(name: str, config: Any, length: int) -> None:
+    """Warns where texts are longer than the config says."""
+    known = {key: int(n) for key in POSITIONS if (n := getattr(config, key, None))}
+    if length > min(known.values(), default=length):
+        key = min(known, key=lambda k: known[k])
+        warnings.warn(
+            f"{name}: texts of {length} tokens are longer than the config's {key}, {known[key]}; "
+            "a model that learns its positions cannot run on them",
+            MerakWarning,
+            stacklevel=2,
+        )
 
 
 def _bounds(task: str, config: Any) -> dict[str, int]:

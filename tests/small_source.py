@@ -52,3 +52,20 @@ def no_model() -> tuple[int, int]:
 
 def nothing() -> None:
     return None
+
+
+def fails() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    sizes: dict[str, int] = {}
+    return Two(sizes["width"]), {}
+
+
+def three() -> tuple[int, int, int]:
+    return 1, 2, 3
+
+
+def misfit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    return Two(16), {"x": torch.ones(4, 9), "scale": torch.ones(())}
+
+
+def lossless() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return nn.Linear(8, 8), (torch.ones(4, 8),)

@@ -13,7 +13,9 @@ from merakc.cli import app
 from merakc.ir.plan import Plan, load_plan
 
 DEEP = "tests.small_source:deep"
-SMALL = ["plan", "tests.small_source:small", "--ranks", "2", "--batch", "8", "--cluster", "cpu"]
+ASKED = ["--ranks", "2", "--batch", "8", "--cluster", "cpu"]
+SMALL = ["plan", "tests.small_source:small", *ASKED]
+OTHER = ["plan", *ASKED]
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -92,6 +94,25 @@ def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
         ((*SMALL, "--schedule", "best"), "schedule 'best' is not known"),
         ((*SMALL, "--tp", "2", "--overlap", "99"), "overlap=99: no stage can run a micro-batch so"),
         ((*SMALL, "--dp", "2", "--batch", "3"), "3 samples does not divide over dp=2"),
+        (
+            (*SMALL, "--tp", "1", "--pp", "1", "--batch", "3"),
+            "over dp=2 of 2 ranks; give a multiple",
+        ),
+        ((*SMALL, "--dp", "3"), "dp=3 does not multiply to 2 ranks"),
+        ((*SMALL, "--dp", "1", "--tp", "1", "--pp", "1"), "does not multiply to 2 ranks"),
+        ((*SMALL, "--tp", "0"), "greater than or equal to 1"),
+        ((*SMALL, "--micro-batches", "3"), "over any dp of 2 ranks and into 3 micro-batches"),
+        (
+            (*SMALL, "--recompute", "some"),
+            "recompute 'some' is not known; choose one of auto, none",
+        ),
+        ((*SMALL, "--cluster", "h100:many"), "'many' is no number of nodes; give h100:NODES"),
+        ((*SMALL, "-o", "no/plan.json"), "--output no/plan.json: there is no folder no"),
+        ((*OTHER, "tests.small_source:lossless"), "the forward of Linear returns no loss"),
+        (
+            (*OTHER, "tests.small_source:misfit"),
+            "the model's forward fails on the batch: RuntimeError: a and b must have same",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_one_message(arguments: tuple[str, ...], text: str) -> None:

@@ -106,6 +106,8 @@ def test_a_cluster_is_found_by_name_or_path(tmp_path: Path) -> None:
         find_cluster("no-such.toml")
     with pytest.raises(ClusterError, match="did you mean 'h100'"):
         preset("h10")
+    with pytest.raises(ClusterError, match="h100:x: 'x' is no number of nodes; give h100:NODES"):
+        find_cluster("h100:x")
     with pytest.raises(ClusterError, match="nodes is 0; a cluster has at least 1"):
         preset("h100", 0)
 
@@ -132,6 +134,9 @@ WRONG = {
                   "links.1.devices: the outermost level joins 16 devices, and there are 20"),
     "shared by more than there are": ("shared_by = 8", "shared_by = 65",
                                       "links.1.shared_by: 65 devices share a link that joins 64"),
+    "a truth value": ("1e11", "true", "links.0.bytes_per_s: true is no number; give one, in"),
+    "no rates": ("{ float32 = 1e13 }", "{ }", "peak_flops_per_s: names no dtype; give rates"),
+    "more than anyone has": ("count = 3", "count = 99_999_999_999", "and there are [0-9]{12}; "),
     "no TOML": ("[[links]]", "[[links", "no TOML: .*line"),
 }  # fmt: skip
 

@@ -29,3 +29,17 @@ def test_an_error_crosses_processes(error: type[Exception]) -> None:
 def test_what_is_no_error_is_a_warning_of_the_user() -> None:
     assert set(CLASSES) - set(ERRORS) == {errors.MerakWarning}
     assert issubclass(errors.MerakWarning, UserWarning)
+
+
+def test_a_failure_of_the_users_code_is_told_with_its_line() -> None:
+    def theirs() -> None:
+        inspect.getmembers(errors, "no function")  # type: ignore[call-overload]
+
+    with pytest.raises(TypeError) as caught:
+        theirs()
+    text = errors.failure(caught.value)
+    assert text.startswith("TypeError: 'str' object is not callable, at ")
+    line = inspect.getsourcelines(theirs)[1] + 1  # not that of the standard library
+    assert text.endswith(f"tests/test_errors.py:{line}")
+    assert errors.failure(ValueError("two\nlines")) == "ValueError: two lines"
+    assert errors.failure(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from merakc.cluster import NOMINAL_CPU
@@ -19,6 +21,15 @@ def test_each_degree_that_divides_the_batch_is_tried() -> None:
     assert plan.dp in (1, 2)  # of 1, 2 and 4
     assert len({(a.dp, a.tp, a.pp) for a in others.runners_up}) > 1
     assert all(a.step_s > 0 and a.loses for a in others.runners_up)
+    shown = [replace(a, step_s=0.0, peak_bytes=0, loses="") for a in others.runners_up]
+    assert len(set(shown)) == len(shown)  # each differs in what is told of it
+    assert others.chosen_s > 0
+    own = (plan.dp, plan.tp, plan.pp, plan.micro_batches, plan.schedule, plan.sequence_parallel)
+    assert own not in {
+        (a.dp, a.tp, a.pp, a.micro_batches, a.schedule, a.sequence_parallel)
+        for a in others.runners_up
+        if a.chunks * a.pp == len(plan.rank_of) and a.recompute == plan.recompute
+    }
     assert any(text.startswith("comparing") for text in said)
     assert lowered.plan == plan
     assert plan.prediction is not None

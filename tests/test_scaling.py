@@ -60,3 +60,16 @@ def test_one_way_to_scale() -> None:
     for given in ((None, None), (1.0, 8)):
         with pytest.raises(ConfigError, match="strong scaling, or samples a rank for weak"):
             sweep(recordings(), Request(0, 0), "h100", (8,), *given)
+
+
+@pytest.mark.parametrize("samples", [0.0, float("inf"), float("nan")])
+def test_samples_a_rank_are_a_number_above_0(samples: float) -> None:
+    with pytest.raises(ConfigError, match="give a number above 0"):
+        sweep(recordings(), Request(0, 0), "h100", (8,), samples, None)
+
+
+def test_what_divides_nothing_is_refused_with_its_numbers() -> None:
+    with pytest.raises(ConfigError, match="tp=3 does not multiply to 8 ranks"):
+        sweep(recordings(), Request(0, 0, tp=3), "h100", (8,), 2.0, None)
+    with pytest.raises(ConfigError, match="recompute 'some' is not known"):
+        sweep(recordings(), Request(0, 0, recompute="some"), "h100", (8,), 2.0, None)

@@ -177,6 +177,10 @@ def test_a_schedule_is_a_name_a_text_or_a_file(tmp_path: Path) -> None:
     assert with_schedule(Request(2, 8, schedule="zb-v")).order == ()
     with pytest.raises(ConfigError, match="'2f2b' is not known, and no file; choose one of auto"):
         with_schedule(Request(2, 8, schedule="2f2b"))
+    picture = tmp_path / "order.png"
+    picture.write_bytes(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"order\.png: 'utf-8' codec .*; give a file of text"):
+        with_schedule(Request(2, 8, schedule=str(picture)))
     with pytest.raises(ProgramError, match="0B1: is missing"):
         with_schedule(Request(2, 8, schedule="0F0 0F1 0B0; 1F0 1B0 1F1 1B1"))
 

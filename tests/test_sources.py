@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakWarning
 from merakc.sources import PRESETS, load_source, resized
 
 # From the reports that describe them, in billions.
@@ -75,7 +76,15 @@ def test_functions() -> None:
     [
         ("llama-9", "'llama-9' is no preset .*llama-3-8b.* no config.json"),
         ("no.such:thing", "No module named 'no'"),
-        ("tests.small_source:missing", "has no attribute 'missing'"),
+        ("tests.small_source:missing", "has no function 'missing'"),
+        ("tests.small_source:", "names no function"),
+        (":small", "names no module"),
+        (
+            "tests.small_source:fails",
+            r"small_source:fails\(\) fails: KeyError: 'width', at .*:\d+;",
+        ),
+        ("tests.small_source:three", "gave no model and batch, but 3 values"),
+        ("lost.json", "there is no such file"),
         ("tests.small_source:no_model", "gave a int for a model"),
         ("tests.small_source:nothing", "gave no model and batch"),
     ],
@@ -85,7 +94,44 @@ def test_what_is_no_source(text: str, problem: str) -> None:
         load_source(text)
 
 
+@pytest.mark.parametrize("text", ["raise RuntimeError('no GPU')", "def model(:", "exit(3)"])
+def test_a_module_that_cannot_be_imported(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"broken:model: importing it fails: .*; give MODULE"):
+        load_source("broken:model")
+
+
 def test_a_file_that_is_no_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no such"}')
     with pytest.raises(ConfigError, match="no config of transformers'"):
         load_source(str(tmp_path))
+
+
+def gpt2(folder: Path, **fields: object) -> str:
+    path = folder / "small.json"
+    small = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 32}
+    path.write_text(json.dumps({**small, **fields}))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"n_embd": 65}, "GPT2LMHeadModel cannot be made of this config: ValueError: .*divisible"),
+        ({"n_embd": "wide"}, "no config of transformers': "),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_made(
+    fields: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        load_source(gpt2(tmp_path, **fields))
+
+
+def test_texts_that_are_longer_than_the_config_says_are_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(MerakWarning, match="texts of 64 tokens .* n_positions, 32"):
+        load_source(gpt2(tmp_path), 64)
+    assert load_source(gpt2(tmp_path), 32).sequence == 32

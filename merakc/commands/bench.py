@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
-from merakc.commands.console import told
+from merakc.commands.console import progress_console, told
 from merakc.errors import ConfigError
 
 MODULE = "benchmarks.peers"
@@ -20,7 +19,7 @@ PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_opt
 
 def bench(context: typer.Context) -> None:
     """Time merakc beside other systems: python -m benchmarks.peers, of a checkout."""
-    with told(Console(stderr=True)):
+    with told(progress_console()):
         root = checkout(Path(__file__))
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(

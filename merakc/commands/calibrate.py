@@ -20,7 +20,7 @@ from merakc.calibration import calibrate as measure
 from merakc.calibration import measurements, most_ranks
 from merakc.cluster import Device, Hardware, Points
 from merakc.cluster_files import cluster_text
-from merakc.commands.console import AsJson, told
+from merakc.commands.console import AsJson, check_outputs, progress_console, told
 from merakc.costs.fitted import Fit, fit_factors
 from merakc.errors import CalibrationError
 from merakc.ir.ledger import read_ledger
@@ -47,8 +47,9 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """Measure this machine and write its cluster file; or correct one by the ledgers of runs."""
-    progress = Console(stderr=True)
+    progress = progress_console()
     with told(progress):
+        check_outputs(output=output)
         fits: list[Fit] = []
         if runs:
             found, fits = corrected(runs, skip)
@@ -85,7 +86,7 @@ def measured(device: str, ranks: int | None, console: Console) -> Hardware:
 
         def tell(text: str) -> None:
             if text.startswith("links"):
-                console.print(f"measuring {text}", style="dim", highlight=False)
+                console.print(f"measuring {text}", style="dim")
             else:
                 bars.start()
             bars.update(task, description=f"measuring {text}", advance=1)

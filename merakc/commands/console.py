@@ -2,29 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-from merakc.errors import FitError, MerakError
+from merakc.errors import ConfigError, FitError, MerakError, MerakWarning, failure
+from merakc.frontend.recorder import RECORDING_NOTE
 
 NO, UNUSABLE = 1, 2
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def progress_console() -> Console:
+    """Where progress and errors go: standard error, and nothing in a name is taken for markup."""
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+@contextmanager
+def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
+    """Shows what is being done, `text` first, while it is; gives what tells of the next."""
+    with console.status(Text(text)) as status:
+        yield lambda now: status.update(Text(now))
+
+
 @contextmanager
 def told(problem: Console) -> Iterator[None]:
-    """An error of the user's is one message, and an exit code."""
+    """An error of the user's is one message, and an exit code; warnings of ours are a line."""
+    # It tells with a traceback what fails in the user's forward, and raises it besides.
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+    with _warnings_told(problem):
+        try:
+            yield
+        except MerakError as error:
+            _say(problem, f"{type(error).__name__}: {error}")
+            raise typer.Exit(NO if isinstance(error, FitError) else UNUSABLE) from error
+        except OSError as error:  # a file that cannot be written
+            _say(problem, f"{error}; give another path")
+            raise typer.Exit(UNUSABLE) from error
+        except Exception as error:
+            if RECORDING_NOTE not in getattr(error, "__notes__", ()):
+                raise
+            text = f"the model's forward fails on the batch: {failure(error)}"
+            _say(problem, f"RecordError: {text}; mend it, or the batch")
+            raise typer.Exit(UNUSABLE) from error
+
+
+@contextmanager
+def _warnings_told(problem: Console) -> Iterator[None]:
+    others = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, MerakWarning):
+            _say(problem, f"{category.__name__}: {message}", "yellow")
+        else:
+            others(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
     try:
         yield
-    except MerakError as error:
-        problem.print(
-            f"{type(error).__name__}: {error}", style="red", highlight=False, markup=False
-        )
-        raise typer.Exit(NO if isinstance(error, FitError) else UNUSABLE) from error
-    except OSError as error:  # a file that cannot be written
-        problem.print(f"{error}; give another path", style="red", highlight=False, markup=False)
-        raise typer.Exit(UNUSABLE) from error
+    finally:
+        warnings.showwarning = others
+
+
+def _say(problem: Console, text: str, style: str = "red") -> None:
+    # In a file or a pipe a message is one line, to be searched for.
+    problem.print(
+        text, style=style, soft_wrap=not problem.is_terminal, markup=False, emoji=False,
+        highlight=False,
+    )  # fmt: skip
+
+
+def check_outputs(**paths: Path | None) -> None:
+    """Refuses before the work what could not be written after it, by the names of the options.
+
+    Raises `ConfigError`.
+    """
+    for option, path in paths.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ConfigError(f"--{option} {path}: is a folder; give another path, of a file")
+        if not path.parent.is_dir():
+            raise ConfigError(
+                f"--{option} {path}: there is no folder {path.parent}; make it, or give another "
+                "path"
+            )

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from merakc.commands.console import NO, AsJson, told
+from merakc.commands.console import NO, AsJson, progress_console, told
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan import Plan, load_plan
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
@@ -32,10 +32,10 @@ def diff(
     Exits with 1 where two plans differ.
     """
     if second.suffix == LEDGER_SUFFIX:
-        with told(Console(stderr=True)):
+        with told(progress_console()):
             _show_run(load_plan(first), read_ledger(second), str(first), skip, as_json=as_json)
         return
-    with told(Console(stderr=True)):
+    with told(progress_console()):
         old, new = load_plan(first), load_plan(second)
     changes, predictions = plan_changes(old, new), prediction_changes(old, new)
     console = Console()

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from merakc.commands.console import NO, AsJson
+from merakc.commands.console import NO, AsJson, progress_console
 from merakc.health import Check, Status, all_checks
 
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -24,11 +24,11 @@ def doctor(as_json: AsJson = False) -> None:
 
     Exits with 1 where anything fails; warnings are no failure.
     """
-    progress = Console(stderr=True)
+    progress = progress_console()
     found: list[Check] = []
     for check in all_checks():
         found.append(check)
-        progress.print(f"checked {check.name}", style="dim", highlight=False, markup=False)
+        progress.print(f"checked {check.name}", style="dim")
     if as_json:
         Console().print_json(json.dumps([asdict(check) for check in found]))
     else:

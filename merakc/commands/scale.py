@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from merakc.commands.console import AsJson, told
+from merakc.commands.console import AsJson, check_outputs, progress_console, told, working
 from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
 from merakc.offline import Recordings
 from merakc.report.scaling_plot import plot_scaling
+from merakc.report.tables import Fitted
 from merakc.report.units import format_seconds
 from merakc.scaling import Point, sweep, write_csv
 from merakc.search import Request
@@ -37,9 +36,9 @@ def scale(
     per_rank: Annotated[
         float | None, typer.Option(help="Samples a step for each device.", min=0)
     ] = None,
-    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.")] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.")] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3.")] = None,
     recompute: Annotated[str, typer.Option(help="none, full or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
@@ -48,8 +47,9 @@ def scale(
     as_json: AsJson = False,
 ) -> None:
     """Sweep the number of devices, doubling it: the best plan at each, by the model's pieces."""
-    progress = Console(stderr=True)
-    with told(progress), progress.status(f"reading {source}") as status:
+    progress = progress_console()
+    with told(progress), working(progress, f"reading {source}") as tell:
+        check_outputs(csv=table, plot=picture)
         if picture is not None and picture.suffix not in PICTURES:
             raise ConfigError(f"--plot {picture}: its name must end with {', '.join(PICTURES)}")
         counts = [least << k for k in range(64) if least << k <= most]
@@ -59,7 +59,7 @@ def scale(
             0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute,
             precision=None if precision == "none" else parse_precision(precision),
         )  # fmt: skip
-        record = Recordings(load_source(source, sequence), request, status.update)
+        record = Recordings(load_source(source, sequence), request, tell)
         points = sweep(record, request, cluster, counts, per_rank, batch)
         if table is not None:
             write_csv(points, table)
@@ -71,29 +71,34 @@ def scale(
         Console().print(points_table(points))
 
 
-def points_table(points: Sequence[Point]) -> Table:
+def points_table(points: Sequence[Point]) -> Fitted:
     """A row for each number of devices; CSV and JSON hold more."""
-    table = Table(box=box.SIMPLE_HEAD)
     heads = (
         "devices", "dp", "tp", "pp", "shards", "step", "tok/s each", "to first", "MFU",
         "W each", "tok/J",
     )  # fmt: skip
-    for name in heads:
-        table.add_column(name, justify="right", no_wrap=True)
-    for p in points:
-        table.add_row(
-            f"{p.ranks:,}", str(p.dp), str(p.tp), str(p.pp), p.shards, format_seconds(p.step_s),
+    rows = [
+        (
+            f"{p.ranks:,}", str(p.dp), str(p.tp), str(p.pp), _shards(p), format_seconds(p.step_s),
             f"{p.tokens_per_s_per_rank:,.0f}",
             f"{p.tokens_per_s_per_rank / points[0].tokens_per_s_per_rank:.2f}", f"{p.mfu:.0%}",
             f"{p.power_w:.0f}", f"{p.tokens_per_joule:.2f}",
-        )  # fmt: skip
-    return table
+        )
+        for p in points
+    ]  # fmt: skip
+    return Fitted(dict.fromkeys(heads, True), rows)
+
+
+def _shards(point: Point) -> str:
+    """The shards of parameters, gradients and optimizer state; `dp` for one on every dp rank."""
+    own = ("dp" if n == str(point.dp) and point.dp > 1 else n for n in point.shards.split(", "))
+    return ", ".join(own)
 
 
 def _draw(path: Path, points: Sequence[Point], title: str) -> None:
     panels = {
         "tokens a second and device": [p.tokens_per_s_per_rank for p in points],
-        "model FLOPs utilisation": [p.mfu for p in points],
+        "MFU, %": [100 * p.mfu for p in points],
         "tokens a joule": [p.tokens_per_joule for p in points],
     }
     labels = [f"dp {p.dp} tp {p.tp} pp {p.pp}" for p in points]

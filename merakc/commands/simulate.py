@@ -13,7 +13,7 @@ from rich.table import Table
 
 from merakc.cluster import Cluster
 from merakc.commands.clusters import HELP, machines
-from merakc.commands.console import NO, AsJson, told
+from merakc.commands.console import NO, AsJson, check_outputs, progress_console, told, working
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan, load_plan
@@ -21,12 +21,18 @@ from merakc.report.units import format_bytes, format_seconds
 from merakc.sources import Source, load_source
 from merakc.what_if import Changes, changed, changed_degrees, simulated
 
+# For plans without a report, which do not say for which machines they were made.
+NOMINAL = "gpu"
+
 
 def simulate(
     file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
-    sequence: Annotated[int | None, typer.Option("--seq", help="As in `merakc plan`.")] = None,
-    made_for: Annotated[str, typer.Option("--from", help=f"The machines before. {HELP}")] = "gpu",
+    sequence: Annotated[int | None, typer.Option("--seq", help="As for `plan`.", min=1)] = None,
+    made_for: Annotated[
+        str | None,
+        typer.Option("--from", help=f"The machines before; those of the plan. {HELP}"),
+    ] = None,
     cluster: Annotated[
         str | None, typer.Option(help="The machines after, if others.", show_default=False)
     ] = None,
@@ -36,24 +42,25 @@ def simulate(
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
-    output: Annotated[Path | None, typer.Option("-o", help="Write the plan after to it.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan after.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a plan with another batch, other machines or degrees, all else as it decides.
 
     Exits with 1 where that does not fit the machines' memory.
     """
-    progress = Console(stderr=True)
-    with told(progress), progress.status(f"reading {file}") as status:
+    progress = progress_console()
+    with told(progress), working(progress, f"reading {file}") as tell:
+        check_outputs(output=output)
         plan = load_plan(file)
         given = load_source(source, sequence)
-        dtype = _dtype(plan, given)
         changes = Changes(batch, dp, tp, pp, micro_batches, schedule)
-        ranks = changed_degrees(plan, changes).mesh.world_size
-        old = machines(made_for, dtype, plan.mesh.world_size)
-        new = machines(cluster or made_for, dtype, ranks)
-        before = simulated(plan, given, old, status.update)
-        after = changed(plan, given, changes, new, status.update)
+        first = made_for or (plan.report.machines if plan.report else "") or NOMINAL
+        dtype, now = _dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
+        old = machines(first, dtype, plan.mesh.world_size)
+        new = machines(cluster or first, dtype, now)
+        before = simulated(plan, given, old, tell)
+        after = changed(plan, given, changes, new, tell)
         if output is not None:
             after.save(output)
     sides = ((before, old), (after, new))
@@ -82,7 +89,7 @@ def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Ta
         change = ""
         if name != "bubble" and (isinstance(value, float) or name.endswith("_bytes")):
             base, now = float(str(value)), float(str(second[name]))
-            change = f"{now / base - 1:+.1%}" if base and now != base else ""
+            change = f"{now / base - 1:+.1%}" if base and old != new else ""
         label = name.replace("_per_s", " a second").removesuffix("_s").removesuffix("_bytes")
         style = "bold" if old != new else ""
         table.add_row(label.replace("_", " "), old, new, change, style=style)

@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from merakc.commands.console import NO, AsJson, told
+from merakc.commands.console import NO, AsJson, progress_console, told
 from merakc.equality.check import STEPS, Verdict, check_plan
 from merakc.ir.plan import Plan, load_plan
 from merakc.sources import load_source
@@ -24,10 +24,14 @@ RANKS = 8  # 2 x 2 x 2: every axis, on any machine
 def verify(
     file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
     source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
-    sequence: Annotated[int | None, typer.Option("--seq", help="As in `merakc plan`.")] = None,
+    sequence: Annotated[
+        int | None, typer.Option("--seq", help="As in `merakc plan`.", min=1)
+    ] = None,
     ranks: Annotated[int, typer.Option(help="Local processes, at most.", min=1)] = RANKS,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
-    timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds, for the ranks.")] = 300.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds, for the ranks.", min=1)
+    ] = 300.0,
     as_json: AsJson = False,
 ) -> None:
     """Run a plan on local processes, on a small model of the same structure, and compare loss,
@@ -35,13 +39,13 @@ def verify(
 
     Exits with 0 where they are equal, 1 where they differ, and 2 where nothing could be compared.
     """
-    progress = Console(stderr=True)
+    progress = progress_console()
     told_last = [""]
 
     def tell(text: str) -> None:
         # No live display: a fork while its thread holds a lock would hang the child.
         if text != told_last[0]:
-            progress.print(text, style="dim", highlight=False, markup=False)
+            progress.print(text, style="dim")
         told_last[0] = text
 
     with told(progress):

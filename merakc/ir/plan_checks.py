@@ -10,15 +10,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from merakc.errors import PlanError
+from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
 
 RECOMPUTE = ("none", "full", "selective", "solved")
+ASKED_RECOMPUTE = ("auto", "none", "full", "selective")  # what users may say
 # More ranks, or micro-batches, than anyone has: beyond, a plan is damaged, and takes hours to read.
 MOST = 1 << 20
 COMPUTES = ("F", "B", "I", "W", "R")  # `merakc.ir.program.ActionKind`
 EVERYTHING = -1  # of what a micro-batch may keep
 Values = Mapping[str, Any]
+
+
+def check_recompute(asked: str) -> None:
+    """Raises `ConfigError` for what is no kind of recomputation that users can ask for."""
+    if asked not in ASKED_RECOMPUTE:
+        raise ConfigError(
+            f"recompute {asked!r} is not known; choose one of {', '.join(ASKED_RECOMPUTE)}"
+        )
 
 
 def first_unlike(found: Any, read: Any, where: str = "") -> str:

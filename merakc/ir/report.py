@@ -208,7 +208,8 @@ class Timeline:
 class Report:
     """What `merakc show` tells beside the decisions.
 
-    `nodes` are those that take longest, of `node_count` kinds.
+    `nodes` are those that take longest, of `node_count` kinds. `machines` is what the cluster was
+    asked for by: a preset, or a path.
     """
 
     cluster: str
@@ -223,6 +224,7 @@ class Report:
     origins: tuple[Origin, ...]
     timeline: Timeline
     alternatives: Alternatives | None = None
+    machines: str = ""
 
     @property
     def limits_bytes(self) -> tuple[int, ...]:

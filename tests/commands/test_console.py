@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import warnings
+from pathlib import Path
 
 import pytest
 import typer
 from rich.console import Console
 
-from merakc.commands.console import NO, UNUSABLE, told
-from merakc.errors import ConfigError, FitError
+from merakc.commands.console import NO, UNUSABLE, check_outputs, progress_console, told, working
+from merakc.errors import ConfigError, FitError, MerakWarning
 
 
 def test_an_error_is_one_message_and_an_exit_code() -> None:
@@ -36,3 +38,36 @@ def test_a_file_that_cannot_be_written_is_told() -> None:
     with pytest.raises(typer.Exit), told(Console(file=page, width=80)):
         raise PermissionError(13, "Permission denied", "plan.json")
     assert "Permission denied: 'plan.json'; give another path" in page.getvalue()
+
+
+def test_in_a_pipe_an_error_is_one_line_and_nothing_in_it_is_markup() -> None:
+    page = io.StringIO()
+    text = "h100:-1 [b] is :x: of " + "many words " * 20
+    with pytest.raises(typer.Exit), told(Console(file=page, width=80)):
+        raise ConfigError(text)
+    assert page.getvalue() == f"ConfigError: {text}\n"
+
+
+@pytest.mark.filterwarnings("always")
+def test_warnings_of_ours_are_a_line() -> None:
+    page, before = io.StringIO(), warnings.showwarning
+    with told(Console(file=page, width=80)):
+        warnings.warn("it is slow", MerakWarning, stacklevel=1)
+    assert page.getvalue() == "MerakWarning: it is slow\n"
+    assert warnings.showwarning is before
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
+    check_outputs(csv=None, output=tmp_path / "plan.json")
+    with pytest.raises(ConfigError, match=r"--html .*: is a folder"):
+        check_outputs(html=tmp_path)
+    with pytest.raises(ConfigError, match=r"--output .*no/plan.json: there is no folder .*no; "):
+        check_outputs(output=tmp_path / "no" / "plan.json")
+
+
+def test_names_are_no_markup_in_what_is_being_done(capsys: pytest.CaptureFixture[str]) -> None:
+    console = progress_console()
+    with working(console, "reading [/x]") as tell:  # as markup it would raise
+        tell("planning [/y]")
+    console.print("written to [a] :x:.json")
+    assert "written to [a] :x:.json" in capsys.readouterr().err

@@ -38,6 +38,14 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert {p["tp"] for p in points} == {1}
 
 
+def test_the_table_can_be_read_on_a_narrow_terminal() -> None:
+    found = CliRunner().invoke(app, SMALL, env={"COLUMNS": "80"})
+    assert "…" not in found.output
+    assert max(map(len, found.output.splitlines())) <= 80
+    rows = [line.split() for line in found.output.splitlines() if " dp" in line]
+    assert all(len(row) == len(rows[0]) for row in rows)
+
+
 def test_what_cannot_be_used_is_one_message() -> None:
     for more, text in (
         (("--batch", "8"), "and not both"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,19 @@ def test_both_sides_are_shown(file: str, tmp_path: Path) -> None:
         run("simulate", file, SOURCE, "--from", "cpu", "--cluster", "h100", "--json")
     )
     assert other["after"]["machines"] != other["before"]["machines"]
+
+
+def test_the_machines_before_are_those_of_the_plan(file: str) -> None:
+    plan = load_plan(file)
+    assert plan.prediction is not None
+    found = json.loads(run("simulate", file, SOURCE, "--json"))
+    assert found["before"] == found["after"]
+    assert found["before"]["step_s"] == pytest.approx(plan.prediction.step_s)
+    bare = str(Path(file).with_name("bare.json"))
+    replace(plan, report=None).save(bare)
+    assert (
+        json.loads(run("simulate", bare, SOURCE, "--json"))["before"]["machines"] == "H100, NVLink"
+    )
 
 
 def test_what_does_not_fit_is_exit_code_1(file: str, tmp_path: Path) -> None:
