@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
+from merakc.passes.algebra import fewer_passes
 from merakc.passes.interpret import interpret
 from merakc.passes.simplify import simplify
 from merakc.passes.tracer import PLACES, Tracer
@@ -53,7 +54,7 @@ def differentiate(graph: Graph) -> Chunk:
         for name, ref in zip(found, results[len(graph.outputs) :], strict=True)
     ]
     whole = Graph(joint.inputs, joint.nodes, (*outputs, *gradients), joint.constants)
-    return _partition(simplify(whole))
+    return _partition(fewer_passes(simplify(whole)))
 
 
 def _trace(
