@@ -33,6 +33,8 @@ _REDUCE_OPS = {
     "sum": dist.ReduceOp(dist.ReduceOp.SUM),
     "max": dist.ReduceOp(dist.ReduceOp.MAX),
 }
+# By its newer name, where torch has it: the older one warns there.
+_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def bind_axis(axis: str, group: dist.ProcessGroup) -> None:
@@ -115,6 +117,11 @@ def all_reduce_now(x: Tensor, axis: str, reduce: str) -> Tensor:
     return start_all_reduce(x, axis, reduce).wait()
 
 
+def all_reduce_over(x: Tensor, axis: str, reduce: str) -> Tensor:
+    """The same, written over x where that is contiguous."""
+    return _start_all_reduce(x if x.is_contiguous() else _contiguous_copy(x), axis, reduce).wait()
+
+
 class Pending:
     """A collective that is under way; `held` is what the process group still reads.
 
@@ -141,8 +148,11 @@ def wait(pending: Pending) -> Tensor:
 
 def start_all_reduce(x: Tensor, axis: str, reduce: str) -> Pending:
     """Starts what `merakc::all_reduce` computes."""
+    return _start_all_reduce(_contiguous_copy(x), axis, reduce)
+
+
+def _start_all_reduce(out: Tensor, axis: str, reduce: str) -> Pending:
     group = axis_group(axis)
-    out = _contiguous_copy(x)
     options = dist.AllreduceOptions()
     options.reduceOp = _REDUCE_OPS[reduce]
     work = _issue("all_reduce", axis, out.nbytes, lambda: group.allreduce([out], options))
@@ -165,22 +175,25 @@ def start_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank:
     assert rank == group.rank(), (rank, group.rank())
     assert x.shape[dim] == sizes[rank], (x.shape, dim, sizes, rank)
     # Process groups gather blocks of one size: pad to the largest.
+    even = len(set(sizes)) == 1
     block = list(x.shape)
     block[dim] = max(sizes)
-    padded = x.new_zeros(block)
-    padded.narrow(dim, 0, sizes[rank]).copy_(x)
-    blocks = [torch.empty_like(padded) for _ in sizes]
-    size_bytes = len(sizes) * padded.nbytes
-    work = _issue("all_gather", axis, size_bytes,
-                  lambda: dist.all_gather(blocks, padded, group, async_op=True))  # fmt: skip
+    own = x.contiguous() if even else x.new_zeros(block)
+    if not even:
+        own.narrow(dim, 0, sizes[rank]).copy_(x)
+    blocks = x.new_empty((len(sizes), *block))
+    work = _issue("all_gather", axis, blocks.nbytes,
+                  lambda: dist.all_gather([*blocks], own, group, async_op=True))  # fmt: skip
     assert work is not None, "this rank is not in the group"
     block[dim] = sum(sizes)
 
     def join() -> Tensor:
+        if even:
+            return blocks.movedim(0, dim).reshape(block)
         trimmed = [part.narrow(dim, 0, size) for part, size in zip(blocks, sizes, strict=True)]
         return torch.cat(trimmed, dim, out=x.new_empty(block))
 
-    return Pending(work, join, padded)
+    return Pending(work, join, own)
 
 
 def _all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank: int) -> Tensor:
@@ -194,22 +207,26 @@ def start_reduce_scatter(
     group = axis_group(axis)
     assert len(sizes) == group.size(), (sizes, group.size())
     assert x.shape[dim] == sum(sizes), (x.shape, dim, sizes)
+    even = len(set(sizes)) == 1
     block = list(x.shape)
     block[dim] = max(sizes)
-    blocks = x.new_zeros((len(sizes), *block))
-    for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):
-        own.narrow(dim, 0, part.shape[dim]).copy_(part)
+    if even:  # without a copy where the dim is the first that is more than one
+        blocks = x.unflatten(dim, (len(sizes), sizes[0])).movedim(dim, 0).contiguous()
+    else:
+        blocks = x.new_zeros((len(sizes), *block))
+        for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):
+            own.narrow(dim, 0, part.shape[dim]).copy_(part)
     # Gloo's own is an all-reduce, of twice the bytes: ranks exchange parts and add them up.
     adds = dist.get_backend(group) == "gloo"
     out = torch.empty_like(blocks) if adds else x.new_empty(block)
-    call = dist.all_to_all_single if adds else dist.reduce_scatter_tensor
+    call = dist.all_to_all_single if adds else _scatter_single
     work = _issue("reduce_scatter", axis, blocks.nbytes,
                   lambda: call(out, blocks, group=group, async_op=True))  # fmt: skip
     assert work is not None, "this rank is not in the group"
 
     def take() -> Tensor:
         whole = out.sum(0, dtype=x.dtype) if adds else out
-        return _contiguous_copy(whole.narrow(dim, 0, sizes[rank])) if len(set(sizes)) > 1 else whole
+        return whole if even else _contiguous_copy(whole.narrow(dim, 0, sizes[rank]))
 
     return Pending(work, take, blocks)
 

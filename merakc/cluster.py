@@ -235,6 +235,7 @@ class Cluster:
     bytes takes `link_latency_s` + n / `link_bytes_per_s`, an all-reduce moves its bytes twice.
     Where `hardware` is known, stages are timed with its devices and links (`merakc.costs.device`).
     `sharing` is what the devices of a node share. With `symmetric_memory` they read each other's.
+    Gathers and reduce-scatters of tp reach `gather_share` of the rate that all-reduces reach.
     """
 
     name: str
@@ -247,6 +248,7 @@ class Cluster:
     hardware: Hardware | None = None
     sharing: Sharing | None = None
     symmetric_memory: bool = False
+    gather_share: float = 1.0
 
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""
@@ -288,8 +290,12 @@ class Cluster:
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the
-# same everywhere, so that the same model and degrees give the same plan on every machine.
-NOMINAL_CPU = Cluster("a CPU core per rank, gloo", 5e10, 1e10, 5e-6, 1 << 33, 2e-4, 1e9)
+# same everywhere, so that the same model and degrees give the same plan on every machine. Over gloo
+# a gather of 1 MiB on two ranks took as long as an all-reduce of it, a reduce-scatter longer: ranks
+# take tensors apart and put them together on their own cores.
+NOMINAL_CPU = Cluster(
+    "a CPU core per rank, gloo", 5e10, 1e10, 5e-6, 1 << 33, 2e-4, 1e9, gather_share=0.5
+)
 # One H100 SXM (NVIDIA's data sheet: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB, 450 GB/s NVLink a
 # direction), at half the peak rate of products.
 NOMINAL_GPU = Cluster("H100, NVLink", 4.9e14, 3.35e12, 5e-6, 80 * 10**9, 1e-5, 4.5e11)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref
+from merakc.ir.overwrites import overwrites, overwriting_call
 from merakc.kernels.ops import (
     FUSED,
     compiled_call,
@@ -85,7 +86,8 @@ class _Writer:
             "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place, "product": torch.mm,
         }  # fmt: skip
         self.names: dict[Ref, str] = {}
-        self.functions: dict[str, str] = {}  # what the source calls an op
+        self.functions: dict[object, str] = {}  # what the source calls a function
+        self.over = overwrites(graph)
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
         self.unfetched = {Ref(name): target for name, target in hooks.fetched.items()}
         self.given = [Ref(i.name) for i in graph.inputs if i.name not in hooks.fetched]
@@ -160,9 +162,14 @@ class _Writer:
         if node.op == PRODUCT and Ref(node.name) in self.placed:
             factors = ", ".join(map(self._arg, node.args))
             return f"product({factors}, out=place({self.placed[Ref(node.name)]!r}))"
-        function = self.functions.setdefault(node.op, f"f{len(self.functions)}")
-        self.scope[function] = self.graph.functions.get(node.op) or compiled_call(node.op)
-        parts = [self._arg(a) for a in node.args]
+        args = node.args
+        if node.name in self.over:
+            call, args = overwriting_call(node, self.over[node.name])
+        else:
+            call = self.graph.functions.get(node.op) or compiled_call(node.op)
+        function = self.functions.setdefault(call, f"f{len(self.functions)}")
+        self.scope[function] = call
+        parts = [self._arg(a) for a in args]
         parts += [f"{k}={self._arg(v)}" for k, v in node.kwargs]
         if makes_tensor(node.op):
             parts.append(f"device={self._arg(self.device)}")

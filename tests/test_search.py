@@ -8,8 +8,10 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from benchmarks.models import MODELS
+from benchmarks.peers.training import Training
 from merakc.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes
 from merakc.errors import ConfigError, CutError, ProgramError, ShardError
 from merakc.frontend.record import Recording, record
@@ -17,6 +19,7 @@ from merakc.ir.buckets import plan_buckets
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.predict import predict
+from merakc.recording import record_part
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 
 BATCH_SIZE = 8
@@ -86,6 +89,17 @@ def test_where_nothing_fits_recomputation_and_a_split_model_win() -> None:
     assert fixed.recompute in ("solved", "full")
     kept, _ = search(Request(1, BATCH_SIZE, recompute="none"), recording, tight)
     assert kept.recompute == "none"
+
+
+@pytest.mark.parametrize("gather_share", [NOMINAL_CPU.gather_share, 1.0])
+def test_sequences_are_split_where_gathers_are_as_fast_as_all_reduces(gather_share: float) -> None:
+    training = Training(samples=8, layers=2)
+    with torch.device("meta"):
+        model = training.model()
+    wide = record_part(model, (), training.batch(0), 1, torch.device("cpu"), None)
+    cluster = replace(NOMINAL_CPU, gather_share=gather_share)
+    request = Request(2, training.samples, dp=1, tp=2, pp=1, overlap=0)
+    assert search(request, lambda _: wide, cluster)[0].sequence_parallel is (gather_share == 1.0)
 
 
 def test_sequences_are_split_where_the_memory_asks_for_it() -> None:

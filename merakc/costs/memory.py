@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from merakc.costs.flops import FREE
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
+from merakc.ir.overwrites import overwrites
 from merakc.ir.program import ActionKind, Chunk
 
 
@@ -235,10 +236,14 @@ def _run_piece(
 
 def _owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:
     """The value whose memory each value lives in; that of some inputs is `given`."""
+    over = overwrites(graph)
     owner = {Ref(i.name): (given or {}).get(i.name, Ref(i.name)) for i in graph.inputs}
     for node in graph.nodes:
         for index, spec in enumerate(node.outputs):
             if spec is not None:
                 ref = Ref(node.name, index)
-                owner[ref] = owner[node.refs[0]] if node.op in FREE and node.refs else ref
+                if node.name in over:
+                    owner[ref] = owner[node.args[over[node.name]]]
+                else:
+                    owner[ref] = owner[node.refs[0]] if node.op in FREE and node.refs else ref
     return owner

@@ -65,7 +65,8 @@ def pipelined(node: Node, specs: Mapping[Ref, TensorSpec], cluster: Cluster) -> 
     the link of its own, and reads the weights; where the parts are none of consecutive rows, torch
     puts them in order first.
     """
-    wire_s = cluster.link_latency_s + wire_bytes(node, specs) / cluster.link_bytes_per_s
+    rate = cluster.link_bytes_per_s * cluster.gather_share
+    wire_s = cluster.link_latency_s + wire_bytes(node, specs) / rate
     if not cluster.symmetric_memory:
         product_s = computing_seconds(node, specs, cluster) + cluster.op_overhead_s
         return Pipelined(product_s + wire_s, wire_s, 0.0)
@@ -89,8 +90,9 @@ def link_seconds(node: Node, specs: Mapping[Ref, TensorSpec], cluster: Cluster) 
     op = STARTED.get(node.op, node.op)
     if op not in COLLECTIVES:
         return 0.0
-    size_bytes = wire_bytes(node, specs)
-    return cluster.link_latency_s + WIRE[op] * size_bytes / cluster.link_bytes_per_s
+    share = 1.0 if "all_reduce" in op else cluster.gather_share
+    rate = cluster.link_bytes_per_s * share
+    return cluster.link_latency_s + WIRE[op] * wire_bytes(node, specs) / rate
 
 
 def graph_seconds(graph: Graph, cluster: Cluster) -> float:

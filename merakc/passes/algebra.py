@@ -86,8 +86,12 @@ class _Rewriter:
 
 
 def _neutral(graph: _Rewriter, node: Node) -> Ref | None:
-    """A product with one, a sum with zero, a first power."""
+    """A product with one, a sum with zero, a first power; of floats, since indices are moved by
+    where a rank's part starts, and all ranks of a group are to have the same nodes.
+    """
     if node.op not in NEUTRAL or node.kwargs or len(node.args) != 2:
+        return None
+    if not node.spec.dtype.is_floating_point:
         return None
     x, number = node.args
     same = _is_number(number) and number == NEUTRAL[node.op]

@@ -37,6 +37,15 @@ def test_collectives_take_the_links_time() -> None:
     assert node_seconds(reduced, SPECS, CLUSTER) == pytest.approx(0.25 + 2 * 40)
 
 
+def test_gathers_reach_their_share_of_the_links_rate() -> None:
+    half = replace(CLUSTER, gather_share=0.5)
+    for op, factor in (("all_reduce", 1), ("gather_to", 2), ("reduce_scatter", 2)):
+        args = (Ref("x"), "tp", "sum") if op == "all_reduce" else (Ref("x"), "tp", 0, (100,), 0)
+        one = Node("y", f"merakc.{op}.default", args, (), (SQUARE,))
+        whole_s, shared_s = (link_seconds(one, SPECS, c) - 0.25 for c in (CLUSTER, half))
+        assert shared_s == pytest.approx(factor * whole_s), op
+
+
 def test_a_graph_takes_the_sum() -> None:
     neg = node("aten.neg.default")
     graph = Graph((Input("x", InputKind.BATCH, SQUARE),), (neg, node("aten.t.default")), ())

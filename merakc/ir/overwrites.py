@@ -1,0 +1,103 @@
+"""Which calls of a graph may write their result where an argument was that nothing reads again.
+
+That spares memory, and on a CPU the time that the system takes to hand out new pages. The runtime
+compiles these calls so, and predictions of memory count them so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import Tensor
+
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.kernels.collectives import all_reduce_over
+from merakc.kernels.ops import returns_view
+
+# By op, the arguments that the result may be written over, and what does it: with that argument
+# first.
+OVERWRITING: Final[Mapping[str, tuple[tuple[int, ...], Callable[..., Tensor]]]] = {
+    "aten.add.Tensor": ((0, 1), Tensor.add_),
+    "aten.mul.Tensor": ((0, 1), Tensor.mul_),
+    "aten.sub.Tensor": ((0,), Tensor.sub_),
+    "aten.div.Tensor": ((0,), Tensor.div_),
+    "aten.mul.Scalar": ((0,), Tensor.mul_),
+    "aten.div.Scalar": ((0,), Tensor.div_),
+    "aten.neg.default": ((0,), Tensor.neg_),
+    "aten.exp.default": ((0,), Tensor.exp_),
+    "aten.masked_fill.Scalar": ((0,), Tensor.masked_fill_),
+    "aten.scatter_add.default": ((0,), Tensor.scatter_add_),
+    "merakc.all_reduce.default": ((0,), all_reduce_over),
+}
+REDUCED = "merakc.all_reduce.default"
+# A view, whatever its schema says: compiled graphs reshape.
+HIDDEN_VIEW = "aten._unsafe_view.default"
+# Its elements may share memory.
+STRIDED = "aten.as_strided.default"
+
+
+def overwrites(graph: Graph) -> dict[str, int]:
+    """The places of the arguments that results are written over, by the names of the nodes.
+
+    Overwritten is what a call of torch's or an all-reduce has made in this graph, of the size of
+    the result, and nothing else reads, it or a view of it. What an op that is none of torch's has
+    read is left alone: it may have kept it, or may still be communicating it.
+    """
+    roots, whole, last = _roots(graph)
+    specs = graph.specs()
+    found: dict[str, int] = {}
+    for k, node in enumerate(graph.nodes):
+        if node.op not in OVERWRITING or node.kwargs:
+            continue
+        for place in OVERWRITING[node.op][0]:
+            arg = node.args[place]
+            if not isinstance(arg, Ref) or arg not in whole or specs[arg] != node.spec:
+                continue
+            beside = (roots.get(other) for other in node.refs if other != arg)
+            if last[roots[arg]] == k and roots[arg] not in beside:
+                found[node.name] = place
+                break
+    return found
+
+
+def _roots(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref], dict[Ref, int]]:
+    """In whose memory values live that are made here, which of them are all of it, and the last
+    reader of each such memory; what has none, or more than are known, gets the number of nodes.
+    """
+    end, specs = len(graph.nodes), graph.specs()
+    roots: dict[Ref, Ref] = {}
+    whole: set[Ref] = set()
+    last: dict[Ref, int] = {}
+    for k, node in enumerate(graph.nodes):
+        trusted = node.op == REDUCED or (node.op.startswith("aten.") and node.op != STRIDED)
+        for ref in node.refs:
+            if ref in roots:
+                last[roots[ref]] = max(last[roots[ref]], k) if trusted else end
+        if not trusted:
+            continue
+        if node.op == HIDDEN_VIEW or returns_view(node.op):
+            base = node.refs[0]
+            if base in roots:
+                roots |= {Ref(node.name, i): roots[base] for i in range(len(node.outputs))}
+                if base in whole and len(node.outputs) == 1 and _same_size(specs[base], node.spec):
+                    whole.add(Ref(node.name))
+        elif len(node.outputs) == 1 and node.outputs[0] is not None:
+            ref = Ref(node.name)
+            roots[ref], last[ref] = ref, k
+            whole.add(ref)
+    for out in graph.outputs:
+        if out.ref in roots:
+            last[roots[out.ref]] = end
+    return roots, whole, last
+
+
+def _same_size(one: TensorSpec, other: TensorSpec) -> bool:
+    return one.dtype == other.dtype and one.numel == other.numel
+
+
+def overwriting_call(node: Node, place: int) -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """What computes a node over its argument at `place`, and the arguments for it."""
+    args = list(node.args)
+    first = args.pop(place)
+    return OVERWRITING[node.op][1], (first, *args)
