@@ -175,7 +175,7 @@ def start_all_gather(x: Tensor, axis: str, dim: int, sizes: Sequence[int], rank:
     assert rank == group.rank(), (rank, group.rank())
     assert x.shape[dim] == sizes[rank], (x.shape, dim, sizes, rank)
     # Process groups gather blocks of one size: pad to the largest.
-    even = len(set(sizes)) == 1
+    even, dim = len(set(sizes)) == 1, dim % x.dim()
     block = list(x.shape)
     block[dim] = max(sizes)
     own = x.contiguous() if even else x.new_zeros(block)
@@ -207,11 +207,12 @@ def start_reduce_scatter(
     group = axis_group(axis)
     assert len(sizes) == group.size(), (sizes, group.size())
     assert x.shape[dim] == sum(sizes), (x.shape, dim, sizes)
-    even = len(set(sizes)) == 1
+    even, dim = len(set(sizes)) == 1, dim % x.dim()
     block = list(x.shape)
     block[dim] = max(sizes)
     if even:  # without a copy where the dim is the first that is more than one
-        blocks = x.unflatten(dim, (len(sizes), sizes[0])).movedim(dim, 0).contiguous()
+        apart = (*x.shape[:dim], len(sizes), sizes[0], *x.shape[dim + 1 :])
+        blocks = x.reshape(apart).movedim(dim, 0).contiguous()
     else:
         blocks = x.new_zeros((len(sizes), *block))
         for own, part in zip(blocks, torch.split(x, list(sizes), dim), strict=True):

@@ -62,7 +62,8 @@ class _Rewriter:
             if any(ref in self.now for ref in node.refs):
                 args, kwargs = map_refs((node.args, node.kwargs), self._now)
                 node = replace(node, args=args, kwargs=kwargs)
-            found = next(filter(None, (rule(self, node) for rule in RULES)), [node])
+            made = (rule(self, node) for rule in RULES)
+            found: list[Node] | Ref = next((m for m in made if m is not None), [node])
             if isinstance(found, Ref):
                 self.now[Ref(node.name)] = found
                 self.reads[found] += self.reads[Ref(node.name)] - 1

@@ -125,16 +125,16 @@ def test_all_gather_of_uneven_sizes(dim: int) -> None:
         assert torch.equal(grad, slices[rank])
 
 
-def _parts(dim: int) -> list[Tensor]:
+def _parts(dim: int, sizes: tuple[int, ...]) -> list[Tensor]:
     """Reduce-scatter, scatter and gather, each with the gradient of a weighted sum."""
     rank = _bind()
     found: list[Tensor] = []
     for op, shape in (
-        (reduce_scatter, _shape(5, dim)), (scatter, _shape(5, dim)),
-        (gather_to, _shape(SIZES[rank], dim)),
+        (reduce_scatter, _shape(sum(sizes), dim)), (scatter, _shape(sum(sizes), dim)),
+        (gather_to, _shape(sizes[rank], dim)),
     ):  # fmt: skip
         x = _part(0 if op is scatter else rank, shape).requires_grad_()
-        out = op(x, "tp", dim, SIZES, rank)
+        out = op(x, "tp", dim, sizes, rank)
         assert out.is_contiguous()
         weights = _part(10 + rank, tuple(out.shape))
         found += [out.detach(), *torch.autograd.grad((out * weights).sum(), x)]
@@ -145,19 +145,23 @@ def _shape(size: int, dim: int) -> tuple[int, ...]:
     return (size, 4) if dim == 0 else (4, size)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_conjugates_on_parts_of_uneven_sizes(dim: int) -> None:
-    ranks = run_ranks(3, _parts, dim)
-    summed = torch.stack([_part(r, _shape(5, dim)) for r in range(3)]).sum(0)
-    slices = [_part(10 + r, _shape(n, dim)) for r, n in enumerate(SIZES)]
+@pytest.mark.parametrize("sizes", [SIZES, (2, 2, 2)])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_conjugates_on_parts(dim: int, sizes: tuple[int, ...]) -> None:
+    ranks = run_ranks(3, _parts, dim, sizes)
+    summed = torch.stack([_part(r, _shape(sum(sizes), dim)) for r in range(3)]).sum(0)
+    slices = [_part(10 + r, _shape(n, dim)) for r, n in enumerate(sizes)]
     gathered = torch.cat(slices, dim)
-    wholes = torch.stack([_part(10 + r, _shape(5, dim)) for r in range(3)]).sum(0)
-    inputs = torch.cat([_part(r, _shape(n, dim)) for r, n in enumerate(SIZES)], dim)
+    wholes = torch.stack([_part(10 + r, _shape(sum(sizes), dim)) for r in range(3)]).sum(0)
+    inputs = torch.cat([_part(r, _shape(n, dim)) for r, n in enumerate(sizes)], dim)
     for rank, found in enumerate(ranks):
-        own = [t.split_with_sizes(SIZES, dim)[rank] for t in (summed, _part(0, _shape(5, dim)))]
+        own = [
+            t.split_with_sizes(sizes, dim)[rank]
+            for t in (summed, _part(0, _shape(sum(sizes), dim)))
+        ]
         wanted = [own[0], gathered, own[1], gathered, inputs]
         torch.testing.assert_close(found[:5], wanted, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(found[5], wholes.split_with_sizes(SIZES, dim)[rank])
+        torch.testing.assert_close(found[5], wholes.split_with_sizes(sizes, dim)[rank])
 
 
 def _traced() -> bool:

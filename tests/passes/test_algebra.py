@@ -13,7 +13,7 @@ from merakc.planner import training_graph
 from tests.passes.whole_models import eager
 
 F32, F16 = torch.float32, torch.float16
-X, S, I = Ref("x"), Ref("s"), Ref("i")
+X, S, INDEX = Ref("x"), Ref("s"), Ref("i")
 Step = tuple[str, str, tuple[object, ...], tuple[int, ...]]
 
 
@@ -43,7 +43,7 @@ LAST: Step = ("b", "slice_backward.default", (Ref("r"), (2, 6), -1, 2, 2**63 - 1
 LEFT: Step = ("l", "slice.Tensor", (X, 1, 1, 3), (2, 2))
 RIGHT: Step = ("r", "slice.Tensor", (X, 1, 0, 4), (2, 4))
 ZEROS: Step = ("z", "new_zeros.default", (S, (2, 6)), (2, 6))
-PUT: Step = ("p", "scatter_add.default", (Ref("z"), -1, I, S), (2, 6))
+PUT: Step = ("p", "scatter_add.default", (Ref("z"), -1, INDEX, S), (2, 6))
 
 CASES: dict[str, tuple[tuple[Step, ...], list[str]]] = {
     "a first power and a product with one": (
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[tuple[Step, ...], list[str]]] = {
     ),
     "a sum with what is scattered into something": (
         (
-            ("p", "scatter_add.default", (X, -1, I, S), (2, 6)),
+            ("p", "scatter_add.default", (X, -1, INDEX, S), (2, 6)),
             ("c", "add.Tensor", (X, Ref("p")), (2, 6)),
         ),
         [
