@@ -80,6 +80,7 @@ def search_here(case: Case) -> dict[str, object]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     # First, as by the command line: it imports torch without looking for garbage all the time.
     from merakc.commands.clusters import machines
+    from merakc.garbage import leave_garbage
     from merakc.ir.precision import parse_precision
     from merakc.offline import plan_offline
     from merakc.search import Request
@@ -87,6 +88,7 @@ def search_here(case: Case) -> dict[str, object]:
 
     import torch  # isort: skip
 
+    leave_garbage()  # as the command line does
     torch.set_num_threads(1)
     cluster = machines(case.cluster, "bfloat16", case.ranks)
     request = Request(case.ranks, 0, precision=parse_precision("bf16-mixed"))

@@ -25,6 +25,7 @@ from merakc.commands.scale import scale
 from merakc.commands.simulate import simulate
 from merakc.commands.verify import verify
 from merakc.errors import ConfigError
+from merakc.garbage import leave_garbage
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.precision import parse_precision
 from merakc.ir.report import Verdict
@@ -44,6 +45,11 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Plans for training in 3D parallelism."
 )
 PICTURES = (".png", ".svg", ".pdf")
+
+
+@app.callback()
+def _own_process() -> None:
+    leave_garbage()
 
 
 @app.command()

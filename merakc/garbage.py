@@ -1,7 +1,8 @@
-"""How often Python looks for garbage."""
+"""How often Python looks for garbage, and that it need not when it ends."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,3 +22,11 @@ def few_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def leave_garbage() -> None:
+    """Lets the process end without a last search for garbage: a second, with transformers imported.
+
+    For commands, which own their process. Objects in circles are then not told that it ends.
+    """
+    atexit.register(gc.freeze)

@@ -34,3 +34,23 @@ def test_importing_merakc_leaves_python_as_it_was() -> None:
         "import gc; before = gc.get_threshold(); import merakc; assert before == gc.get_threshold()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_process_may_end_without_a_last_search(leaves: bool) -> None:
+    code = f"""
+import gc
+from merakc.garbage import leave_garbage
+
+class Circle:
+    def __del__(self): print("told")
+
+if {leaves}:
+    leave_garbage()
+gc.disable()
+one = Circle()
+one.own = one
+del one
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == ("" if leaves else "told\n")
