@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
+from merakc.kernels.draws import KEY_POSITION
+
 CPU = torch.device("cpu")
 Form = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 """Shape, stride, offset in the memory, dtype."""
@@ -46,11 +48,11 @@ FOLLOWING = frozenset(
 class _Results:
     """The forms of what a call returns, each with whether it is a view of the first argument.
 
-    `kind` is what they come in, None of a tensor alone.
+    `kind` is what they come in, None of a tensor alone. Without forms it is the first argument.
     """
 
     kind: type | None
-    forms: tuple[tuple[Form, bool], ...]
+    forms: tuple[tuple[Form, bool], ...] = ()
 
 
 class Forms:
@@ -77,13 +79,15 @@ class Forms:
         """What `func(*args, **kwargs)` returns."""
         if _writes(func) or not (self._views or _is_fresh(func)):
             return func(*args, **kwargs)
-        key = func, self._form(args), self._form(tuple(kwargs.items()))
+        key = func, self._form(_unkeyed(func, args)), self._form(tuple(kwargs.items()))
         found = self._known.get(key)
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if found is None:
             found = self._following(func, args, kwargs, source)
             if found is not None:
                 self._known[key] = found
+        if found is not None and found.kind is None and not found.forms:
+            return source
         if found is not None:
             made = [self._make(form, source if view else None) for form, view in found.forms]
             return made[0] if found.kind is None else found.kind(made)
@@ -116,6 +120,8 @@ class Forms:
         plain: Callable[[torch.Tensor], bool],
     ) -> _Results | None:
         """What there is to be made again; None where it is more than a form."""
+        if out is source and self._views and self._plain(out):
+            return _Results(None)
         kind = type(out) if type(out) in (tuple, list) else None
         found: list[tuple[Form, bool]] = []
         memory = {t.untyped_storage()._cdata for t in given if self._plain(t)}
@@ -185,6 +191,17 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+
+
+def _unkeyed(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without the key of a draw: of each its own, and of no matter for its result."""
+    at = _key_position(func)
+    return args if at is None else (*args[:at], None, *args[at + 1 :])
+
+
+@cache
+def _key_position(func: Any) -> int | None:
+    return KEY_POSITION.get(str(func))
 
 
 @cache

@@ -35,6 +35,9 @@ class Counted:
         self.times += 1
         return self.func(*args, **kwargs)
 
+    def __str__(self) -> str:
+        return str(self.func)
+
 
 @pytest.fixture
 def mode() -> Iterator[FakeTensorMode]:
@@ -215,3 +218,25 @@ def test_what_is_wrong_torch_says(mode: FakeTensorMode) -> None:
     bare = forms_of(mode, bare=partial(run_bare, mode))
     with pytest.raises(RuntimeError):
         bare.run(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
+
+
+def test_draws_of_other_keys_are_alike(mode: FakeTensorMode) -> None:
+    func = Counted(torch.ops.merakc.dropout.default)
+    forms, x = forms_of(mode), torch.ones(2, 3)
+    scalars = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    one, other = (
+        forms.run(func, (x, *scalars, 0.1, key, 0, (1, 6), (0, 0), (1, 6)), {}) for key in (1, 2)
+    )
+    assert func.times == 1
+    assert looks(one) == looks(other)
+    assert not shares(other, (one,))
+
+
+def test_a_call_that_returns_its_argument_does_so_again(mode: FakeTensorMode) -> None:
+    func = Counted(aten.to.dtype)
+    forms = forms_of(mode)
+    for _ in range(2):
+        x = torch.ones(2, 3)
+        assert forms.run(func, (x, torch.float32), {}) is x
+        assert forms.run(func, (x, torch.float64), {}) is not x
+    assert func.times == 2
