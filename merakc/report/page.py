@@ -106,20 +106,23 @@ def _titled(section: Section, *inside: Markup, level: str = "h2") -> Markup:
 
 
 def _table(section: Section) -> Markup:
-    numbers = list(section.columns.values())
-    head = tag("tr", *_cells("th", list(section.columns), numbers))
-    rows = (tag("tr", *_cells("td", row, numbers)) for row in section.rows)
+    kinds = [
+        "number" if is_number else "long" if any(_is_long(row[k]) for row in section.rows) else ""
+        for k, is_number in enumerate(section.columns.values())
+    ]
+    head = tag("tr", *_cells("th", list(section.columns), kinds))
+    rows = (tag("tr", *_cells("td", row, kinds)) for row in section.rows)
     return _scrolled(head, rows, "")
 
 
-def _cells(name: str, row: Sequence[str], numbers: Iterable[bool]) -> Iterator[Markup]:
-    for cell, is_number in zip(row, numbers, strict=True):
-        if is_number:
-            yield tag(name, *_lines(cell), class_="number")
-        elif max(map(len, cell.split("\n"))) > LONG:
-            yield tag(name, *_lines(cell), class_="long")
-        else:
-            yield tag(name, *_lines(cell))
+def _is_long(cell: str) -> bool:
+    return max(map(len, cell.split("\n"))) > LONG
+
+
+def _cells(name: str, row: Sequence[str], kinds: Iterable[str]) -> Iterator[Markup]:
+    """Cells of these classes, by column: all of a column are broken into lines, or none."""
+    for cell, kind in zip(row, kinds, strict=True):
+        yield tag(name, *_lines(cell), class_=kind) if kind else tag(name, *_lines(cell))
 
 
 def _lines(cell: str) -> Iterator[str]:
@@ -145,7 +148,7 @@ def _source(section: Section, file: SourceFile, most: float) -> Markup:
         layouts = tag("td", *_lines("\n".join(line.layouts)), class_="quiet")
         rows.append(tag("tr", number, share, code, layouts))
     head = tag("tr", *_cells("th", ["line", "share", "source", "results (* is split)"],
-                             [True, True, False, False]))  # fmt: skip
+                             ["number", "number", "", ""]))  # fmt: skip
     return _titled(section, _scrolled(head, rows, "source"), level="h3")
 
 

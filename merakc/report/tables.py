@@ -11,16 +11,16 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-# What a column of text keeps where others need the room, in letters.
-LEAST_TEXT = 14
+# Letters of a word of text that is folded where others need the room.
+LONG_WORD = 20
 
 
 @dataclass(frozen=True)
 class Fitted:
     """A table for `rich`: columns with whether they are numbers, and the cells' text.
 
-    Where it is too wide, the headers of numbers are stacked, then text is folded, then the space
-    between columns goes; numbers are never broken.
+    Where it is too wide, the headers of numbers are stacked, then text is wrapped, then the space
+    between columns goes, and then words are folded; numbers are never broken.
     """
 
     columns: Mapping[str, bool]
@@ -40,7 +40,14 @@ class Fitted:
         if sum(widths) > room:
             heads = [h.replace(" ", "\n") if n else h for h, n in zip(heads, numbers, strict=True)]
             widths = [max(pair) for pair in zip(map(_widest, heads), cells, strict=True)]
-            least = [w if n else min(w, LEAST_TEXT) for w, n in zip(widths, numbers, strict=True)]
+            words = [
+                max(_word(t) for t in (head, *(r[k] for r in self.rows)))
+                for k, head in enumerate(heads)
+            ]
+            least = [
+                w if n else min(own, LONG_WORD)
+                for w, n, own in zip(widths, numbers, words, strict=True)
+            ]
             if sum(least) > room:
                 room, padding = room + 2 * len(heads), 0
             widths = _shrunk(widths, least, room)
@@ -57,6 +64,10 @@ class Fitted:
 
 def _widest(text: str) -> int:
     return max(map(cell_len, text.split("\n")))
+
+
+def _word(text: str) -> int:
+    return max(map(cell_len, text.split()), default=0)
 
 
 def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:

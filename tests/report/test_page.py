@@ -89,6 +89,18 @@ def test_all_stages_and_ranks_are_there() -> None:
         assert f"rank {rank}" in found
 
 
+def test_a_column_with_a_long_cell_is_broken_into_lines_as_a_whole() -> None:
+    (short,) = OTHERS.runners_up
+    wide = replace(short, loses="waits for collectives over dp, and then for messages, +20 ms")
+    others = replace(OTHERS, runners_up=(short, wide))
+    plan = plan_with_report()
+    assert plan.report is not None
+    text = page(replace(plan, report=replace(plan.report, alternatives=others)))
+    assert f'<td class="long">{short.loses}</td>' in text
+    assert f'<td class="long">{wide.loses}</td>' in text
+    assert '<th class="long">what loses</th>' in text
+
+
 def test_a_plan_without_a_report_is_refused(tmp_path: Path) -> None:
     plan = lowered().plan
     with pytest.raises(PlanError, match=r"x\.json: the plan was made without a report; make it"):

@@ -62,3 +62,10 @@ def test_many_numbers_come_closer() -> None:
     assert max(map(len, text.splitlines())) <= 50
     assert text.count("1, 1, 2048 ") == 2
     assert "devices" in text
+
+
+def test_words_stay_whole_before_columns_are_apart() -> None:
+    rows = [("0", "model.layers.12.post_layernorm .. (model)", "17.88 us", "1,024.00 MiB")]
+    assert "model.layers.12.post_layernorm" not in shown(50, rows=rows)  # too long a word
+    rows = [("0", "layers.12.mlp.act_fn .. (model)", "17.88 us", "1,024.00 MiB")]
+    assert " layers.12.mlp.act_fn " in shown(56, rows=rows)
