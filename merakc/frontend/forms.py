@@ -120,7 +120,7 @@ class Forms:
         plain: Callable[[torch.Tensor], bool],
     ) -> _Results | None:
         """What there is to be made again; None where it is more than a form."""
-        if out is source and self._views and self._plain(out):
+        if source is not None and out is source and self._views and self._plain(source):
             return _Results(None)
         kind = type(out) if type(out) in (tuple, list) else None
         found: list[tuple[Form, bool]] = []
