@@ -163,8 +163,9 @@ def _nothing_fits(result: Candidates, hardware: Hardware) -> str:
         f"dp={dp} tp={tp} pp={pp}: {why}" for (dp, tp, pp), why in [*result.refused.items()][:3]
     )
     return (
-        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger "
-        "ones, smaller micro-batches, or a shorter sequence"
+        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger ones, "
+        "leave degrees, shards and recomputation open, or give smaller micro-batches or a shorter "
+        "sequence"
     )
 
 

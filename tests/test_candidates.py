@@ -121,7 +121,9 @@ def test_seconds_add_up_and_say_what_loses() -> None:
 
 
 def test_nothing_fits() -> None:
-    with pytest.raises(FitError, match=r"nothing fits .* a rank needs .* GB at the least"):
+    with pytest.raises(
+        FitError, match=r"nothing fits .* a rank needs .* GB at the least.* leave degrees"
+    ):
         find(Request(8, 0), with_memory(1000))
     with pytest.raises(CutError, match="no degrees that divide 8 ranks and 16 samples"):
         find(Request(8, 0, pp=8, dp=8))

@@ -20,6 +20,7 @@ from merakc.ir.report import Report
 from merakc.ir.state import UNSHARDED, StateShards
 
 SCHEMA_VERSION = 5
+REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ def load_plan(path: str | Path) -> Plan:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise PlanError(f"{path}: not a readable plan file ({error})") from error
+        raise PlanError(f"{path}: not a readable plan file ({error}); {REMEDY}") from error
     return parse_plan(text, str(path))
 
 
@@ -227,9 +228,9 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise PlanError(f"{where}: not a readable plan file ({error})") from error
+        raise PlanError(f"{where}: not a readable plan file ({error}); {REMEDY}") from error
     if not isinstance(body, dict):
-        raise PlanError(f"{where}: not a plan file, the top level is no JSON object")
+        raise PlanError(f"{where}: not a plan file, the top level is no JSON object; {REMEDY}")
     version = body.get("schema_version")
     if version != SCHEMA_VERSION:
         raise PlanError(

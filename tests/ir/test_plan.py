@@ -149,5 +149,7 @@ def test_what_is_no_plan_is_refused(text: str, path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(path: Path) -> None:
-    with pytest.raises(PlanError, match="not a readable plan file"):
+    with pytest.raises(
+        PlanError, match=r"not a readable plan file .*; give the file of a plan as merakc"
+    ):
         load_plan(path)
