@@ -141,9 +141,6 @@ def _decide(
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
-    if request.overlap is None and cluster is None and device.type == "cpu":
-        # Gloo communicates with the cores that compute, and over links unknown: nothing to gain.
-        request = replace(request, overlap=0)
     lowered = with_parts(_lowered(request, given, recorded, machines), recorded)
     recording = recorded(lowered.plan.micro_batches)
     return _Decision(model, device, example(), recording, lowered, machines)

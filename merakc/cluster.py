@@ -250,6 +250,11 @@ class Cluster:
     symmetric_memory: bool = False
     gather_share: float = 1.0
 
+    @property
+    def by_cores(self) -> bool:
+        """Whether the cores that compute put messages together and carry them, as over gloo."""
+        return self.gather_share < 1.0
+
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""
         if self.hardware is None:

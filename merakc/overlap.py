@@ -21,6 +21,9 @@ from merakc.planner import Lowered, planned_sharding, training_graph, weighed
 # Parts of a micro-batch, or chunks of rows, that are tried. More hide more, and multiply smaller
 # matrices.
 COUNTS = (2, 4)
+# Those where the cores that compute carry the messages too, so that less is hidden. Chunks of rows
+# are not tried there: a Llama's step on two ranks took more of the CPU's time so than in two parts.
+COUNTS_BY_CORES = (2,)
 # The share of a stage's seconds that it must save: estimates are not better than that.
 WORTH = 0.03
 
@@ -68,7 +71,9 @@ def choose_overlap(
     if asked == 0 or plan.tp == 1:
         return lowered
     cluster = cluster.joining(plan.tp)
-    tried, failure = _tried(lowered, record, asked)
+    open_counts = COUNTS_BY_CORES if cluster.by_cores else COUNTS
+    counts = open_counts if asked is None else (asked,)
+    tried, failure = _tried(lowered, record, counts)
     forms, gains = [], []
     for stage, local in enumerate(lowered.stages.local):
         found: list[_Form] = []
@@ -115,7 +120,9 @@ def _best(found: Sequence[_Form], local: Graph, cluster: Cluster, asked: int | N
         if form.count == asked:
             return form
     best = min(found, key=lambda form: (form.seconds, form.count))
-    chunks, seconds = choose_chunks(local, cluster, COUNTS if asked is None else (asked,))
+    counts = COUNTS if asked is None else (asked,)
+    by_cores = asked is None and cluster.by_cores
+    chunks, seconds = ({}, math.inf) if by_cores else choose_chunks(local, cluster, counts)
     if chunks and (asked is not None or seconds < best.seconds):
         best = _Form(seconds, chunks=chunks)
     if asked is None and cluster.symmetric_memory:
@@ -178,12 +185,12 @@ def _chunked_seconds(
 
 
 def _tried(
-    lowered: Lowered, record: Callable[[int], Recording], asked: int | None
+    lowered: Lowered, record: Callable[[int], Recording], counts: Sequence[int]
 ) -> tuple[dict[int, Lowered], MerakError | None]:
     """The plan with the same number of parts on all stages, by that number, and why one failed."""
     plan, found = lowered.plan, {1: lowered}
     failure: MerakError | None = None
-    for count in COUNTS if asked is None else (asked,):
+    for count in counts:
         if plan.batch_size % (plan.micro_batches * count):
             failure = ConfigError(
                 f"{plan.batch_size} samples do not divide into {plan.micro_batches} micro-batches "

@@ -13,6 +13,7 @@ from torch import nn
 import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
+from benchmarks.peers.training import Training
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import train_reference
 from merakc.cluster import NOMINAL_CPU
@@ -59,6 +60,17 @@ tell(f"rank {rank}: {loss.item():.15g}")
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
     warm_up()
+
+
+def _parts_of_a_wide_model() -> tuple[int, ...]:
+    training = Training(tp=2, layers=1)
+    return merakc.auto_parallel(training.model(), training.batch(0), tp=2).plan.sub_batches
+
+
+def test_communication_is_under_computation_where_nobody_has_said_so() -> None:
+    one, other = run_ranks(2, _parts_of_a_wide_model)
+    assert one == other
+    assert one  # () would be collectives that block
 
 
 @pytest.mark.parametrize("name", VARIANTS)

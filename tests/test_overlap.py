@@ -71,6 +71,18 @@ def test_parts_are_chosen_where_they_pay() -> None:
     assert planned("llama", slow_calls, None).plan.sub_batches in ((), (1, 1))
 
 
+def test_where_cores_carry_messages_two_parts_alone_are_tried() -> None:
+    cores = replace(SLOW, gather_share=0.5)
+    assert cores.by_cores
+    assert not SLOW.by_cores
+    plan = planned("llama", cores, None).plan
+    assert plan.sub_batches == (2, 2)
+    assert plan.row_chunks == {}
+    assert planned("llama", SLOW, None, micro_batches=SAMPLES).plan.row_chunks
+    assert planned("llama", cores, None, micro_batches=SAMPLES).plan.row_chunks == {}
+    assert planned("llama", cores, 3).plan.row_chunks  # what is asked for
+
+
 def test_without_tensor_parallelism_there_is_nothing_to_hide() -> None:
     assert planned("llama", SLOW, 2, Mesh(pp=2)).plan.sub_batches == ()
 
