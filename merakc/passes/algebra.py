@@ -15,6 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.ir.overwrites import HIDDEN_VIEW
+from merakc.kernels.ops import returns_view
 
 # What leaves its first argument as it is, by the number behind it.
 NEUTRAL = {
@@ -55,6 +57,11 @@ class _Rewriter:
         self.now: dict[Ref, Ref] = {}
         self.reads = Counter(r for n in graph.nodes for r in n.refs)
         self.reads.update(o.ref for o in graph.outputs)
+        # What must stay as it lies in memory: a view that was possible is not of every expansion.
+        self.laid = {o.ref for o in graph.outputs}
+        for node in graph.nodes:
+            if _is_view(node):
+                self.laid.update(node.refs)
 
     def run(self) -> Graph:
         """The graph in the end."""
@@ -78,6 +85,10 @@ class _Rewriter:
     def _now(self, ref: Ref) -> Ref:
         return self.now.get(ref, ref)
 
+    def is_view(self, ref: Ref) -> bool:
+        """Whether a value lies in another's memory."""
+        return ref.node in self.made and _is_view(self.made[ref.node])
+
     def only_here(self, value: Any, *ops: str) -> Node | None:
         """The node that makes a value which is read once, where it is one of `ops`."""
         if not isinstance(value, Ref) or value.index or self.reads[value] != 1:
@@ -96,12 +107,14 @@ def _neutral(graph: _Rewriter, node: Node) -> Ref | None:
         return None
     x, number = node.args
     same = _is_number(number) and number == NEUTRAL[node.op]
+    if Ref(node.name) in graph.laid and isinstance(x, Ref) and graph.is_view(x):
+        return None
     return x if same and isinstance(x, Ref) and graph.specs[x] == node.spec else None
 
 
 def _scaled_expansion(graph: _Rewriter, node: Node) -> list[Node] | None:
     """An expanded value that is scaled: scaled before."""
-    if not _is_scaling(node):
+    if not _is_scaling(node) or Ref(node.name) in graph.laid:
         return None
     wide = graph.only_here(node.args[0], EXPAND)
     if wide is None or not _is_float(node.spec):
@@ -172,6 +185,10 @@ SLICED, SCATTER = "aten.slice_backward.default", "aten.scatter_add.default"
 RULES: tuple[Rule, ...] = (
     _neutral, _scaled_expansion, _scaled_factor, _joined_parts, _added_there,
 )  # fmt: skip
+
+
+def _is_view(node: Node) -> bool:
+    return node.op == HIDDEN_VIEW or returns_view(node.op)
 
 
 def _is_scaling(node: Node) -> bool:

@@ -62,10 +62,39 @@ CASES: dict[str, tuple[tuple[Step, ...], list[str]]] = {
         ["%b: float32[2,6] = aten.mul.Tensor(%x, %x)"],
     ),
     "an expansion that is scaled": (
-        (WIDE, ("d", "div.Scalar", (Ref("e"), 3), (2, 6))),
+        (
+            WIDE,
+            ("d", "div.Scalar", (Ref("e"), 3), (2, 6)),
+            ("m", "mul.Tensor", (Ref("d"), X), (2, 6)),
+        ),
         [
             "%d.small: float32[2,1] = aten.div.Scalar(%s, 3)",
             "%d: float32[2,6] = aten.expand.default(%d.small, (2, 6))",
+            "%m: float32[2,6] = aten.mul.Tensor(%d, %x)",
+        ],
+    ),
+    "an expansion that is scaled and then viewed": (
+        (
+            WIDE,
+            ("d", "div.Scalar", (Ref("e"), 3), (2, 6)),
+            ("v", "view.default", (Ref("d"), (12,)), (12,)),
+        ),
+        [
+            "%e: float32[2,6] = aten.expand.default(%s, (2, 6))",
+            "%d: float32[2,6] = aten.div.Scalar(%e, 3)",
+            "%v: float32[12] = aten.view.default(%d, (12))",
+        ],
+    ),
+    "an expansion that is multiplied by one and then viewed": (
+        (
+            WIDE,
+            ("d", "mul.Scalar", (Ref("e"), 1), (2, 6)),
+            ("v", "view.default", (Ref("d"), (12,)), (12,)),
+        ),
+        [
+            "%e: float32[2,6] = aten.expand.default(%s, (2, 6))",
+            "%d: float32[2,6] = aten.mul.Scalar(%e, 1)",
+            "%v: float32[12] = aten.view.default(%d, (12))",
         ],
     ),
     "an expansion that something else reads too": (
