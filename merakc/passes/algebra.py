@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
-from merakc.ir.overwrites import HIDDEN_VIEW
 from merakc.kernels.ops import returns_view
 
 # What leaves its first argument as it is, by the number behind it.
@@ -60,7 +59,7 @@ class _Rewriter:
         # What must stay as it lies in memory: a view that was possible is not of every expansion.
         self.laid = {o.ref for o in graph.outputs}
         for node in graph.nodes:
-            if _is_view(node):
+            if returns_view(node.op):
                 self.laid.update(node.refs)
 
     def run(self) -> Graph:
@@ -87,7 +86,7 @@ class _Rewriter:
 
     def is_view(self, ref: Ref) -> bool:
         """Whether a value lies in another's memory."""
-        return ref.node in self.made and _is_view(self.made[ref.node])
+        return ref.node in self.made and returns_view(self.made[ref.node].op)
 
     def only_here(self, value: Any, *ops: str) -> Node | None:
         """The node that makes a value which is read once, where it is one of `ops`."""
@@ -185,10 +184,6 @@ SLICED, SCATTER = "aten.slice_backward.default", "aten.scatter_add.default"
 RULES: tuple[Rule, ...] = (
     _neutral, _scaled_expansion, _scaled_factor, _joined_parts, _added_there,
 )  # fmt: skip
-
-
-def _is_view(node: Node) -> bool:
-    return node.op == HIDDEN_VIEW or returns_view(node.op)
 
 
 def _is_scaling(node: Node) -> bool:
