@@ -40,6 +40,7 @@ from merakc.model import ParallelModel
 from merakc.overlap import with_parts
 from merakc.planner import Lowered, apply_plan
 from merakc.recording import record_part, with_loss
+from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
@@ -177,6 +178,8 @@ def _build(
     _living.add(steps)
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)
+    if made.device.type == "cpu":
+        keep_freed_memory()
     measured = cluster is None
     prediction, simulation, here = expected(steps, step, made.machines, measured=measured)
     plan = replace(lowered.plan, prediction=prediction, measured=here)

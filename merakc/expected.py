@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 
 import torch
 
@@ -15,8 +16,10 @@ from merakc.cluster import Cluster
 from merakc.compiled_step import CompiledStep
 from merakc.costs.lanes import chunk_collectives
 from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
+from merakc.costs.spent import by_rank, merged
 from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
+from merakc.ir.costs import StageCost
 from merakc.ir.graph import InputKind
 from merakc.ir.plan import Measured, Prediction
 from merakc.ir.program import ActionKind
@@ -26,8 +29,11 @@ from merakc.runtime.groups import together
 from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulate import Simulation
 from merakc.steps import Steps
-from merakc.trials import measure_around, measure_computes
+from merakc.trials import measure_around, measure_computes, shared_cores
 from merakc.version import __version__
+
+# How often the seconds of computes are corrected that take turns.
+ROUNDS = 4
 
 
 def expected(
@@ -46,8 +52,7 @@ def expected(
     }
     here = _measured(steps, step) if measured else None
     if here is not None:
-        kinds = [{ActionKind(k): t for k, t in found.items()} for found in here.seconds]
-        own = {s: with_seconds(cost, kinds[s]) for s, cost in own.items()}
+        own = {s: _with_seconds(cost, here.seconds[s]) for s, cost in own.items()}
         latency_s, bytes_per_s = here.link
         cluster = replace(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
@@ -58,11 +63,20 @@ def expected(
     mesh, rank_of = plan.mesh, plan.rank_of
     of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
     every = {s: touches for s, (_, touches, _) in enumerate(of_stage)}
-    prediction, simulation = predict(
-        lowered, cluster, tuple(c for c, *_ in of_stage), every,
-        collectives={of: some for *_, inside in of_stage for of, some in inside.items()},
-        messages=here.messages if here else None,
-    )  # fmt: skip
+    costs = tuple(c for c, *_ in of_stage)
+    collectives = {of: some for *_, inside in of_stage for of, some in inside.items()}
+    messages = here.messages if here else None
+    overlap = 1.0 if here else None  # what collectives cost computes has been measured with these
+
+    def simulated(costs: tuple[StageCost, ...]) -> tuple[Prediction, Simulation]:
+        return predict(
+            lowered, cluster, costs, every, collectives=collectives, messages=messages,
+            overlap=overlap,
+        )  # fmt: skip
+
+    if here is not None:
+        costs = _apart(costs, lambda own: simulated(own)[1], here)
+    prediction, simulation = simulated(costs)
     programs = lowered.with_collectives(lowered.programs(), every)
     times = rank_times(programs, simulation.events)[steps.groups.rank]
     static_bytes = _static_bytes(steps, step)
@@ -81,6 +95,32 @@ def expected(
     return replace(prediction, step_s=step_s, peak_bytes=first), simulation, here
 
 
+def _apart(
+    costs: tuple[StageCost, ...],
+    simulated: Callable[[tuple[StageCost, ...]], Simulation],
+    here: Measured,
+) -> tuple[StageCost, ...]:
+    """What computes take on ranks with a core each, of what they took in a step.
+
+    More ranks than cores take turns: it is looked for with which seconds the simulated computes,
+    which do so too, take on average what was measured.
+    """
+    if here.sharing is None or here.sharing.cores == here.sharing.devices:
+        return costs
+    apart = [dict(own) for own in here.seconds]
+    for _ in range(ROUNDS):
+        for own in merged(by_rank(simulated(costs).events)):
+            if own.seconds and own.kind in apart[own.stage]:
+                measured_s = here.seconds[own.stage][own.kind] * own.count
+                apart[own.stage][own.kind] *= measured_s / own.seconds
+        costs = tuple(map(_with_seconds, costs, apart))
+    return costs
+
+
+def _with_seconds(cost: StageCost, seconds: Mapping[str, float]) -> StageCost:
+    return with_seconds(cost, {ActionKind(kind): took_s for kind, took_s in seconds.items()})
+
+
 def _measured(steps: Steps, step: CompiledStep) -> Measured:
     """What the ranks measure, or have measured of this plan on machines like these; collective."""
     plan, groups = step.lowered.plan, steps.groups
@@ -88,21 +128,26 @@ def _measured(steps: Steps, step: CompiledStep) -> Measured:
     where = f"plan {plan.hash[:16]} on {machines}"
     if plan.measured is not None and plan.measured.where == where:
         return plan.measured
-    own, sharing = measure_computes(steps, step)
+    own = measure_computes(steps, step)
     everyone = together(lambda: own)
     seconds = []
     for stage, rank in enumerate(plan.rank_of):
-        found = [
-            e[stage] for k, e in enumerate(everyone) if e and plan.mesh.coordinates(k)[1] == rank
-        ]
-        kinds = found[0] if found else ()
-        seconds.append({str(k): fmean(each[k] for each in found) for k in kinds})
+        held = [e for k, e in enumerate(everyone) if plan.mesh.coordinates(k)[1] == rank]
+        seconds.append(_of_slowest([[trial[stage] for trial in own] for own in held]))
     axis = next((a for a in ("dp", "pp", "tp") if getattr(plan.mesh, a) > 1), None)
     link = measure_link(steps.device, groups.axis(axis) if axis else None)
     messages, pipeline = None, groups.axis("pp")
     if steps.device.type == "cpu" and pipeline is not None:
         messages = measure_messages(steps.device, pipeline)
-    return Measured(where, tuple(seconds), link, messages, sharing, measure_around(steps, step))
+    around_s = measure_around(steps, step)
+    return Measured(where, tuple(seconds), link, messages, shared_cores(steps.device), around_s)
+
+
+def _of_slowest(ranks: Sequence[Sequence[Mapping[ActionKind, float]]]) -> dict[str, float]:
+    """The median over trials of what the slowest rank took, for which the others wait."""
+    trials = [max(each, key=lambda own: sum(own.values())) for each in zip(*ranks, strict=False)]
+    kinds = trials[0] if trials else ()
+    return {str(kind): median(own[kind] for own in trials) for kind in kinds}
 
 
 def _machine(steps: Steps) -> str:

@@ -28,12 +28,14 @@ def predict(
     dp_rank: int | None = None,
     collectives: GraphCollectives | None = None,
     messages: tuple[float, float] | None = None,
+    overlap: float | None = None,
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step, of all ranks or of one dp rank's, which stands for all.
 
     Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
     the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
-    those between stages.
+    those between stages, `overlap` the share of their speed that collectives over dp have beside
+    computes, otherwise that of the cluster.
     """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
@@ -47,12 +49,14 @@ def predict(
     for rank in range(mesh.pp if mesh.dp > 1 else 0):
         buckets = rank_buckets(plan, local, rank)
         seconds |= bucket_seconds(buckets, dp_group(mesh, cluster), plan.precision)
+    if overlap is None:
+        overlap = cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0
     near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
     table = CostTable(
         costs,
         *(messages or (near.link_latency_s, near.link_bytes_per_s)),
         collective_s=seconds,
-        overlap=cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0,
+        overlap=overlap,
         collectives=collectives or {},
         sharing=cluster.sharing,
         ranks=mesh.world_size,

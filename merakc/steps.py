@@ -177,19 +177,20 @@ class Steps:
         self.compiled.clear()
         self.groups.made.clear()
 
-    def trial(self, step: CompiledStep) -> dict[int, dict[ActionKind, float]] | None:
-        """Measured seconds of this rank's computes of a micro-batch, by stage; ranks of a tp group
-        take part together.
+    def trial(self, step: CompiledStep, *, alone: bool) -> dict[int, dict[ActionKind, float]]:
+        """Measured seconds of this rank's computes of a micro-batch, by stage; collective, where it
+        is not `alone` (`trial_seconds`).
 
-        None where the graph does not run on the zeros that stand in for a batch: an index made from
-        them may be out of range. All ranks of a tp group fail alike.
+        None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
+        index made from them may be out of range. All ranks of a tp group fail alike.
         """
         self._bind()
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        with suppress(ArithmeticError, LookupError, RuntimeError, ValueError):
-            return trial_seconds(step.executor)
-        return None
+        errors = (ArithmeticError, LookupError, RuntimeError, ValueError) if alone else ()
+        with suppress(*errors):
+            return trial_seconds(step.executor, alone=alone)
+        return {}
 
     def around(self, step: CompiledStep) -> None:
         """What a step does before and after its Program, on values of no meaning; collective."""

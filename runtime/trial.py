@@ -1,8 +1,9 @@
-"""Measures the computes of a rank as its Program orders them, without any other rank's values.
+"""Measures the computes of a rank in a step on values of no meaning.
 
-A graph that runs again and again by itself finds its memory in the caches and its gradients never
-added up. A trial is a step without its messages and its collectives over dp: as many micro-batches
-are alive as in a step, and gradients are accumulated.
+A graph that runs again and again by itself finds its memory in the caches, its gradients never
+added up and no message beside it. A trial is a step: as many micro-batches are alive, gradients are
+accumulated, ranks wait for each other and communicate. Whether a rank can take part it finds out
+alone: one that fails would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from statistics import fmean
 
 import torch
@@ -25,35 +27,50 @@ BROUGHT = (InputKind.BATCH, InputKind.SCALAR)
 MESSAGES = (ActionKind.SEND, ActionKind.RECV)
 
 
-def trial_seconds(executor: Executor) -> dict[int, dict[ActionKind, float]]:
-    """Mean seconds of each kind of compute of a micro-batch, by stage, on values of no meaning.
+def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKind, float]]:
+    """Mean seconds of each kind of compute of a micro-batch, by stage, on values of no meaning; of
+    a compute with the sends after it.
 
-    All ranks of a tp group must call it together: the graphs hold their collectives; and with them
+    All ranks must call it together. Where it is `alone`, without messages and the reductions of dp,
+    for the first micro-batches: all ranks of a tp group, whose graphs hold their collectives, and
     those of dp, where parameters are gathered over it. Nothing that the rank holds is changed.
     """
     state, sharded = executor.state, executor.sharded
     kept = {n: state[n].clone() for s in executor.stages.values() for n in s.chunk.written}
-    step = _step(executor)
+    step = _step(executor, alone=alone)
     try:
-        with torch.no_grad(), sharded.muted() if sharded else nullcontext():
+        with torch.no_grad(), sharded.muted() if sharded and alone else nullcontext():
             step.run()
     finally:
+        step.messages.close()
         for name, value in kept.items():
             state[name].copy_(value)
         if sharded is not None:
             sharded.end()
     seconds = step.clock.seconds
     found: dict[int, dict[ActionKind, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for action, start, end in step.done:
+    starts = [start for _, start, _ in step.done]
+    for (action, start, end), follows in zip_longest(step.done, starts[1:]):
         if action.kind.is_compute:
-            found[action.stage][action.kind].append(seconds(end) - seconds(start))
+            took_s = seconds(follows or end) - seconds(start)
+            found[action.stage][action.kind].append(took_s)
     return {s: {kind: fmean(each) for kind, each in own.items()} for s, own in found.items()}
 
 
-def _step(executor: Executor) -> Step:
-    """The step of the first micro-batches."""
+def _step(executor: Executor, *, alone: bool) -> Step:
+    """The step, or, alone, that of the first micro-batches."""
     program = executor.program
-    count = min(MICRO_BATCHES, 1 + max(a.micro_batch for a in program.actions))
+    brought = {
+        item.key: zeros(item.spec, executor.device)
+        for stage in executor.stages.values()
+        for piece in stage.pieces.values()
+        for item in (piece.given if piece is not None else ())
+        if item.kind in BROUGHT
+    }
+    count = 1 + max(a.micro_batch for a in program.actions)
+    if not alone:
+        return Step(executor, [brought] * count, record=True)
+    count = min(MICRO_BATCHES, count)
     program = Program(
         program.rank,
         tuple(
@@ -62,13 +79,6 @@ def _step(executor: Executor) -> Step:
             if (a.kind.is_compute or a.kind in MESSAGES) and a.micro_batch < count
         ),
     )
-    brought = {
-        item.key: zeros(item.spec, executor.device)
-        for stage in executor.stages.values()
-        for piece in stage.pieces.values()
-        for item in (piece.given if piece is not None else ())
-        if item.kind in BROUGHT
-    }
     messages = _NoMessages(
         program, executor.specs, executor.device, executor.channels, executor.timeout_s
     )

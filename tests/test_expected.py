@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc import expected as module
-from merakc.cluster import NOMINAL_CPU
-from merakc.expected import expected
+from merakc.cluster import NOMINAL_CPU, Sharing
+from merakc.costs.spent import by_rank, merged
+from merakc.expected import _of_slowest, expected
+from merakc.ir.program import ActionKind
 from tests.battery.small_models import Words, parallel, warm_up, words
 
 
@@ -102,3 +104,34 @@ def measure_twice(path: Path) -> tuple[bool, bool]:
 
 def test_all_ranks_take_what_was_measured(tmp_path: Path) -> None:
     assert run_ranks(2, measure_twice, tmp_path / "plan.json") == [(True, False)] * 2
+
+
+def on_one_core() -> list[tuple[float, float]]:
+    """By stage and kind: what simulated computes of ranks that take turns take, and measured."""
+    module.shared_cores = lambda _: Sharing((1.0,), 2)
+    steps = parallel(Words, words(0), pp=2, micro_batches=4, schedule="1f1b")._own("_steps")
+    step = next(iter(steps.compiled.values()))
+    _, simulation, here = expected(steps, step, NOMINAL_CPU, measured=True)
+    assert here is not None
+    assert simulation.stretch > 1.1
+    return [
+        (own.seconds / own.count, here.seconds[own.stage][own.kind])
+        for own in merged(by_rank(simulation.events))
+        if own.kind in here.seconds[own.stage]
+    ]
+
+
+def test_computes_of_ranks_that_take_turns_are_simulated_as_they_were_measured() -> None:
+    for found in run_ranks(2, on_one_core):
+        assert len(found) == 4
+        assert all(simulated == pytest.approx(seen, rel=0.1) for simulated, seen in found)
+
+
+def test_the_slowest_rank_of_each_trial_counts() -> None:
+    first, second = ActionKind.FORWARD, ActionKind.BACKWARD
+    ranks = [
+        [{first: 1.0, second: 2.0}, {first: 5.0, second: 5.0}, {first: 1.0, second: 4.0}],
+        [{first: 2.0, second: 2.0}, {first: 1.0, second: 1.0}, {first: 1.0, second: 1.0}],
+    ]
+    assert _of_slowest(ranks) == {"F": 2.0, "B": 4.0}
+    assert _of_slowest([ranks[0], []]) == {}

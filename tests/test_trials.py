@@ -1,92 +1,113 @@
-"""What the ranks of a machine take together and apart."""
+"""What the ranks of a machine measure of their steps."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import pytest
+import torch
 
 from benchmarks.ranks import run_ranks
 from merakc.cluster import Sharing
 from merakc.ir.program import ActionKind
-from merakc.trials import Rank, measure_around, measure_computes, sharing_of, turns_of
+from merakc.steps import Steps
+from merakc.trials import TRIALS, measure_around, measure_computes, shared_cores
 from tests.battery.small_models import Words, parallel, words
 
-
-def ranks(parties: list[tuple[int, int]], cores: int = 2, machines: str = "aaaaaaaa") -> list[Rank]:
-    return [Rank(m, cores, party, 1.0) for m, party in zip(machines, parties, strict=False)]
-
-
-def test_parties_of_a_machine_take_turns() -> None:
-    assert turns_of(ranks([(0, 0), (0, 0), (1, 0), (1, 0)])) == [0, 0, 1, 1]
-    assert turns_of(ranks([(0, 0), (0, 1), (1, 0), (1, 1)])) == [0, 1, 2, 3]
+PLANS = [{"pp": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "state_shards": (2, 2, 2)}]
+Plan = Mapping[str, object]
 
 
-def test_a_party_of_two_machines_has_one_turn() -> None:
-    found = turns_of(ranks([(0, 0), (1, 0), (1, 0), (2, 0)], machines="aabb"))
-    assert found == [0, 1, 1, 0]
-    assert turns_of(ranks([(0, 0), (1, 0)], machines="ab")) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("parties", "cores"),
-    [([(0, 0), (1, 0)], 2), ([(0, 0), (0, 1), (1, 0), (1, 1)], 2),
-     ([(0, 0), (0, 0), (1, 0), (1, 0)], 4), ([(k, 0) for k in range(4)], 4)],
-)  # fmt: skip
-def test_speeds_are_those_that_were_measured(parties: list[tuple[int, int]], cores: int) -> None:
-    found = ranks(parties, cores)
-    party, devices = parties.count(parties[0]), len(parties)
-    true = Sharing(tuple(1 - 0.1 * k for k in range(min(cores, devices))), devices)
-    measured = sharing_of(found, true.speed(devices) / true.speed(party))
-    assert measured.devices == devices
-    assert measured.together == pytest.approx(true.together)
-
-
-def test_those_who_always_compute_at_once_are_not_slowed_down() -> None:
-    assert sharing_of(ranks([(0, 0), (0, 0)]), 1.0) == Sharing((1.0, 1.0), 2)
-    assert sharing_of(ranks([(0, 0)] * 4), 1.0) == Sharing((1.0, 1.0), 4)
-
-
-def test_parties_that_fill_the_cores_leave_each_other_the_time_of_their_collectives() -> None:
-    found = sharing_of(ranks([(0, 0)] * 2 + [(1, 0)] * 2), 0.6)
-    assert [found.speed(k) for k in (1, 2, 3, 4)] == pytest.approx([1, 1, 0.75, 0.6])
-
-
-def test_noise_makes_no_rank_faster_beside_others() -> None:
-    assert sharing_of(ranks([(0, 0), (1, 0)]), 1.3).together == (1.0, 1.0)
-
-
-def measured(plan: dict[str, int]) -> tuple[dict[ActionKind, float], Sharing | None]:
+def measured(plan: Plan) -> list[dict[ActionKind, float]]:
     steps = parallel(Words, words(0), **plan)._own("_steps")
-    seconds, sharing = measure_computes(steps, next(iter(steps.compiled.values())))
-    assert seconds is not None
-    (own,) = seconds.values()
-    return dict(own), sharing
+    trials = measure_computes(steps, next(iter(steps.compiled.values())))
+    return [dict(own) for trial in trials for own in trial.values()]
 
 
-@pytest.mark.parametrize("plan", [{"pp": 2}, {"tp": 2}, {"dp": 2}])
-def test_all_ranks_know_what_they_share(plan: dict[str, int]) -> None:
-    (first, sharing), (second, other) = run_ranks(2, measured, plan)
-    assert sharing is not None
-    assert sharing == other
-    assert (sharing.devices, sharing.cores) == (2, min(2, len(os.sched_getaffinity(0))))
-    for own in (first, second):
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_ranks_take_part_in_as_many_steps(plan: Plan) -> None:
+    first, second = run_ranks(2, measured, plan)
+    assert 0 < len(first) == len(second) <= TRIALS
+    for own in (*first, *second):
         assert own.keys() >= {ActionKind.FORWARD}
         assert all(0 < seconds < 60 for seconds in own.values())
 
 
-def test_one_rank_shares_nothing() -> None:
-    seconds, sharing = measured({})
-    assert sharing is None
-    assert seconds.keys() == {ActionKind.FORWARD, ActionKind.BACKWARD}
+def test_one_rank_measures_its_own() -> None:
+    assert all(own.keys() == {ActionKind.FORWARD, ActionKind.BACKWARD} for own in measured({}))
 
 
-def around(plan: dict[str, int]) -> float:
+def train(plan: Plan, tries: bool) -> list[torch.Tensor]:
+    """The losses and the weights of two steps; with trials in between."""
+    model = parallel(Words, words(0), **plan)
+    steps = model._own("_steps")
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for k in range(2):
+        loss = model(**words(k))["loss"]
+        loss.backward()
+        if tries:
+            measure_computes(steps, next(iter(steps.compiled.values())))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found + [p.detach() for p in model.parameters()]
+
+
+def both(plan: Plan) -> bool:
+    pairs = zip(train(plan, True), train(plan, False), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_trials_change_nothing(plan: Plan) -> None:
+    assert run_ranks(2, both, plan) == [True, True]
+
+
+def half_failing(plan: Plan) -> tuple[int, list[bool]]:
+    """On each of two ranks, of which the second does not run on zeros: the number of its trials,
+    and which were alone.
+    """
+    steps = parallel(Words, words(0), **plan)._own("_steps")
+    alone: list[bool] = []
+    real = Steps.trial
+
+    def trial(own: Steps, step: object, **options: bool) -> object:
+        alone.append(options["alone"])
+        return {} if own.groups.rank == 1 else real(own, step, **options)  # type: ignore[arg-type]
+
+    Steps.trial = trial  # type: ignore[assignment, method-assign]
+    try:
+        return len(measure_computes(steps, next(iter(steps.compiled.values())))), alone
+    finally:
+        Steps.trial = real  # type: ignore[method-assign]
+
+
+def test_the_others_are_measured_without_one_that_does_not_run_on_zeros() -> None:
+    (count, alone), (none, other) = run_ranks(2, half_failing, {"pp": 2})
+    assert count > 0 == none
+    assert all(alone)
+    assert other == [True]
+
+
+def cores(kind: str) -> Sharing | None:
+    return shared_cores(torch.device(kind))
+
+
+def test_ranks_of_a_cpu_share_its_cores() -> None:
+    there = min(2, len(os.sched_getaffinity(0)))
+    assert run_ranks(2, cores, "cpu") == [Sharing((1.0,) * there, 2)] * 2
+    assert run_ranks(2, cores, "cuda") == [None, None]
+    assert cores("cpu") is None
+
+
+def around(plan: Plan) -> float:
     steps = parallel(Words, words(0), **plan)._own("_steps")
     return measure_around(steps, next(iter(steps.compiled.values())))
 
 
 @pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2}])
-def test_all_ranks_know_what_a_step_does_around_its_program(plan: dict[str, int]) -> None:
+def test_all_ranks_know_what_a_step_does_around_its_program(plan: Plan) -> None:
     first, second = run_ranks(2, around, plan)
     assert 0 < first == second < 60

@@ -76,10 +76,11 @@ class Prediction:
 class Measured:
     """What ranks measured for a prediction; `where` says of which plan and on which machines.
 
-    `seconds` are of the computes of a micro-batch, by stage and kind, and none of a stage that does
-    not run on zeros. `link` is the latency and the bytes a second of a step of a collective,
-    `messages` are those between stages. `around_s` is what a step does before and after its
-    Program: counting labels, and giving the loss to all ranks.
+    `seconds` are of the computes of a micro-batch in a step, by stage and kind, and none of a stage
+    that does not run on zeros. `link` is the latency and the bytes a second of a step of a
+    collective, `messages` are those between stages. `sharing` are the cores of ranks on a CPU.
+    `around_s` is what a step does before and after its Program: counting labels, and giving the
+    loss to all ranks.
     """
 
     where: str

@@ -1,4 +1,4 @@
-"""Computes that are measured without other ranks, in the order of the Program."""
+"""Computes that are measured in the order of the Program, without other ranks and with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def of_two(rank: int, micro_batches: int) -> Executor:
 def test_no_other_rank_is_needed(rank: int) -> None:
     executor = of_two(rank, 4)
     kept = {name: value.clone() for name, value in executor.state.items()}
-    (seconds,) = trial_seconds(executor).values()
+    (seconds,) = trial_seconds(executor, alone=True).values()
     assert set(seconds) == COMPUTES
     assert all(s > 0 for s in seconds.values())
     assert all(torch.equal(executor.state[name], value) for name, value in kept.items())
@@ -49,7 +49,7 @@ def test_gradients_are_added_up_over_a_few_micro_batches(monkeypatch: pytest.Mon
     monkeypatch.setattr(Step, "compute", watched)
     executor = of_two(1, 3 * MICRO_BATCHES)
     executor.state["v"].fill_(0.0)
-    trial_seconds(executor)
+    trial_seconds(executor, alone=True)
     assert len(computed) == 2 * MICRO_BATCHES
     assert len(sums) > MICRO_BATCHES
 
@@ -66,5 +66,5 @@ def test_buffers_that_a_forward_writes_are_as_before() -> None:
     executor = of_two(0, 2)
     state = {"w": W.clone(), "seen": V.clone()}
     made = Executor(executor.program, {0: replace(chunk, forward=forward)}, state, CPU)
-    trial_seconds(made)
+    trial_seconds(made, alone=True)
     assert torch.equal(state["seen"], V)
