@@ -1,9 +1,9 @@
 """`python -m benchmarks.measured_cells`: small models under small plans, predicted and really run.
 
 Every cell is a stock model on 2 or 4 processes of this machine. `auto_parallel` predicts its step
-when it starts, from the seconds of the stages' own graphs, of messages and of collectives, and from
-how ranks that share cores slow each other down; then it trains. A step is all that `model(**batch)`
-and `backward()` do. The peak of a rank counts every storage that is alive.
+when it starts: it simulates the plan with the seconds that the computes take in a few steps on
+zeros, and with those of messages and collectives apart; then it trains. A step is all that
+`model(**batch)` and `backward()` do. The peak of a rank counts every storage that is alive.
 
 Beside it stands what the cost model says of the same plan from the cluster file of this machine
 (`merakc calibrate`), without a look at the model's own kernels.

@@ -115,6 +115,11 @@ class _Writer:
         for k, node in enumerate(self.graph.nodes):
             lines += self._fetches(node.refs)
             own = [Ref(node.name, i) for i in range(len(node.outputs))]
+            if node.op.startswith(FUSED):  # lets go of what dies here on its way
+                lines.append(f"    box = [{', '.join(map(self._arg, node.args))}]")
+                dead = [ref for ref in dying.get(k, ()) if ref in node.refs]
+                dying[k] = [ref for ref in dying.get(k, ()) if ref not in dead]
+                lines += [f"    del {', '.join(map(self._value, dead))}"] if dead else []
             if node.name in self.tuples:
                 # Each for itself: a tuple would keep all of them as long as any is wanted.
                 own = [ref for ref in own if ref in read]
@@ -169,6 +174,8 @@ class _Writer:
             call = self.graph.functions.get(node.op) or compiled_call(node.op)
         function = self.functions.setdefault(call, f"f{len(self.functions)}")
         self.scope[function] = call
+        if node.op.startswith(FUSED):
+            return f"{function}(box)"
         parts = [self._arg(a) for a in args]
         parts += [f"{k}={self._arg(v)}" for k, v in node.kwargs]
         if makes_tensor(node.op):

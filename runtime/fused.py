@@ -8,13 +8,14 @@ as those of equal layers are, share one function.
 
 from __future__ import annotations
 
+import inspect
 import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx as fx
@@ -31,15 +32,20 @@ from merakc.ir.graph import (
     TensorSpec,
     map_refs,
 )
-from merakc.kernels.ops import FUSED, makes_tensor, resolve_op, returns_list
+from merakc.kernels.ops import DIRECT, FUSED, makes_tensor, resolve_op, returns_list
 from merakc.runtime.memory import owned_outputs
 
-Function = Callable[..., Sequence[torch.Tensor]]
+# Empties the list that it is given: a value is let go of after its last reader.
+Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 # What the code generator calls as it is, beside all ops of ATen.
 CALLED = frozenset(
     f"merakc.{name}.default"
     for name in ("attention", "attention_backward", "dropout", "uniform", "normal")
 )
+
+# Those whose ways to their kernels are traced: on a CPU a call of the op takes as long as of the
+# kernel of a small layer.
+TRACED = frozenset({"merakc.attention.default", "merakc.attention_backward.default"})
 
 
 def check_compiler(device: torch.device) -> None:
@@ -103,30 +109,53 @@ class Fused:
         self.part, self.device = part, device
         self.made: dict[tuple[tuple[int, ...], ...], Function] = {}
 
-    def __call__(self, *given: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The values of the run's outputs."""
+    def __call__(self, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The values of the run's outputs. The list is emptied, as `compile_graph` does."""
         layout = tuple([x.stride() for x in given])
         function = self.made.get(layout)
         if function is None:
             function = self.made[layout] = self._compile(given)
-        return function(*given)
+        return function(given)
 
     def _compile(self, given: Sequence[torch.Tensor]) -> Function:
         module = to_fx(self.part, self.device)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of its own modules
-            function: Function = torch._inductor.compile(module, list(given))
-            shared = _shared(self.part, given, function(*given))
+            function = _emptying(torch._inductor.compile(module, list(given)))
+            shared = _shared(self.part, given, function(list(given)))
         if not shared:
             return function
 
-        def apart(*now: torch.Tensor) -> Sequence[torch.Tensor]:
-            outs = list(function(*now))
+        def apart(now: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+            outs = list(function(now))
             for k in shared:
                 outs[k] = outs[k].clone()
             return outs
 
         return apart
+
+
+def _emptying(function: Callable[..., Sequence[torch.Tensor]]) -> Function:
+    """What `torch._inductor.compile` wraps, which lets go of its arguments on the way; where it is
+    not to be found, a function that keeps them to its end.
+    """
+    within: Any = function
+    while within is not None and _takes_any_number(within):
+        within = getattr(within, "__wrapped__", None)
+    if getattr(within, "_boxed_call", False):
+        return cast(Function, within)
+
+    def keeping(given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        arguments = tuple(given)
+        given.clear()
+        return function(*arguments)
+
+    return keeping
+
+
+def _takes_any_number(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    return code is not None and bool(code.co_flags & inspect.CO_VARARGS)
 
 
 def to_fx(graph: Graph, device: torch.device) -> fx.GraphModule:
@@ -143,7 +172,8 @@ def to_fx(graph: Graph, device: torch.device) -> fx.GraphModule:
         kwargs = {k: value(v) for k, v in node.kwargs}
         if makes_tensor(node.op):
             kwargs["device"] = device
-        call = made.call_function(resolve_op(node.op), tuple(map(value, node.args)), kwargs)
+        function = DIRECT[node.op] if node.op in TRACED else resolve_op(node.op)
+        call = made.call_function(function, tuple(map(value, node.args)), kwargs)
         several = len(node.outputs) > 1 or returns_list(node.op)
         for k in range(len(node.outputs)):
             values[Ref(node.name, k)] = (

@@ -103,6 +103,45 @@ def test_compiled_it_computes_the_same() -> None:
 
 
 @compiles
+def test_a_run_keeps_nothing_of_what_it_was_given() -> None:
+    run = Fuser(CPU).fuse(graph(*layer("a", "x", "w"), outs=(Ref("a.a"),))).functions["fused.0"]
+    for _ in range(2):
+        given = values()[:2]
+        run(given)
+        assert given == []
+    (function,) = run.made.values()  # type: ignore[attr-defined]
+    assert function._boxed_call  # torch's own, which lets go of arguments on its way
+    given = values()[:2]
+    assert fused._emptying(lambda *own: list(own))(given)
+    assert given == []
+
+
+@compiles
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_is_traced_to_its_kernel(causal: bool) -> None:
+    heads, rows = TensorSpec((2, 3, 8, 16), torch.float64), TensorSpec((2, 3, 8), torch.float64)
+    inputs = tuple(Input(n, InputKind.SAVED, heads) for n in "qkv")
+    forward = Node("f", "merakc.attention.default", (*map(Ref, "qkv"), None, causal, 0.25), (),
+                   (heads, rows))  # fmt: skip
+    backward = Node(
+        "b", "merakc.attention_backward.default",
+        (Ref("q"), *map(Ref, "qkv"), Ref("f"), Ref("f", 1), None, causal, 0.25), (), (heads,) * 3,
+    )  # fmt: skip
+    outs = (Ref("f"), *(Ref("b", k) for k in range(3)))
+    made = Graph(inputs, (forward, backward),
+                 tuple(Output(str(r), OutputKind.SAVED, r) for r in outs))  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 3, 8, 16, generator=generator, dtype=torch.float64) for _ in "qkv"]
+    wanted = compile_graph(made, CPU)(list(given))
+    found = compile_graph(Fuser(CPU).fuse(made), CPU)(list(given))
+    for a, b in zip(found, wanted, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    called = {n.target for n in to_fx(made, CPU).graph.nodes}
+    assert torch.ops.merakc.attention.default not in called
+
+
+@compiles
 def test_what_owns_its_memory_owns_it_when_compiled() -> None:
     """Equal values, of which the code generator makes one."""
     calls = (
