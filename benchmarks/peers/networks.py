@@ -1,7 +1,9 @@
 """What ranks of one machine talk over: its loopback, or links of a given rate.
 
 A slow link is one in earnest: every rank lives in a network namespace of its own, joined to the
-others by a bridge, and what leaves it passes a token bucket. That takes root and iproute2.
+others by a bridge, and what leaves it passes a token bucket. That takes root and iproute2. TCP's
+congestion control is Reno's, whichever the machine has: that of BBR takes a pipeline's messages,
+with pauses in between, for all that the link can do, and holds some back for 75 ms and more.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 BURST, LATENCY = "256kb", "50ms"  # smaller bursts take CPU from the ranks
 MTU_BYTES = 9000
 INTERFACE = "link0"
+CONGESTION_CONTROL = "reno"  # which every kernel has, and lets every namespace choose
 
 
 class NetworkError(RuntimeError):
@@ -74,6 +77,8 @@ def _join(hub: str, name: str, rank: int, rate: str, burst: str) -> None:
     _ip("-n", name, "link", "set", "lo", "up")
     _ip("-n", name, "addr", "add", f"10.111.0.{rank + 1}/24", "dev", INTERFACE)
     _ip("-n", name, "link", "set", INTERFACE, "up")
+    setting = "/proc/sys/net/ipv4/tcp_congestion_control"
+    _ip("netns", "exec", name, "sh", "-c", f"echo {CONGESTION_CONTROL} > {setting}")
     _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", "tbf",
          "rate", rate, "burst", burst, "latency", LATENCY)  # fmt: skip
 

@@ -7,6 +7,8 @@ import pytest
 
 from benchmarks.peers.networks import INTERFACE, LOOPBACK, NetworkError, slow_network
 
+CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
+
 
 def _namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
@@ -24,6 +26,9 @@ def test_a_slow_network_is_one_and_goes_again() -> None:
                 shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
                 assert "tbf" in shown
                 assert "rate 300Mbit" in shown
+                command = [*network.enter(rank), "cat", CONTROL]
+                shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                assert shown == "reno\n"
             assert f"merakc-{os.getpid()}-2" in _namespaces()
     except NetworkError as error:
         pytest.skip(str(error))
