@@ -21,7 +21,7 @@ from merakc.runtime.groups import together
 from merakc.steps import Steps
 
 # Trials, as many as this time has room for.
-TRIALS, TIME_S = 9, 3.0
+TRIALS, TIME_S = 15, 5.0
 Seconds = Mapping[int, Mapping[ActionKind, float]]
 
 

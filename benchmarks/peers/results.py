@@ -177,7 +177,9 @@ changes in it, counted in the adapters of `benchmarks/peers` as they are formatt
 `gradients` is how far those of the first step are from one process's, relative to their length, for
 the worst parameter, as they follow from the weights that AdamW made of them; `weights` is the same
 of the way that the weights went in {CHECKED_STEPS} steps. The Megatron-style baseline is
-written anew from the papers, with collectives that block; it is not Megatron-LM.
+written anew from the papers, with collectives that block; it is not Megatron-LM. merakc keeps the
+memory that a step frees, as glibc would do for others with `MALLOC_TRIM_THRESHOLD_` and
+`MALLOC_MMAP_THRESHOLD_` set; nothing is set here.
 
 {tables}
 ## Where merakc is behind
