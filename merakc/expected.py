@@ -18,7 +18,7 @@ from merakc.costs.lanes import chunk_collectives
 from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
 from merakc.costs.spent import by_rank, merged
 from merakc.costs.stage import stage_cost, with_seconds
-from merakc.costs.timeline import program_memory, rank_times, verify_memory
+from merakc.costs.timeline import Times, program_memory, rank_times, verify_memory
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import InputKind
 from merakc.ir.plan import Measured, Prediction
@@ -79,20 +79,21 @@ def expected(
     prediction, simulation = simulated(costs)
     programs = lowered.with_collectives(lowered.programs(), every)
     times = rank_times(programs, simulation.events)[steps.groups.rank]
-    static_bytes = _static_bytes(steps, step)
-    buckets = steps.sharded.specs if steps.sharded else ()
-    sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
-    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, sunk)
-
-    def peak_bytes() -> int:
-        if plan.order and plan.schedule != "auto":  # the user's own
-            verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
-        return max((m.peak_bytes for m in memory), default=static_bytes)
-
-    peaks = together(peak_bytes)
+    peaks = together(lambda: _peak_bytes(steps, step, cluster, times))
     first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
     step_s = prediction.step_s + (here.around_s if here else 0.0)
     return replace(prediction, step_s=step_s, peak_bytes=first), simulation, here
+
+
+def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times) -> int:
+    """Of this rank. Raises `ProgramError` where an order of the user's own does not fit."""
+    plan, static_bytes = step.lowered.plan, _static_bytes(steps, step)
+    buckets = steps.sharded.specs if steps.sharded else ()
+    sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
+    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, sunk)
+    if plan.order and plan.schedule != "auto":
+        verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
+    return max((m.peak_bytes for m in memory), default=static_bytes)
 
 
 def _apart(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from merakc.cluster import Cluster
@@ -45,17 +45,13 @@ def predict(
         replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
         for s, (c, g) in enumerate(zip(costs, local, strict=True))
     )
-    seconds: dict[tuple[str, CollectiveKind], float] = {}
-    for rank in range(mesh.pp if mesh.dp > 1 else 0):
-        buckets = rank_buckets(plan, local, rank)
-        seconds |= bucket_seconds(buckets, dp_group(mesh, cluster), plan.precision)
     if overlap is None:
         overlap = cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0
     near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
     table = CostTable(
         costs,
         *(messages or (near.link_latency_s, near.link_bytes_per_s)),
-        collective_s=seconds,
+        collective_s=_collective_seconds(plan, local, cluster),
         overlap=overlap,
         collectives=collectives or {},
         sharing=cluster.sharing,
@@ -73,6 +69,17 @@ def predict(
         tuple(simulation.exposed_s[k] for k in own),
     )
     return prediction, simulation
+
+
+def _collective_seconds(
+    plan: Plan, local: Sequence[Graph], cluster: Cluster
+) -> dict[tuple[str, CollectiveKind], float]:
+    """Of the buckets of all pipeline ranks, over dp."""
+    found: dict[tuple[str, CollectiveKind], float] = {}
+    for rank in range(plan.pp if plan.dp > 1 else 0):
+        buckets = rank_buckets(plan, local, rank)
+        found |= bucket_seconds(buckets, dp_group(plan.mesh, cluster), plan.precision)
+    return found
 
 
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
