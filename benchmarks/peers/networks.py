@@ -2,8 +2,8 @@
 
 A slow link is one in earnest: every rank lives in a network namespace of its own, joined to the
 others by a bridge, and what leaves it passes a token bucket. That takes root and iproute2. TCP's
-congestion control is Reno's, whichever the machine has: that of BBR takes a pipeline's messages,
-with pauses in between, for all that the link can do, and holds some back for 75 ms and more.
+congestion control is Reno's, whichever the machine has: under BBR a pipeline's step over such links
+took 280, 360, 436 or 510 ms, under Reno 290.
 """
 
 from __future__ import annotations
