@@ -28,8 +28,9 @@ SPEC = TensorSpec((4,), F64)
 def test_models_equal_eager(name: str) -> None:
     case = MODELS[name]
     with lifted_casts():
-        # BatchNorm's statistics are computed by other kernels than its normalisation.
-        relative = 1e-14 if case.running_statistics else 0.0
+        # BatchNorm's statistics are computed by other kernels than its normalisation, and how the
+        # product of an expert's few rows is rounded depends on where in memory they are.
+        relative = 1e-14 if case.running_statistics or name == "mixtral" else 0.0
         check(case.model(F64), **case.batch(2, F64), relative=relative)
 
 
