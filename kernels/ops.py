@@ -137,3 +137,10 @@ def returns_view(op: str) -> bool:
         return False
     returns = resolve_op(op)._schema.returns  # type: ignore[attr-defined]
     return any(r.alias_info is not None for r in returns)
+
+
+@cache
+def is_pointwise(op: str) -> bool:
+    """Whether torch says that the op computes each element for itself, and draws no numbers."""
+    tags = resolve_op(op).tags if op.startswith("aten.") else ()  # type: ignore[attr-defined]
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

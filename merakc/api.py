@@ -163,7 +163,8 @@ def _build(
         _warn_of_opaque(lowered.plan)
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
-    lowered = replace(lowered, plan=replace(lowered.plan, parameters=held))
+    plan = replace(lowered.plan, parameters=held)
+    lowered = replace(lowered, plan=plan, compiled=fuser is not None)
     chunks = cache(lambda: lowered.chunks(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     if made.device.type == "cuda":

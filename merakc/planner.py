@@ -36,6 +36,7 @@ from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
 from merakc.passes.match_plan import check_match, holders
 from merakc.passes.recompute import checkpointed, selective, within_bytes
+from merakc.passes.rematerialise import rematerialised
 from merakc.passes.schedule import build_programs
 from merakc.passes.separate_heads import separate_heads
 from merakc.passes.shard import shard
@@ -65,6 +66,7 @@ class Lowered:
     loss: WeighedLoss
     stages: Stages
     parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
+    compiled: bool = False  # whether runs of its graphs' calls become kernels
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -111,7 +113,8 @@ class Lowered:
         return chunk_rows(local, self.plan.row_chunks, kinds) if fused is local else fused
 
     def _pieces(self, stage: int, tp_rank: int) -> Chunk:
-        return self._with_pieces(stage, differentiate(self.local(stage, tp_rank)))
+        chunk = differentiate(self.local(stage, tp_rank))
+        return self._with_pieces(stage, rematerialised(chunk) if self.compiled else chunk)
 
     def _with_pieces(self, stage: int, chunk: Chunk) -> Chunk:
         order = self.schedule.orders[self.schedule.rank_of[stage]]
@@ -324,7 +327,8 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     loss = weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
     sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
-    return Lowered(plan, loss, split_stages(loss.graph, of, len(plan.rank_of), sharding))
+    stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
+    return Lowered(plan, loss, stages, compiled=lowered.compiled)
 
 
 def weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:

@@ -234,17 +234,21 @@ class Step:
 
     def _given(self, stage: Stage, live: _Live, piece: Piece) -> list[torch.Tensor]:
         """The inputs of a piece; what no later one reads is held by nobody else from here on."""
-        state = self.of.state
+        state, values = self.of.state, live.values
         given = [
-            self._brought(stage, live, item) if name is None else state[name]
-            for item, name in zip(piece.given, piece.held, strict=True)
+            state[name]
+            if name is not None
+            else values[key]
+            if key in values
+            else self._brought(stage, live, item)
+            for item, key, name in zip(piece.given, piece.keys, piece.held, strict=True)
         ]
-        live.values = {name: v for name, v in live.values.items() if name in piece.leaves}
+        live.values = {name: v for name, v in values.items() if name in piece.leaves}
         return given
 
     def _brought(self, stage: Stage, live: _Live, item: Input) -> torch.Tensor:
         if item.kind is InputKind.TANGENT:
-            return self._tangent(stage, live, item)
+            return self._tangent(stage, item)
         return self._input(stage, live, item.key)
 
     def _input(self, stage: Stage, live: _Live, name: str) -> torch.Tensor:
@@ -253,9 +257,7 @@ class Step:
                 return values[name]
         return self.of.state[stage.targets[name] or name]
 
-    def _tangent(self, stage: Stage, live: _Live, item: Input) -> torch.Tensor:
-        if item.key in live.values:
-            return live.values[item.key]
+    def _tangent(self, stage: Stage, item: Input) -> torch.Tensor:
         # The loss counts once; a sent value that no one differentiates counts nothing.
         fill = 0.0 if item.target in stage.specs else self.of.loss_scale
         return torch.full(item.spec.shape, fill, dtype=item.spec.dtype, device=self.of.device)

@@ -13,6 +13,7 @@ import operator
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, cast
@@ -119,7 +120,7 @@ class Fused:
 
     def _compile(self, given: Sequence[torch.Tensor]) -> Function:
         module = to_fx(self.part, self.device)
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings(), _no_checks_of_layouts():
             warnings.simplefilter("ignore", DeprecationWarning)  # torch's, of its own modules
             function = _emptying(torch._inductor.compile(module, list(given)))
             shared = _shared(self.part, given, function(list(given)))
@@ -133,6 +134,21 @@ class Fused:
             return outs
 
         return apart
+
+
+@contextmanager
+def _no_checks_of_layouts() -> Iterator[None]:
+    """While it is entered, the code generator writes no checks of what a run is given, which take
+    about 3% of a small layer's time: a function is called for one layout alone.
+    """
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # takes a second
+
+    checks = PythonWrapperCodegen.codegen_input_size_asserts
+    PythonWrapperCodegen.codegen_input_size_asserts = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PythonWrapperCodegen.codegen_input_size_asserts = checks  # type: ignore[method-assign]
 
 
 def _emptying(function: Callable[..., Sequence[torch.Tensor]]) -> Function:

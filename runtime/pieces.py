@@ -40,7 +40,8 @@ class Piece:
     `leaves` are the keys of what later pieces of the micro-batch take; all else that the
     micro-batch holds is let go of while this one runs. `given` are the inputs that it is called
     with and `returned` the outputs that come back: all but sharded parameters and their gradients.
-    `held` are the names in the rank's state of what is given, None of what a micro-batch brings.
+    `keys` are under what a micro-batch holds what is given, `held` its names in the rank's state,
+    None of what a micro-batch brings.
     """
 
     graph: Graph
@@ -48,6 +49,7 @@ class Piece:
     owned: frozenset[str]
     leaves: frozenset[str]
     given: tuple[Input, ...]
+    keys: tuple[str, ...]
     returned: tuple[Output, ...]
     held: tuple[str | None, ...]
     routes: Routes
@@ -129,13 +131,15 @@ class Stage:
                 },
             )
         owned = owned_outputs(graph)
+        given = tuple(i for i in graph.inputs if i.name not in hooks.fetched)
         returned = tuple(o for o in graph.outputs if o.name not in hooks.sunk)
         return Piece(
             graph,
             compile_graph(self.fuser.fuse(graph) if self.fuser else graph, device, hooks),
             owned & {o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT},
             frozenset(),
-            tuple(i for i in graph.inputs if i.name not in hooks.fetched),
+            given,
+            tuple(i.key for i in given),
             returned,
             (),
             self._routes(returned, owned),

@@ -182,6 +182,17 @@ def test_each_stage_keeps_what_the_plan_lets_it() -> None:
     assert [ActionKind.RECOMPUTE in k for k in kinds] == [True, False]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_that_are_compiled_keep_less(schedule: str) -> None:
+    _, lowered = planned(Mesh(pp=2), schedule=schedule)
+    lean = dataclasses.replace(lowered, compiled=True)
+    for stage in range(2):
+        plain, other = (stage_cost(x.chunk(stage, 0), NOMINAL_CPU) for x in (lowered, lean))
+        assert other.saved_bytes < 0.9 * plain.saved_bytes
+        halves = lean.chunk(stage, 0)
+        assert (halves.input_grad is not None) is (schedule == "zb-h1")
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 def test_a_plan_adapts_to_evaluation_and_to_other_shapes(name: str) -> None:
     _, lowered = planned(Mesh(1, 2, 4), name)

@@ -82,7 +82,7 @@ def selective(chunk: Chunk) -> frozenset[Ref]:
     collective, no attention kernel and no module that runs as it is.
     """
     costs = {n.name: np.inf if n.op in KEPT_BY_SELECTIVE else 0.0 for n in chunk.forward.nodes}
-    return _Cut(chunk, costs).kept(1.0)
+    return Cut(chunk, costs).kept(1.0)
 
 
 def within_bytes(chunk: Chunk, budget_bytes: int, cluster: Cluster) -> frozenset[Ref]:
@@ -100,7 +100,7 @@ def within_bytes(chunk: Chunk, budget_bytes: int, cluster: Cluster) -> frozenset
         else seconds[n.name] * (1 + TIE_BREAK * k / len(nodes))
         for k, n in enumerate(nodes)
     }
-    cut = _Cut(chunk, costs)
+    cut = Cut(chunk, costs)
     everything = cut.kept(0.0)
     if kept_bytes(chunk, everything) <= budget_bytes:
         return everything
@@ -130,10 +130,11 @@ def recompute_seconds(chunk: Chunk, cluster: Cluster) -> float:
 def _seconds(graph: Graph, cluster: Cluster) -> dict[str, float]:
     """Of each node; views take none."""
     specs = graph.specs()
-    return {n.name: 0.0 if _is_view(n) else node_seconds(n, specs, cluster) for n in graph.nodes}
+    return {n.name: 0.0 if is_view(n) else node_seconds(n, specs, cluster) for n in graph.nodes}
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """Whether a node makes no memory of its own."""
     return node.op in FREE and bool(node.refs)
 
 
@@ -144,8 +145,9 @@ class _Edge:
     capacity: float
 
 
-class _Cut:
-    """The network of one chunk; `costs` are the seconds of running each node of it again.
+class Cut:
+    """The network of one chunk; `costs` are the seconds of running each node of it again, or
+    what else is weighed against bytes.
 
     Every value that the backward reads hangs on the source, and a value on its node by an edge of
     the price of its bytes: cut, it is kept. A node hangs on the sink by an edge of its seconds, and
@@ -176,7 +178,7 @@ class _Cut:
                 if spec is not None:
                     self.values[Ref(node.name, k)] = next(places)
                     self.made.append(place)
-                    self.bytes.append(np.inf if _is_view(node) else spec.size_bytes)
+                    self.bytes.append(np.inf if is_view(node) else spec.size_bytes)
         self.own = dict(list(self.values.items())[received:])
         self.fixed += [_Edge(SOURCE, self.own[r], np.inf) for r in wanted if r in self.own]
         self.size = next(places)

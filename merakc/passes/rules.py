@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
-
+from merakc.kernels.ops import is_pointwise
 from merakc.passes.rows import POINTWISE, Along, Last, Loss, Reduce, Row, Shape, Whole
 
 
@@ -188,12 +187,7 @@ def row_of(op: str) -> Row | None:
         return ROWS[op]
     if op in _registered:
         return _registered[op]
-    if op.startswith("aten."):
-        _, packet, overload = op.split(".")
-        tags = getattr(getattr(torch.ops.aten, packet), overload).tags
-        if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
-            return POINTWISE
-    return None
+    return POINTWISE if is_pointwise(op) else None
 
 
 def add_row(op: str, row: Row) -> None:

@@ -13,6 +13,7 @@ from merakc.kernels.ops import (
     STARTS,
     WAIT,
     compiled_call,
+    is_pointwise,
     makes_tensor,
     resolve_op,
     returns_list,
@@ -64,6 +65,21 @@ def test_ops_that_make_tensors_from_nothing(op: str, makes: bool) -> None:
 )
 def test_views(op: str, view: bool) -> None:
     assert returns_view(op) is view
+
+
+@pytest.mark.parametrize(
+    ("op", "pointwise"),
+    [
+        ("aten.add.Tensor", True),
+        ("aten.silu_backward.default", True),
+        ("aten.sum.default", False),
+        ("aten.mm.default", False),
+        ("aten.bernoulli.p", False),  # another draw every time
+        ("merakc.dropout.default", False),
+    ],
+)
+def test_calls_of_each_element(op: str, pointwise: bool) -> None:
+    assert is_pointwise(op) is pointwise
 
 
 def test_every_name_resolves() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 from typing import Any
 
@@ -100,6 +101,19 @@ def test_compiled_it_computes_the_same() -> None:
     turned = [x.t().contiguous().t() for x in values()]  # other layouts, the same numbers
     for a, b in zip(run(turned), wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@compiles
+def test_what_is_given_is_not_checked_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = importlib.import_module("torch._inductor.codegen.wrapper").PythonWrapperCodegen
+
+    def checks(_: object) -> None:
+        raise AssertionError("it writes checks of what is given")
+
+    monkeypatch.setattr(wrapper, "codegen_input_size_asserts", checks)
+    calls = (*layer("a", "x", "w"), node("q", "aten.cos.default", Ref("a.a")))  # not yet known
+    compile_graph(Fuser(CPU).fuse(graph(*calls, outs=(Ref("q"),))), CPU)(values())
+    assert wrapper.codegen_input_size_asserts is checks
 
 
 @compiles
