@@ -144,7 +144,7 @@ def test_the_cut_is_the_cheapest_of_all_checkpoints(share: float) -> None:
     chunk = ladder()
     nodes = chunk.forward.nodes
     costs = {n.name: 5.0 if "mm" in n.op else 0.0 if "aten.t." in n.op else 1.0 for n in nodes}
-    cut = recompute._Cut(chunk, costs)
+    cut = recompute.Cut(chunk, costs)
     specs = chunk.forward.specs()
     candidates = [Ref(n.name) for n in nodes if n.name != "loss"]
 
@@ -163,7 +163,7 @@ def test_the_cut_is_the_cheapest_of_all_checkpoints(share: float) -> None:
 def test_infinite_costs_are_never_paid() -> None:
     chunk = ladder()
     costs = {n.name: np.inf if "mm" in n.op else 1.0 for n in chunk.forward.nodes}
-    kept = recompute._Cut(chunk, costs).kept(1.0)
+    kept = recompute.Cut(chunk, costs).kept(1.0)
     again = checkpointed(chunk, kept).recompute
     assert again is not None
     assert not [n for n in again.nodes if "mm" in n.op]
