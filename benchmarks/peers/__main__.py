@@ -196,7 +196,7 @@ def main(
     console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {wall_s:.0f} s")
     if doc is not None:
         told = about(base, environments, wall_s)
-        doc.write_text(document(results, notes, told))
+        doc.write_text(document(results, notes, told, picture.name if picture else ""))
     if json_path is not None:
         json_path.write_text(json_of(results, notes, wall_s))
     if picture is not None:

@@ -150,8 +150,9 @@ def failures(results: Sequence[Result]) -> list[str]:
     )
 
 
-def document(results: Sequence[Result], notes: Sequence[str], about: str) -> str:
-    """The tables as a page of the documentation."""
+def document(results: Sequence[Result], notes: Sequence[str], about: str, picture: str = "") -> str:
+    """The tables as a page of the documentation, with the name of a `plot` beside it."""
+    shown = f"![Milliseconds of a step of every contestant]({picture})\n\n" if picture else ""
     parts = []
     for result in results:
         body = [list(HEAD), ["---"] + ["---:"] * (len(HEAD) - 1)]
@@ -181,7 +182,7 @@ written anew from the papers, with collectives that block; it is not Megatron-LM
 memory that a step frees, as glibc would do for others with `MALLOC_TRIM_THRESHOLD_` and
 `MALLOC_MMAP_THRESHOLD_` set; nothing is set here.
 
-{tables}
+{shown}{tables}
 ## Where merakc is behind
 
 {wrong}
@@ -203,15 +204,22 @@ def summary(results: Sequence[Result]) -> dict[str, float]:
 
 
 def plot(path: Path, results: Sequence[Result]) -> None:
-    """Steps of all contestants, a panel a layout and network; whiskers from least to largest."""
+    """Steps of all contestants, a row a layout and a column a network; whiskers from least to
+    largest.
+    """
     import matplotlib.pyplot as plt  # takes a second
 
-    height = sum(len(result.rows) for result in results)
+    plans = {r.plan: len(r.rows) + 2 for r in results}
+    networks = list(dict.fromkeys(r.network for r in results))
     figure, axes = plt.subplots(
-        len(results), 1, figsize=(9, 1 + 0.32 * height + 0.6 * len(results)), squeeze=False,
-        height_ratios=[len(result.rows) + 1 for result in results], layout="constrained",
+        len(plans), len(networks), figsize=(7.5 * len(networks), 0.27 * sum(plans.values())),
+        squeeze=False, height_ratios=list(plans.values()), layout="constrained",
     )  # fmt: skip
-    for axis, result in zip(axes[:, 0], results, strict=True):
+    for axis in axes.flat:
+        axis.axis("off")
+    for result in results:
+        axis = axes[list(plans).index(result.plan), networks.index(result.network)]
+        axis.axis("on")
         rows = [row for row in result.rows if row.steps_s]
         middle = [row.step_s * 1e3 for row in rows]
         spread = [
@@ -224,5 +232,5 @@ def plot(path: Path, results: Sequence[Result]) -> None:
         axis.barh(labels, middle, xerr=spread, color=colours)
         axis.invert_yaxis()
         axis.set(title=result.title, xlabel="ms a step")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=80)
     plt.close(figure)

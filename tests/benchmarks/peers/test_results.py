@@ -80,6 +80,8 @@ def test_the_page_holds_the_figures() -> None:
     assert "| other | missing |" in page
     assert "- a note\n" in page
     assert "merakc is behind\n\nNone." in page
+    assert "](" not in page
+    assert "](steps.png)\n\n## pp2" in document([result(OWN, PEER)], [], "about", "steps.png")
 
 
 def test_draws(tmp_path: Path) -> None:
