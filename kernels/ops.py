@@ -141,6 +141,10 @@ def returns_view(op: str) -> bool:
 
 @cache
 def is_pointwise(op: str) -> bool:
-    """Whether torch says that the op computes each element for itself, and draws no numbers."""
+    """Whether the op computes each element for itself and draws no numbers: casts, and what torch
+    says so of.
+    """
+    if op == "aten._to_copy.default":
+        return True
     tags = resolve_op(op).tags if op.startswith("aten.") else ()  # type: ignore[attr-defined]
     return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags

@@ -72,6 +72,7 @@ def test_views(op: str, view: bool) -> None:
     [
         ("aten.add.Tensor", True),
         ("aten.silu_backward.default", True),
+        ("aten._to_copy.default", True),
         ("aten.sum.default", False),
         ("aten.mm.default", False),
         ("aten.bernoulli.p", False),  # another draw every time

@@ -88,6 +88,25 @@ def test_a_stream_is_kept_and_not_added_up_anew() -> None:
     assert saved_bytes(lean) <= saved_bytes(chunk)
 
 
+def test_casts_of_weights_are_made_again() -> None:
+    half = TensorSpec(SPEC.shape, torch.bfloat16)
+    cast = (("dtype", torch.bfloat16),)
+    inputs = (
+        Input("x", InputKind.ACTIVATION, half, "x", True),
+        Input("w", InputKind.PARAMETER, SPEC, "w", True),
+    )
+    nodes = (
+        Node("c", "aten._to_copy.default", (Ref("w"),), cast, (half,)),
+        Node("m", "aten.mm.default", (Ref("x"), Ref("c")), (), (half,)),
+    )
+    chunk = differentiate(Graph(inputs, nodes, (Output("m", OutputKind.ACTIVATION, Ref("m")),)))
+    assert saved_bytes(chunk) == half.size_bytes
+    lean = rematerialised(chunk)
+    assert saved_bytes(lean) == 0
+    assert lean.backward is not None
+    assert [i.name for i in lean.backward.inputs if i.kind is InputKind.PARAMETER] == ["w"]
+
+
 def test_pieces_that_differentiate_nothing_stay() -> None:
     chunk = chain(2)
     frozen = replace(chunk, backward=None)
