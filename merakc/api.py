@@ -49,6 +49,7 @@ from merakc.runtime.loss_scale import loss_scale_for
 from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
 from merakc.start import device_of, start_distributed
 from merakc.steps import Steps
+from merakc.trials import shared_cores
 from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
 
@@ -317,5 +318,10 @@ def _lowered(
 
 
 def _nominal(device: torch.device) -> Cluster:
+    """What plans are made with: these ranks' memory, and the cores that are fewer than they;
+    collective.
+    """
     nominal = NOMINAL_GPU if device.type == "cuda" else NOMINAL_CPU
-    return replace(nominal, memory_bytes=memory_bytes(device))
+    sharing = shared_cores(device)
+    few = sharing is not None and sharing.cores < sharing.devices
+    return replace(nominal, memory_bytes=memory_bytes(device), sharing=sharing if few else None)

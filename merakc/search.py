@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import with_state
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
-from merakc.ir.plan import Plan
+from merakc.ir.costs import StageCost
+from merakc.ir.plan import Plan, Prediction
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Inner, Mesh
 from merakc.ir.state import AUTO, ShardsGiven, StateShards, lattice, parse_shards
@@ -32,6 +33,10 @@ MICRO_BATCHES_PER_STAGE = 4
 ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
 # Works that the generator schedules: about a second.
 EFFORT = 100_000
+# Orders whose seconds or bytes are less than this apart are equal: predictions tell no more. What
+# keeps no more than 1F1B is looked for among fewer, the known schedules first.
+SAME = 1.01
+LEAN_EFFORT = 20_000
 # The best plans, of which each is tried with communication under computation: it takes seconds.
 OVERLAPPED = 3
 # Schedules that are made for recomputation.
@@ -174,9 +179,14 @@ def improve(
 
 def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
     """Plans that fit come first, and then the faster ones per sample."""
+    prediction = _predicted(plan)
+    too_big = not fits(prediction.peak_bytes, cluster, plan.mesh)
+    return too_big, prediction.step_s / plan.dp
+
+
+def _predicted(plan: Plan) -> Prediction:
     assert plan.prediction is not None
-    too_big = not fits(plan.prediction.peak_bytes, cluster, plan.mesh)
-    return too_big, plan.prediction.step_s / plan.dp
+    return plan.prediction
 
 
 def _overlapped(
@@ -195,38 +205,55 @@ def _generated(
 ) -> tuple[Plan, Lowered]:
     """The plan with an order of work made for its stages and memory, where that is shorter.
 
-    Only where schedule and recomputation are open; "none" is open too, as to the order.
+    Of orders that are equally short, to within what predictions can tell, the one that keeps no
+    more than 1F1B. Only where schedule and recomputation are open; "none" is open too, as to the
+    order.
     """
     if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
         return plan, lowered
     costs = planned_costs(lowered, cluster)
-    if request.recompute == "none":  # recomputing would give nothing back
-        costs = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
+    # Where recomputing gives nothing back, no order recomputes.
+    keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
+    costs = keeping if request.recompute == "none" else costs
+    memory_bytes = rank_memory_bytes(cluster, plan.mesh)
+    found = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
+    if found is None or _rank(found, cluster) >= _rank(plan, cluster):
+        return plan, lowered
+    best = _predicted(found)
+    least_bytes = round(SAME * max(_predicted(plan).peak_bytes))
+    if plan.recompute == "none" and max(best.peak_bytes) > least_bytes:
+        memory_bytes = tuple(min(own, least_bytes) for own in memory_bytes)
+        lean = _ordered(lowered, keeping, cluster, memory_bytes, LEAN_EFFORT)
+        if lean is not None and _predicted(lean).step_s <= SAME * best.step_s:
+            found = lean
+    return found, replace(lowered, plan=found)
+
+
+def _ordered(
+    lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster, memory_bytes: Sequence[int],
+    effort: int,
+) -> Plan | None:  # fmt: skip
+    """The plan with an order that is generated for these costs of its stages and this memory; None
+    where nothing fits it.
+    """
+    plan = lowered.plan
     sizes = [t.size_bytes for t in lowered.stages.transfers]
     link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
     pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s)
     try:
-        found = generate([pipeline], rank_memory_bytes(cluster, plan.mesh), effort=EFFORT)
-    except ConfigError:  # nothing fits: what was chosen is as good as anything
-        return plan, lowered
-    kinds = {a.kind for order in found.schedule.orders for a in order}
+        schedule = generate([pipeline], memory_bytes, effort=effort).schedule
+    except ConfigError:
+        return None
+    kinds = {a.kind for order in schedule.orders for a in order}
     made = replace(
         plan,
         schedule="auto",
-        order=tuple(format_schedule(found.schedule).splitlines()),
+        order=tuple(format_schedule(schedule).splitlines()),
         recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
         keep_bytes=(),
     )
     prediction, _ = predict(replace(lowered, plan=made), cluster, dp_rank=0)
-    assert plan.prediction is not None
-    now, before = (
-        (not fits(p.peak_bytes, cluster, plan.mesh), p.step_s)
-        for p in (prediction, plan.prediction)
-    )
-    if now >= before:
-        return plan, lowered
-    made = replace(made, prediction=prediction)
-    return made, replace(lowered, plan=made)
+    return replace(made, prediction=prediction)
 
 
 def _forms(request: Request, mesh: Mesh) -> tuple[bool, ...]:

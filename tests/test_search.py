@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
-from merakc.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes
+from merakc.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Sharing
 from merakc.errors import ConfigError, CutError, ProgramError, ShardError
 from merakc.frontend.record import Recording, record
 from merakc.ir.buckets import plan_buckets
@@ -20,7 +20,7 @@ from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.predict import predict
 from merakc.recording import record_part
-from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
+from merakc.search import SAME, Request, meshes, micro_batches_for, search, with_schedule
 
 BATCH_SIZE = 8
 
@@ -141,6 +141,19 @@ def test_an_order_is_made_for_the_stages_and_the_memory() -> None:
     assert max(less.prediction.peak_bytes) <= tight.memory_bytes
     never, _ = search(replace(request, recompute="none"), recording, tight)
     assert never.recompute == "none"
+
+
+def test_of_orders_as_short_the_one_that_keeps_less_is_taken() -> None:
+    request = Request(4, BATCH_SIZE, pp=4, micro_batches=8)
+
+    def peak(request: Request, cluster: Cluster) -> int:
+        prediction = search(request, recording, cluster)[0].prediction
+        assert prediction is not None
+        return max(prediction.peak_bytes)
+
+    one_core = replace(NOMINAL_CPU, sharing=Sharing((1.0,), 4))  # all orders of work take as long
+    least = peak(replace(request, schedule="1f1b"), one_core)
+    assert peak(request, one_core) <= SAME * least < 1.1 * least < peak(request, NOMINAL_CPU)
 
 
 def test_each_stage_keeps_as_much_as_its_memory_lets_it() -> None:
