@@ -295,9 +295,10 @@ class Cluster:
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the
-# same everywhere, so that the same model and degrees give the same plan on every machine. Over gloo
-# a gather of 1 MiB on two ranks took as long as an all-reduce of it, a reduce-scatter longer: ranks
-# take tensors apart and put them together on their own cores.
+# same everywhere, so that the same model and degrees give the same plan on every machine, but for
+# its memory, and for cores that are fewer than its ranks. Over gloo a gather of 1 MiB on two ranks
+# took as long as an all-reduce of it, a reduce-scatter longer: ranks take tensors apart and put
+# them together on their own cores.
 NOMINAL_CPU = Cluster(
     "a CPU core per rank, gloo", 5e10, 1e10, 5e-6, 1 << 33, 2e-4, 1e9, gather_share=0.5
 )
