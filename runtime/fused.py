@@ -138,8 +138,8 @@ class Fused:
 
 @contextmanager
 def _no_checks_of_layouts() -> Iterator[None]:
-    """While it is entered, the code generator writes no checks of what a run is given, which take
-    about 3% of a small layer's time: a function is called for one layout alone.
+    """While it is entered, the code generator writes no checks of what a run is given: a
+    function is called for one layout alone.
     """
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen  # takes a second
 
