@@ -47,7 +47,14 @@ def expected(
     lowered = step.lowered
     plan = lowered.plan
     own = {
-        s: stage_cost(chunk, cluster, plan.shards(s), plan.precision, plan.tied_shards(s))
+        s: stage_cost(
+            chunk,
+            cluster,
+            plan.shards(s),
+            plan.precision,
+            plan.tied_shards(s),
+            fused=lowered.compiled,
+        )
         for s, chunk in step.chunks.items()
     }
     here = _measured(steps, step) if measured else None
@@ -90,7 +97,9 @@ def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times
     plan, static_bytes = step.lowered.plan, _static_bytes(steps, step)
     buckets = steps.sharded.specs if steps.sharded else ()
     sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
-    memory = program_memory(step.executor.program, step.chunks, static_bytes, times, sunk)
+    memory = program_memory(
+        step.executor.program, step.chunks, static_bytes, times, sunk, fused=step.lowered.compiled
+    )
     if plan.order and plan.schedule != "auto":
         verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
     return max((m.peak_bytes for m in memory), default=static_bytes)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from merakc.ir.accumulation import ADDING
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.ir.overwrites import overwrites, overwriting_call
 from merakc.kernels.ops import (
@@ -21,14 +22,7 @@ from merakc.kernels.ops import (
 )
 
 Compiled = Callable[[list[Any]], list[Any]]
-
-
-PRODUCT = "aten.mm.default"
 LITERALS = (bool, int, str, type(None))
-
-
-def _no_place(_: str) -> torch.Tensor | None:
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +31,24 @@ class Hooks:
 
     An input in `fetched` (input name -> argument of `fetch`) is fetched right before its first
     reader; an output in `sunk` (output name -> argument of `sink`) is handed to `sink` as soon as
-    it is made. Neither is among what the function is given or returns. A product among `placed` is
-    written where `place` says, with the same argument; None there means memory of its own.
+    it is made. Neither is among what the function is given or returns. Those in `added`, a part of
+    `accumulated` ones, are handed to it as totals: `place` says, of the same argument, to what they
+    are added, or None, and whether anything is there yet.
     """
 
     fetch: Callable[[str], torch.Tensor]
     sink: Callable[[str, torch.Tensor], None]
     fetched: Mapping[str, str]
     sunk: Mapping[str, str]
-    place: Callable[[str], torch.Tensor | None] = _no_place
-    placed: Collection[str] = ()
+    place: Callable[[str], tuple[torch.Tensor | None, bool]]
+    added: Collection[str]
 
 
 def _none(*_: object) -> Any:
     raise AssertionError("a graph without hooks calls none")
 
 
-NO_HOOKS = Hooks(_none, _none, {}, {})
+NO_HOOKS = Hooks(_none, _none, {}, {}, _none, ())
 
 
 def compile_graph(graph: Graph, device: torch.device, hooks: Hooks = NO_HOOKS) -> Compiled:
@@ -83,7 +78,7 @@ class _Writer:
     def __init__(self, graph: Graph, device: torch.device, hooks: Hooks) -> None:
         self.graph, self.device = graph, device
         self.scope: dict[str, Any] = {
-            "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place, "product": torch.mm,
+            "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place,
         }  # fmt: skip
         self.names: dict[Ref, str] = {}
         self.functions: dict[object, str] = {}  # what the source calls a function
@@ -96,12 +91,7 @@ class _Writer:
         for out in graph.outputs:
             if out.name in hooks.sunk:
                 self.sunk.setdefault(out.ref, []).append(hooks.sunk[out.name])
-        read = {r for n in graph.nodes for r in n.refs} | {o.ref for o in self.returned}
-        self.placed = {
-            o.ref: hooks.sunk[o.name]
-            for o in graph.outputs
-            if o.name in hooks.placed and o.ref not in read and len(self.sunk[o.ref]) == 1
-        }
+        self.added = {o.ref: hooks.sunk[o.name] for o in graph.outputs if o.name in hooks.added}
 
     def source(self) -> str:
         """The function's source."""
@@ -164,11 +154,10 @@ class _Writer:
         return self.names.setdefault(ref, f"v{len(self.names)}")
 
     def _call(self, node: Node) -> str:
-        if node.op == PRODUCT and Ref(node.name) in self.placed:
-            factors = ", ".join(map(self._arg, node.args))
-            return f"product({factors}, out=place({self.placed[Ref(node.name)]!r}))"
-        args = node.args
-        if node.name in self.over:
+        args, total = node.args, self.added.get(Ref(node.name))
+        if total is not None:
+            call = ADDING[node.op]
+        elif node.name in self.over:
             call, args = overwriting_call(node, self.over[node.name])
         else:
             call = self.graph.functions.get(node.op) or compiled_call(node.op)
@@ -178,6 +167,8 @@ class _Writer:
             return f"{function}(box)"
         parts = [self._arg(a) for a in args]
         parts += [f"{k}={self._arg(v)}" for k, v in node.kwargs]
+        if total is not None:
+            parts.insert(0, f"*place({total!r})")
         if makes_tensor(node.op):
             parts.append(f"device={self._arg(self.device)}")
         return f"{function}({', '.join(parts)})"

@@ -1,9 +1,10 @@
 """Executes one rank's Program on torch.distributed.
 
 Receives are posted a few compute actions ahead, sends are asynchronous, gradients are added up in
-the parameters' own dtype and reduced once, at the end of the step. Sums have one order whatever
-the schedule: the loss by micro-batch, a gradient by the order of its stage's backwards and then by
-stage, the gradients of a value that several stages read by stage.
+the parameters' own dtype, by the calls that make them where these can, and reduced once, at the end
+of the step. Sums have one order whatever the schedule: the loss by micro-batch, a gradient by the
+order of its stage's backwards and then by stage, the gradients of a value that several stages read
+by stage.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class Step:
         )  # fmt: skip
         self.handed: dict[object, torch.Tensor] = {}  # between two stages of this rank
         self.losses: dict[int, torch.Tensor] = {}
-        self.sums: dict[int, Tensors] = {s: {} for s in executor.stages}
+        for stage in executor.stages.values():
+            stage.sums.clear()
         self.gradients: Tensors = {}
         self.results: list[Tensors] = [{} for _ in micro_batches]
         self.done: list[tuple[Action, Moment, Moment]] = []  # with their times
@@ -277,7 +279,7 @@ class Step:
 
         The first ones are kept as they are where nothing else lives in their memory.
         """
-        sums = self.sums[stage.number]
+        sums = stage.sums
         later = [(sums[target], value) for target, value, _ in gradients if target in sums]
         if later:
             torch._foreach_add_([own for own, _ in later], [value for _, value in later])
@@ -321,10 +323,10 @@ class Step:
 
     def _merge(self) -> None:
         """Adds up the gradients of this rank's stages, in their order."""
-        for number in sorted(self.sums):
-            for name, value in self.sums[number].items():
+        for _, stage in sorted(self.of.stages.items()):
+            for name, value in stage.sums.items():
                 if name in self.gradients:
                     self.gradients[name] += value
                 else:
                     self.gradients[name] = value
-        self.sums.clear()
+            stage.sums.clear()

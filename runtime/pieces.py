@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from merakc.ir.accumulation import accumulated
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Program
 from merakc.runtime.codegen import NO_HOOKS, Compiled, Hooks, compile_graph
@@ -39,7 +40,8 @@ class Piece:
 
     `leaves` are the keys of what later pieces of the micro-batch take; all else that the
     micro-batch holds is let go of while this one runs. `given` are the inputs that it is called
-    with and `returned` the outputs that come back: all but sharded parameters and their gradients.
+    with and `returned` the outputs that come back: all but sharded parameters, their gradients, and
+    those that its calls add up.
     `keys` are under what a micro-batch holds what is given, `held` its names in the rank's state,
     None of what a micro-batch brings.
     """
@@ -60,7 +62,7 @@ class Stage:
 
     `rewritten` are the buffers of which a micro-batch keeps the value from before its forward,
     since a later piece reads them and the forward writes them. With a `fuser`, runs of calls
-    become kernels of their own.
+    become kernels of their own. `sums` are the gradients of a step so far that are in no bucket.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Stage:
         fuser: Fuser | None = None,
     ) -> None:
         self.number, self.chunk, self.sharded, self.fuser = number, chunk, sharded, fuser
+        self.sums: dict[str, torch.Tensor] = {}
         self.targets = {i.name: i.target for i in chunk.forward.inputs}
         self.constants = {name: c.to(device) for name, c in chunk.forward.constants.items()}
         self.specs = message_specs(chunk)
@@ -110,32 +113,14 @@ class Stage:
         self.gradients = frozenset(t for t in grads if t)  # of which parameters it makes one
 
     def _compile(self, graph: Graph, device: torch.device) -> Piece:
-        hooks = NO_HOOKS
-        if self.sharded is not None:
-            sharded, specs = self.sharded, graph.specs()
-            sunk = {
-                o.name: self.targets[o.name]
-                for o in graph.outputs
-                if o.kind is OutputKind.GRADIENT and sharded.sinks(self.targets[o.name])
-            }
-            hooks = Hooks(
-                fetch=sharded.fetch,
-                sink=sharded.sink,
-                fetched={i.name: i.target for i in graph.inputs if i.target in sharded.bucket_of},
-                sunk=sunk,
-                place=sharded.place,
-                placed={
-                    o.name
-                    for o in graph.outputs
-                    if o.name in sunk and sharded.takes(sunk[o.name], specs[o.ref])
-                },
-            )
+        run = self.fuser.fuse(graph) if self.fuser else graph
+        hooks = self._hooks(graph, run)
         owned = owned_outputs(graph)
         given = tuple(i for i in graph.inputs if i.name not in hooks.fetched)
         returned = tuple(o for o in graph.outputs if o.name not in hooks.sunk)
         return Piece(
             graph,
-            compile_graph(self.fuser.fuse(graph) if self.fuser else graph, device, hooks),
+            compile_graph(run, device, hooks),
             owned & {o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT},
             frozenset(),
             given,
@@ -144,6 +129,46 @@ class Stage:
             (),
             self._routes(returned, owned),
         )
+
+    def _hooks(self, graph: Graph, run: Graph) -> Hooks:
+        """Those of a graph, of which `run` is what is compiled."""
+        targets = {
+            o.name: self.targets[o.name]
+            for o in graph.outputs
+            if o.kind is OutputKind.GRADIENT and o.name not in self.specs
+        }
+        added = accumulated(run, targets).keys()
+        sunk = {name: targets[name] for name in added}
+        if self.sharded is None:
+            return replace(NO_HOOKS, sink=self._sink, sunk=sunk, place=self._place, added=added)
+        sharded, specs = self.sharded, graph.specs()
+        of_bucket = {name: target for name, target in targets.items() if sharded.sinks(target)}
+        values = {o.name: specs[o.ref] for o in graph.outputs}
+        return Hooks(
+            fetch=sharded.fetch,
+            sink=self._sink,
+            fetched={i.name: i.target for i in graph.inputs if i.target in sharded.bucket_of},
+            sunk=sunk | of_bucket,
+            place=self._place,
+            added={
+                name
+                for name in added
+                if name not in of_bucket or sharded.takes(targets[name], values[name])
+            },
+        )
+
+    def _place(self, name: str) -> tuple[torch.Tensor | None, bool]:
+        """What a gradient of this parameter is added to, and whether anything is there."""
+        if self.sharded is not None and self.sharded.sinks(name):
+            return self.sharded.place(name)
+        return self.sums.get(name), name in self.sums
+
+    def _sink(self, name: str, gradient: torch.Tensor) -> None:
+        """Takes a gradient of a bucket, or one that was added up by the call that made it."""
+        if self.sharded is not None and self.sharded.sinks(name):
+            self.sharded.sink(name, gradient)
+        else:
+            self.sums[name] = gradient
 
     def _held(self, item: Input) -> str | None:
         """The name in the rank's state of an input that no micro-batch brings."""

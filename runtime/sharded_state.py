@@ -169,9 +169,9 @@ class ShardedState:
         bucket = self.bucket_of[name]
         return spec.dtype == bucket.gradient_dtype and spec.shape == bucket.members[name].shape
 
-    def place(self, name: str) -> torch.Tensor | None:
-        """Where a graph writes the gradient of a parameter, so that `sink` need not copy it; None
-        where there is one, to which it is added.
+    def place(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Where a graph writes the gradient of a parameter, so that `sink` need not copy it, or,
+        where one is there, adds it.
         """
         return self.bucket_of[name].place(name)
 

@@ -207,16 +207,18 @@ class Bucket:
         """The parameters in the whole bucket."""
         return {n: m.part(whole, 0).view(m.shape) for n, m in self.members.items()}
 
-    def place(self, name: str) -> torch.Tensor | None:
-        """Where one parameter's gradient belongs; None where there is one, to which it is added."""
-        return None if name in self.summed else self._part_of_sum(name)
+    def place(self, name: str) -> tuple[torch.Tensor, bool]:
+        """Where one parameter's gradient belongs, and whether one is there to add it to."""
+        return self._part_of_sum(name), name in self.summed
 
     def add(self, name: str, gradient: torch.Tensor) -> None:
         """Adds one parameter's gradient to the whole gradients, unless it was made in its place."""
         part = self._part_of_sum(name)
-        if name in self.summed:
+        if gradient.data_ptr() == part.data_ptr():
+            pass
+        elif name in self.summed:
             part.add_(gradient)
-        elif gradient.data_ptr() != part.data_ptr():
+        else:
             part.copy_(gradient)
         self.summed.add(name)
         self.arrived.add(name)

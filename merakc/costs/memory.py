@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from merakc.costs.flops import FREE
+from merakc.ir.accumulation import accumulated
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
 from merakc.ir.overwrites import overwrites
 from merakc.ir.program import ActionKind, Chunk
@@ -111,41 +112,52 @@ class ActionBytes:
 
 
 def order_bytes(
-    chunk: Chunk, order: Sequence[ActionKind], sums: Sequence[Sum] = ()
+    chunk: Chunk,
+    order: Sequence[ActionKind],
+    sums: Sequence[Sum] = (),
+    *,
+    later: bool = False,
+    fused: bool = False,
 ) -> tuple[ActionBytes, ...]:
     """The bytes of each compute of a micro-batch, run on a stage in this order.
 
     A value is let go of by the last piece that reads it, at its last reader there. Gradients that
-    are added to `sums` are let go of at once, and are not among an action's gradient bytes.
+    are added to `sums` are let go of at once, and are not among an action's gradient bytes. Neither
+    are those that calls add to what earlier micro-batches have left, if there is any, of a `later`
+    one; `fused` calls add to nothing.
     """
     pieces = chunk.pieces(order)
-    later = [frozenset[str]()]
+    kept = [frozenset[str]()]
     for piece in reversed(pieces[1:]):
-        later.append(later[-1] | (chunk.taken(piece) if piece else frozenset()))
+        kept.append(kept[-1] | (chunk.taken(piece) if piece else frozenset()))
     held = {i.name: _memory(i, "received") for i in chunk.forward.inputs if _is_received(i)}
     written = chunk.written
     for item in chunk.forward.inputs:
-        if item.name in later[-1] and item.target in written:
+        if item.name in kept[-1] and item.target in written:
             held[item.name] = _memory(item, "copied")
     found = []
-    for kind, piece, leaves in zip(order, pieces, reversed(later), strict=True):
+    for kind, piece, leaves in zip(order, pieces, reversed(kept), strict=True):
         if kind.sends_gradients and piece is not None:
             whole = [*piece.inputs, *(chunk.weight_grad.inputs if chunk.weight_grad else ())]
             received = {o.name for o in chunk.forward.outputs if o.kind is OutputKind.ACTIVATION}
             tangents = (i for i in whole if i.kind is InputKind.TANGENT and i.target in received)
             held |= {i.key: _memory(i, "tangent") for i in tangents}
         beside: dict[str, tuple[int, int]] = {}
-        if sums and piece is not None:
-            piece, beside = _summed(chunk, piece, sums)
+        if piece is not None:
+            added = {} if fused else accumulated(piece, chunk.parameters)
+            piece, beside = _summed(chunk, piece, sums, added, later=later)
         bytes_, held = _run_piece(chunk, kind, piece, held, leaves, beside)
         found.append(bytes_)
     return tuple(found)
 
 
 def _summed(
-    chunk: Chunk, piece: Graph, sums: Sequence[Sum]
+    chunk: Chunk, piece: Graph, sums: Sequence[Sum], added: Mapping[str, str], *, later: bool
 ) -> tuple[Graph, dict[str, tuple[int, int]]]:
-    """The piece without the gradients that are added up, and what sums take beside its nodes."""
+    """The piece without the gradients that are added up, and what sums take beside its nodes.
+
+    Those in `added` (output -> node) have no memory of their own where their sum is counted.
+    """
     targets = {i.name: i.target for i in chunk.forward.inputs}
     sum_of = {name: k for k, s in enumerate(sums) for name in s.parameters}
     gone = {
@@ -171,8 +183,12 @@ def _summed(
         ):
             before = beside.get(piece.nodes[at].name, (0, 0))
             beside[piece.nodes[at].name] = before[0] + comes, before[1] + goes
-    outputs = tuple(o for o in piece.outputs if o.name not in gone)
-    return replace(piece, outputs=outputs), beside
+    there = {name: node for name, node in added.items() if later or name in gone}
+    nodes = tuple(
+        replace(n, outputs=(None,)) if n.name in there.values() else n for n in piece.nodes
+    )
+    outputs = tuple(o for o in piece.outputs if o.name not in gone.keys() | there.keys())
+    return replace(piece, nodes=nodes, outputs=outputs), beside
 
 
 def _is_received(item: Input) -> bool:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from merakc.cluster import Cluster, Device, Factors
 from merakc.costs.device import backward_seconds, forward_seconds
 from merakc.costs.kernels import graph_work
-from merakc.costs.memory import live_bytes, order_bytes
+from merakc.costs.memory import ActionBytes, live_bytes, order_bytes
 from merakc.costs.pieces import saved_bytes
 from merakc.costs.roofline import graph_seconds
 from merakc.costs.sharded import graph_state_bytes
@@ -38,19 +38,25 @@ def stage_cost(
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
+    *,
+    fused: bool = False,
 ) -> StageCost:
     """The cost of a stage from its own graphs; of pieces that were not made, nothing.
 
-    The parameters of `tied` are sharded as another stage has them.
+    The parameters of `tied` are sharded as another stage has them. `fused` calls add no gradients
+    to those that are there.
     """
     factors = cluster.hardware.factors if cluster.hardware else Factors()
 
     def seconds(graph: Graph | None, factor: float = factors.backward) -> float:
         return graph_seconds(graph, cluster.slower(factor)) if graph else 0.0
 
-    forward, backward = order_bytes(chunk, (_F, _B))
-    again = order_bytes(chunk, (_F, _R, _B)) if chunk.checkpoint else None
-    split = order_bytes(chunk, (_F, _I, _W)) if chunk.weight_grad else None
+    def bytes_of(*order: ActionKind) -> tuple[ActionBytes, ...]:
+        return order_bytes(chunk, order, later=True, fused=fused)
+
+    forward, backward = bytes_of(_F, _B)
+    again = bytes_of(_F, _R, _B) if chunk.checkpoint else None
+    split = bytes_of(_F, _I, _W) if chunk.weight_grad else None
     return StageCost(
         forward_s=seconds(chunk.forward, factors.forward),
         backward_s=seconds(chunk.backward),

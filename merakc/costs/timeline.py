@@ -74,14 +74,17 @@ def program_memory(
     static_bytes: int,
     times: Times | None = None,
     sunk: Mapping[int, SunkGradients] | None = None,
+    *,
+    fused: bool = False,
 ) -> tuple[ActionMemory, ...]:
     """The memory of a rank action by action; without `times` messages leave at once.
 
     `static_bytes` are alive all the time: parameters, buffers, constants, optimizer state. The
     gradients of a stage are counted from its first backward on, until the end of the step; those
-    that are `sunk` into buckets, by stage, as these take them.
+    that are `sunk` into buckets, by stage, as these take them. With `fused` computes they are made
+    anew by every micro-batch, and then added.
     """
-    return _Memory(program, chunks, static_bytes, times, sunk or {}).run()
+    return _Memory(program, chunks, static_bytes, times, sunk or {}, fused).run()
 
 
 def verify_memory(rank: int, memory: Sequence[ActionMemory], capacity_bytes: int) -> None:
@@ -104,6 +107,7 @@ class _Memory:
     live_bytes: int
     times: Times | None
     sunk: Mapping[int, SunkGradients]
+    fused: bool
     leaving: list[tuple[float, Place]] = field(default_factory=list)  # a heap
     sizes: dict[Place, int] = field(default_factory=dict)
     holders: Counter[Place] = field(default_factory=Counter)
@@ -114,17 +118,15 @@ class _Memory:
     readers: Counter[tuple[int, int, str, bool]] = field(default_factory=Counter)
     read: set[tuple[int, int, str]] = field(default_factory=set)  # what was received for
     with_gradients: dict[int, int] = field(default_factory=dict)  # their bytes
-    with_sums: set[int] = field(default_factory=set)  # of gradients that are sunk
     posted: int = 0
 
     def run(self) -> tuple[ActionMemory, ...]:
         actions = self.program.actions
         sums = {stage: sunk.sums for stage, sunk in self.sunk.items()}
-        first = _effects(self.program, self.chunks, sums)
-        effects = first
-        if sums:  # what is not scattered is there from the first gradients on
-            there = {k: tuple(_there(s) for s in own) for k, own in sums.items()}
-            effects = _effects(self.program, self.chunks, there)
+        first = self._effects(sums, later=False)
+        # What is not scattered is there from the first gradients on.
+        there = {k: tuple(_there(s) for s in own) for k, own in sums.items()}
+        effects = self._effects(there, later=True)
         self.readers = Counter(
             (a.stage, a.micro_batch, a.value, a.is_grad)
             for a in actions
@@ -143,14 +145,35 @@ class _Memory:
             elif action.kind is ActionKind.RECV and action.peer == self.program.rank:
                 self._arrive(action, self.handed.pop(action.message))
             elif action.kind.is_compute:
-                effect = effects[k]
-                peak_bytes += self._peak(action, first[k], effect)
+                makes = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
+                is_first = makes and action.stage not in self.with_gradients
+                effect = (first if is_first else effects)[k]
+                peak_bytes += effect.peak_bytes
+                if is_first:
+                    peak_bytes += self._begin(action.stage, effect)
                 self._compute(action, effect)
             elif action.kind is ActionKind.REDUCE and self.sunk:
                 self._reduce(action.stage)
             peak_bytes = max(peak_bytes, self.live_bytes)
             found.append(ActionMemory(action, self.live_bytes, peak_bytes))
         return tuple(found)
+
+    def _effects(self, sums: Mapping[int, Sequence[Sum]], *, later: bool) -> dict[int, ActionBytes]:
+        """What each compute of the Program does, by its position."""
+        orders: dict[Work, list[int]] = {}
+        for k, action in enumerate(self.program.actions):
+            if action.kind.is_compute:
+                orders.setdefault((action.stage, action.micro_batch), []).append(k)
+        known: dict[tuple[int, tuple[ActionKind, ...]], tuple[ActionBytes, ...]] = {}
+        found: dict[int, ActionBytes] = {}
+        for (stage, _), positions in orders.items():
+            kinds = tuple(self.program.actions[k].kind for k in positions)
+            if (stage, kinds) not in known:
+                known[stage, kinds] = order_bytes(
+                    self.chunks[stage], kinds, sums.get(stage, ()), later=later, fused=self.fused
+                )
+            found |= dict(zip(positions, known[stage, kinds], strict=True))
+        return found
 
     def _post_receives(self, now: int) -> None:
         actions, computes, position = self.program.actions, 0, now
@@ -197,24 +220,21 @@ class _Memory:
             if (*work, owner.partition(" ")[0]) not in self.read:
                 after.add(early)
         self._hold(work, after)
-        if effect.gradient_bytes and action.stage not in self.with_gradients:
-            self.with_gradients[action.stage] = effect.gradient_bytes
-            self.live_bytes += effect.gradient_bytes
 
-    def _peak(self, action: Action, first: ActionBytes, effect: ActionBytes) -> int:
-        """The highest point of a compute, which is another one where gradients are the first."""
-        makes = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
-        if action.stage not in self.sunk or action.stage in self.with_sums or not makes:
-            return effect.peak_bytes
-        self.with_sums.add(action.stage)
-        self.live_bytes += self.sunk[action.stage].held_bytes
-        return first.peak_bytes + self.sunk[action.stage].scattered_bytes
+    def _begin(self, stage: int, first: ActionBytes) -> int:
+        """Holds the gradients that a stage's first ones leave; what its buckets take beside."""
+        self.with_gradients[stage] = first.gradient_bytes
+        self.live_bytes += first.gradient_bytes
+        if stage not in self.sunk:
+            return 0
+        self.live_bytes += self.sunk[stage].held_bytes
+        return self.sunk[stage].scattered_bytes
 
     def _reduce(self, stage: int) -> None:
         """Puts the reduced gradients in the place of those that were added up."""
         self.live_bytes -= self.with_gradients.get(stage, 0)
         if stage in self.sunk:
-            held = self.sunk[stage].held_bytes if stage in self.with_sums else 0
+            held = self.sunk[stage].held_bytes if stage in self.with_gradients else 0
             self.live_bytes += self.sunk[stage].reduced_bytes - held
 
     def _send(self, position: int, action: Action, *, last: bool) -> None:
@@ -259,21 +279,3 @@ class _Memory:
 def _there(found: Sum) -> Sum:
     """A sum as a later micro-batch finds it."""
     return found if found.is_scattered else replace(found, size_bytes=0)
-
-
-def _effects(
-    program: Program, chunks: Mapping[int, Chunk], sums: Mapping[int, Sequence[Sum]]
-) -> dict[int, ActionBytes]:
-    """What each compute of the Program does, by its position."""
-    orders: dict[Work, list[int]] = {}
-    for k, action in enumerate(program.actions):
-        if action.kind.is_compute:
-            orders.setdefault((action.stage, action.micro_batch), []).append(k)
-    known: dict[tuple[int, tuple[ActionKind, ...]], tuple[ActionBytes, ...]] = {}
-    found: dict[int, ActionBytes] = {}
-    for (stage, _), positions in orders.items():
-        kinds = tuple(program.actions[k].kind for k in positions)
-        if (stage, kinds) not in known:
-            known[stage, kinds] = order_bytes(chunks[stage], kinds, sums.get(stage, ()))
-        found |= dict(zip(positions, known[stage, kinds], strict=True))
-    return found

@@ -223,6 +223,12 @@ class Chunk:
         outputs = self.forward.outputs
         return frozenset(o.name for o in outputs if o.kind is OutputKind.BUFFER)
 
+    @property
+    def parameters(self) -> frozenset[str]:
+        """The names of the inputs that are parameters."""
+        inputs = self.forward.inputs
+        return frozenset(i.name for i in inputs if i.kind is InputKind.PARAMETER)
+
     def taken(self, piece: Graph) -> frozenset[str]:
         """The keys of what a piece after the forward takes from its micro-batch, and not from the
         batch or the state; of a buffer that the forward writes it takes the value from before.

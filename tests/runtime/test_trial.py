@@ -44,7 +44,7 @@ def test_gradients_are_added_up_over_a_few_micro_batches(monkeypatch: pytest.Mon
     def watched(step: Step, action: object) -> None:
         compute(step, action)  # type: ignore[arg-type]
         computed.append(action.kind)  # type: ignore[attr-defined]
-        sums.extend(value.clone() for value in step.sums[1].values())
+        sums.extend(value.clone() for value in step.of.stages[1].sums.values())
 
     monkeypatch.setattr(Step, "compute", watched)
     executor = of_two(1, 3 * MICRO_BATCHES)
