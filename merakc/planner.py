@@ -34,6 +34,7 @@ from merakc.passes.differentiate import differentiate
 from merakc.passes.fused_products import fuse_products
 from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
+from merakc.passes.loss_gradient import without_zeros
 from merakc.passes.match_plan import check_match, holders
 from merakc.passes.recompute import checkpointed, selective, within_bytes
 from merakc.passes.rematerialise import rematerialised
@@ -114,7 +115,9 @@ class Lowered:
 
     def _pieces(self, stage: int, tp_rank: int) -> Chunk:
         chunk = differentiate(self.local(stage, tp_rank))
-        return self._with_pieces(stage, rematerialised(chunk) if self.compiled else chunk)
+        return self._with_pieces(
+            stage, rematerialised(chunk) if self.compiled else without_zeros(chunk)
+        )
 
     def _with_pieces(self, stage: int, chunk: Chunk) -> Chunk:
         order = self.schedule.orders[self.schedule.rank_of[stage]]
