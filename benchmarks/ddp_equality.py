@@ -4,13 +4,15 @@ A sum of two is the same in any order, and a power of two scales without roundin
 with as many labels on each as a power of two, nothing is left in which two right programs may
 differ but the order in which micro-batches are added. That follows from the shards: where gradients
 are sharded, every micro-batch's are reduced and then added; elsewhere they are added and then
-reduced.
+reduced. One thing is lifted for it: calls that add a gradient to the sum of others while they make
+it (`merakc.ir.accumulation`), which round its last bit otherwise than a sum that follows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -71,12 +73,17 @@ def train_ddp(
     return found, {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
+def added_apart() -> AbstractContextManager[object]:
+    """While it is entered, gradients are compiled to be made and then added, as autograd does."""
+    return patch("merakc.runtime.pieces.accumulated", return_value={})
+
+
 def unequal_to_ddp(case: ModelCase, shards: StateShards, micro_batches: int, steps: int) -> str:
     """The first gradient or weight in which `steps` steps are not bit-equal to DDP's; collective.
 
     Empty where all are, and on ranks other than 0.
     """
-    with lifted_casts():
+    with lifted_casts(), added_apart():
         batches = [split_batch(even_batch(case, k), RANKS)[dist.get_rank()] for k in range(steps)]
         gradients, weights = train_ddp(
             case, batches, micro_batches, reduce_each=shards.gradients > 1

@@ -173,7 +173,8 @@ Two ranks, float64, {STEPS} AdamW steps; every gradient of every step and every 
 against `DistributedDataParallel` with `torch.equal`. Each rank has as many labels as a power of
 two, so that nothing may differ but the order in which micro-batches are added: DDP adds before it
 reduces (`no_sync`) where gradients are not sharded, and else reduces each micro-batch and then
-adds, as the shards do.
+adds, as the shards do. Gradients are made and then added, as by autograd: a product that adds to
+the sum of others while it is made, as it does elsewhere, rounds the last bit otherwise.
 
 {_markdown(equality_texts(equalities))}
 """

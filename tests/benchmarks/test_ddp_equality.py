@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,6 +44,13 @@ def test_both_orders_of_ddp_add_up_the_whole_batch() -> None:
 @pytest.mark.parametrize("counts", [(1, 1, 2), (1, 2, 2)])
 def test_shards_are_equal_to_ddp(counts: tuple[int, int, int]) -> None:
     assert run_ranks(2, unequal_to_ddp, UNEVEN, StateShards(*counts), 2, 2) == ["", ""]
+
+
+def test_sums_within_products_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ddp_equality, "added_apart", nullcontext)
+    (text, _) = run_ranks(2, unequal_to_ddp, UNEVEN, StateShards(1, 1, 2), 2, 1)
+    assert text.startswith("gradient of step 0")
+    assert float(text.split()[-1]) < 1e-15
 
 
 def test_another_order_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
