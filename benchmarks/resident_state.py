@@ -133,7 +133,8 @@ class _Scale:
         )
 
     def _gradients(self, step: Step) -> Sizes:
-        reached = self._reached((step.sums, step.gradients, self.steps.sharded))
+        sums = [stage.sums for stage in step.of.stages.values()]
+        reached = self._reached((sums, step.gradients, self.steps.sharded))
         return _less(reached, self.kept, self.state, self._gathered())
 
     def _gathered(self) -> Sizes:
