@@ -46,17 +46,7 @@ def expected(
     """
     lowered = step.lowered
     plan = lowered.plan
-    own = {
-        s: stage_cost(
-            chunk,
-            cluster,
-            plan.shards(s),
-            plan.precision,
-            plan.tied_shards(s),
-            fused=lowered.compiled,
-        )
-        for s, chunk in step.chunks.items()
-    }
+    own = {s: _stage_cost(step, s, cluster) for s in step.chunks}
     here = _measured(steps, step) if measured else None
     if here is not None:
         own = {s: _with_seconds(cost, here.seconds[s]) for s, cost in own.items()}
@@ -90,6 +80,15 @@ def expected(
     first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
     step_s = prediction.step_s + (here.around_s if here else 0.0)
     return replace(prediction, step_s=step_s, peak_bytes=first), simulation, here
+
+
+def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
+    """Of a stage of this rank, from its graphs."""
+    plan = step.lowered.plan
+    return stage_cost(
+        step.chunks[stage], cluster, plan.shards(stage), plan.precision, plan.tied_shards(stage),
+        fused=step.lowered.compiled,
+    )  # fmt: skip
 
 
 def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times) -> int:

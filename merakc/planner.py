@@ -115,11 +115,7 @@ class Lowered:
 
     def _pieces(self, stage: int, tp_rank: int) -> Chunk:
         chunk = differentiate(self.local(stage, tp_rank))
-        return self._with_pieces(
-            stage, rematerialised(chunk) if self.compiled else without_zeros(chunk)
-        )
-
-    def _with_pieces(self, stage: int, chunk: Chunk) -> Chunk:
+        chunk = rematerialised(chunk) if self.compiled else without_zeros(chunk)
         order = self.schedule.orders[self.schedule.rank_of[stage]]
         kinds = {a.kind for a in order if a.stage == stage}
         if ActionKind.INPUT_GRAD in kinds and chunk.backward is not None:

@@ -99,5 +99,29 @@ def test_where_values_come_from_and_go() -> None:
     assert {name for _, name in forward.routes.saved} == set(names) - {"y", "s"}
     names = [o.name for o in backward.returned]
     assert backward.routes.sent == ((names.index("x"), "x", True),)
-    assert sorted(name for _, name, _ in backward.routes.gradients) == ["a", "b"]
-    assert all(owned == (n in backward.owned) for _, n, owned in backward.routes.gradients)
+    assert backward.routes.gradients == ()  # they are added up by the products that make them
+
+
+def test_products_add_up_gradients() -> None:
+    """As many times as they run, in the memory of the first."""
+    program = build_programs(Mesh(), parse_schedule("0F0 0B0"), [])[0]
+    stage = Stage(0, chunk(), program, CPU)
+    forward, backward = (stage.piece(k, 0) for k in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    assert forward is not None
+    assert backward is not None
+    generator = torch.Generator().manual_seed(0)
+    a, b, s, x = (torch.randn(4, 4, dtype=torch.float64, generator=generator) for _ in range(4))
+    values = {"a": a, "b": b, "s": s, "x": x}
+    outs = forward.run([values[i.name] for i in forward.given])
+    values |= {o.name: v for o, v in zip(forward.returned, outs, strict=True)} | {"s": s}
+    tangent = {i.name for i in backward.given if i.kind is InputKind.TANGENT}
+    values |= dict.fromkeys(tangent, torch.ones_like(x))
+    wanted = torch.sin(x * s @ a).t() @ torch.ones_like(x)
+    places = set()
+    for times in (1, 2, 3):
+        given = [values[i.name if i.name in values else i.key] for i in backward.given]
+        assert len(backward.run(given)) == 1  # the gradient of x
+        assert stage.sums.keys() == {"a", "b"}
+        torch.testing.assert_close(stage.sums["b"], times * wanted)
+        places.add(stage.sums["b"].data_ptr())
+    assert len(places) == 1
