@@ -12,12 +12,13 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -67,6 +68,7 @@ class Comparison:
     steps: int
     environments: dict[str, Environment]
     missing: dict[str, str]
+    known: tuple[Result, ...] = ()  # of an earlier run
 
     def entries(self, plan: str) -> list[Entry]:
         """The contestants of a layout that can be had here."""
@@ -75,6 +77,9 @@ class Comparison:
 
     def measure(self, plan: str, network: str, advance: Advance) -> Result:
         """A layout on a network. Raises `NetworkError` where it cannot be made."""
+        for result in self.known:
+            if result.plan == plan and result.network in (network, f"{network} links"):
+                return result
         training, found = training_of(plan, self.base), self.entries(plan)
         course = Course(training, self.environments, advance)
         made = nullcontext(LOOPBACK) if network == "loopback" else slow_network(
@@ -106,9 +111,13 @@ def make_environments(
 
 
 def measure_all(
-    comparison: Comparison, plans: Sequence[str], networks: Sequence[str], console: Console
+    comparison: Comparison,
+    plans: Sequence[str],
+    networks: Sequence[str],
+    console: Console,
+    keep: Callable[[Sequence[Result]], None],
 ) -> tuple[list[Result], list[str]]:
-    """All layouts on all networks, printed as they come, and why a network is missing."""
+    """All layouts on all networks, printed and kept as they come, and why a network is missing."""
     results: list[Result] = []
     notes = []
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
@@ -126,6 +135,7 @@ def measure_all(
                 except NetworkError as error:
                     notes.append(f"links of {network} are skipped: {error}")
                     break
+                keep(results)
                 console.print(table_of(results[-1]))
                 console.print(verdict(results[-1]), markup=False)
     return results, notes
@@ -144,13 +154,35 @@ def about(training: Training, environments: Mapping[str, Environment], wall_s: f
     )
 
 
-def json_of(results: Sequence[Result], notes: Sequence[str], wall_s: float) -> str:
+def json_of(
+    results: Sequence[Result], notes: Sequence[str], wall_s: float, settings: Mapping[str, int]
+) -> str:
     """All that was measured."""
     wrong = complaints(results)
-    body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong,
+    body = {"passed": not wrong, "wall_s": wall_s, **settings, "notes": notes, "wrong": wrong,
             "best_peer_to_merakc": summary(results),
             "results": [dataclasses.asdict(result) for result in results]}  # fmt: skip
     return json.dumps(body, indent=1) + "\n"
+
+
+def known_tables(
+    path: Path | None, base: Training, settings: Mapping[str, int]
+) -> tuple[tuple[Result, ...], float]:
+    """What a run that was stopped has left, and its seconds.
+
+    Raises `typer.BadParameter` where there is none, or it was another comparison.
+    """
+    if path is None or not path.exists():
+        raise typer.BadParameter(f"--resume goes on with the file of --json; there is none: {path}")
+    body = json.loads(path.read_text())
+    found = TypeAdapter(tuple[Result, ...]).validate_python(body["results"])
+    alike = all(result.training == training_of(result.plan, base) for result in found)
+    if not alike or settings != {name: body[name] for name in settings}:
+        raise typer.BadParameter(
+            f"{path} holds tables of another comparison; give the options that it was made with, "
+            "or leave --resume away"
+        )
+    return found, body["wall_s"]
 
 
 def main(
@@ -165,8 +197,11 @@ def main(
     hidden: Annotated[int, typer.Option(help="Its width.")] = 256,
     cache: Annotated[Path, typer.Option(help="Where peers are installed.")] = CACHE,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
+        Path | None, typer.Option("--json", help="Also write the figures here, table by table.")
     ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Measure only what is not yet in --json.")
+    ] = False,
     doc: Annotated[
         Path | None, typer.Option(help="Also write the tables here, as Markdown.")
     ] = None,
@@ -181,24 +216,32 @@ def main(
     console = Console()
     console.width = max(console.width, WIDTH)
     base, names = Training(layers=layers, hidden=hidden), plans.split(",")
+    settings = {"rounds": rounds, "steps": steps}
+    known, before_s = known_tables(json_path, base, settings) if resume else ((), 0.0)
     listed = [e for name in names for e in chosen(entries(training_of(name, base)), peers)]
     needed = {NEEDS[entry.peer] for entry in listed if entry.peer in NEEDS}
     with console.status("installing peers"):
         environments, missing = make_environments(needed, cache)
-    comparison = Comparison(base, peers, rounds, steps, environments, missing)
-    results, notes = measure_all(comparison, names, networks.split(","), console)
+    comparison = Comparison(base, peers, rounds, steps, environments, missing, known)
+
+    def wall_s() -> float:
+        return before_s + time.perf_counter() - start_s
+
+    def keep(results: Sequence[Result], notes: Sequence[str] = ()) -> None:
+        if json_path is not None:
+            json_path.write_text(json_of(results, notes, wall_s(), settings))
+
+    results, notes = measure_all(comparison, names, networks.split(","), console, keep)
     notes += [f"{name}: {why}" for name, why in missing.items()] + failures(results)
     notes += [f"{name}: {why}" for name, why in ABSENT.items()]
     wrong = complaints(results)
-    wall_s = time.perf_counter() - start_s
     for line in (*notes, *wrong):
         console.print(line, markup=False)
-    console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {wall_s:.0f} s")
+    console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {wall_s():.0f} s")
+    keep(results, notes)
     if doc is not None:
-        told = about(base, environments, wall_s)
+        told = about(base, environments, wall_s())
         doc.write_text(document(results, notes, told, picture.name if picture else ""))
-    if json_path is not None:
-        json_path.write_text(json_of(results, notes, wall_s))
     if picture is not None:
         plot(picture, results)
     raise typer.Exit(bool(wrong))

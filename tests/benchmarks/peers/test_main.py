@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from click.testing import Result
 from typer.testing import CliRunner
 
 from benchmarks.peers.environments import MissingPeerError
@@ -17,6 +18,12 @@ from benchmarks.peers.networks import Network, NetworkError
 from benchmarks.peers.rounds import Course, Entry, Row
 
 main = importlib.import_module("benchmarks.peers.__main__")
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(main.main)
+    return CliRunner().invoke(app, arguments)
 
 
 @pytest.mark.parametrize(("peer_s", "code"), [(1.2, 0), (0.8, 1)])
@@ -43,11 +50,9 @@ def test_exit_status_and_files(
     monkeypatch.setattr(main, "deepspeed_environment", missing)
     monkeypatch.setattr(main, "accelerate_environment", lambda cache: None)
     monkeypatch.setattr(main, "slow_network", no_network)
-    app = typer.Typer()
-    app.command()(main.main)
     arguments = ["--plans", "dp2,pp2", "--json", str(tmp_path / "found.json")]
     arguments += ["--doc", str(tmp_path / "page.md"), "--plot", str(tmp_path / "x.svg")]
-    result = CliRunner().invoke(app, arguments)
+    result = run(*arguments)
     assert result.exit_code == code, result.output
     assert "DeepSpeed: no wheel" in result.output
     assert "links of 1gbit are skipped: no root" in result.output
@@ -61,3 +66,34 @@ def test_exit_status_and_files(
     assert "Llama of 8.4 million" in page
     assert "- Megatron-Core: asks for CUDA" in page
     assert (tmp_path / "x.svg").exists()
+
+
+def test_what_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the table that it stopped at; those before are taken from its file."""
+    measured: list[tuple[int, int]] = []
+
+    def measure(
+        self: Course, network: Network, found: list[Entry], rounds: int, steps: int, **_: Any
+    ) -> list[Row]:
+        training = self.training
+        if (training.dp, training.pp) == (1, 2) and len(measured) == 1:
+            raise KeyboardInterrupt
+        measured.append((training.dp, training.pp))
+        (entry,) = found
+        return [Row(network.name, entry, steps_s=(1.0,) * rounds, error=0.0, gradient_error=0.0)]
+
+    monkeypatch.setattr(Course, "measure", measure)
+    path = tmp_path / "found.json"
+    options = ["--plans", "dp2,pp2", "--peers", "merakc_plan", "--networks", "loopback"]
+    options += ["--json", str(path)]
+    assert "there is none" in run(*options, "--resume").output
+    assert run(*options).exit_code != 0
+    assert len(json.loads(path.read_text())["results"]) == 1
+    assert "another comparison" in run(*options, "--resume", "--hidden", "64").output
+    assert "another comparison" in run(*options, "--resume", "--rounds", "3").output
+    measured.append((0, 0))
+    result = run(*options, "--resume")
+    assert result.exit_code == 0, result.output
+    assert measured == [(2, 1), (0, 0), (1, 2)]
+    body = json.loads(path.read_text())
+    assert [found["plan"] for found in body["results"]] == ["dp2", "pp2"]
