@@ -8,17 +8,14 @@ process; then all take turns, and what other processes take of the CPU is watche
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -46,11 +43,11 @@ from benchmarks.peers.results import (
     document,
     failures,
     plot,
-    summary,
     table_of,
     verdict,
 )
 from benchmarks.peers.rounds import Advance, Course, Entry
+from benchmarks.peers.store import Store
 from benchmarks.peers.training import Training
 from benchmarks.reports import told_run
 
@@ -154,37 +151,6 @@ def about(training: Training, environments: Mapping[str, Environment], wall_s: f
     )
 
 
-def json_of(
-    results: Sequence[Result], notes: Sequence[str], wall_s: float, settings: Mapping[str, int]
-) -> str:
-    """All that was measured."""
-    wrong = complaints(results)
-    body = {"passed": not wrong, "wall_s": wall_s, **settings, "notes": notes, "wrong": wrong,
-            "best_peer_to_merakc": summary(results),
-            "results": [dataclasses.asdict(result) for result in results]}  # fmt: skip
-    return json.dumps(body, indent=1) + "\n"
-
-
-def known_tables(
-    path: Path | None, base: Training, settings: Mapping[str, int]
-) -> tuple[tuple[Result, ...], float]:
-    """What a run that was stopped has left, and its seconds.
-
-    Raises `typer.BadParameter` where there is none, or it was another comparison.
-    """
-    if path is None or not path.exists():
-        raise typer.BadParameter(f"--resume goes on with the file of --json; there is none: {path}")
-    body = json.loads(path.read_text())
-    found = TypeAdapter(tuple[Result, ...]).validate_python(body["results"])
-    alike = all(result.training == training_of(result.plan, base) for result in found)
-    if not alike or settings != {name: body[name] for name in settings}:
-        raise typer.BadParameter(
-            f"{path} holds tables of another comparison; give the options that it was made with, "
-            "or leave --resume away"
-        )
-    return found, body["wall_s"]
-
-
 def main(
     plans: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(PLANS),
     networks: Annotated[
@@ -210,37 +176,27 @@ def main(
     ] = None,
 ) -> None:
     """Times contestants in turns; exits with 1 where merakc is wrong or a right peer faster."""
-    start_s = time.perf_counter()
     # What ends it from outside is an exception, too: ranks end, and namespaces go.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     console = Console()
     console.width = max(console.width, WIDTH)
     base, names = Training(layers=layers, hidden=hidden), plans.split(",")
-    settings = {"rounds": rounds, "steps": steps}
-    known, before_s = known_tables(json_path, base, settings) if resume else ((), 0.0)
+    store = Store(json_path, {"rounds": rounds, "steps": steps})
+    known = store.tables(base) if resume else ()
     listed = [e for name in names for e in chosen(entries(training_of(name, base)), peers)]
     needed = {NEEDS[entry.peer] for entry in listed if entry.peer in NEEDS}
     with console.status("installing peers"):
         environments, missing = make_environments(needed, cache)
     comparison = Comparison(base, peers, rounds, steps, environments, missing, known)
-
-    def wall_s() -> float:
-        return before_s + time.perf_counter() - start_s
-
-    def keep(results: Sequence[Result], notes: Sequence[str] = ()) -> None:
-        if json_path is not None:
-            json_path.write_text(json_of(results, notes, wall_s(), settings))
-
-    results, notes = measure_all(comparison, names, networks.split(","), console, keep)
-    notes += [f"{name}: {why}" for name, why in missing.items()] + failures(results)
-    notes += [f"{name}: {why}" for name, why in ABSENT.items()]
+    results, notes = measure_all(comparison, names, networks.split(","), console, store.keep)
+    notes += [f"{name}: {why}" for name, why in (missing | ABSENT).items()] + failures(results)
     wrong = complaints(results)
     for line in (*notes, *wrong):
         console.print(line, markup=False)
-    console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {wall_s():.0f} s")
-    keep(results, notes)
+    console.print(f"{'FAILED' if wrong else 'passed'}: {len(results)} tables, {store.wall_s:.0f} s")
+    store.keep(results, notes)
     if doc is not None:
-        told = about(base, environments, wall_s())
+        told = about(base, environments, store.wall_s)
         doc.write_text(document(results, notes, told, picture.name if picture else ""))
     if picture is not None:
         plot(picture, results)
