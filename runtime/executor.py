@@ -115,7 +115,7 @@ class Executor:
             with torch.no_grad(), step.watching():
                 step.run()
         finally:
-            step.messages.close()
+            step.close()
             if self.sharded is not None:
                 self.sharded.end()
         return StepResult(
@@ -152,8 +152,6 @@ class Step:
         )  # fmt: skip
         self.handed: dict[object, torch.Tensor] = {}  # between two stages of this rank
         self.losses: dict[int, torch.Tensor] = {}
-        for stage in executor.stages.values():
-            stage.sums.clear()
         self.gradients: Tensors = {}
         self.results: list[Tensors] = [{} for _ in micro_batches]
         self.done: list[tuple[Action, Moment, Moment]] = []  # with their times
@@ -195,6 +193,12 @@ class Step:
         if self.of.reduce_at < 0:
             self._merge()
         self.messages.finish()
+
+    def close(self) -> None:
+        """Sends nothing more, and lets go of the stages' sums; after a failure too."""
+        self.messages.close()
+        for stage in self.of.stages.values():
+            stage.sums.clear()
 
     def loss(self) -> torch.Tensor | None:
         """The sum over the micro-batches, in their order."""

@@ -42,7 +42,7 @@ def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKi
         with torch.no_grad(), sharded.muted() if sharded and alone else nullcontext():
             step.run()
     finally:
-        step.messages.close()
+        step.close()
         for name, value in kept.items():
             state[name].copy_(value)
         if sharded is not None:

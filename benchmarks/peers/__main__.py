@@ -181,7 +181,7 @@ def main(
     console = Console()
     console.width = max(console.width, WIDTH)
     base, names = Training(layers=layers, hidden=hidden), plans.split(",")
-    store = Store(json_path, {"rounds": rounds, "steps": steps})
+    store = Store(json_path, {"rounds": rounds, "steps": steps, "peers": peers})
     known = store.tables(base) if resume else ()
     listed = [e for name in names for e in chosen(entries(training_of(name, base)), peers)]
     needed = {NEEDS[entry.peer] for entry in listed if entry.peer in NEEDS}

@@ -22,7 +22,7 @@ class Store:
     """The file of a comparison, if it has one; `settings` are what its tables were measured by."""
 
     path: Path | None
-    settings: Mapping[str, int]
+    settings: Mapping[str, int | str]
     before_s: float = 0.0  # of runs that were stopped
     start_s: float = field(default_factory=time.perf_counter)
 

@@ -8,7 +8,7 @@ from merakc.passes.differentiate import differentiate
 from merakc.passes.recompute import checkpointed
 from merakc.passes.schedule import build_programs
 from merakc.passes.split_backward import split_backward
-from merakc.runtime.pieces import Stage, message_specs
+from merakc.runtime.pieces import Piece, Stage, message_specs
 from merakc.schedules.text import parse_schedule
 
 CPU = torch.device("cpu")
@@ -80,12 +80,18 @@ def test_the_shapes_of_messages() -> None:
     assert message_specs(chunk()) == {"x": SPEC, "y": SPEC}
 
 
-def test_where_values_come_from_and_go() -> None:
+def both() -> tuple[Stage, Piece, Piece]:
+    """A stage with its forward and its backward."""
     program = build_programs(Mesh(), parse_schedule("0F0 0B0"), [])[0]
     stage = Stage(0, chunk(), program, CPU)
     forward, backward = (stage.piece(k, 0) for k in (ActionKind.FORWARD, ActionKind.BACKWARD))
     assert forward is not None
     assert backward is not None
+    return stage, forward, backward
+
+
+def test_where_values_come_from_and_go() -> None:
+    _, forward, backward = both()
     for piece in (forward, backward):
         held = {i.name: name for i, name in zip(piece.given, piece.held, strict=True)}
         assert {n: held[n] for n in ("a", "b") if n in held} == {
@@ -104,11 +110,7 @@ def test_where_values_come_from_and_go() -> None:
 
 def test_products_add_up_gradients() -> None:
     """As many times as they run, in the memory of the first."""
-    program = build_programs(Mesh(), parse_schedule("0F0 0B0"), [])[0]
-    stage = Stage(0, chunk(), program, CPU)
-    forward, backward = (stage.piece(k, 0) for k in (ActionKind.FORWARD, ActionKind.BACKWARD))
-    assert forward is not None
-    assert backward is not None
+    stage, forward, backward = both()
     generator = torch.Generator().manual_seed(0)
     a, b, s, x = (torch.randn(4, 4, dtype=torch.float64, generator=generator) for _ in range(4))
     values = {"a": a, "b": b, "s": s, "x": x}

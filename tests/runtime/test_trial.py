@@ -52,6 +52,7 @@ def test_gradients_are_added_up_over_a_few_micro_batches(monkeypatch: pytest.Mon
     trial_seconds(executor, alone=True)
     assert len(computed) == 2 * MICRO_BATCHES
     assert len(sums) > MICRO_BATCHES
+    assert not executor.stages[1].sums  # nothing is held beyond it
 
 
 def test_buffers_that_a_forward_writes_are_as_before() -> None:

@@ -91,6 +91,7 @@ def test_what_was_stopped_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert len(json.loads(path.read_text())["results"]) == 1
     assert "another comparison" in run(*options, "--resume", "--hidden", "64").output
     assert "another comparison" in run(*options, "--resume", "--rounds", "3").output
+    assert "another comparison" in run(*options[:2], *options[4:], "--resume").output
     measured.append((0, 0))
     result = run(*options, "--resume")
     assert result.exit_code == 0, result.output
