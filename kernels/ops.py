@@ -12,6 +12,7 @@ from merakc.kernels import (
     attention,
     collectives,
     draws,
+    gemm,
     grouped_mm,
     opaque,
     products,
@@ -64,17 +65,20 @@ def _group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *args: Any) -> Any
 
 # What a compiled step calls in place of an op: the same, past the dispatcher and autograd.
 DIRECT: Mapping[str, Callable[..., Any]] = {
+    "merakc.addmm.default": gemm.addmm,
     "merakc.all_reduce.default": collectives.all_reduce_now,
     "merakc.attention.default": attention.attention_now,
     "merakc.attention_backward.default": attention.attention_backward_now,
     "merakc.dropout.default": draws.dropout_now,
+    "merakc.linear.default": gemm.linear,
+    "merakc.mm.default": gemm.mm,
     "merakc.opaque.default": opaque.opaque,
     "merakc.opaque_backward.default": opaque.opaque_backward,
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }
 # imported for the ops that they register
-REGISTERED = (attention, collectives, draws, grouped_mm, opaque, products)
+REGISTERED = (attention, collectives, draws, gemm, grouped_mm, opaque, products)
 
 
 def resolve_op(op: str) -> Callable[..., Any]:

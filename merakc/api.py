@@ -35,6 +35,7 @@ from merakc.ir.plan import Plan, load_plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import AUTO, ShardsGiven, parse_shards
+from merakc.kernels import gemm
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.overlap import with_parts
@@ -165,7 +166,8 @@ def _build(
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     plan = replace(lowered.plan, parameters=held)
-    lowered = replace(lowered, plan=plan, compiled=fuser is not None)
+    onednn = made.device.type == "cpu" and from_rank_0(gemm.is_faster)
+    lowered = replace(lowered, plan=plan, compiled=fuser is not None, onednn=onednn)
     chunks = cache(lambda: lowered.chunks(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     if made.device.type == "cuda":

@@ -21,6 +21,7 @@ from scipy.optimize import nnls
 from merakc.cluster import Device, DtypeName, Hardware, Level, Nodes, Points, Profile, Sharing
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
 from merakc.errors import CalibrationError
+from merakc.kernels import gemm
 from merakc.kernels.attention import attention
 from merakc.runtime.links import measure_sharing, memory_bytes
 
@@ -208,9 +209,12 @@ def _tell(tell: Tell, what: str, size: int) -> None:
 
 
 def _products(dtype: DtypeName, device: torch.device) -> Iterator[_Call]:
+    onednn = device.type == "cpu" and dtype == "float32" and gemm.is_faster()
     for side in SIDES:
         left, right = (torch.randn(side, side, device=device).to(_torch(dtype)) for _ in range(2))
-        yield side, 2.0 * side**3, partial(torch.mm, left, right)
+        flops = 2.0 * side**3
+        call = gemm.mm if onednn and flops >= gemm.LEAST_FLOPS else torch.mm
+        yield side, flops, partial(call, left, right)
 
 
 def _attentions(dtype: DtypeName, device: torch.device) -> Iterator[_Call]:

@@ -166,8 +166,8 @@ def _machine(steps: Steps) -> str:
     else:
         cores = len(os.sched_getaffinity(0))
         device = f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads"
-    fused = ", compiled" if steps.fuser else ""
-    return f"{device}{fused}, torch {torch.__version__}, merakc {__version__}"
+    by = (", compiled" if steps.fuser else "") + (", oneDNN" if steps.planned.onednn else "")
+    return f"{device}{by}, torch {torch.__version__}, merakc {__version__}"
 
 
 def _processor() -> str:

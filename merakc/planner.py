@@ -36,6 +36,7 @@ from merakc.passes.gather_products import gather_all, gather_products, gathers
 from merakc.passes.localise import localise
 from merakc.passes.loss_gradient import without_zeros
 from merakc.passes.match_plan import check_match, holders
+from merakc.passes.onednn import by_onednn
 from merakc.passes.recompute import checkpointed, selective, within_bytes
 from merakc.passes.rematerialise import rematerialised
 from merakc.passes.schedule import build_programs
@@ -68,6 +69,7 @@ class Lowered:
     stages: Stages
     parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
     compiled: bool = False  # whether runs of its graphs' calls become kernels
+    onednn: bool = False  # whether larger products of float32 are oneDNN's
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -126,17 +128,17 @@ class Lowered:
         if self.plan.recompute == "selective":
             return checkpointed(chunk, selective(chunk))
         if self.plan.recompute == "solved":
-            budget_bytes = self.plan.keep_bytes[stage]
-            # Of the machines only the ratio of arithmetic to traffic matters, and a plan must mean
-            # the same everywhere.
-            return checkpointed(chunk, within_bytes(chunk, budget_bytes, NOMINAL_GPU))
+            # Their ratio of arithmetic to traffic: a plan must mean the same everywhere.
+            kept = within_bytes(chunk, self.plan.keep_bytes[stage], NOMINAL_GPU)
+            return checkpointed(chunk, kept)
         return checkpointed(chunk, ())
 
     def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
         """The chunks of all stages of one rank of the mesh."""
         _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
-        stages = (s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank)
-        return {s: self.chunk(s, tp_rank, train=train) for s in stages}
+        stages = [s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank]
+        chunks = {s: self.chunk(s, tp_rank, train=train) for s in stages}
+        return {s: by_onednn(c) for s, c in chunks.items()} if self.onednn else chunks
 
     def programs(
         self, *, forward_only: bool = False, ranks: Iterable[int] | None = None
@@ -327,7 +329,7 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
-    return Lowered(plan, loss, stages, compiled=lowered.compiled)
+    return replace(lowered, loss=loss, stages=stages, parts=())
 
 
 def weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:

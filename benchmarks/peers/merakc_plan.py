@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import torch
+
 import merakc
 from benchmarks.peers.training import Contestant, Training, adamw, plain_step
 
 
 def build(training: Training, form: str, rank: int) -> Contestant:
-    """The model on this rank, for "auto", which leaves open what can be, or "overlap-2"."""
+    """The model on this rank, for "auto", which leaves open what can be, "overlap-2", or
+    "torchs-products", whose products are those of the other contestants.
+    """
     dp, tp, pp, parts = training.dp, training.tp, training.pp, training.micro_batches
     model, example = training.model(), training.batch(0, training.dp_rank(rank))
-    overlap = None if form == "auto" else int(form.removeprefix("overlap-"))
+    if form == "torchs-products":
+        torch.backends.mkldnn.set_flags(_enabled=False)
+    overlap = int(form.removeprefix("overlap-")) if form.startswith("overlap-") else None
     model = merakc.auto_parallel(
         model, example, dp=dp, tp=tp, pp=pp, micro_batches=parts, overlap=overlap
     )

@@ -22,6 +22,8 @@ PLANS: dict[str, tuple[int, int, int, int]] = {
     "tp2pp2": (1, 2, 2, 8),
 }
 MERAKC, ALONE, ACCELERATE, DEEPSPEED = "merakc", "one process", "Accelerate", "DeepSpeed"
+# Of merakc without oneDNN, to tell what comes of it.
+TORCHS = f"{MERAKC}, torch's products"
 # What an adapter needs beside torch and transformers.
 NEEDS = {
     "accelerate_ddp": ACCELERATE,
@@ -50,7 +52,10 @@ def training_of(plan: str, base: Training) -> Training:
 
 def entries(training: Training) -> list[Entry]:
     """The contestants of a layout, merakc first."""
-    found = [Entry("merakc_plan", "auto", MERAKC)]
+    found = [
+        Entry("merakc_plan", "auto", MERAKC),
+        Entry("merakc_plan", "torchs-products", TORCHS),
+    ]
     if training.tp > 1:
         found.append(Entry("merakc_plan", "overlap-2", f"{MERAKC}, overlap=2"))
     for threads in sorted({1, min(training.ranks, os.cpu_count() or 1)}):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.gemm import TORCHS
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
 from merakc.kernels.ops import WAIT
 
@@ -38,26 +39,27 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     linear and matmul, also beside collectives (2 m n k), and attention (4 b h s t d forward, 10
     backward with the scores made again, as in FlashAttention, arXiv 2205.14135).
     """
-    if node.op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm." in node.op:
+    op = TORCHS.get(node.op, node.op)
+    if op in ("aten.linear.default", "aten.matmul.default") or "grouped_mm." in op:
         return 2 * node.spec.numel * specs[node.args[0]].shape[-1]
-    if node.op == "merakc.gather_matmul.default":
+    if op == "merakc.gather_matmul.default":
         made = sum(o.numel for o in node.outputs[1:] if o is not None)
         return 2 * made * specs[node.args[0]].shape[-1]
-    if node.op == "merakc.matmul_scatter.default":
+    if op == "merakc.matmul_scatter.default":
         return 2 * specs[node.args[0]].numel * node.spec.shape[-1]
-    if node.op == "merakc.grouped_mm_weights.default":
+    if op == "merakc.grouped_mm_weights.default":
         return 2 * specs[node.args[0]].numel * specs[node.args[1]].shape[-1]
-    if node.op == "merakc.attention.default":
+    if op == "merakc.attention.default":
         return 4 * specs[node.args[0]].numel * specs[node.args[1]].shape[-2]
-    if node.op == "merakc.attention_backward.default":
+    if op == "merakc.attention_backward.default":
         return 10 * specs[node.args[1]].numel * specs[node.args[2]].shape[-2]
-    if node.op == OPAQUE:
+    if op == OPAQUE:
         return find(node.args[-1]).flops
-    if node.op == OPAQUE_BACKWARD:  # its forward again, and twice as much
+    if op == OPAQUE_BACKWARD:  # its forward again, and twice as much
         return 3 * find(node.args[-2]).flops
-    if not node.op.startswith("aten."):
+    if not op.startswith("aten."):
         return 0
-    formula = flop_registry.get(getattr(torch.ops.aten, node.op.split(".")[1]))
+    formula = flop_registry.get(getattr(torch.ops.aten, op.split(".")[1]))
     if formula is None:
         return 0
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from merakc.costs.flops import COLLECTIVES, FREE, node_bytes, node_flops
 from merakc.ir.graph import Graph, InputKind, Node, Ref, dtype_name
+from merakc.kernels.gemm import TORCHS
 
 
 class KernelKind(StrEnum):
@@ -242,16 +243,17 @@ class _Reader:
 
     def _shape(self, node: Node) -> tuple[int, int, int, int]:
         """Batch, m, n, k of a product."""
-        if node.op == "merakc.attention.default":
+        op = TORCHS.get(node.op, node.op)
+        if op == "merakc.attention.default":
             b, h, m, d = self.specs[node.args[0]].shape
             return b * h, m, d, self.specs[node.args[1]].shape[-2]
-        if node.op == "aten.addmm.default":
+        if op == "aten.addmm.default":
             first, second = node.args[1:3]
-        elif node.op == "aten.linear.default":
+        elif op == "aten.linear.default":
             first = node.args[0]
             n, k = self.specs[node.args[1]].shape
             return 1, self.specs[first].numel // k, n, k
-        elif node.op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default"):
+        elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default"):
             first, second = node.args[:2]
         else:
             return 0, 0, 0, 0

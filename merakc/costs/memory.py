@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from merakc.costs.flops import FREE
-from merakc.ir.accumulation import accumulated
+from merakc.ir.accumulation import accumulated, added_at_once
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
 from merakc.ir.overwrites import overwrites
 from merakc.ir.program import ActionKind, Chunk
@@ -144,7 +144,7 @@ def order_bytes(
             held |= {i.key: _memory(i, "tangent") for i in tangents}
         beside: dict[str, tuple[int, int]] = {}
         if piece is not None:
-            added = {} if fused else accumulated(piece, chunk.parameters)
+            added = accumulated(piece, chunk.parameters, fused=fused)
             piece, beside = _summed(chunk, piece, sums, added, later=later)
         bytes_, held = _run_piece(chunk, kind, piece, held, leaves, beside)
         found.append(bytes_)
@@ -184,6 +184,10 @@ def _summed(
             before = beside.get(piece.nodes[at].name, (0, 0))
             beside[piece.nodes[at].name] = before[0] + comes, before[1] + goes
     there = {name: node for name, node in added.items() if later or name in gone}
+    for node in there.values():
+        own_bytes = added_at_once(piece.nodes[place[node]])
+        before = beside.get(node, (0, 0))
+        beside[node] = before[0] + own_bytes, before[1] + own_bytes
     nodes = tuple(
         replace(n, outputs=(None,)) if n.name in there.values() else n for n in piece.nodes
     )

@@ -16,9 +16,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from merakc.ir.graph import Graph, OutputKind, Ref
+from merakc.ir.graph import Graph, Node, OutputKind, Ref
+from merakc.kernels.gemm import BLOCK_BYTES, add_mm
 
 Total = Tensor | None
+TABLE: Final = "aten.embedding_dense_backward.default"
+ONEDNN: Final = "merakc.mm.default"
 
 
 def _add_product(total: Total, is_there: bool, left: Tensor, right: Tensor) -> Tensor:
@@ -54,26 +57,33 @@ def _add_rows(
 ADDING: Final[Mapping[str, Callable[..., Tensor]]] = {
     "aten.mm.default": _add_product,
     "aten.bmm.default": _add_products,
-    "aten.embedding_dense_backward.default": _add_rows,
+    TABLE: _add_rows,
+    ONEDNN: add_mm,
 }
-TABLE: Final = "aten.embedding_dense_backward.default"
 
 
-def accumulated(graph: Graph, names: Collection[str]) -> dict[str, str]:
+def accumulated(graph: Graph, names: Collection[str], *, fused: bool = False) -> dict[str, str]:
     """Of the outputs of these names, those that their calls may add up, with the calls' nodes.
 
-    They are gradients that nothing else reads.
+    They are gradients that nothing else reads; where runs of torch's calls are to be `fused`,
+    those of other calls alone.
     """
     read = Counter(r for n in graph.nodes for r in n.refs) + Counter(o.ref for o in graph.outputs)
     alone = {
         Ref(n.name) for n in graph.nodes
         if n.op in ADDING and read[Ref(n.name)] == 1 and not _counts(n.op, n.args)
+        and not (fused and n.op.startswith("aten."))
     }  # fmt: skip
     return {
         o.name: o.ref.node
         for o in graph.outputs
         if o.kind is OutputKind.GRADIENT and o.name in names and o.ref in alone
     }
+
+
+def added_at_once(node: Node) -> int:
+    """The bytes that a call makes of its result before it adds them to a total."""
+    return min(node.spec.size_bytes, BLOCK_BYTES) if node.op == ONEDNN else 0
 
 
 def _counts(op: str, args: tuple[Any, ...]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from torch import Tensor
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.kernels import gemm
 from merakc.kernels.collectives import all_reduce_over
 from merakc.kernels.ops import returns_view
 
@@ -30,7 +31,8 @@ OVERWRITING: Final[Mapping[str, tuple[tuple[int, ...], Callable[..., Tensor]]]] 
     "aten.scatter_add.default": ((0,), Tensor.scatter_add_),
     "merakc.all_reduce.default": ((0,), all_reduce_over),
 }
-REDUCED = "merakc.all_reduce.default"
+# Ops that are none of torch's and keep nothing of what they read.
+TRUSTED = {"merakc.all_reduce.default", *gemm.TORCHS}
 # Its elements may share memory.
 STRIDED = "aten.as_strided.default"
 
@@ -68,7 +70,7 @@ def _roots(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref], dict[Ref, int]]:
     whole: set[Ref] = set()
     last: dict[Ref, int] = {}
     for k, node in enumerate(graph.nodes):
-        trusted = node.op == REDUCED or (node.op.startswith("aten.") and node.op != STRIDED)
+        trusted = node.op in TRUSTED or (node.op.startswith("aten.") and node.op != STRIDED)
         for ref in node.refs:
             if ref in roots:
                 last[roots[ref]] = max(last[roots[ref]], k) if trusted else end

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from merakc.ir.accumulation import ADDING, accumulated
+from merakc.ir.accumulation import ADDING, ONEDNN, accumulated
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import compiled_call
 
@@ -61,6 +61,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 ARGS: list[tuple[str, tuple[Any, ...]]] = [
     ("aten.mm.default", (numbers(4, 5).t(), numbers(4, 6))),
+    (ONEDNN, (numbers(4, 5).t().float(), numbers(4, 6).float())),
     ("aten.bmm.default", (numbers(2, 4, 5), numbers(2, 5, 6))),
     ("aten.embedding_dense_backward.default", (numbers(2, 3, 6), ROWS, 5, -1, False)),
     ("aten.embedding_dense_backward.default", (numbers(2, 3, 6), ROWS, 5, 3, False)),

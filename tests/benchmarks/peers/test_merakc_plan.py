@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.ranks import run_ranks
 from tests.benchmarks.peers.comparing import error_of
 
 
-def _error() -> float:
-    return error_of("merakc_plan", "overlap-2", tp=2, layers=1)
+def _error(form: str) -> float:
+    return error_of("merakc_plan", form, tp=2, layers=1)
 
 
-def test_trains_as_one_process() -> None:
-    assert run_ranks(2, _error)[0] < 1e-3
+@pytest.mark.parametrize("form", ["overlap-2", "torchs-products"])
+def test_trains_as_one_process(form: str) -> None:
+    assert run_ranks(2, _error, form)[0] < 1e-3

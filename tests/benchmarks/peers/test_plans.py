@@ -26,7 +26,8 @@ def test_all_layouts_train_on_the_same_tokens(plan: str) -> None:
 
 def test_peers_can_be_chosen() -> None:
     found = entries(training_of("dp2", Training()))
-    assert [e.peer for e in chosen(found, "fsdp2")] == ["merakc_plan", "fsdp2"]
+    peers = [e.peer for e in chosen(found, "fsdp2")]
+    assert peers == ["merakc_plan", "merakc_plan", "fsdp2"]
     assert chosen(found, "") == found
     assert {e.peer for e in found if e.peer in NEEDS} == {
         "accelerate_ddp", "hf_trainer", "deepspeed_zero"

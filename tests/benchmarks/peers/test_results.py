@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.plans import TORCHS
 from benchmarks.peers.results import (
     Result,
     complaints,
@@ -42,6 +43,8 @@ def test_a_peer_that_is_wrong_is_not_compared_with() -> None:
     assert summary([found]) == {"pp2, loopback": 1.5}
     assert verdict(found).startswith("other takes 1.50 (1.50 to 1.50) of the time of merakc")
     assert verdict(result(OWN, wrong)) == "no peer is right"
+    alike = result(OWN, row(TORCHS, 1.2), PEER)
+    assert verdict(alike).endswith("; 1.25 of the time of merakc, torch's products")
 
 
 def test_complains_where_merakc_is_behind_or_wrong() -> None:
