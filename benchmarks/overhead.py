@@ -222,7 +222,8 @@ PAGE = """# What a step costs beside eager PyTorch
 
 One rank, one thread, float32, no dropout; a step is forward and backward, from gradients of None,
 without the optimizer. Both sides take turns in one process; ratios are medians over {rounds}
-rounds, below 1 merakc is faster. Other processes took up to {others:.0%} of the CPU.
+rounds, below 1 merakc is faster. Both multiply matrices by what torch calls: oneDNN, which merakc
+takes where that is faster, is switched off but for the first steps. Other processes took up to {others:.0%} of the CPU.
 
 {verdict}
 
@@ -328,7 +329,8 @@ def main(
     torch.set_num_threads(1)
     console = Console()
     extent = QUICK if quick else Extent()
-    with console.status("") as status:
+    same_products = torch.backends.mkldnn.flags(enabled=False, allow_tf32=None)
+    with same_products, console.status("") as status:
         found = measure(extent, status.update)
     page = document(found, extent, told_run("benchmarks.overhead", sys.argv[1:]))
     console.print(page, markup=False)
