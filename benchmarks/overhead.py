@@ -223,7 +223,8 @@ PAGE = """# What a step costs beside eager PyTorch
 One rank, one thread, float32, no dropout; a step is forward and backward, from gradients of None,
 without the optimizer. Both sides take turns in one process; ratios are medians over {rounds}
 rounds, below 1 merakc is faster. Both multiply matrices by what torch calls: oneDNN, which merakc
-takes where that is faster, is switched off but for the first steps. Other processes took up to {others:.0%} of the CPU.
+takes where that is faster, is switched off but for the first steps. Other processes took up to
+{others:.0%} of the CPU.
 
 {verdict}
 
