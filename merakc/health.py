@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.kernels import gemm
 from merakc.report.units import format_bytes
 
 Status = Literal["ok", "warn", "fail"]
@@ -167,9 +168,11 @@ def _sum_of_ones(backend: str) -> float:
 
 
 def devices() -> Iterator[Check]:
-    """The processors, and what each GPU has free."""
+    """The processors, what multiplies on them, and what each GPU has free."""
     cores = len(os.sched_getaffinity(0))
     yield Check("CPU", "ok", f"{cores} cores for this process, {platform.machine()}")
+    by = f"oneDNN's, {gemm.gain():.1f} times as fast as torch's" if gemm.is_faster() else "torch's"
+    yield Check("products of float32", "ok", by)
     for k in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(k)
         name = torch.cuda.get_device_name(k)

@@ -53,7 +53,7 @@ def batch() -> Tensors:
 def train(options: dict[str, Any]) -> tuple[float, Tensors, set[str]]:
     """The loss of a step, its gradients, and which ops its stages ran."""
     patch = pytest.MonkeyPatch()
-    patch.setattr(gemm, "_gain", lambda: 2.0)
+    patch.setattr(gemm, "gain", lambda: 2.0)
     example = first_part(batch(), options.get("dp", 1))
     made = merakc.auto_parallel(model(), example, cluster=NOMINAL_CPU, **options)
     loss = made(**part(batch(), made))["loss"]
