@@ -17,8 +17,10 @@ from merakc.calibration import (
     measurements,
     most_ranks,
 )
+from merakc.cluster import DtypeName
 from merakc.cluster_files import cluster_text, parse_cluster
 from merakc.errors import CalibrationError
+from merakc.kernels import gemm
 
 CPU = torch.device("cpu")
 
@@ -89,3 +91,15 @@ def test_sizes_end_where_calls_take_long(monkeypatch: pytest.MonkeyPatch) -> Non
     found = calibration._curve(calls, CPU, 0.0, lambda _: None)
     assert [size for size, _ in found] == [1.0, 2.0]
     assert found[0][1] == pytest.approx(250, rel=0.3)
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize(("dtype", "gain"), [("float32", 2.0), ("float32", 1.0), ("float64", 2.0)])
+def test_products_are_those_of_ranks(
+    dtype: DtypeName, gain: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gemm, "gain", lambda: gain)
+    monkeypatch.setattr(calibration, "SIDES", (32, 256))
+    small, large = (call.func for *_, call in calibration._products(dtype, CPU))
+    assert small is torch.mm
+    assert large is (gemm.mm if dtype == "float32" and gain > gemm.LEAST_GAIN else torch.mm)

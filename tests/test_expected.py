@@ -16,6 +16,7 @@ from merakc.cluster import NOMINAL_CPU, Sharing
 from merakc.costs.spent import by_rank, merged
 from merakc.expected import _of_slowest, expected
 from merakc.ir.program import ActionKind
+from merakc.kernels import gemm
 from tests.battery.small_models import Words, parallel, warm_up, words
 
 
@@ -37,6 +38,16 @@ def test_measured_seconds_replace_those_of_the_cluster() -> None:
     assert 0 < here.around_s < simulation.step_s
     assert measured.step_s == simulation.step_s + here.around_s != modelled.step_s
     assert measured.peak_bytes == modelled.peak_bytes
+
+
+def test_what_other_products_took_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = set()
+    for gain in (1.0, 2.0):
+        monkeypatch.setattr(gemm, "gain", lambda gain=gain: gain)
+        measured = parallel(Words, words(0), cluster=None).plan.measured
+        assert measured is not None
+        places.add(measured.where)
+    assert len(places) == 2
 
 
 def refused(*_: object) -> Any:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from merakc import health
-from merakc.health import Check, all_checks, all_reduce, settings, version
+from merakc.health import Check, all_checks, all_reduce, devices, settings, version
+from merakc.kernels import gemm
 
 
 def _status(check: Check) -> tuple[str, bool]:
@@ -102,3 +103,11 @@ def test_settings(environment: dict[str, str], name: str, status: str, text: str
 def test_what_is_off_is_not_told() -> None:
     off = {"OMP_NUM_THREADS": "1", "NCCL_P2P_DISABLE": "0", "TORCH_DISTRIBUTED_DEBUG": "OFF"}
     assert [check.name for check in settings(off)] == ["OMP_NUM_THREADS"]
+
+
+@pytest.mark.parametrize(
+    ("gain", "text"), [(2.0, "oneDNN's, 2.0 times as fast as torch's"), (1.0, "torch's")]
+)
+def test_what_multiplies_is_told(gain: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "gain", lambda: gain)
+    assert {check.name: check.found for check in devices()}["products of float32"] == text

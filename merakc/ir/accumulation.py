@@ -3,8 +3,8 @@
 A product adds to a total as fast as it writes a result, and the gradient of a table has few rows
 that are not zero. So neither is made by itself and added then: that spares the memory of one
 micro-batch's gradients, and reading and writing all of them again. Megatron-LM does so for the
-products (its option `gradient_accumulation_fusion`). The runtime compiles these calls so, and
-predictions of memory count them so.
+products (its option `gradient_accumulation_fusion`). oneDNN's products cannot; they are made and
+added in blocks. The runtime compiles these calls so, and predictions of memory count them so.
 """
 
 from __future__ import annotations
