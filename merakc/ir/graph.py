@@ -235,6 +235,15 @@ class Graph:
             self.inputs, tuple(reversed(kept)), self.outputs, self.constants, self.functions
         )
 
+    def without_unread_inputs(self) -> Graph:
+        """The graph with only those inputs and constants that a node or an output reads."""
+        read = {r.node for n in self.nodes for r in n.refs} | {o.ref.node for o in self.outputs}
+        return replace(
+            self,
+            inputs=tuple(i for i in self.inputs if i.name in read),
+            constants={name: c for name, c in self.constants.items() if name in read},
+        )
+
     def renamed(self, names: Mapping[Ref, Ref]) -> Graph:
         """The graph with some of the values that it reads replaced."""
 

@@ -55,12 +55,8 @@ def checkpointed(chunk: Chunk, kept: Collection[Ref]) -> Chunk:
         inputs=(*whole.inputs, *given.values()),
         outputs=tuple(o for o in saved if o.ref not in given),
     ).renamed({r: Ref(i.name) for r, i in given.items()})
-    again = again.pruned()
-    read = {r.node for n in again.nodes for r in n.refs} | {o.ref.node for o in again.outputs}
-    constants = {n: c for n, c in whole.constants.items() if n in read}
-    again = replace(
-        again, inputs=tuple(i for i in again.inputs if i.name in read), constants=constants
-    )
+    again = again.pruned().without_unread_inputs()
+    read = {i.name for i in again.inputs}
     wanted = {o.ref for o in saved}
     outputs = tuple(
         Output(str(r), OutputKind.SAVED, r)

@@ -40,22 +40,13 @@ def rematerialised(chunk: Chunk) -> Chunk:
     others = (i for i in rest.inputs if i.kind is not InputKind.SAVED)
     inputs = dict.fromkeys((*others, *again.inputs, *given))
     constants = {**again.constants, **rest.constants}
-    backward = Graph(tuple(inputs), (*again.nodes, *rest.nodes), rest.outputs, constants)
-    backward = _read_alone(replace(backward, functions=rest.functions))
+    nodes = (*again.nodes, *rest.nodes)
+    backward = Graph(tuple(inputs), nodes, rest.outputs, constants, rest.functions)
+    backward = backward.without_unread_inputs()
     wanted = {i.target for i in backward.inputs if i.kind is InputKind.SAVED}
     results = (o for o in whole.outputs if o.kind is not OutputKind.SAVED)
     outputs = (*results, *(Output(str(r), OutputKind.SAVED, r) for r in kept if str(r) in wanted))
     return replace(chunk, forward=replace(whole, outputs=outputs).pruned(), backward=backward)
-
-
-def _read_alone(graph: Graph) -> Graph:
-    """The graph with the inputs and constants that it reads."""
-    read = {r.node for n in graph.nodes for r in n.refs} | {o.ref.node for o in graph.outputs}
-    return replace(
-        graph,
-        inputs=tuple(i for i in graph.inputs if i.name in read),
-        constants={n: c for n, c in graph.constants.items() if n in read},
-    )
 
 
 def _kept(chunk: Chunk) -> frozenset[Ref]:

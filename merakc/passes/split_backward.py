@@ -68,7 +68,5 @@ def _apart(graph: Graph) -> Graph:
 
 def _part(whole: Graph, nodes: Sequence[Node], outputs: Collection[Output]) -> Graph:
     """Some of a graph's nodes, with the inputs that they read."""
-    read = {r.node for n in nodes for r in n.refs} | {o.ref.node for o in outputs}
-    inputs = tuple(i for i in whole.inputs if i.name in read)
-    constants = {n: c for n, c in whole.constants.items() if n in read}
-    return Graph(inputs, tuple(nodes), tuple(outputs), constants, whole.functions)
+    part = replace(whole, nodes=tuple(nodes), outputs=tuple(outputs))
+    return part.without_unread_inputs()

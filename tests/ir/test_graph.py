@@ -158,6 +158,17 @@ def test_pruned_drops_what_no_output_needs() -> None:
     assert _with(outputs=()).pruned().nodes == ()
 
 
+def test_inputs_and_constants_that_nothing_reads_are_dropped() -> None:
+    constants = {"x": torch.zeros(2, 3), "proj_weight": torch.zeros(4, 3)}
+    handed = Output("x", OutputKind.RESULT, Ref("x"))
+    found = dataclasses.replace(
+        GRAPH, nodes=(), outputs=(handed,), constants=constants
+    ).without_unread_inputs()
+    assert [i.name for i in found.inputs] == ["x"]
+    assert found.constants.keys() == {"x"}
+    assert GRAPH.without_unread_inputs() == GRAPH
+
+
 def test_renamed_reaches_nested_arguments_and_outputs() -> None:
     renamed = GRAPH.renamed({Ref("max"): Ref("linear"), Ref("max", 1): Ref("x")})
     assert renamed.nodes[-1].args == ((Ref("linear"), Ref("linear")),)
