@@ -185,8 +185,8 @@ memory that a step frees, as glibc would do for others with `MALLOC_TRIM_THRESHO
 `MALLOC_MMAP_THRESHOLD_` set; nothing is set here. It multiplies float32 matrices by oneDNN where
 that is faster than what torch calls, which most of a step is spent on; `{TORCHS}`
 multiplies as the others do, so that it shows what layouts, schedules and graphs alone are worth.
-oneDNN takes 10 MiB of a rank, half of them pages of torch's library that ranks share, and up to the
-largest weight's gradient, which it makes before it is added.
+oneDNN takes 10 MiB of a rank, half of them pages of torch's library that ranks share, and up to
+16 MiB of a weight's gradient, which it makes before it is added.
 
 {shown}{tables}
 ## Where merakc is behind
