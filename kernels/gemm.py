@@ -1,7 +1,7 @@
 """Products of float32 matrices on a CPU by oneDNN, where it is faster than what torch calls.
 
 torch multiplies them by MKL. Of a core of an AMD EPYC (Zen 5) that reaches 65 to 97 GFLOP/s, about
-what AVX2 gives, and oneDNN 150 to 210, with AVX-512. torch brings both along, and its own code
+what AVX2 gives, and oneDNN 123 to 213, with AVX-512. torch brings both along, and its own code
 generator calls oneDNN for the linear layers of inference. Nothing but the order of sums differs.
 `torch.backends.mkldnn.enabled = False`, torch's switch, turns it off here, too. `merakc::linear`,
 `merakc::mm` and `merakc::addmm` are torch's so computed, on a CPU and without gradients.

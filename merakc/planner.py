@@ -128,7 +128,7 @@ class Lowered:
         if self.plan.recompute == "selective":
             return checkpointed(chunk, selective(chunk))
         if self.plan.recompute == "solved":
-            # Their ratio of arithmetic to traffic: a plan must mean the same everywhere.
+            # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
             kept = within_bytes(chunk, self.plan.keep_bytes[stage], NOMINAL_GPU)
             return checkpointed(chunk, kept)
         return checkpointed(chunk, ())
