@@ -38,7 +38,7 @@ from merakc.passes.loss_gradient import without_zeros
 from merakc.passes.match_plan import check_match, holders
 from merakc.passes.onednn import by_onednn
 from merakc.passes.recompute import checkpointed, selective, within_bytes
-from merakc.passes.rematerialise import rematerialised
+from merakc.passes.rematerialise import lean, rematerialised
 from merakc.passes.schedule import build_programs
 from merakc.passes.separate_heads import separate_heads
 from merakc.passes.shard import shard
@@ -117,7 +117,7 @@ class Lowered:
 
     def _pieces(self, stage: int, tp_rank: int) -> Chunk:
         chunk = differentiate(self.local(stage, tp_rank))
-        chunk = rematerialised(chunk) if self.compiled else without_zeros(chunk)
+        chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
         order = self.schedule.orders[self.schedule.rank_of[stage]]
         kinds = {a.kind for a in order if a.stage == stage}
         if ActionKind.INPUT_GRAD in kinds and chunk.backward is not None:

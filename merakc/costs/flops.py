@@ -32,6 +32,20 @@ PIPELINED = {
 }
 
 
+def is_view(node: Node) -> bool:
+    """Whether a node makes no memory of its own."""
+    return node.op in FREE and bool(node.refs)
+
+
+def view_roots(graph: Graph) -> dict[Ref, Ref]:
+    """What each view of a graph looks at, through all views between."""
+    found: dict[Ref, Ref] = {}
+    for node in filter(is_view, graph.nodes):
+        root = found.get(node.refs[0], node.refs[0])
+        found |= {Ref(node.name, k): root for k in range(len(node.outputs))}
+    return found
+
+
 def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     """Multiplications and additions of a product, convolution or attention; 0 for other ops.
 

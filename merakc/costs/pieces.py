@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merakc.costs.flops import COLLECTIVES, FREE
+from merakc.costs.flops import COLLECTIVES, FREE, is_view, view_roots
 from merakc.costs.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, parts_work
-from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
+from merakc.kernels.ops import is_pointwise
 
 NUMBERED = re.compile(r"^(.*?)\.?(?<![^.])(\d+)(?:\.|$)")
 # Ops whose backward reads nothing of what they had read: linear in their one argument.
@@ -27,6 +28,8 @@ EXPAND = "aten.expand.default"
 PICKS = ("masked_fill", ".where.", "index_select", "aten.index.", "aten.gather.")
 # Ops whose backward reads their result.
 KEEPS_RESULT = ("softmax", "aten.exp.", "aten.tanh.", "aten.sigmoid.", "aten.relu.", "aten.rsqrt.")
+# Values that are no larger are not worth a call that makes them again.
+LEAST_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,11 @@ def cut_pieces(graph: Graph, *, fused: bool = False, plain: int = 1) -> tuple[Pi
         part_of |= {node.name: k for node in graph.nodes[first:last]}
     works = parts_work(graph, part_of, len(starts), fused=fused)
     parameters = _parameters(graph, part_of, len(starts))
-    saved, handed = _saved(graph, part_of, len(starts)), _handed(graph, part_of, len(starts))
+    specs = graph.specs()
+    saved = [
+        sum(specs[ref].size_bytes for ref in kept) for kept in _saved(graph, part_of, len(starts))
+    ]
+    handed = _handed(graph, part_of, len(starts))
     return tuple(map(Piece, paths, works, parameters, saved, handed))
 
 
@@ -107,13 +114,48 @@ def _parameters(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[di
     return found
 
 
-def saved_bytes(graph: Graph) -> int:
-    """The bytes that the backward of a forward reads of it, each value once."""
-    return _saved(graph, {node.name: 0 for node in graph.nodes}, 1)[0]
+def kept_and_again(graph: Graph) -> tuple[int, Graph]:
+    """The bytes that a forward keeps for its backward, each value once, and the calls by which the
+    backward makes others again, as a graph.
+    """
+    specs = graph.specs()
+    saved = _saved(graph, {node.name: 0 for node in graph.nodes}, 1)[0]
+    again = _made_again(graph, saved, specs)
+    nodes = tuple(node for node in graph.nodes if Ref(node.name) in again)
+    read = dict.fromkeys(ref for node in nodes for ref in node.refs if ref not in again)
+    inputs = tuple(Input(f"saved:{ref}", InputKind.SAVED, specs[ref]) for ref in read)
+    names = {ref: Ref(item.name) for ref, item in zip(read, inputs, strict=True)}
+    kept_bytes = sum(specs[ref].size_bytes for ref in saved - again)
+    return kept_bytes, Graph(inputs, nodes, ()).renamed(names)
 
 
-def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
-    """The bytes that each piece's backward reads of its forward, each value once."""
+def _made_again(graph: Graph, saved: set[Ref], specs: Mapping[Ref, TensorSpec]) -> set[Ref]:
+    """The saved values that backwards make again (`merakc.passes.rematerialise`): what a pointwise
+    call makes of what is there anyway.
+    """
+    roots = view_roots(graph)
+    kept = {roots.get(ref, ref) for ref in saved}
+    worth = {ref for ref in kept if specs[ref].size_bytes > LEAST_BYTES}
+    if not worth:
+        return set()
+    others = (i for i in graph.inputs if i.kind is not InputKind.ACTIVATION)
+    there = kept | {Ref(i.name) for i in others}
+    waited: set[Ref] = set()  # values that a call of another kind has read
+    found: set[Ref] = set()
+    for node in graph.nodes:
+        own, cheap = Ref(node.name), is_pointwise(node.op)
+        if is_view(node) or (cheap and own not in worth):
+            continue
+        read = {roots.get(ref, ref) for ref in node.refs}
+        if not cheap:
+            waited |= read
+        elif read <= there - waited:
+            found.add(own)
+    return found
+
+
+def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref]]:
+    """What each piece's backward reads of its forward."""
     specs, grads = graph.specs(), graph.grad_values()
     held = {Ref(i.name) for i in graph.inputs if i.kind is not InputKind.ACTIVATION}
     origin: dict[Ref, Ref] = {}
@@ -127,7 +169,7 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
         elif node.grad_outputs(grads):
             kept = {origin.get(ref, ref) for ref in _kept(node, specs, grads)}
             found[part_of[node.name]] |= kept - held
-    return [sum(specs[ref].size_bytes for ref in kept) for kept in found]
+    return found
 
 
 def _kept(node: Node, specs: Mapping[Ref, TensorSpec], grads: set[Ref]) -> set[Ref]:

@@ -10,7 +10,7 @@ from merakc.cluster import Cluster, Device, Factors
 from merakc.costs.device import backward_seconds, forward_seconds
 from merakc.costs.kernels import graph_work
 from merakc.costs.memory import ActionBytes, live_bytes, order_bytes
-from merakc.costs.pieces import saved_bytes
+from merakc.costs.pieces import kept_and_again
 from merakc.costs.roofline import graph_seconds
 from merakc.costs.sharded import graph_state_bytes
 from merakc.costs.stages import rank_place
@@ -126,7 +126,8 @@ def rough_stage_cost(
     starts from what the stage has received.
     """
     forward_s, backward_s = rough_seconds(local, cluster, tp, device)
-    saved = saved_bytes(local)
+    saved, again = kept_and_again(local)
+    backward_s += rough_seconds(again, cluster, tp, device)[0]
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
     peak_bytes = live_bytes(local).peak_bytes
     half_s = backward_s / 2

@@ -16,9 +16,9 @@ from itertools import count
 import numpy as np
 
 from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES, FREE, PIPELINED
+from merakc.costs.flops import COLLECTIVES, PIPELINED, is_view
 from merakc.costs.roofline import node_seconds
-from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
+from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.ir.program import Chunk
 from merakc.kernels.opaque import OPAQUE
 
@@ -127,11 +127,6 @@ def _seconds(graph: Graph, cluster: Cluster) -> dict[str, float]:
     """Of each node; views take none."""
     specs = graph.specs()
     return {n.name: 0.0 if is_view(n) else node_seconds(n, specs, cluster) for n in graph.nodes}
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node makes no memory of its own."""
-    return node.op in FREE and bool(node.refs)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from merakc.costs.stage import BACKWARD_PER_FORWARD
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.kernels.ops import STARTS, WAIT
+from merakc.passes.rematerialise import late
 from merakc.passes.two_resources import Task, list_schedule
 
 # By how many depths nodes that lead to no collective may be put off: all are tried.
@@ -76,13 +77,24 @@ def overlap(graph: Graph, cluster: Cluster, like: Graph | None = None) -> Graph:
     model = like or graph
     if not any(n.op in COLLECTIVES for n in model.nodes):
         return graph
-    tasks = graph_tasks(model, cluster)
-    orders = list(dict.fromkeys(list_schedule(tasks, lag)[1] for lag in LAGS))
+    orders = _orders(model, cluster)
     graphs = [written(model, order) for order in orders]
     step_s = WORTH * graph_seconds(graphs[0], cluster)
     prices = [_price(g, cluster, step_s) for g in graphs]
     best = prices.index(min(prices))
     return graphs[best] if model is graph else written(graph, orders[best])
+
+
+def _orders(graph: Graph, cluster: Cluster) -> list[tuple[str, ...]]:
+    """Orders to choose from. What costs next to nothing hides no communication: it stands where it
+    is read, so that it takes memory as late as can be.
+    """
+    tasks, nodes = graph_tasks(graph, cluster), {n.name: n for n in graph.nodes}
+    found = []
+    for lag in LAGS:
+        in_order = tuple(nodes[name] for name in list_schedule(tasks, lag)[1])
+        found.append(tuple(n.name for n in late(replace(graph, nodes=in_order)).nodes))
+    return list(dict.fromkeys(found))
 
 
 def _price(graph: Graph, cluster: Cluster, step_s: float) -> tuple[int, int]:

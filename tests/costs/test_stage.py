@@ -11,6 +11,7 @@ import torch
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU, Factors
 from merakc.cluster_files import preset
+from merakc.costs import pieces
 from merakc.costs.device import work_seconds
 from merakc.costs.kernels import graph_work
 from merakc.costs.stage import (
@@ -70,6 +71,20 @@ def test_rough_costs(stage: int) -> None:
     assert rough.static_bytes == cost.static_bytes == static_bytes(made.stages.local[stage])
     assert rough.saved_bytes == pytest.approx(cost.saved_bytes, rel=0.15)
     assert rough.input_grad_s + rough.weight_grad_s == rough.backward_s == 2 * rough.forward_s
+
+
+@pytest.mark.parametrize("hardware", [False, True])
+def test_what_is_made_again_takes_seconds_and_no_memory(
+    monkeypatch: pytest.MonkeyPatch, hardware: bool
+) -> None:
+    cluster = preset("a100-80").flat() if hardware else NOMINAL_CPU
+    local = lowered("1f1b", "full").stages.local[0]
+    small = rough_stage_cost(local, cluster)
+    monkeypatch.setattr(pieces, "LEAST_BYTES", 0)
+    found = rough_stage_cost(local, cluster)
+    assert found.saved_bytes < small.saved_bytes
+    assert small.backward_s < found.backward_s < 1.2 * small.backward_s
+    assert found.forward_s == small.forward_s
 
 
 def test_measured_seconds_replace_those_of_the_formula() -> None:

@@ -25,18 +25,22 @@ from merakc.passes.recompute import (
     selective,
     within_bytes,
 )
-from merakc.planner import make_plan
+from merakc.planner import Lowered, make_plan
 
 MODELS_WITH_BUFFERS = ("resnet",)
 STAGES = 2
 
 
 @cache
-def chunk_of(name: str, stage: int) -> Chunk:
+def lowered(name: str) -> Lowered:
     case = MODELS[name]
     recording = record(case.model(dropout=0.1), (), case.batch(2))
-    _, lowered = make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)
-    return lowered.chunk(stage, 0)
+    return make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)[1]
+
+
+@cache
+def chunk_of(name: str, stage: int) -> Chunk:
+    return lowered(name).chunk(stage, 0)
 
 
 def values(graph: Graph) -> dict[str, torch.Tensor]:
