@@ -66,11 +66,13 @@ def _with_views(forward: Graph, kept: Collection[Ref]) -> set[Ref]:
 
 
 def late(graph: Graph) -> Graph:
-    """The graph with what follows from its inputs by pointwise calls and views alone right before
-    what reads it.
+    """The graph of a backward with what follows by pointwise calls and views from what it has
+    before any gradient comes right before what reads it; another graph as it is.
     """
+    if not any(i.kind is InputKind.SAVED for i in graph.inputs):
+        return graph
     place = {node.name: k for k, node in enumerate(graph.nodes)}
-    free = {i.name for i in graph.inputs}
+    free = {i.name for i in graph.inputs if i.kind is not InputKind.TANGENT}
     for node in graph.nodes:
         if (is_view(node) or is_pointwise(node.op)) and all(r.node in free for r in node.refs):
             free.add(node.name)

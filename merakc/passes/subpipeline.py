@@ -86,8 +86,8 @@ def overlap(graph: Graph, cluster: Cluster, like: Graph | None = None) -> Graph:
 
 
 def _orders(graph: Graph, cluster: Cluster) -> list[tuple[str, ...]]:
-    """Orders to choose from. What costs next to nothing hides no communication: it stands where it
-    is read, so that it takes memory as late as can be.
+    """Orders to choose from. What a backward makes again hides no communication: it stands where
+    it is read, so that it takes memory as late as can be.
     """
     tasks, nodes = graph_tasks(graph, cluster), {n.name: n for n in graph.nodes}
     found = []
