@@ -174,9 +174,10 @@ def document(results: Sequence[Result], notes: Sequence[str], about: str, pictur
 All train the same model with the same weights, data, optimizer and numbers of ranks, each as its
 own documentation writes it. A step is the median over rounds in which all take turns, of the
 slowest rank; `to merakc` is the median (least to largest) of its ratio to merakc's first row, round
-by round: above 1 merakc is faster. `memory` is the peak of a rank's resident memory in a step, less
-what it was before the model was built. `lines` are those that a user adds to a plain loop or
-changes in it, counted in the adapters of `benchmarks/peers` as they are formatted there.
+by round: above 1 merakc is faster. `memory` is the peak of a rank's resident memory in the steps of
+a round, the median over rounds, less what it was before the model was built. `lines` are those that
+a user adds to a plain loop or changes in it, counted in the adapters of `benchmarks/peers` as they
+are formatted there.
 `gradients` is how far those of the first step are from one process's, relative to their length, for
 the worst parameter, as they follow from the weights that AdamW made of them; `weights` is the same
 of the way that the weights went in {CHECKED_STEPS} steps. The Megatron-style baseline is

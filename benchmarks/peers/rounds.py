@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.peers.crew import Crew, CrewError
 from benchmarks.peers.environments import Environment
@@ -35,6 +36,16 @@ class Entry:
     alone: bool = False
 
 
+class Visit(NamedTuple):
+    """Some steps of a contestant: others' share of the CPU, of the slowest rank seconds of a step,
+    of the rank with the most the peak of its resident memory.
+    """
+
+    others: float
+    step_s: float
+    peak_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What was measured of an entry; `steps_s` by round, the slowest rank's mean of some steps.
@@ -43,7 +54,7 @@ class Row:
     communication costs no time, 0 where it costs what it takes by itself, less where it is in the
     way of computing besides. `others` is the largest share of the CPU that other processes took.
     `gradient_error` is of the first step, `error` of the weights after `CHECKED_STEPS`,
-    `peak_bytes` that of the rank with the most.
+    `peaks_bytes` by round that of the rank with the most.
     """
 
     network: str
@@ -52,7 +63,7 @@ class Row:
     steps_s: tuple[float, ...] = ()
     error: float = float("nan")
     gradient_error: float = float("nan")
-    peak_bytes: int = 0
+    peaks_bytes: tuple[int, ...] = ()
     others: float = 0.0
     with_s: float = float("nan")
     without_s: float = float("nan")
@@ -64,6 +75,11 @@ class Row:
     def step_s(self) -> float:
         """The median."""
         return statistics.median(self.steps_s) if self.steps_s else float("nan")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The median."""
+        return round(statistics.median(self.peaks_bytes)) if self.peaks_bytes else 0
 
     @property
     def hidden(self) -> float:
@@ -128,13 +144,16 @@ class Course:
                     self.advance(f"{network.name}: {entry.label}, round {k + 1} of {rounds}")
                     row = rows[entry]
                     try:
-                        step_s, others = self._visit(crews[entry], steps)
+                        visit = self._visit(crews[entry], steps)
                     except CrewError as failure:
-                        rows[entry] = replace(row, failure=str(failure), steps_s=())
+                        rows[entry] = replace(row, failure=str(failure), steps_s=(), peaks_bytes=())
                         crews.pop(entry).close()
                         continue
                     rows[entry] = replace(
-                        row, steps_s=(*row.steps_s, step_s), others=max(row.others, others)
+                        row,
+                        steps_s=(*row.steps_s, visit.step_s),
+                        peaks_bytes=(*row.peaks_bytes, visit.peak_bytes),
+                        others=max(row.others, visit.others),
                     )
         for entry in crews if shares else ():
             self.advance(f"{network.name}: {entry.label}, what is hidden")
@@ -153,12 +172,12 @@ class Course:
             gradient_error = crew.ask("compare")[0]["gradient_error"]
             crew.ask("train", steps=CHECKED_STEPS - 1)
             error = crew.ask("compare")[0]["error"]
-            peak_bytes = max(answer["peak_bytes"] for answer in crew.ask("memory", steps=1))
+            crew.ask("train", steps=1)  # takes memory anew that comparing has given back
             stack.enter_context(failing.pop_all())
-        return crew, replace(row, gradient_error=gradient_error, error=error, peak_bytes=peak_bytes)
+        return crew, replace(row, gradient_error=gradient_error, error=error)
 
-    def _visit(self, crew: Crew, steps: int, *, muted: bool = False) -> tuple[float, float]:
-        """Seconds of a step, and others' share of the CPU; the quietest of some tries."""
+    def _visit(self, crew: Crew, steps: int, *, muted: bool = False) -> Visit:
+        """Some steps; the quietest of some tries."""
         tries = []
         for _ in range(MAX_TRIES):
             start_s, busy_s = time.perf_counter(), cpu_busy_s()
@@ -166,11 +185,11 @@ class Course:
             wall_s, busy_s = time.perf_counter() - start_s, cpu_busy_s() - busy_s
             own_s = sum(answer["cpu_s"] for answer in answers)
             others = max(0.0, busy_s - own_s) / (wall_s * (os.cpu_count() or 1))
-            tries.append((others, max(answer["step_s"] for answer in answers)))
+            step_s, peak_bytes = (max(a[key] for a in answers) for key in ("step_s", "peak_bytes"))
+            tries.append(Visit(others, step_s, peak_bytes))
             if others <= MAX_OTHERS:
                 break
-        others, step_s = min(tries)
-        return step_s, others
+        return min(tries)
 
     def _share(self, row: Row, network: Network, rounds: int, steps: int) -> Row:
         """With the communication, without any, and that alone, in turns."""
@@ -181,8 +200,8 @@ class Course:
             crew.ask("train", steps=1, muted=True)
             recorded = crew.ask("record")[0]
             for _ in range(rounds):
-                found["with"].append(self._visit(crew, steps)[0])
-                found["without"].append(self._visit(crew, steps, muted=True)[0])
+                found["with"].append(self._visit(crew, steps).step_s)
+                found["without"].append(self._visit(crew, steps, muted=True).step_s)
                 found["alone"].append(max(a["alone_s"] for a in crew.ask("replay")))
         return replace(
             row,

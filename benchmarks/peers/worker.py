@@ -55,15 +55,20 @@ class Rank:
     taken: int = 0
 
     def train(self, steps: int, muted: bool = False) -> Answer:
-        """Seconds of a step, the mean of `steps`, and the CPU's for all of them."""
+        """Seconds of a step, the mean of `steps`; the CPU's for all of them; and their peak of
+        resident memory, less what the process had with no model.
+        """
         given = self.contestant.dp_rank
         dp_rank = self.training.dp_rank(self.rank) if given is None else given
         batches = [self.training.batch((self.taken + k) % BATCHES, dp_rank) for k in range(steps)]
         self.taken += steps
         self.tape.muted = muted
+        if RESET.exists():
+            RESET.write_text(RESET_PEAK)
         wall_s, cpu_s = self._timed(lambda: [self.contestant.step(batch) for batch in batches])
         self.tape.muted = False
-        return {"step_s": wall_s / steps, "cpu_s": cpu_s}
+        peak_bytes = resident_bytes("VmHWM") - self.base_bytes
+        return {"step_s": wall_s / steps, "cpu_s": cpu_s, "peak_bytes": peak_bytes}
 
     def compare(self) -> Answer:
         """How far the weights are from those of one process; after a step, the gradients, too."""
@@ -77,15 +82,9 @@ class Rank:
             got, wanted = first_gradients(before, own), first_gradients(before, after)
             zeros = {name: torch.zeros_like(value) for name, value in wanted.items()}
             answer["gradient_error"] = largest_error(got, zeros, wanted)
+        del found, own, before, after
+        release_memory()  # of what only comparing took
         return answer
-
-    def memory(self, steps: int) -> Answer:
-        """The peak of resident memory in some steps, less what the process had with no model."""
-        release_memory()
-        if RESET.exists():
-            RESET.write_text(RESET_PEAK)
-        self.train(steps)
-        return {"peak_bytes": resident_bytes("VmHWM") - self.base_bytes}
 
     def record(self) -> Answer:
         """Remembers the collectives of a step: their number, and the bytes that they were given."""

@@ -37,7 +37,7 @@ def test_exit_status_and_files(
         for entry in found:
             step_s = 1.0 if entry.peer == "merakc_plan" else peer_s
             row = Row(network.name, entry, steps_s=(step_s,) * rounds, error=0.0)
-            made.append(replace(row, gradient_error=0.0, peak_bytes=2**20))
+            made.append(replace(row, gradient_error=0.0, peaks_bytes=(2**20,)))
         return made
 
     def missing(cache: Path) -> None:

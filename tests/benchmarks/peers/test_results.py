@@ -26,7 +26,9 @@ Exception ignored in: y"""
 
 def row(label: str, step_s: float, *, alone: bool = False, **fields: Any) -> Row:
     made = Row("loopback", Entry(label, "form", label, alone), steps_s=(step_s, step_s * 1.2))
-    return replace(made, **{"error": 1e-5, "gradient_error": 1e-6, "peak_bytes": 2**20} | fields)
+    return replace(
+        made, **{"error": 1e-5, "gradient_error": 1e-6, "peaks_bytes": (2**20,)} | fields
+    )
 
 
 def result(*rows: Row) -> Result:

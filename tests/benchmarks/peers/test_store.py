@@ -17,7 +17,9 @@ from benchmarks.peers.training import Training
 
 BASE = Training()
 ENTRY = Entry("merakc_plan", "auto", "merakc")
-ROW = Row("loopback", ENTRY, steps_s=(0.1, 0.2), error=1e-6, gradient_error=1e-5, peak_bytes=7)
+ROW = Row(
+    "loopback", ENTRY, steps_s=(0.1, 0.2), peaks_bytes=(7, 9), error=1e-6, gradient_error=1e-5
+)
 FAILED = Row("loopback", ENTRY, failure="no memory")
 TABLE = Result("pp2", "loopback", training_of("pp2", BASE), (ROW, FAILED), (7, 7))
 
@@ -30,6 +32,7 @@ def test_tables_come_back(tmp_path: Path) -> None:
     (found,) = again.tables(BASE)
     assert found.training == TABLE.training
     assert (found.rows[0].steps_s, found.rows[0].entry) == (ROW.steps_s, ENTRY)
+    assert found.rows[0].peak_bytes == 8
     assert found.rows[1].failure == "no memory"
     assert math.isnan(found.rows[1].error)
     assert again.wall_s > 100

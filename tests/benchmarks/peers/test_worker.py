@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.peers.probe import Tape
 from benchmarks.peers.worker import (
     RESET,
     RESET_PEAK,
@@ -15,6 +17,7 @@ from benchmarks.peers.worker import (
     resident_bytes,
     serve,
 )
+from tests.benchmarks.peers.comparing import TINY
 
 
 class Recorder(Rank):
@@ -48,3 +51,29 @@ def test_the_peak_of_memory_starts_anew() -> None:
     held = torch.ones(2**24)
     assert resident_bytes("VmHWM") >= now_bytes + held.nbytes // 2
     assert resident_bytes("NoSuchField") == 0
+
+
+class Untimed(Rank):
+    """On no other rank that it would wait for."""
+
+    def _timed(self, work: Callable[[], object]) -> tuple[float, float]:
+        work()
+        return 1.0, 1.0
+
+
+class Takes:
+    """Trains nothing, but takes some memory for each step."""
+
+    dp_rank = 0
+
+    def step(self, batch: Any) -> None:
+        torch.ones(2**24)
+
+
+def test_steps_answer_with_their_peak_of_memory() -> None:
+    if not RESET.exists():
+        pytest.skip("needs Linux's /proc")
+    release_memory()
+    base_bytes = resident_bytes("VmRSS")
+    rank = Untimed(TINY, 0, Takes(), Tape(), None, base_bytes)  # type: ignore[arg-type]
+    assert 2**26 <= rank.train(2)["peak_bytes"] + 2**22 < 2**27  # one step's, to a few pages
