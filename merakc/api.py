@@ -183,7 +183,7 @@ def _build(
     key = steps.key(*made.example, train=True, results=False)
     step = steps.add(key, recording, lowered, chunks(), train=True)
     if made.device.type == "cpu":
-        keep_freed_memory()
+        steps.kept = keep_freed_memory()
     measured = cluster is None
     prediction, simulation, here = expected(steps, step, made.machines, measured=measured)
     plan = replace(lowered.plan, prediction=prediction, measured=here)

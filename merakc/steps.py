@@ -34,6 +34,7 @@ from merakc.passes.collectives import chunk_touches, trained
 from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
+from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.codegen import compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.fused import Fuser
@@ -66,6 +67,7 @@ class Steps:
     timeout_s: float = TIMEOUT_S  # of a message
     loss_scale: LossScale | None = None  # in mixed precision
     fuser: Fuser | None = None  # where graphs become kernels of their own
+    kept: KeptMemory | None = None  # on a CPU
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
@@ -229,6 +231,8 @@ class Steps:
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, record=self.recording)
         self.stale |= step.written
+        if self.kept is not None:
+            self.kept.settle()
         return result
 
     def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
