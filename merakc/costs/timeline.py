@@ -19,6 +19,8 @@ from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Chunk, Event, Progr
 
 Work = tuple[int, int]  # stage, micro-batch
 Place = tuple[int, int, str]  # a piece of memory: stage, micro-batch and owner that made it
+# The computes that make gradients of parameters.
+MAKING = ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +125,7 @@ class _Memory:
     def run(self) -> tuple[ActionMemory, ...]:
         actions = self.program.actions
         sums = {stage: sunk.sums for stage, sunk in self.sunk.items()}
-        first = self._effects(sums, later=False)
-        # What is not scattered is there from the first gradients on.
-        there = {k: tuple(_there(s) for s in own) for k, own in sums.items()}
-        effects = self._effects(there, later=True)
+        effects = self._effects(sums)
         self.readers = Counter(
             (a.stage, a.micro_batch, a.value, a.is_grad)
             for a in actions
@@ -145,9 +144,9 @@ class _Memory:
             elif action.kind is ActionKind.RECV and action.peer == self.program.rank:
                 self._arrive(action, self.handed.pop(action.message))
             elif action.kind.is_compute:
-                makes = action.kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
+                makes = action.kind in MAKING
                 is_first = makes and action.stage not in self.with_gradients
-                effect = (first if is_first else effects)[k]
+                effect = effects[k]
                 peak_bytes += effect.peak_bytes
                 if is_first:
                     peak_bytes += self._begin(action.stage, effect)
@@ -158,21 +157,31 @@ class _Memory:
             found.append(ActionMemory(action, self.live_bytes, peak_bytes))
         return tuple(found)
 
-    def _effects(self, sums: Mapping[int, Sequence[Sum]], *, later: bool) -> dict[int, ActionBytes]:
-        """What each compute of the Program does, by its position."""
+    def _effects(self, sums: Mapping[int, Sequence[Sum]]) -> dict[int, ActionBytes]:
+        """What each compute of the Program does, by its position.
+
+        What is not scattered is there from a stage's first gradients on.
+        """
         orders: dict[Work, list[int]] = {}
+        starting: dict[int, int] = {}  # the micro-batch whose gradients are a stage's first
         for k, action in enumerate(self.program.actions):
             if action.kind.is_compute:
                 orders.setdefault((action.stage, action.micro_batch), []).append(k)
-        known: dict[tuple[int, tuple[ActionKind, ...]], tuple[ActionBytes, ...]] = {}
+            if action.kind in MAKING:
+                starting.setdefault(action.stage, action.micro_batch)
+        there = {stage: tuple(map(_there, own)) for stage, own in sums.items()}
+        known: dict[tuple[int, tuple[ActionKind, ...], bool], tuple[ActionBytes, ...]] = {}
         found: dict[int, ActionBytes] = {}
-        for (stage, _), positions in orders.items():
+        for (stage, micro_batch), positions in orders.items():
             kinds = tuple(self.program.actions[k].kind for k in positions)
-            if (stage, kinds) not in known:
-                known[stage, kinds] = order_bytes(
-                    self.chunks[stage], kinds, sums.get(stage, ()), later=later, fused=self.fused
+            later = micro_batch != starting.get(stage)
+            key = stage, kinds, later
+            if key not in known:
+                own = (there if later else sums).get(stage, ())
+                known[key] = order_bytes(
+                    self.chunks[stage], kinds, own, later=later, fused=self.fused
                 )
-            found |= dict(zip(positions, known[stage, kinds], strict=True))
+            found |= dict(zip(positions, known[key], strict=True))
         return found
 
     def _post_receives(self, now: int) -> None:

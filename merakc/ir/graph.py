@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -78,15 +78,15 @@ class TensorSpec:
         return f"{dtype_name(self.dtype)}[{','.join(map(str, self.shape))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """The `index`-th output of the node `node`, or the input of that name."""
+class Ref(NamedTuple):
+    """The `index`-th output of the node `node`, or the input of that name.
+
+    A tuple, since Python compares and hashes those without running code of ours: every pass looks
+    values up by the million.
+    """
 
     node: str
-    index: int = 0
-
-    def __hash__(self) -> int:
-        return hash(self.node) + self.index  # a third of the time of a tuple's
+    index: int = 0  # type: ignore[assignment]  # hides what finds an element of a tuple
 
     def __str__(self) -> str:
         return f"%{self.node}" if self.index == 0 else f"%{self.node}:{self.index}"
@@ -182,6 +182,9 @@ class Graph:
     outputs: tuple[Output, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, compare=False)
+    _specs: Mapping[Ref, TensorSpec] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def verify(self) -> None:
         """Asserts that names are unique and that every value is defined before it is read."""
@@ -198,14 +201,16 @@ class Graph:
         for out in self.outputs:
             assert out.ref.node in defined, f"output {out.name} reads {out.ref}, not defined"
 
-    def specs(self) -> dict[Ref, TensorSpec]:
+    def specs(self) -> Mapping[Ref, TensorSpec]:
         """The spec of every value."""
-        found = {Ref(i.name): i.spec for i in self.inputs}
-        for node in self.nodes:
-            for k, spec in enumerate(node.outputs):
-                if spec is not None:
-                    found[Ref(node.name, k)] = spec
-        return found
+        if self._specs is None:  # asked for by every pass
+            found = {Ref(i.name): i.spec for i in self.inputs}
+            for node in self.nodes:
+                for k, spec in enumerate(node.outputs):
+                    if spec is not None:
+                        found[Ref(node.name, k)] = spec
+            object.__setattr__(self, "_specs", found)
+        return self._specs or {}
 
     def users(self) -> dict[str, list[Node]]:
         """The nodes that read each input or node, in program order, each once."""
@@ -295,8 +300,8 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
 
 def format_arg(value: Any) -> str:
     """The text form of an argument."""
+    if isinstance(value, Ref):
+        return str(value)
     if isinstance(value, tuple):
         return "(" + ", ".join(map(format_arg, value)) + ")"
-    if isinstance(value, torch.dtype):
-        return dtype_name(value)
-    return str(value) if isinstance(value, Ref) else repr(value)
+    return dtype_name(value) if isinstance(value, torch.dtype) else repr(value)

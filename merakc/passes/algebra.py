@@ -50,7 +50,7 @@ class _Rewriter:
     """Goes through a graph; `nodes` are those that are written, in the place of the graph's."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.specs = graph, graph.specs()
+        self.graph, self.specs = graph, dict(graph.specs())
         self.nodes: list[Node] = []
         self.made: dict[str, Node] = {}
         self.now: dict[Ref, Ref] = {}

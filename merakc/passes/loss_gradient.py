@@ -8,7 +8,7 @@ its highest point, and one less to write and read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -42,7 +42,7 @@ def _rewritten(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes)).pruned()
 
 
-def _is_known(loss: Node, softmax: Node, specs: dict[Ref, TensorSpec]) -> bool:
+def _is_known(loss: Node, softmax: Node, specs: Mapping[Ref, TensorSpec]) -> bool:
     """Whether classes weigh alike, and both are of the same [rows, classes]."""
     of, weights = loss.args[1], loss.args[3]
     spec = softmax.spec
@@ -55,7 +55,7 @@ def _is_known(loss: Node, softmax: Node, specs: dict[Ref, TensorSpec]) -> bool:
     )
 
 
-def _direct(loss: Node, softmax: Node, specs: dict[Ref, TensorSpec]) -> Iterator[Node]:
+def _direct(loss: Node, softmax: Node, specs: Mapping[Ref, TensorSpec]) -> Iterator[Node]:
     """The nodes in the place of `softmax`; the last one has its name."""
     gradient, logs, labels, _, reduction, ignored, total = loss.args
     whole, row = softmax.spec, specs[labels]

@@ -68,7 +68,7 @@ def weigh_loss(graph: Graph) -> WeighedLoss:
     grads = graph.grad_values()
     if any(o.ref not in grads for o in roots):  # recorded under no_grad, or all frozen
         grads = _computed(graph)
-    weigher = _Weigher(graph, graph.specs(), grads)
+    weigher = _Weigher(graph, dict(graph.specs()), grads)
     refs = {o.ref: weigher.weigh(o.ref) for o in roots}
     nodes = [n for old in graph.nodes for n in (old, *weigher.nodes.get(old.name, ()))]
     outputs = tuple(o.at(refs[o.ref]) if o in roots else o for o in graph.outputs)
