@@ -144,8 +144,7 @@ class _Memory:
             elif action.kind is ActionKind.RECV and action.peer == self.program.rank:
                 self._arrive(action, self.handed.pop(action.message))
             elif action.kind.is_compute:
-                makes = action.kind in MAKING
-                is_first = makes and action.stage not in self.with_gradients
+                is_first = action.kind in MAKING and action.stage not in self.with_gradients
                 effect = effects[k]
                 peak_bytes += effect.peak_bytes
                 if is_first:
