@@ -28,6 +28,7 @@ class InputKind(StrEnum):
     TANGENT = "tangent"  # the gradient of an output, given to the backward
     SAVED = "saved"  # a value kept from an earlier piece of the same chunk
     SCALAR = "scalar"  # a number of the step that the runtime fills in (loss weights, seeds)
+    KNOWN = "known"  # a value of the batch alone, computed before the step for the whole of it
 
 
 class OutputKind(StrEnum):
@@ -39,6 +40,7 @@ class OutputKind(StrEnum):
     ACTIVATION = "activation"  # a value that another pipeline stage reads
     GRADIENT = "gradient"
     SAVED = "saved"  # kept for a later piece of the same chunk
+    WAIST = "waist"  # what the head, which runs once for the whole batch, reads of each part
 
 
 # Calls that read an argument's shape and not its values.

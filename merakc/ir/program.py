@@ -35,6 +35,7 @@ class ActionKind(StrEnum):
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
     RECOMPUTE = "R"  # the forward again, for what was not kept
+    HEAD = "head"  # what couples the samples of the batch, once for all micro-batches
     SEND = "send"
     RECV = "recv"
     GATHER = "gather"  # of parameters over dp, started with the step

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from merakc.ir.batches import Head
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import resolve_op
 from merakc.passes.dims import argument
@@ -55,6 +56,7 @@ class WeighedLoss:
 
     graph: Graph
     counts: Graph | None
+    head: Head | None = None
 
 
 def weigh_loss(graph: Graph) -> WeighedLoss:
