@@ -14,6 +14,7 @@ from merakc.costs.ranks import stage_devices
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchSplit
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
 from merakc.ir.layout import Layout, parse_layout
@@ -21,6 +22,7 @@ from merakc.ir.plan import OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.passes.batches.recorded import in_parts, with_outputs
 from merakc.passes.collective_matmul import chunk_rows
 from merakc.passes.collectives import (
     Touches,
@@ -54,7 +56,6 @@ from merakc.passes.stages import (
 )
 from merakc.passes.sub_batches import Parts, divided
 from merakc.passes.subpipeline import overlapped, same_nodes
-from merakc.passes.weigh_loss import WeighedLoss, weigh_loss
 from merakc.schedules.registry import make_schedule, stage_ranks
 from merakc.schedules.text import parse_schedule
 from merakc.version import __version__
@@ -65,7 +66,7 @@ class Lowered:
     """A plan applied to a recording: what every rank agrees on, before any rank's own graphs."""
 
     plan: Plan
-    loss: WeighedLoss
+    loss: BatchSplit
     stages: Stages
     parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
     compiled: bool = False  # whether runs of its graphs' calls become kernels
@@ -222,18 +223,13 @@ def _recomputed(plan: Plan) -> Literal["none", "full"] | tuple[int, ...]:
     return "none" if plan.recompute == "none" else "full"
 
 
+# What training needs of a forward: the loss and the written buffers.
+TRAINING = (OutputKind.LOSS, OutputKind.BUFFER)
+
+
 def training_graph(graph: Graph) -> Graph:
-    """Only what training needs: the loss and the written buffers."""
-    kinds = (OutputKind.LOSS, OutputKind.BUFFER)
-    outputs = tuple(o for o in graph.outputs if o.kind in kinds)
-    return with_outputs(graph, outputs)
-
-
-def with_outputs(graph: Graph, outputs: tuple[Output, ...]) -> Graph:
-    """The graph with these outputs, and nothing that they do not need."""
-    pruned = replace(graph, outputs=outputs).pruned()
-    read = {r.node for n in pruned.nodes for r in n.refs} | {o.ref.node for o in pruned.outputs}
-    return replace(pruned, inputs=tuple(i for i in pruned.inputs if i.name in read))
+    """The recorded graph for its outputs that training needs."""
+    return with_outputs(graph, tuple(o for o in graph.outputs if o.kind in TRAINING))
 
 
 def make_plan(
@@ -255,7 +251,7 @@ def make_plan(
     an order of work. Raises `CutError` where the graph does not give them, `ShardError` where it
     does not divide over `mesh.tp` ranks.
     """
-    loss = weighed(training_graph(recording.graph), mesh.tp)
+    loss = headed(in_parts(recording, mesh.dp * micro_batches, TRAINING), mesh.tp)
     sharding = shard(
         loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
     )
@@ -308,7 +304,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = weighed(training_graph(recording.graph), plan.tp)
+    loss = headed(in_parts(recording, plan.dp * plan.micro_batches, TRAINING), plan.tp)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
@@ -323,27 +319,28 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     computed, otherwise the loss alone.
     """
     plan = lowered.plan
-    graph = recording.graph if results else training_graph(recording.graph)
-    graph = with_outputs(graph, graph.outputs)
-    loss = weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
+    split = in_parts(recording, plan.dp * plan.micro_batches, () if results else TRAINING)
+    loss = headed(split, plan.tp, gathered=gathers(lowered.loss.graph))
     sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
     return replace(lowered, loss=loss, stages=stages, parts=())
 
 
-def weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:
-    """The graph that is sharded and cut, with losses of micro-batches that add up.
+def headed(split: BatchSplit, tp: int, *, gathered: bool | None = None) -> BatchSplit:
+    """The step whose graph is sharded and cut: with heads apart, and products to be gathered.
 
     `gathered` says whether its products are to be gathered; where it is None, the graph does.
     """
-    loss = weigh_loss(graph)
-    found = separate_heads(loss.graph, tp)
+    return replace(split, graph=with_heads(split.graph, tp, gathered=gathered))
+
+
+def with_heads(graph: Graph, tp: int, *, gathered: bool | None = None) -> Graph:
+    """The graph of `headed`."""
+    found = separate_heads(graph, tp)
     if gathered is None:
-        found = gather_products(found, tp)
-    elif gathered:
-        found = gather_all(found)
-    return replace(loss, graph=found)
+        return gather_products(found, tp)
+    return gather_all(found) if gathered else found
 
 
 def _splits_of_results(
@@ -354,7 +351,7 @@ def _splits_of_results(
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
     if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
         return {}
-    whole = weighed(graph, tp, gathered=gathered).graph
+    whole = with_heads(with_outputs(graph, graph.outputs), tp, gathered=gathered)
     try:
         found = shard(whole, tp, splits).splits(whole)
     except PlanError:  # the results need whole what training splits: `predict` refuses them

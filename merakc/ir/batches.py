@@ -8,8 +8,8 @@ the other (rows), they add up (a sum), or they are all the same (a constant).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
@@ -134,3 +134,33 @@ class Head:
     def size_bytes(self) -> int:
         """Bytes of the waist of the whole batch."""
         return sum(math.prod(s.spec.shape) * s.spec.dtype.itemsize for s in self.waist)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is computed before the step, of the batch alone.
+
+    Every part runs `part`, whose outputs are the `shares`; of what they make together, over all dp
+    ranks, every rank computes `graph`. Its outputs are inputs of the step under their names; `rows`
+    says where the samples stand in each, of which a part reads its own, None where it reads all.
+    """
+
+    part: Graph
+    shares: tuple[Share, ...]
+    graph: Graph
+    rows: Mapping[str, Rows | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """A step in parts: the losses of the parts add up to that of the batch, and so do gradients.
+
+    `graph` is that of a part. `results` says of its other outputs how those of the parts make that
+    of the whole batch. `conventions` names, with its line, what holds by convention alone.
+    """
+
+    graph: Graph
+    known: Known | None = None
+    head: Head | None = None
+    results: Mapping[str, tuple[ShareKind, Rows | None]] = field(default_factory=dict)
+    conventions: tuple[str, ...] = ()
