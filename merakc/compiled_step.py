@@ -41,7 +41,8 @@ class CompiledStep:
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:
         """The dtype of the loss; None where the forward returns none for this batch."""
-        graph = self.lowered.loss.graph
+        loss = self.lowered.loss
+        graph = loss.head.graph if loss.head is not None else loss.graph
         refs = [o.ref for o in graph.outputs if o.kind is OutputKind.LOSS]
         return graph.specs()[refs[0]].dtype if refs else None
 

@@ -25,6 +25,7 @@ from merakc.compiled_step import CompiledStep
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
@@ -39,6 +40,7 @@ from merakc.runtime.codegen import compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
@@ -94,8 +96,12 @@ class Steps:
         chunks: Mapping[int, Chunk],
         *,
         train: bool,
+        layout: BatchLayout | None = None,
     ) -> CompiledStep:
-        """Compiles this rank's chunks and keeps them under `key`."""
+        """Compiles this rank's chunks and keeps them under `key`.
+
+        `layout` says how the samples of the whole batch lie, where the loss couples them.
+        """
         counting = lowered.loss.counts
         constants = counting.constants if counting else {}
         state = self.state | {name: value.to(self.device) for name, value in constants.items()}
@@ -113,11 +119,25 @@ class Steps:
             timeout_s=self.timeout_s,
             sharded=self.sharded,
             fuser=self.fuser if train else None,
+            head=self._head(lowered, layout, train=train),
         )
         counts = compile_graph(counting, self.device) if counting else None
         step = CompiledStep(recording, lowered, chunks, executor, state, counts)
         self.compiled[key] = step
         return step
+
+    def _head(
+        self, lowered: Lowered, layout: BatchLayout | None, *, train: bool
+    ) -> HeadRunner | None:
+        """What couples the samples of the whole batch, where this rank runs it."""
+        head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.stages.head
+        group = self.groups.axis("dp")  # made by all ranks
+        _, own, _ = self.groups.coordinates
+        if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
+            return None
+        assert layout is not None, "nobody says how the samples of the whole batch lie"
+        fuser = self.fuser if train else None
+        return HeadRunner(head, chunk, layout, self.device, group, fuser)
 
     @few_collections()
     def compile(

@@ -31,8 +31,8 @@ class Rows:
 
     def take(self, value: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """The part of `count` samples from sample number `first` on of a value of all samples."""
-        return self._parted(value).narrow(self.dim + 1, first, count).flatten(
-            self.dim, self.dim + 2
+        return (
+            self._parted(value).narrow(self.dim + 1, first, count).flatten(self.dim, self.dim + 2)
         )
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -50,7 +50,8 @@ class Rows:
         return (*shape[: self.dim], now, *shape[self.dim + 1 :])
 
     def _parted(self, value: torch.Tensor) -> torch.Tensor:
-        return value.unflatten(self.dim, (self.outer, self.samples(value.shape), self.inner))
+        outer, inner = value.shape[: self.dim], value.shape[self.dim + 1 :]
+        return value.reshape(*outer, self.outer, self.samples(value.shape), self.inner, *inner)
 
 
 class ShareKind(StrEnum):
