@@ -8,7 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -31,6 +31,7 @@ from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
+from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.precision import Precision, parse_precision
@@ -39,6 +40,7 @@ from merakc.kernels import gemm
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.overlap import with_parts
+from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner import Lowered, apply_plan
 from merakc.recording import record_part, with_loss
 from merakc.runtime.allocator import keep_freed_memory
@@ -116,7 +118,7 @@ class _Decision:
     model: nn.Module
     device: torch.device
     example: tuple[tuple[Any, ...], dict[str, Any]]
-    recording: Recording
+    recording: BatchRecording
     lowered: Lowered
     machines: Cluster
 
@@ -138,14 +140,24 @@ def _decide(
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
         return with_tensor_specs(*call_arguments(batch), specs)
 
+    likely = given.dp if given is not None else max(m.dp for m in meshes(request))
+
     @cache
-    def recorded(parts: int) -> Recording:
-        return with_loss(record_part(model, *example(), parts, device, request.precision))
+    def recorded(parts: int, dp: int = likely) -> BatchRecording:
+        layout = BatchLayout((request.batch_size,) * dp, parts)
+        divided = request.overlap != 0 and request.tp != 1
+        return with_loss(
+            record_part(model, *example(), layout, device, request.precision, divided=divided)
+        )
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
-    lowered = with_parts(_lowered(request, given, recorded, machines), recorded)
-    recording = recorded(lowered.plan.micro_batches)
+    lowered = _lowered(request, given, recorded, machines)
+    plan = lowered.plan
+    recording = recorded(plan.micro_batches, plan.dp)
+    if plan.dp != likely:  # the numbers of the whole batch are others
+        lowered = apply_plan(plan, recording)
+    lowered = with_parts(lowered, partial(recorded, dp=plan.dp))
     return _Decision(model, device, example(), recording, lowered, machines)
 
 
@@ -180,8 +192,9 @@ def _build(
         fuser,
     )  # fmt: skip
     _living.add(steps)
-    key = steps.key(*made.example, train=True, results=False)
-    step = steps.add(key, recording, lowered, chunks(), train=True)
+    layout = steps.layout(*made.example)
+    key = steps.key(*made.example, layout, train=True, results=False)
+    step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
     measured = cluster is None

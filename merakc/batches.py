@@ -47,17 +47,14 @@ def sample_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Row
 
 
 def split_batch(
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    sampled: Mapping[str, Rows],
-    micro_batches: int,
+    args: Sequence[Any], kwargs: Mapping[str, Any], micro_batches: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments of each micro-batch.
 
-    The tensors of `sampled` are split by samples, in order; all others are given to every
-    micro-batch as they are. Raises `ConfigError` where the batch does not divide.
+    Tensors that hold samples are split by them, in order; all others are given to every micro-batch
+    as they are. Raises `ConfigError` where the batch does not divide.
     """
-    size = batch_size_of(args, kwargs)
+    size, sampled = batch_size_of(args, kwargs), sample_rows(args, kwargs)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
@@ -66,15 +63,12 @@ def split_batch(
         )
     each = size // micro_batches
 
-    def part(rows: Rows, leaf: torch.Tensor, k: int) -> torch.Tensor:
-        return rows.take(leaf, k * each, each)
+    def part(first: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return _changed(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
 
     if micro_batches == 1:
         return [(tuple(args), dict(kwargs))]
-    return [
-        _changed(args, kwargs, sampled, lambda rows, leaf, k=k: part(rows, leaf, k))
-        for k in range(micro_batches)
-    ]
+    return [part(k * each) for k in range(micro_batches)]
 
 
 def resized(

@@ -6,17 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
 from merakc.costs.ranks import stage_devices
-from merakc.errors import ConfigError, PlanError
+from merakc.errors import PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
 from merakc.ir.buckets import BucketSpec
-from merakc.ir.graph import Graph, InputKind, Output, OutputKind
+from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
@@ -56,7 +55,8 @@ from merakc.passes.stages import (
 )
 from merakc.passes.sub_batches import Parts, divided
 from merakc.passes.subpipeline import overlapped, same_nodes
-from merakc.schedules.registry import make_schedule, stage_ranks
+from merakc.schedules.planned import planned_schedule
+from merakc.schedules.registry import stage_ranks
 from merakc.schedules.text import parse_schedule
 from merakc.version import __version__
 
@@ -75,7 +75,7 @@ class Lowered:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of work."""
-        return planned_schedule(self.plan)
+        return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
 
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
@@ -134,6 +134,19 @@ class Lowered:
             return checkpointed(chunk, kept)
         return checkpointed(chunk, ())
 
+    def head(self, *, train: bool = True) -> Chunk | None:
+        """The graphs of what couples the samples of the batch, if anything does; without `train` no
+        backward.
+        """
+        if self.loss.head is None:
+            return None
+        graph = self.loss.head.graph
+        frozen = tuple(replace(i, requires_grad=i.requires_grad and train) for i in graph.inputs)
+        chunk = differentiate(replace(graph, inputs=frozen))
+        if train:
+            chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
+        return by_onednn(chunk) if self.onednn else chunk
+
     def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
         """The chunks of all stages of one rank of the mesh."""
         _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
@@ -147,7 +160,7 @@ class Lowered:
         """The actions of every rank, or of these, without collectives over dp."""
         return build_programs(
             self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
-            ranks=ranks,
+            ranks=ranks, head=self.stages.head,
         )  # fmt: skip
 
     def with_collectives(
@@ -174,53 +187,6 @@ class Lowered:
                 made[rank] = with_collectives(program, touches, own, of_loss)
             found.append(like(program, made[rank]))
         return tuple(found)
-
-
-def planned_schedule(plan: Plan) -> Schedule:
-    """The order of work that a plan describes.
-
-    Raises `ConfigError` where it cannot be: an order of other micro-batches or ranks, or one that
-    recomputes where nothing is to be; `PlanError` where its stages are on other ranks.
-    """
-    schedule = _ordered(plan) if plan.order else _named(plan)
-    if schedule.rank_of != plan.rank_of:
-        raise PlanError(
-            f"the plan places its stages on ranks {plan.rank_of}, schedule '{plan.schedule}' on "
-            f"{schedule.rank_of}; make the plan again"
-        )
-    return schedule
-
-
-def _named(plan: Plan) -> Schedule:
-    chunks = len(plan.rank_of) // plan.pp
-    return make_schedule(
-        plan.schedule, plan.pp, plan.micro_batches, recompute=_recomputed(plan),
-        chunks=chunks if chunks > 1 else None,
-    )  # fmt: skip
-
-
-def _ordered(plan: Plan) -> Schedule:
-    schedule = parse_schedule("\n".join(plan.order), plan.schedule)
-    found = {a.micro_batch for order in schedule.orders for a in order}
-    if len(found) != plan.micro_batches or schedule.ranks != plan.pp:
-        raise ConfigError(
-            f"schedule '{plan.schedule}' is an order of {len(found)} micro-batches on "
-            f"{schedule.ranks} ranks, and the plan has {plan.micro_batches} on {plan.pp}; write "
-            "the order for these, or give micro_batches and pp to fit it"
-        )
-    again = any(a.kind is ActionKind.RECOMPUTE for order in schedule.orders for a in order)
-    if again and plan.recompute == "none":
-        raise ConfigError(
-            f"schedule '{plan.schedule}' recomputes, and recompute is 'none'; leave out one"
-        )
-    return schedule
-
-
-def _recomputed(plan: Plan) -> Literal["none", "full"] | tuple[int, ...]:
-    """The stages that recompute, in the form of `make_schedule`."""
-    if plan.recompute == "solved":
-        return tuple(s for s, size in enumerate(plan.keep_bytes) if size >= 0)
-    return "none" if plan.recompute == "none" else "full"
 
 
 # What training needs of a forward: the loss and the written buffers.

@@ -45,12 +45,12 @@ def record_part(
     args, kwargs = cast_floats(args, kwargs, dtype)
     sampled = sample_rows(args, kwargs)
 
-    def recorded(*call: Any) -> Recording:
+    def recorded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
-            made = record(model, *call, dtype)
+            made = record(model, args, kwargs, dtype)
         return replace(made, graph=with_known_masks(made.graph))
 
-    part = recorded(*split_batch(args, kwargs, sampled, layout.micro_batches)[0])
+    part = recorded(*split_batch(args, kwargs, layout.micro_batches)[0])
 
     @cache
     def sized(samples: int) -> Graph:

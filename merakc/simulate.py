@@ -265,6 +265,8 @@ def _duration_s(cost: StageCost, kind: ActionKind) -> float:
             return cost.weight_grad_s
         case ActionKind.RECOMPUTE:
             return cost.recompute_s
+        case ActionKind.HEAD:
+            return cost.head_s
         case ActionKind.GATHER:
             return 0.0
         case ActionKind.REDUCE:

@@ -23,7 +23,7 @@ from merakc.runtime.messages import Messages
 
 # More are like the last of these.
 MICRO_BATCHES = 8
-BROUGHT = (InputKind.BATCH, InputKind.SCALAR)
+BROUGHT = (InputKind.BATCH, InputKind.SCALAR, InputKind.KNOWN)
 MESSAGES = (ActionKind.SEND, ActionKind.RECV)
 
 

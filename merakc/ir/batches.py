@@ -31,8 +31,8 @@ class Rows:
 
     def take(self, value: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """The part of `count` samples from sample number `first` on of a value of all samples."""
-        return self._parted(value).narrow(self.dim + 1, first, count).flatten(
-            self.dim, self.dim + 2
+        return (
+            self._parted(value).narrow(self.dim + 1, first, count).flatten(self.dim, self.dim + 2)
         )
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -50,7 +50,8 @@ class Rows:
         return (*shape[: self.dim], now, *shape[self.dim + 1 :])
 
     def _parted(self, value: torch.Tensor) -> torch.Tensor:
-        return value.unflatten(self.dim, (self.outer, self.samples(value.shape), self.inner))
+        outer, inner = value.shape[: self.dim], value.shape[self.dim + 1 :]
+        return value.reshape(*outer, self.outer, self.samples(value.shape), self.inner, *inner)
 
 
 class ShareKind(StrEnum):
@@ -119,9 +120,9 @@ class BatchLayout:
 class Head:
     """The part of the forward that couples the samples of a batch; it runs once for all of them.
 
-    The parts end at the `waist`, outputs of kind `WAIST` of their graph. `graph` reads what they
-    make together, under the same names (inputs of kind `ACTIVATION`), and values of the batch
-    alone (`KNOWN`); it has no parameters. Its outputs are the loss, and other results of the
+    The parts end at the `waist`, outputs of their graph (of kind `WAIST`, in a step). `graph` reads
+    what they make together, under the same names (inputs of kind `ACTIVATION`), and values of the
+    batch alone (`KNOWN`); it has no parameters. Its outputs are the loss, and other results of the
     forward where they were asked for. `source` is the user's line that couples, `why` how.
     """
 
@@ -140,14 +141,14 @@ class Head:
 class Known:
     """What is computed before the step, of the batch alone.
 
-    Every part runs `part`, whose outputs are the `shares`; of what they make together, over all dp
-    ranks, every rank computes `graph`. Its outputs are inputs of the step under their names; `rows`
-    says where the samples stand in each, of which a part reads its own, None where it reads all.
+    Every part runs `part`, whose outputs are handed over to `whole`, which every rank runs on what
+    they make together, over all dp ranks. Its results are inputs of the step under their names;
+    `rows` says where the samples stand in each, of which a part reads its own, None where it reads
+    all.
     """
 
     part: Graph
-    shares: tuple[Share, ...]
-    graph: Graph
+    whole: Head
     rows: Mapping[str, Rows | None]
 
 

@@ -14,7 +14,8 @@ from merakc.ir.program import ActionKind, CollectiveKind
 class StageCost:
     """Costs of one stage on one tp rank. Seconds are of one micro-batch, tp collectives included.
 
-    `reduce_s` is what adding up the gradients of parameters that other ranks hold too takes.
+    `reduce_s` is what adding up the gradients of parameters that other ranks hold too takes,
+    `head_s` what couples the samples of the batch, once a step, with its collective over dp.
 
     `saved_bytes` live from the forward of a micro-batch to the end of its backward;
     `forward_peak_bytes` and `backward_peak_bytes` are what an action allocates at its highest
@@ -33,6 +34,7 @@ class StageCost:
     weight_grad_s: float = 0.0
     recompute_s: float = 0.0
     reduce_s: float = 0.0
+    head_s: float = 0.0
     saved_bytes: int = 0
     checkpoint_bytes: int = 0
     deferred_bytes: int = 0

@@ -42,6 +42,11 @@ class OutputKind(StrEnum):
     SAVED = "saved"  # kept for a later piece of the same chunk
     WAIST = "waist"  # what the head, which runs once for the whole batch, reads of each part
 
+    @property
+    def begins_gradients(self) -> bool:
+        """Whether it is the loss, or what the loss of the whole batch is made of."""
+        return self in (OutputKind.LOSS, OutputKind.WAIST)
+
 
 # Calls that read an argument's shape and not its values.
 VALUELESS = frozenset(

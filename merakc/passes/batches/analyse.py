@@ -26,8 +26,6 @@ from merakc.passes.batches.routed import routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
-    Dims,
-    Found,
     Kind,
     Outcome,
     State,
@@ -38,6 +36,7 @@ from merakc.passes.batches.states import (
     size,
 )
 from merakc.passes.dims import given
+from merakc.passes.key_draws import key_draws
 from merakc.passes.rules import row_of
 
 # Arguments of these types are numbers of arithmetic, and no sizes.
@@ -96,6 +95,7 @@ def analyse(
     assert 1 < samples < total, (samples, total)
     part, whole = normalised(part), normalised(whole)
     _check_alike(part, whole, samples, total)
+    part = _guessed(part, sampled)
     reader = _Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
         reader.enter(item, twin)
@@ -105,6 +105,12 @@ def analyse(
         part, whole, samples, total, sampled, reader.states, reader.outcomes, reader.makers,
         {n.name: n for n in whole.nodes},
     )  # fmt: skip
+
+
+def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
+    """The graph with a guess of where the samples stand in what is drawn from nothing."""
+    drawn = any(n.op in _MADE_DRAWS for n in part.nodes)
+    return key_draws(part, {n for n, rows in sampled.items() if rows == Rows()}) if drawn else part
 
 
 def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int) -> Analysis:
@@ -246,9 +252,7 @@ class _Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(
-            self.part, node, twin, states, self.makers, self.samples, self.total
-        )
+        place = Place(self.part, node, twin, states, self.makers, self.samples, self.total)
         routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
@@ -309,7 +313,10 @@ class _Reader:
         node = place.node
         if not any(s.sampled for s in place.states.values()):
             return Outcome(
-                tuple(o and State(Kind.CONSTANT, plain(o.shape)) for o in node.outputs)
+                tuple(
+                    None if o is None else State(Kind.CONSTANT, plain(o.shape))
+                    for o in node.outputs
+                )
             )
         ins = [s for s in place.states.values() if s.sampled]
         if any(s.dims is None or s.dims[0] != (SAMPLES,) or not s.rows for s in ins):
@@ -356,9 +363,9 @@ class _Reader:
             if all(size(d, self.samples) == s and size(d, self.total) == b for d, s, b in now):
                 return state
         dims = by_size(spec, other, self.samples, self.total)
-        if state.kind is Kind.CONSTANT and copied and dims is not None:
-            if sum(SAMPLES in d for d in dims) == 1:
-                return state._replace(kind=Kind.ROWS, dims=dims)
+        grown = sum(SAMPLES in d for d in dims or ())
+        if state.kind is Kind.CONSTANT and copied and grown == 1:
+            return state._replace(kind=Kind.ROWS, dims=dims)
         return State(
             Kind.COUPLED, known=state.known,
             why=state.why or "a dim grows otherwise than the samples do",

@@ -1,8 +1,8 @@
 """Sums over samples: what keeps them sums.
 
 A map that is linear in its sums alone keeps them: the sum over parts of `f(x)` is `f` of the sum.
-Where it is linear in several arguments together (`a + b`), a constant among them would count once in
-every part; it is to count once in all.
+Where it is linear in several arguments together (`a + b`), a constant among them would count once
+in every part; it is to count once in all.
 """
 
 from __future__ import annotations

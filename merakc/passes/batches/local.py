@@ -2,7 +2,7 @@
 
 The rules of sharding say which dims of a call are the same, which are summed over and which are
 needed whole. Of the samples they say it just as well: a dim of samples that a row keeps makes rows,
-one that it sums over a sum, and one that it needs whole, divides or joins with a second one couples.
+one that it sums over a sum, and one that it needs whole, divides or joins with a second couples.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ class _Writer:
             shape = self.specs[logits].shape
             return self.specs[logits].numel // shape[1 if len(shape) > 1 else 0]
         ignored = given(node, "ignore_index")
-        valid = self._add(node, "valid", "aten.ne.Scalar", (target, ignored), spec.shape, torch.bool)
+        valid = self._add(
+            node, "valid", "aten.ne.Scalar", (target, ignored), spec.shape, torch.bool
+        )
         each = self._add(node, "each", "aten.to.dtype", (valid, dtype), spec.shape, dtype)
         if weight is not None:
             index = self._add(
@@ -91,7 +93,13 @@ class _Writer:
         return self._add(node, "count", "aten.sum.default", (each,), (), dtype)
 
     def _add(
-        self, node: Node, suffix: str, op: str, args: Any, shape: tuple[int, ...], dtype: torch.dtype
+        self,
+        node: Node,
+        suffix: str,
+        op: str,
+        args: Any,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
     ) -> Ref:
         name = f"{node.name}.{suffix}"
         spec = TensorSpec(shape, dtype)

@@ -207,19 +207,13 @@ def _copies(place: Place) -> Outcome | None:
         fine = same and all(x == y or SAMPLES in d for x, y, d in kept)
         return None if fine else coupled(node, "copies of samples for each sample")
     grow = [(x, y) == (place.samples, place.total) for x, y in zip(mine, other, strict=True)]
-    if sum(grow) != 1 or any(
-        not g and x != y for g, x, y in zip(grow, mine, other, strict=True)
-    ):
+    if sum(grow) != 1 or any(not g and x != y for g, x, y in zip(grow, mine, other, strict=True)):
         return coupled(node, "copies whose number grows otherwise than the samples")
     if not repeats:
-        shape = node.spec.shape
-        return Outcome(
-            (State(Kind.ROWS, tuple((SAMPLES,) if g else (n,) for g, n in zip(grow, shape, strict=True))),)
-        )  # fmt: skip
+        shape = zip(grow, node.spec.shape, strict=True)
+        return Outcome((State(Kind.ROWS, tuple((SAMPLES,) if g else (n,) for g, n in shape)),))
     padded = ((1,),) * (len(mine) - len(dims)) + dims
-    now = tuple(
-        (SAMPLES if g else x, *d) for g, x, d in zip(grow, mine, padded, strict=True)
-    )
+    now = tuple((SAMPLES if g else x, *d) for g, x, d in zip(grow, mine, padded, strict=True))
     return Outcome((State(Kind.ROWS, now),))
 
 

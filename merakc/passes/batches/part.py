@@ -75,7 +75,7 @@ class PartWriter:
         """The value of an output; of a loss that is no sample's, the part's share."""
         ref = self.names.get(out.ref, out.ref)
         state = self.found.states[out.ref]
-        if out.kind is not OutputKind.LOSS or state.kind is Kind.SUM and not state.known:
+        if out.kind is not OutputKind.LOSS or (state.kind is Kind.SUM and not state.known):
             return ref
         node = self.found.makers[out.ref.node]
         return self._shared(node, ref, self.found.part.specs()[out.ref], f"{ref.node}.share")
@@ -195,7 +195,8 @@ def keyed(found: Analysis, node: Node, samples: int) -> Node:
         return node
     state = found.states[Ref(node.name)]
     at = KEY_POSITION[node.op] + 1
-    sample, sizes = -1, (node.spec.numel,)
+    sample: int = -1
+    sizes: tuple[int, ...] = (node.spec.numel,)
     if state.kind is Kind.ROWS and state.dims is not None:
         factors = [f for dim in state.dims for f in dim]
         k = factors.index(SAMPLES)

@@ -37,8 +37,9 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     if parts == 1:
         alone = split(found, outputs) if found is not None and found.share == 1 else None
         # Written as parts are, so that it can be run in parts of its own; a head needs none.
-        whole = alone is None or alone.head is not None
-        return BatchSplit(with_outputs(graph, outputs)) if whole else alone
+        if alone is not None and alone.head is None:
+            return alone
+        return BatchSplit(with_outputs(graph, outputs))
     if found is None:
         raise ConfigError(
             f"this forward of {recording.model_name} was recorded for a batch that is one part, "

@@ -48,9 +48,9 @@ def replay(
     before = splits[0].known
     if before is not None:
         own = [outputs(s.known.part, k) for k, s in enumerate(splits) if s.known is not None]
-        together = {s.name: joined(s, [p[s.name] for p in own], sizes) for s in before.shares}
-        names = [o.name for o in before.graph.outputs]
-        known = dict(zip(names, interpret(before.graph, together), strict=True))
+        together = {s.name: joined(s, [p[s.name] for p in own], sizes) for s in before.whole.waist}
+        names = [o.name for o in before.whole.graph.outputs]
+        known = dict(zip(names, interpret(before.whole.graph, together), strict=True))
         known_rows = dict(before.rows)
     found = [outputs(s.graph, k) for k, s in enumerate(splits)]
     head = splits[0].head
@@ -60,7 +60,9 @@ def replay(
     inputs = {s.name: joined(s, [f[s.name] for f in found], sizes) for s in head.waist}
     inputs |= {i.name: given(i, None) for i in head.graph.inputs if i.name not in inputs}
     results = dict(zip(head.graph.outputs, interpret(head.graph, inputs), strict=True))
-    return next(x for o, x in results.items() if o.kind is OutputKind.LOSS).sum()
+    (total,) = [x for o, x in results.items() if o.kind is OutputKind.LOSS]
+    loss_of_head: torch.Tensor = total.sum()
+    return loss_of_head
 
 
 def joined(share: Share, parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> torch.Tensor:

@@ -83,7 +83,11 @@ class _Split:
         state = self.states[out.ref]
         if out.kind is OutputKind.LOSS and state.kind is Kind.ROWS:
             raise RecordError("the loss has one number for each sample; return their mean or sum")
-        if out.kind is OutputKind.BUFFER and not self.is_norm(out) and state.kind is not Kind.CONSTANT:
+        if (
+            out.kind is OutputKind.BUFFER
+            and not self.is_norm(out)
+            and state.kind is not Kind.CONSTANT
+        ):
             source = self.found.makers[out.ref.node].source
             raise RecordError(
                 f"{source}: buffer '{out.name}' is written from the samples of the batch, of which "
@@ -93,7 +97,7 @@ class _Split:
         return out
 
     def is_norm(self, out: Output) -> bool:
-        """Whether a buffer is a batch norm's own: its statistics are of each part, by convention."""
+        """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
         owner = out.name.rpartition(".")[0]
         return any(n.op == BATCH_NORM and n.module == owner for n in self.found.part.nodes)
 
@@ -118,9 +122,11 @@ class _Split:
                 inputs.append(Input(known_name(ref), InputKind.KNOWN, specs[ref], known_name(ref)))
         drawing = [keyed(self.found, n, self.found.total) for n in nodes]
         scalars = [i for i in whole.inputs if i.kind is InputKind.SCALAR]
-        graph = Graph(
-            (*inputs, *scalars), tuple(drawing), self.roots, {}, whole.functions
-        ).renamed(names).without_unread_inputs()
+        graph = (
+            Graph((*inputs, *scalars), tuple(drawing), self.roots, {}, whole.functions)
+            .renamed(names)
+            .without_unread_inputs()
+        )
         self.check_share(graph)
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         source, _, reason = why.partition(": ")
@@ -161,10 +167,11 @@ class _Split:
         inputs = [Input(n.node, InputKind.ACTIVATION, specs[r], n.node) for r, n in names.items()]
         outputs = [Output(known_name(r), OutputKind.RESULT, names.get(r, r)) for r in wanted]
         nodes = tuple(n for n in whole.nodes if n.name in keep)
-        graph = Graph(tuple(inputs), nodes, (), whole.constants, whole.functions).renamed(names)
+        graph = Graph(tuple(inputs), nodes, (), {}, whole.functions).renamed(names)
         graph = replace(graph, outputs=tuple(outputs))
         part = PartWriter(self.found, before=True)
         own = part.written([Output(share_name(r), OutputKind.RESULT, r) for r in shares])
         assert not part.known, part.known
         rows = {known_name(r): self.states[r].rows for r in wanted}
-        return Known(own, tuple(share_of(self.found, r) for r in shares), graph, rows)
+        waist = tuple(share_of(self.found, r) for r in shares)
+        return Known(own, Head(graph, waist), rows)

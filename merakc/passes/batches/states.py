@@ -121,9 +121,10 @@ def coupled(node: Node, why: str) -> Outcome:
     return Outcome(every(node, State(Kind.COUPLED, why=what)))
 
 
-def sums(node: Node, **marks: bool) -> Outcome:
+def sums(node: Node, *, scaled: bool = False, once: bool = False) -> Outcome:
     """That a node's outputs are sums over the samples."""
     return Outcome(
         tuple(State(Kind.SUM, plain(o.shape)) if o is not None else None for o in node.outputs),
-        **marks,
+        scaled=scaled,
+        once=once,
     )
