@@ -76,6 +76,11 @@ class Lowered:
         """The order of work."""
         return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
 
+    @property
+    def head_stage(self) -> int | None:
+        """The stage behind which the samples of the batch are coupled, if they are."""
+        return self.stages.head if self.loss.head is not None else None
+
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
         without `train` no backward.
@@ -159,7 +164,7 @@ class Lowered:
         """The actions of every rank, or of these, without collectives over dp."""
         return build_programs(
             self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
-            ranks=ranks, head=self.stages.head,
+            ranks=ranks, head=self.head_stage,
         )  # fmt: skip
 
     def with_collectives(
