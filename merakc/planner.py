@@ -16,7 +16,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind
 from merakc.ir.layout import Layout, parse_layout
-from merakc.ir.plan import OpaqueModule, Plan
+from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
@@ -251,6 +251,7 @@ def make_plan(
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
+        head=_coupled(loss, stages),
         sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),
         order=order,
@@ -337,6 +338,14 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+
+
+def _coupled(loss: WeighedLoss, stages: Stages) -> CoupledLoss | None:
+    """What the plan tells of a loss that couples samples."""
+    head, stage = loss.head, stages.head
+    if head is None or stage is None:
+        return None
+    return CoupledLoss(stage, head.source, head.why, head.size_bytes)
 
 
 def _opaque_modules(graph: Graph) -> tuple[OpaqueModule, ...]:

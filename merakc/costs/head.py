@@ -85,17 +85,20 @@ def _part_bytes(share: Share, layout: BatchLayout) -> int:
     return round(whole * layout.share) if share.kind is ShareKind.ROWS else whole
 
 
-def gather_seconds(head: Head, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds of bringing the waist of all dp ranks to each: one all-gather, of all ranks' sums."""
-    size_bytes = sum(
-        s.spec.size_bytes * (mesh.dp if s.kind is ShareKind.SUM else 1)
+def gathered_bytes(head: Head, dp: int) -> int:
+    """What every dp rank has once it has the waist of all, of sums that of each rank."""
+    return sum(
+        s.spec.size_bytes * (dp if s.kind is ShareKind.SUM else 1)
         for s in head.waist
         if s.kind is not ShareKind.CONSTANT
     )
-    group = dp_group(mesh, cluster)
-    return all_gather_seconds(
-        size_bytes, axis_group(group.dp, group.stride, group.fabric), group.fabric
-    )
+
+
+def gather_seconds(head: Head, mesh: Mesh, cluster: Cluster) -> float:
+    """Seconds of bringing the waist of all dp ranks to each: one all-gather."""
+    ranks = dp_group(mesh, cluster)
+    group = axis_group(ranks.dp, ranks.stride, ranks.fabric)
+    return all_gather_seconds(gathered_bytes(head, mesh.dp), group, ranks.fabric)
 
 
 def planned_head(
