@@ -17,7 +17,7 @@ from merakc.ir.batches import BatchSplit
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
-from merakc.ir.plan import OpaqueModule, Plan
+from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
@@ -76,6 +76,11 @@ class Lowered:
     def schedule(self) -> Schedule:
         """The order of work."""
         return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
+
+    @property
+    def head_stage(self) -> int | None:
+        """The stage behind which the samples of the batch are coupled, if they are."""
+        return self.stages.head if self.loss.head is not None else None
 
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
@@ -160,7 +165,7 @@ class Lowered:
         """The actions of every rank, or of these, without collectives over dp."""
         return build_programs(
             self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
-            ranks=ranks, head=self.stages.head,
+            ranks=ranks, head=self.head_stage,
         )  # fmt: skip
 
     def with_collectives(
@@ -242,6 +247,7 @@ def make_plan(
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
+        head=_coupled(loss, stages),
         sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),
         order=order,
@@ -329,6 +335,14 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+
+
+def _coupled(loss: WeighedLoss, stages: Stages) -> CoupledLoss | None:
+    """What the plan tells of a loss that couples samples."""
+    head, stage = loss.head, stages.head
+    if head is None or stage is None:
+        return None
+    return CoupledLoss(stage, head.source, head.why, head.size_bytes)
 
 
 def _opaque_modules(graph: Graph) -> tuple[OpaqueModule, ...]:

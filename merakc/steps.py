@@ -138,7 +138,7 @@ class Steps:
 
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
-        head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.stages.head
+        head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
         group = self.groups.axis("dp")  # made by all ranks
         _, own, _ = self.groups.coordinates
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:

@@ -265,7 +265,7 @@ class Step:
         waist, self.waist = self.waist, {}
         parts = {name: [of[j] for j in sorted(of)] for name, of in waist.items()}
         waist.clear()
-        found = head.run(parts, self.known, self.of.loss_scale)
+        found = head.run(head.whole(parts), self.known, self.of.loss_scale)
         if found.loss is not None and head.layout.dp_rank == 0:  # it counts once
             self.losses[0] = found.loss
         self.whole = found.results

@@ -70,14 +70,13 @@ class HeadRunner:
         )
 
     def run(
-        self, parts: dict[str, list[torch.Tensor]], known: Mapping[str, torch.Tensor],
-        loss_scale: float,
-    ) -> HeadResult:  # fmt: skip
-        """`parts`, which are taken, are the values of this rank's micro-batches by the names of the
-        waist, `known` what else it reads, by the names of its inputs. Gradients are of the loss
-        times `loss_scale`.
+        self, waist: Tensors, known: Mapping[str, torch.Tensor], loss_scale: float
+    ) -> HeadResult:
+        """`waist`, which is emptied, is that of the whole batch, `known` what else is read, by the
+        names of its inputs. Gradients are of the loss times `loss_scale`.
         """
-        values = self.whole(parts) | {i.name: known[i.name] for i in self.brought}
+        values = waist | {i.name: known[i.name] for i in self.brought}
+        waist.clear()
         found: dict[tuple[OutputKind, str], torch.Tensor] = {}
         for graph, run, later in self.graphs:
             given = [self._given(i, values, loss_scale) for i in graph.inputs]
@@ -100,7 +99,8 @@ class HeadRunner:
         return values[item.key] if item.key in values else self.constants[item.name]
 
     def whole(self, parts: dict[str, list[torch.Tensor]]) -> Tensors:
-        """The waist of the whole batch, from that of this rank's micro-batches. Collective over dp.
+        """The waist of the whole batch, from that of this rank's micro-batches, which is taken.
+        Collective over dp.
 
         One message has it all, as bytes: sums are added up in the order of ranks, everywhere alike.
         """

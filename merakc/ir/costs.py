@@ -26,6 +26,9 @@ class StageCost:
     the backward is split, `deferred_bytes` live from the input gradient to the weight gradient.
     `checkpoint_peak_bytes`, `recompute_peak_bytes` and `weight_peak_bytes` are the highest points
     of a forward that leaves a checkpoint, of a recomputation and of a weight gradient.
+
+    What couples the samples reads `waist_bytes` of a micro-batch, beside those that it saves, and
+    leaves it `tangent_bytes` until the end of its backward; `head_peak_bytes` is its highest point.
     """
 
     forward_s: float
@@ -45,6 +48,9 @@ class StageCost:
     weight_peak_bytes: int = 0
     static_bytes: int = 0
     reduced_bytes: int = 0
+    waist_bytes: int = 0
+    tangent_bytes: int = 0
+    head_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,111 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
-import merakc.planner
 from benchmarks.ranks import run_ranks
-from merakc.cluster import NOMINAL_CPU
-from merakc.ir.batches import BatchLayout
-from merakc.ir.graph import InputKind, Ref
 from merakc.ir.program import Mesh
-from merakc.kernels.collectives import bind_axis
-from merakc.planner import Lowered, adapt_plan, make_plan, training_graph
-from merakc.runtime.executor import Executor
-from merakc.runtime.groups import Groups
-from merakc.runtime.head import HeadRunner
-from tests.coupled_models import ROUTED, TOWERS, Coupled, Tensors
+from tests.coupled_models import ROUTED, TOWERS
+from tests.coupled_steps import joined, reference, trained
 
-CPU = torch.device("cpu")
 CASES = {"towers": TOWERS, "routed": ROUTED}
-
-
-def reference(case: Coupled, samples: int) -> tuple[torch.Tensor, Tensors]:
-    """The loss and the gradients of the plain model in one process."""
-    model = case.model()
-    loss = model(**case.batch(samples))["loss"]
-    loss.backward()
-    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
-
-
-def planned(
-    case: Coupled, mesh: Mesh, layout: BatchLayout, options: dict[str, Any]
-) -> tuple[Lowered, list[Tensors]]:
-    """The plan of the first dp rank's part, for this one's; the micro-batches of this one."""
-    batch = case.batch(layout.total)
-    whole = training_graph(case.record(batch).graph)
-    merakc.planner.weigh_loss = lambda graph: case.cut(graph, whole)  # type: ignore[assignment]
-
-    def part(first: int, samples: int) -> Tensors:
-        return {name: v[first : first + samples] for name, v in batch.items()}
-
-    made = case.record(part(0, layout.sizes[0] // layout.micro_batches))
-    _, lowered = make_plan(made, mesh, layout.micro_batches, NOMINAL_CPU, **options)
-    parts = [part(layout.first(j), layout.each) for j in range(layout.micro_batches)]
-    return adapt_plan(lowered, case.record(parts[0]), results=False), parts
-
-
-def trained(
-    case: Coupled, mesh: Mesh, sizes: Sequence[int], micro_batches: int, options: dict[str, Any]
-) -> dict[str, Any]:
-    """One step of this rank, with its own gradients and where they belong."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    groups = Groups(mesh, rank)
-    dp, own, tp = mesh.coordinates(rank)
-    layout = BatchLayout(tuple(sizes), micro_batches, dp)
-    lowered, parts = planned(case, mesh, layout, options)
-    group = groups.axis("tp")
-    if group is not None:
-        bind_axis("tp", group)
-    full = dict(case.model().named_parameters())
-    layouts = lowered.stages.sharding.layouts
-    held = {
-        i.target: layouts[Ref(i.name)]
-        for stage, graph in enumerate(lowered.stages.graphs)
-        for i in graph.inputs
-        if i.kind is InputKind.PARAMETER and lowered.plan.rank_of[stage] == own
-    }
-    state = {name: lay.take(full[name].detach(), mesh.tp, tp) for name, lay in held.items()}
-    channels, dp_group = groups.channels(lowered.plan.rank_of), groups.axis("dp")
-    runner = None
-    assert lowered.loss.head is not None
-    assert lowered.stages.head is not None
-    if lowered.plan.rank_of[lowered.stages.head] == own:
-        chunk = lowered.head()
-        assert chunk is not None
-        runner = HeadRunner(lowered.loss.head, chunk, layout, CPU, dp_group)
-    executor = Executor(
-        lowered.programs()[rank], lowered.chunks(rank), state, CPU, channels=channels, head=runner
-    )
-    names = {i.name: i.target for i in lowered.loss.graph.inputs if i.kind is InputKind.BATCH}
-    inputs = [{name: part[target] for name, target in names.items()} for part in parts]
-    known = case.batch(layout.total)
-    executor.run(inputs, known)
-    result = executor.run(inputs, known)
-    labels = [event.label for event in result.events]
-    return {
-        "loss": result.loss if tp == 0 else None, "gradients": result.gradients, "layouts": held,
-        "place": (dp, own, tp), "labels": labels,
-    }  # fmt: skip
-
-
-def joined(found: Sequence[dict[str, Any]], tp: int) -> Tensors:
-    """The gradients of all parameters, from those of all ranks."""
-    sums: dict[tuple[str, int], torch.Tensor] = {}
-    layouts = {name: lay for f in found for name, lay in f["layouts"].items()}
-    for f in found:
-        for name, gradient in f["gradients"].items():
-            key = name, f["place"][2]
-            sums[key] = sums[key] + gradient if key in sums else gradient
-    return {
-        name: layout.join([sums[name, k] for k in range(tp)]) for name, layout in layouts.items()
-    }
-
-
 STEPS = [
     ("towers", Mesh(), (8,), {}),
     ("towers", Mesh(pp=2), (8,), {}),
