@@ -51,7 +51,7 @@ class Knowledge:
             outs = self.part(inputs)
             for share, value in zip(self.known.part.outputs, outs, strict=True):
                 parts[share.name].append(value)
-        return self.whole.run(parts, {}, 1.0).results
+        return self.whole.run(self.whole.whole(parts), {}, 1.0).results
 
     def of_part(self, values: Mapping[str, torch.Tensor], micro_batch: int) -> Tensors:
         """What one micro-batch of this rank sees of them."""

@@ -337,7 +337,7 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
 
 
-def _coupled(loss: WeighedLoss, stages: Stages) -> CoupledLoss | None:
+def _coupled(loss: BatchSplit, stages: Stages) -> CoupledLoss | None:
     """What the plan tells of a loss that couples samples."""
     head, stage = loss.head, stages.head
     if head is None or stage is None:

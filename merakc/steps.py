@@ -41,6 +41,7 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, digest
 from merakc.runtime.trial import trial_seconds, zeros
 
@@ -86,7 +87,7 @@ class Steps:
         if group is None:
             return BatchLayout((own,), plan.micro_batches)
         sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([own], device=self.device), group=group)
+        all_gather(sizes, torch.tensor([own], device=self.device), group).wait()
         return BatchLayout(tuple(sizes.tolist()), plan.micro_batches, dp_rank)
 
     def key(
