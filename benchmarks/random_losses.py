@@ -234,7 +234,7 @@ def plain_step(tree: Tree, nudge: float = 0.0) -> Step | None:
     model = build(formula)
     with torch.no_grad():
         for k, parameter in enumerate(model.parameters()):
-            parameter *= 1 + nudge * (-1) ** k
+            parameter.mul_(1 + nudge * (-1) ** k)
     loss = model(**whole_batch(formula))["loss"]
     if not loss.requires_grad:
         return None
@@ -280,12 +280,11 @@ def judge(tree: Tree) -> tuple[Verdict, str] | None:
         return Verdict.REFUSED, f"{type(error).__name__}: {error}"
     except Exception as error:
         return Verdict.CRASH, f"{type(error).__name__}: {error}"
-    error = difference((loss.detach(), model.full_gradients()), wanted)
-    if error > BOUND:
-        return (
-            Verdict.WRONG,
-            f"loss {float(loss):.6g} for {float(wanted[0]):.6g}, off by {error:.1e}",
-        )
+    loss = loss.detach()
+    apart = difference((loss, model.full_gradients()), wanted)
+    if apart > BOUND:
+        losses = f"loss {float(loss):.6g} for {float(wanted[0]):.6g}"
+        return Verdict.WRONG, f"{losses}, off by {apart:.1e}"
     return Verdict.EQUAL, ""
 
 
@@ -297,8 +296,6 @@ def main(
     """Draws trees and judges each; exits with 1 where one is wrong or crashes."""
     start_s = time.perf_counter()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.disable()  # what fake tensors fail with is in the reason
     found: dict[str, tuple[Verdict, str]] = {}
 
     @hypothesis.seed(seed)
@@ -335,4 +332,6 @@ def main(
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable()  # what fake tensors fail with is in the reason
     typer.run(main)

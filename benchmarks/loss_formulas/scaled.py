@@ -162,6 +162,7 @@ DRAWN = formulas("scaled by hand", {
         F.dropout(z, 0.5)),
     "random_mask_counted": lambda z, b, p: (lambda m: (_square(z, b)[:, None] * m).sum() / m.sum())(
         (torch.rand_like(z) < 0.5).to(z.dtype)),
+    "noise_added_sum": lambda z, b, p: _square(z + 0.1 * torch.randn_like(z), b).sum(),
     "noise_added": lambda z, b, p: F.mse_loss(z + 0.1 * torch.randn_like(z), b.target),
     "reparameterised": lambda z, b, p: F.mse_loss(
         z[:, :3] + z[:, 3:].exp() * torch.randn_like(z[:, 3:]), b.target[:, :3]),

@@ -65,7 +65,7 @@ def _explained(z: Tensor, b: Named) -> Tensor:
 
 def _pearson(z: Tensor, b: Named) -> Tensor:
     one, two = z[:, 0] - z[:, 0].mean(), b.time - b.time.mean()
-    return 1 - (one * two).sum() / (one.norm() * two.norm())
+    return 1 - F.cosine_similarity(one, two, dim=0)
 
 
 def _concordance(z: Tensor, b: Named) -> Tensor:
