@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from merakc.batches import cast_floats, resized, sample_rows, split_batch
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakError, RecordError, failure
 from merakc.frontend.record import Recording, record
 from merakc.ir.batches import BatchLayout, Rows
 from merakc.ir.graph import Graph, OutputKind
@@ -45,18 +45,25 @@ def record_part(
     args, kwargs = cast_floats(args, kwargs, dtype)
     sampled = sample_rows(args, kwargs)
 
-    def recorded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+    def recorded(samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
-            made = record(model, args, kwargs, dtype)
+            try:
+                made = record(model, args, kwargs, dtype)
+            except MerakError:
+                raise
+            except Exception as error:
+                if samples == layout.own:
+                    raise
+                raise _other_size(samples, layout.own, sampled, error) from error
         return replace(made, graph=with_known_masks(made.graph))
 
-    part = recorded(*split_batch(args, kwargs, layout.micro_batches)[0])
+    part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches)[0])
 
     @cache
     def sized(samples: int) -> Graph:
         if samples == layout.each:
             return part.graph
-        return recorded(*resized(args, kwargs, sampled, samples)).graph
+        return recorded(samples, *resized(args, kwargs, sampled, samples)).graph
 
     found: Analysis | None = None
     if layout.parts > 1:
@@ -88,6 +95,18 @@ def analysed(
     wide = total if total > 2 else 2 * total
     found = analyse(sized(2), sized(wide), sampled, 2, wide)
     return retaken(found, sized(samples), sized(total), samples, total)
+
+
+def _other_size(
+    samples: int, own: int, sampled: Mapping[str, Rows], error: Exception
+) -> RecordError:
+    """That a forward only takes the batch that was given."""
+    return RecordError(
+        f"the forward takes the batch of {own} samples, and fails for {samples} of them "
+        f"({failure(error)}); {', '.join(sampled)} hold one sample for each place in dim 0, and "
+        "the rest of the batch is the same for all: where that is not so, or the model is for one "
+        "size of batch, train with dp=1 and micro_batches=1"
+    )
 
 
 def with_loss(recording: BatchRecording) -> BatchRecording:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from merakc.costs.flops import graph_flops
+from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
 from merakc.ir.batches import BatchSplit, Head, Known, Rows, Share, ShareKind
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
@@ -18,9 +18,9 @@ from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.part import PartWriter, keyed, known_name, share_name
 from merakc.passes.batches.states import Kind
-from merakc.passes.batches.waist import Waist, find_waist
+from merakc.passes.batches.waist import Waist, find_waist, is_work, of_parameters
 
-# Of the arithmetic of the whole forward, what may run once for the whole batch on one stage: with
+# Of the arithmetic of a model's layers, what may run once for the whole batch on one stage: with
 # more, the step would not be in parts.
 HEAD_SHARE = 0.5
 KINDS = {Kind.ROWS: ShareKind.ROWS, Kind.SUM: ShareKind.SUM, Kind.CONSTANT: ShareKind.CONSTANT}
@@ -134,12 +134,15 @@ class _Split:
 
     def check_share(self, head: Graph) -> None:
         """Refuses a head that is most of the model."""
-        mine, every = graph_flops(head), graph_flops(self.found.whole)
+        made, specs = of_parameters(self.found), self.found.whole.specs()
+        work = {n.name: node_flops(n, specs) for n in self.found.whole.nodes
+                if is_work(self.found, n, made)}  # fmt: skip
+        mine, every = sum(work.get(n.name, 0) for n in head.nodes), sum(work.values())
         if mine <= HEAD_SHARE * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         raise RecordError(
-            f"{why}: samples of the batch are coupled before {mine / every:.0%} of the forward's "
+            f"{why}: samples of the batch are coupled before {mine / every:.0%} of the layers' "
             "arithmetic, so that it cannot run in parts; train with dp=1 and micro_batches=1, or "
             'ask for couplings="per micro-batch", which takes each micro-batch for a batch of its '
             "own there"

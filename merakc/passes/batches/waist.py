@@ -29,7 +29,7 @@ def find_waist(found: Analysis, roots: Sequence[Ref]) -> Waist:
     The parts keep what multiplies by matrices of parameters, draws, or runs as it is, unless it
     stands behind the coupling; what is of the batch alone is known to both.
     """
-    net, needed = _network(found, roots)
+    net, needed = _network(found, roots, of_parameters(found))
     values: tuple[Ref, ...] = ()
     if "source" in net and "sink" in net:
         _, (left, _) = nx.minimum_cut(net, "source", "sink")
@@ -37,9 +37,11 @@ def find_waist(found: Analysis, roots: Sequence[Ref]) -> Waist:
     return Waist(values, _behind(found, roots, set(values)))
 
 
-def _network(found: Analysis, roots: Sequence[Ref]) -> tuple[nx.DiGraph, list[Ref]]:
+def _network(
+    found: Analysis, roots: Sequence[Ref], made: Collection[Ref]
+) -> tuple[nx.DiGraph, list[Ref]]:
     """The values between the parts' own work and what couples; a value's edge holds its bytes."""
-    specs, net, made = found.whole.specs(), nx.DiGraph(), _of_parameters(found)
+    specs, net = found.whole.specs(), nx.DiGraph()
     needed: dict[Ref, None] = {}
     waiting = list(roots)
     while waiting:
@@ -66,7 +68,7 @@ def _network(found: Analysis, roots: Sequence[Ref]) -> tuple[nx.DiGraph, list[Re
     return net, list(needed)
 
 
-def _of_parameters(found: Analysis) -> set[Ref]:
+def of_parameters(found: Analysis) -> set[Ref]:
     """The parameters, and what is made of them alone."""
     made = {Ref(i.name) for i in found.part.inputs if i.kind is InputKind.PARAMETER}
     for node in found.part.nodes:
@@ -80,16 +82,16 @@ def _of_parameters(found: Analysis) -> set[Ref]:
     return made
 
 
-def is_work(found: Analysis, node: Node, of_parameters: Collection[Ref]) -> bool:
+def is_work(found: Analysis, node: Node, made: Collection[Ref]) -> bool:
     """Whether a node is of the model's body: it multiplies by a matrix of parameters, draws, or
-    runs as it is.
+    runs as it is. `made` are the values made of parameters alone.
     """
     if node.op in KEY_POSITION or node.op == OPAQUE or node.op.startswith("function."):
         return True
-    if is_pointwise(node.op) or all(r in of_parameters for r in node.refs):
+    if is_pointwise(node.op) or all(r in made for r in node.refs):
         return False
     specs = found.part.specs()
-    return any(r in of_parameters and len(specs[r].shape) > 1 for r in node.refs)
+    return any(r in made and len(specs[r].shape) > 1 for r in node.refs)
 
 
 def _behind(found: Analysis, roots: Sequence[Ref], waist: set[Ref]) -> frozenset[str]:
