@@ -19,6 +19,7 @@ from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.normalise import without_copies
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
@@ -62,8 +63,10 @@ def record_part(
     @cache
     def sized(samples: int) -> Graph:
         if samples == layout.each:
-            return part.graph
-        return recorded(samples, *resized(args, kwargs, sampled, samples)).graph
+            graph = part.graph
+        else:
+            graph = recorded(samples, *resized(args, kwargs, sampled, samples)).graph
+        return without_copies(graph) if layout.each == 1 else graph
 
     found: Analysis | None = None
     if layout.parts > 1:
@@ -71,7 +74,7 @@ def record_part(
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, sampled, layout.each, 2 * layout.each)
-            found = retaken(found, part.graph, part.graph, layout.each, layout.each)
+            found = retaken(found, *(sized(layout.each),) * 2, layout.each, layout.each)
     graph = part.graph
     if found is not None:
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)

@@ -39,7 +39,9 @@ def planned(
     first = case.record(BatchLayout(layout.sizes, layout.micro_batches))
     _, lowered = make_plan(first, mesh, layout.micro_batches, NOMINAL_CPU, **options)
     batch, each = case.rank_batch(layout), layout.each
-    parts = [{n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)]
+    parts = [
+        {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)
+    ]
     return adapt_plan(lowered, case.record(layout), results=False), parts
 
 
