@@ -79,7 +79,7 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, tuple[int, ...]]]]
     "noise for all": (lambda x: x + torch.randn(LENGTH, WIDTH), (-1, (30,))),
     "sum over samples": (lambda x: x + F.dropout(x.sum(0), 0.5), (0, (1, 30))),
 }  # fmt: skip
-# What no sample is alone in: a sum over them, and a view that takes another form for another number.
+# What no sample is alone in: a sum over them; a view of another form for another number.
 COUPLED = ("sum over samples", "samples in two dims")
 
 
