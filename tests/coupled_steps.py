@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -15,6 +14,7 @@ from merakc.ir.graph import InputKind, Ref
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
 from merakc.kernels.collectives import bind_axis
+from merakc.knowledge import Knowledge
 from merakc.planner import Lowered, adapt_plan, make_plan
 from merakc.runtime.executor import Executor
 from merakc.runtime.fused import Fuser
@@ -36,18 +36,14 @@ def reference(case: Coupled, samples: int) -> tuple[torch.Tensor, Tensors]:
 def planned(
     case: Coupled, mesh: Mesh, layout: BatchLayout, options: dict[str, Any]
 ) -> tuple[Lowered, list[Tensors]]:
-    """The plan of the first dp rank's part, for this one's; the micro-batches of this one."""
-    batch = case.batch(layout.total)
-    whole = case.record(batch).graph
-
-    def part(first: int, samples: int) -> Tensors:
-        return {name: v[first : first + samples] for name, v in batch.items()}
-
-    made = case.record(part(0, layout.sizes[0] // layout.micro_batches))
-    parts = [part(layout.first(j), layout.each) for j in range(layout.micro_batches)]
-    with patch("merakc.planner.weigh_loss", lambda graph: case.cut(graph, whole)):
-        _, lowered = make_plan(made, mesh, layout.micro_batches, NOMINAL_CPU, **options)
-        return adapt_plan(lowered, case.record(parts[0]), results=False), parts
+    """The plan made of the first dp rank's part, for this one's; its micro-batches."""
+    first = case.record(BatchLayout(layout.sizes, layout.micro_batches))
+    _, lowered = make_plan(first, mesh, layout.micro_batches, NOMINAL_CPU, **options)
+    batch, each = case.rank_batch(layout), layout.each
+    parts = [
+        {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)
+    ]
+    return adapt_plan(lowered, case.record(layout), results=case.results), parts
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,7 @@ def prepared(
     runner = None
     assert lowered.loss.head is not None
     assert lowered.stages.head is not None
+    assert tuple(sorted(share.kind for share in lowered.loss.head.waist)) == case.ends
     if lowered.plan.rank_of[lowered.stages.head] == own:
         chunk = lowered.head(train=train)
         assert chunk is not None
@@ -108,9 +105,14 @@ def prepared(
         head=runner,
         fuser=fuser,
     )
+    known: Tensors = {}
+    if lowered.loss.known is not None:
+        buffers = dict(case.model().named_buffers())
+        knowledge = Knowledge(lowered.loss.known, layout, buffers, CPU, dp_group)
+        known = knowledge.run(parts)
+        parts = [part | knowledge.of_part(known, j) for j, part in enumerate(parts)]
     names = {i.name: i.target for i in lowered.loss.graph.inputs if i.kind is InputKind.BATCH}
     inputs = [{name: part[target] for name, target in names.items()} for part in parts]
-    known = case.batch(layout.total)
     return Ready(lowered, executor, inputs, known, held, (dp, own, tp))
 
 
