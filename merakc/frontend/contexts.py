@@ -159,22 +159,6 @@ def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = N
 
 
 @contextlib.contextmanager
-def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls `handle(cls, original, args, kwargs)` in place of a custom function's `apply`."""
-    base: Any = torch.autograd.Function
-    original = base.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return handle(cls, original.__func__, args, kwargs)
-
-    base.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        base.apply = original
-
-
-@contextlib.contextmanager
 def fixed_dtypes() -> Iterator[None]:
     """Refuses `module.to(...)` in a forward that changes something; what changes nothing passes.
 

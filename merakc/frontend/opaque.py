@@ -7,8 +7,9 @@ are seen by running it on random numbers.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,16 @@ class ModuleCall:
                 "the same for all data"
             ) from error
         return result.tensors
+
+    @contextlib.contextmanager
+    def holding(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Puts the parameters among `inputs` in their places in the module."""
+        last = len(inputs) - len(self.buffers)
+        held = inputs[last - len(self.parameters) : last]
+        pairs = zip(self.parameters, held, strict=True)
+        state = {name: x for names, x in pairs for name in names}
+        with torch.nn.utils.stateless._reparametrize_module(self.module, state):
+            yield
 
     def run(self, inputs: Sequence[Tensor]) -> Result:
         """Runs the forward. Raises `CannotBeNodeError` where it changes what a node must not."""

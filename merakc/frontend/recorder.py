@@ -25,11 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from merakc.errors import RecordError
 from merakc.frontend import composites, normalise
-from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
-from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
+from merakc.frontend.contexts import exporting, fixed_dtypes, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
+from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch
 from merakc.frontend.opaque import (
     CannotBeNodeError,
@@ -55,13 +55,13 @@ RECORDING_NOTE = (
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(FunctionRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
 
     supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(self, fake_mode: FakeTensorMode, *, watched: bool = False) -> None:
-        GraphBuilder.__init__(self, fake_mode)
+        FunctionRecorder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.watched, self.paused = watched, False
         make = functools.partial(make_fake, fake_mode)
@@ -143,7 +143,8 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         result, flops = try_out(call, specs, state)
         self.opaques += 1
         outputs = result.form[0]
-        entry = Call(call, outputs, path, cause.source, cause.reason, flops, self.opaques)
+        facts = path, cause.source, cause.reason, flops, self.opaques
+        entry = Call(call, outputs, *facts, call.holding)
         key = enter(entry)
         self.functions[key] = entry  # held as long as the graph is
         outs = [torch.empty(shape, dtype=dtype) for shape, dtype in outputs]
@@ -283,39 +284,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         )
         self._bind(name, ref, outs, tensors, args)
         return out
-
-    def _function(self, cls: Any, original: Any, args: Any, kwargs: Any) -> Any:
-        """A custom `autograd.Function`: one node, which keeps its own backward."""
-        if self.paused or kwargs:
-            return original(cls, *args, **kwargs)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            # It needs an input with a gradient; without one, eager gives its parameters none.
-            inputs = [a for a in args if isinstance(a, torch.Tensor)]
-            with torch.set_grad_enabled(any(self._ref(a) in self.grads for a in inputs)):
-                return args[0](*args[2:])
-        self.paused = True
-        try:
-            out = original(cls, *args)
-        finally:
-            self.paused = False
-        outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        ref = self._emit(
-            self._function_name(functools.partial(original, cls)), self._args(args), {}, outs
-        )
-        for index, item in enumerate(outs):
-            if isinstance(item, torch.Tensor):
-                self.aliases.add(item, Ref(ref.node, index))
-        return out
-
-    def _function_name(self, apply: functools.partial[Any]) -> str:
-        """The op name of a custom function; classes of one name are numbered."""
-        (cls,) = apply.args
-        base = name = f"function.{cls.__name__}.{cls.__module__}"
-        number = 1
-        while getattr(self.functions.setdefault(name, apply), "args", ()) != apply.args:
-            number += 1
-            name = f"{base}.{number}"
-        return name
 
     def _bind(
         self, op: str, ref: Ref, outs: list[Any], tensors: list[torch.Tensor], args: Any
