@@ -33,6 +33,7 @@ class GraphBuilder:
         self.modules: list[str] = []
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
+        self.leaves: set[Ref] = set()  # of these, what a forward made its own leaves
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -99,6 +100,15 @@ class GraphBuilder:
 
     # ------------------------------------------------------------------ pieces of a node
 
+    def _error(self, what: str, remedy: str) -> RecordError:
+        module = self.modules[-1] if self.modules else ""
+        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
+
+    def _owner(self, tensor: torch.Tensor) -> str:
+        """Which parameter or buffer a tensor is, for a message."""
+        alias = self.aliases.find(tensor)
+        return f", '{alias.storage.target}'" if alias and alias.storage.target else ""
+
     def _input(
         self, name: str, kind: InputKind, fake: torch.Tensor, target: str, grad: bool
     ) -> Ref:
@@ -119,6 +129,12 @@ class GraphBuilder:
         if alias is not None:
             return self.aliases.ref(alias)
         assert not isinstance(tensor, FakeTensor), "a tensor that no call made"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise self._error(
+                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter "
+                "of the model",
+                "register it (nn.Parameter, nn.ParameterList), or detach it",
+            )
         ref = self._input("constant", InputKind.CONSTANT, tensor, "", False)
         self.constants[ref.node] = tensor
         self.aliases.add(tensor, ref)

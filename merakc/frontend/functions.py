@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch.autograd.function import FunctionCtx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import RecordError
@@ -50,6 +51,22 @@ class Apply:
     def __call__(self, *leaves: Any) -> Any:
         """What the function returns."""
         return apply_plainly(self.cls, *pytree.tree_unflatten(leaves, self.structure))
+
+
+@contextlib.contextmanager
+def _without_derivative(found: list[torch.Tensor]) -> Iterator[None]:
+    """Adds to `found` what functions mark as not differentiable."""
+    original = FunctionCtx.mark_non_differentiable
+
+    def mark(ctx: Any, *tensors: torch.Tensor) -> None:
+        found.extend(tensors)
+        original(ctx, *tensors)
+
+    FunctionCtx.mark_non_differentiable = mark  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        FunctionCtx.mark_non_differentiable = original  # type: ignore[method-assign]
 
 
 class _Watch(TorchDispatchMode):
@@ -96,8 +113,9 @@ class FunctionRecorder(GraphBuilder):
         leaves, structure = pytree.tree_flatten(args)
         given = [x for x in leaves if isinstance(x, torch.Tensor)]
         self.paused, watch = True, _Watch()
+        constant: list[torch.Tensor] = []
         try:
-            with watch:
+            with watch, _without_derivative(constant):
                 out = apply_plainly(cls, *args)
         finally:
             self.paused = False
@@ -110,6 +128,8 @@ class FunctionRecorder(GraphBuilder):
                 self.aliases.write(self._alias(item), Ref(ref.node, index), self.grads)
             elif isinstance(item, torch.Tensor):
                 self.aliases.add(item, Ref(ref.node, index))
+            if any(item is x for x in constant):
+                self.grads.discard(Ref(ref.node, index))
         return out
 
     def _check(
@@ -135,10 +155,6 @@ class FunctionRecorder(GraphBuilder):
                     "return it, and mark it by ctx.mark_dirty",
                 )
         return watch.written
-
-    def _owner(self, tensor: torch.Tensor) -> str:
-        alias = self.aliases.find(tensor)
-        return f", '{alias.storage.target}'" if alias and alias.storage.target else ""
 
     def _given(self, leaf: Any, changed: Sequence[torch.Tensor]) -> Any:
         """An argument of the node: of a tensor that the call writes to, a copy."""

@@ -14,11 +14,11 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merakc.errors import RecordError
 from merakc.frontend.contexts import put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.recorder import Recorder
+from merakc.frontend.refusals import check_modules
 from merakc.ir.graph import Graph
 
 
@@ -52,7 +52,7 @@ def record(
     reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
     gradients, higher-order ops.
     """
-    _check_modules(model)
+    check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
     watched = False
     while True:
@@ -91,17 +91,6 @@ def _record(
     graph = recorder.graph().pruned()
     graph.verify()
     return Recording(graph, outputs, structure, aliases, type(model).__name__)
-
-
-def _check_modules(model: torch.nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise RecordError(f"module '{path}' is a ScriptModule; give merakc the Python module")
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise RecordError(
-                f"module '{path}' has backward hooks, which a recorded graph would not call; "
-                "remove them, or write an autograd.Function"
-            )
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:

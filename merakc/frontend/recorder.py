@@ -31,6 +31,7 @@ from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch
+from merakc.frontend.history import HistoryRecorder
 from merakc.frontend.opaque import (
     CannotBeNodeError,
     UntraceableError,
@@ -47,15 +48,12 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 TRUTHS = ("aten.is_nonzero.default", "aten._local_scalar_dense.default")
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
-RECORDING_NOTE = (
-    "merakc was recording the model's forward: on tensors without data, and without autograd's "
-    "history (requires_grad is False, autograd.grad and tensor hooks do not work)"
-)
+RECORDING_NOTE = "merakc was recording the model's forward, on tensors without data"
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(FunctionRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
 
     supports_higher_order_operators = True  # to refuse them by name
@@ -86,6 +84,7 @@ class Recorder(FunctionRecorder, TorchDispatchMode):  # type: ignore[no-untyped-
             stack.enter_context(exporting())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(function_calls(self._function))
+            stack.enter_context(self._answering())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
@@ -175,10 +174,6 @@ class Recorder(FunctionRecorder, TorchDispatchMode):  # type: ignore[no-untyped-
         except UnsupportedOperatorException as error:
             remedy = "give the op a fake kernel"
             raise self._untraceable(f"no shape rule for {error}", remedy) from error
-
-    def _error(self, what: str, remedy: str) -> RecordError:
-        module = self.modules[-1] if self.modules else ""
-        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
 
     def _untraceable(self, what: str, remedy: str) -> UntraceableError:
         text = str(self._error(what, remedy))

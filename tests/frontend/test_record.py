@@ -271,25 +271,6 @@ def test_hooks_of_the_user_run() -> None:
     check(Small(lambda s, x: s.layer(x).square().sum(), layer=layer), randn(4, 6))
 
 
-def test_hooks_on_gradients_are_refused() -> None:
-    model = Small(lambda s, x: s.b(s.a(x)).sum(), a=linear(), b=linear())
-    model.b.register_full_backward_hook(lambda module, before, after: None)
-    with pytest.raises(RecordError, match="module 'b' has backward hooks"):
-        record(model, (randn(4, 6),), {})
-
-
-def test_script_modules_are_refused() -> None:
-    class Double(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        scripted = torch.jit.trace(Double(), torch.ones(1))
-    model = Small(lambda s, x: s.inner(x).sum(), inner=scripted)
-    with pytest.raises(RecordError, match="module 'inner' is a ScriptModule"):
-        record(model, (randn(4, 6),), {})
-
-
 def test_a_batch_that_requires_a_gradient_is_refused() -> None:
     model = Small(lambda s, x: s.layer(x).sum(), layer=linear())
     with pytest.raises(RecordError, match="tensor '0' of the batch requires a gradient"):
