@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from merakc.errors import RecordError
+from merakc.frontend.communication import Silence
 from merakc.frontend.contexts import eager, untouched
 from merakc.kernels.opaque import Spec, autograd_reachable, drawing
 
@@ -248,8 +249,9 @@ def _observe(call: ModuleCall, inputs: Sequence[Tensor]) -> tuple[Result, int]:
     held = _held(call.module)
     with untouched(call.module), torch.no_grad(), FlopCounterMode(display=False) as counter:
         try:
-            result = call.run(inputs)
-        except CannotBeNodeError:
+            with Silence():  # type: ignore[no-untyped-call]
+                result = call.run(inputs)
+        except RecordError:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from merakc.errors import RecordError
+from merakc.errors import MerakError, RecordError, failure
 from merakc.frontend import composites, normalise
 from merakc.frontend.checks import harmless_answer
+from merakc.frontend.communication import check_call, no_objects_sent
 from merakc.frontend.contexts import exporting, fixed_dtypes, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
@@ -48,7 +49,6 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 TRUTHS = ("aten.is_nonzero.default", "aten._local_scalar_dense.default")
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
-RECORDING_NOTE = "merakc was recording the model's forward, on tensors without data"
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
@@ -83,6 +83,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             stack.enter_context(module_names(model, self.modules, passing))
             stack.enter_context(exporting())
             stack.enter_context(fixed_dtypes())
+            stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(self._answering())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
@@ -92,8 +93,12 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 yield
             except Exception as error:
                 self._finish(watch)
-                error.add_note(RECORDING_NOTE)
-                raise
+                if isinstance(error, (MerakError, DrawnError)):
+                    raise
+                raise RecordError(
+                    f"the model's forward fails on the batch: {failure(error)}; mend it, or the "
+                    "batch (recorded, tensors have no values)"
+                ) from error
             self._finish(watch)
 
     def _finish(self, watch: GeneratorWatch) -> None:
@@ -186,6 +191,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 f"higher-order op {name}", "merakc records plain ops: torch.where, or attention "
                 "by scaled_dot_product_attention",
             )  # fmt: skip
+        check_call(func)
         if name in CONSTANT_VALUES and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
