@@ -34,6 +34,9 @@ class GraphBuilder:
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
         self.leaves: set[Ref] = set()  # of these, what a forward made its own leaves
+        # Fake tensors that an earlier forward left behind, by their ids, and those that were read.
+        self.leftovers: dict[int, torch.Tensor] = {}
+        self.read_leftovers: set[int] = set()
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -128,7 +131,8 @@ class GraphBuilder:
         alias = self.aliases.find(tensor)
         if alias is not None:
             return self.aliases.ref(alias)
-        assert not isinstance(tensor, FakeTensor), "a tensor that no call made"
+        if isinstance(tensor, FakeTensor):
+            self._read_leftover(tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             raise self._error(
                 f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter "
@@ -139,6 +143,16 @@ class GraphBuilder:
         self.constants[ref.node] = tensor
         self.aliases.add(tensor, ref)
         return ref
+
+    def _read_leftover(self, tensor: torch.Tensor) -> None:
+        """A tensor that no call of this forward made."""
+        if id(tensor) not in self.leftovers:
+            raise self._error(
+                f"a tensor of shape {tuple(tensor.shape)} is read that was made in another "
+                "recording and kept outside the model (by functools.lru_cache, in a global)",
+                "make it in the forward, or a buffer",
+            )
+        self.read_leftovers.add(id(tensor))
 
     def _args(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -110,9 +110,12 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
 
     # ------------------------------------------------------------------ modules as they are
 
-    def keep_whole(self, path: str, module: torch.nn.Module, cause: UntraceableError) -> None:
-        """Makes every call of a module one node; until its attributes are put back."""
-        forward = module.forward
+    @contextlib.contextmanager
+    def keeping_whole(
+        self, path: str, module: torch.nn.Module, cause: UntraceableError
+    ) -> Iterator[None]:
+        """Makes every call of a module one node while it is entered."""
+        before, forward = dict(vars(module)), module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.paused:
@@ -128,6 +131,12 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 self.paused = False
 
         module.forward = call
+        try:
+            yield
+        finally:
+            del module.forward
+            if "forward" in before:
+                module.forward = forward
 
     def _whole(
         self,
