@@ -8,7 +8,7 @@ a cache, or is only written. Counters, memories and branches taken once are refu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,12 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
-from merakc.frontend.python_state import Change, describe, tensors_in
+from merakc.frontend.python_state import Change, PythonState, describe, tensors_in
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, map_refs
 
 Descriptions = Mapping[str, Any]
 # Where Python put an object, in the key of a module that runs as it is.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class CarriedError(RecordError):
+    """A forward whose Python hands something on to the next one."""
 
 
 class Leftovers:
@@ -37,35 +41,51 @@ class Leftovers:
         self._varying = {key for key, x in self.tensors.items() if _varies(x, first, varying)}
         for change in changes:
             if change.shared and any(id(x) in self._varying for x in tensors_in(change.after)):
-                raise RecordError(
+                raise CarriedError(
                     f"the forward keeps a tensor in '{change.name}', outside the model, where no "
                     "compiled step puts it; return it from the forward (model.predict gives it)"
                 )
 
     def check(self, first: Graph, second: Graph, later: Sequence[Change], read: set[int]) -> None:
-        """Raises `RecordError` where a second forward is another than the first.
+        """Raises `CarriedError` where a second forward is another than the first.
 
         `later` is what both have changed, `read` the ids of the tensors that the second has read.
         """
-        for key in read & self._varying:
-            raise RecordError(
+        kept = {id(x) for c in later for x in tensors_in(c.after)}
+        for key in read & (self._varying | (self.tensors.keys() - kept)):
+            raise CarriedError(
                 f"the forward reads in '{self._names[key]}' a tensor that the forward before it "
                 "left there, which a recorded graph cannot hand on; register it as a buffer whose "
                 "shape does not depend on the batch, or take it from the batch"
             )
-        after = described(later)
-        for name in {**self.descriptions, **after}:
-            if self.descriptions.get(name) != after.get(name):
-                raise RecordError(
-                    f"every forward changes '{name}' (from {_told(self.changes, name)} to "
-                    f"{_told(later, name)} in two of them), which a recorded graph cannot; keep it "
-                    "outside of forward, or make it a buffer"
-                )
+        _check_alike(self.changes, self.descriptions, later)
         if _calls(first) != _calls(second):
             names = ", ".join(f"'{c.name}'" for c in self.changes[:5])
-            raise RecordError(
+            raise CarriedError(
                 f"the second forward is another than the first, which has changed {names}; run the "
                 "model once, without gradients, before auto_parallel, or take the change out"
+            )
+
+
+def check_repeats(state: PythonState, again: Callable[[], object]) -> None:
+    """Raises `CarriedError` where what a module has changed changes when it runs `again`."""
+    changes = state.changes()
+    if changes:
+        descriptions = described(changes)
+        again()
+        _check_alike(changes, descriptions, state.changes())
+
+
+def _check_alike(
+    changes: Sequence[Change], descriptions: Descriptions, later: Sequence[Change]
+) -> None:
+    after = described(later)
+    for name in {**descriptions, **after}:
+        if descriptions.get(name) != after.get(name):
+            raise CarriedError(
+                f"every forward changes '{name}' (from {_told(changes, name)} to "
+                f"{_told(later, name)} in two of them), which a recorded graph cannot; keep it "
+                "outside of forward, or make it a buffer"
             )
 
 

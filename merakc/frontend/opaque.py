@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from merakc.errors import RecordError
+from merakc.frontend.carried import CarriedError, check_repeats
 from merakc.frontend.communication import Silence
 from merakc.frontend.contexts import eager, untouched
 from merakc.kernels.opaque import Spec, autograd_reachable, drawing
@@ -247,10 +248,14 @@ def try_out(
 def _observe(call: ModuleCall, inputs: Sequence[Tensor]) -> tuple[Result, int]:
     """One run, and its flops."""
     held = _held(call.module)
-    with untouched(call.module), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False)
+    with untouched(call.module) as state, torch.no_grad():
         try:
-            with Silence():  # type: ignore[no-untyped-call]
+            with Silence(), counter:  # type: ignore[no-untyped-call]
                 result = call.run(inputs)
+            check_repeats(state, lambda: call.run(inputs))
+        except CarriedError as error:
+            raise CannotBeNodeError(str(error)) from error
         except RecordError:
             raise
         except Exception as error:

@@ -7,12 +7,14 @@ functions close over or share as globals, attributes of classes, generators of r
 from __future__ import annotations
 
 import enum
+import inspect
 import logging
 import random
+import sysconfig
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import _lru_cache_wrapper, cache, partial
 from itertools import count
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -34,6 +36,9 @@ _RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Gene
 _CONTAINERS = (dict, list, tuple, set, deque)
 _STATE = (*PLAIN, *_CONTAINERS, *_RANDOM, Tensor, np.ndarray, count)
 _CLOSED = (FunctionType, ModuleType, type, Tensor, logging.Logger)
+_WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
+# Where functions lie that are not followed from others: libraries are large, and Python's own.
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 _MISSING: Any = object()
 
 
@@ -80,6 +85,7 @@ class PythonState:
 
     def __init__(self, model: nn.Module) -> None:
         self._held: dict[int, _Held] = {}
+        self._caches: dict[Any, Any] = {}
         classes: dict[type, None] = {}
         modules = []
         for path, module in model.named_modules():
@@ -106,13 +112,20 @@ class PythonState:
 
     def put_back(self) -> None:
         """Gives every object what it held, but for generators and iterators that have advanced."""
+        self.forget()
         for held in self._held.values():
             if any(True for _ in _differences(held)):
                 _put_back(held.value, held.content)
 
+    def forget(self) -> None:
+        """Empties the caches of functions (`functools.lru_cache`) that were filled since."""
+        for function, before in self._caches.items():
+            if function.cache_info() != before:
+                function.cache_clear()
+
     def _see(self, value: Any, name: str, shared: bool, depth: int = 0) -> None:
         """Notes what an object holds, and goes on to the objects in it."""
-        if isinstance(value, FunctionType):
+        if isinstance(value, (*_WRAPPERS, FunctionType)):
             self._see_function(value)
         if type(value) in _ATOMS or id(value) in self._held or depth > DEPTH:
             return
@@ -130,8 +143,16 @@ class PythonState:
         self._held[id(held.value)] = held
         return held
 
-    def _see_function(self, function: FunctionType) -> None:
-        if id(function) in self._held or function.__module__.startswith("torch."):
+    def _see_function(self, function: Any) -> None:
+        if isinstance(function, _lru_cache_wrapper):
+            self._caches[function] = function.cache_info()
+        if isinstance(function, property):
+            function = function.fget
+        if isinstance(function, _WRAPPERS):
+            function = function.__wrapped__
+        if not isinstance(function, FunctionType) or id(function) in self._held:
+            return
+        if function.__module__.startswith("torch."):
             return
         self._hold(_Held(function, "", {}, True))
         name = function.__qualname__
@@ -146,8 +167,12 @@ class PythonState:
         self._see(_Names(space, names), function.__module__, True)
         for used in names:
             helper = space.get(used)
-            if isinstance(helper, FunctionType) and helper.__globals__ is space:
-                self._see_function(helper)
+            found = [vars(helper).get(n) for n in names] if isinstance(helper, ModuleType) else []
+            for callee in (helper, *found):  # `mask(...)`, or `helpers.mask(...)`
+                code = getattr(inspect.unwrap(callee) if callable(callee) else 0, "__code__", None)
+                same = getattr(callee, "__globals__", None) is space
+                if code and (same or not code.co_filename.startswith(_INSTALLED)):
+                    self._see_function(callee)
 
 
 def describe(value: Any, depth: int = 0) -> Any:
@@ -180,7 +205,7 @@ def _content(value: Any) -> dict[Any, Any] | None:
         return {"": value.tobytes()} if value.nbytes <= MAX_ARRAY_BYTES else None
     if isinstance(value, count):
         return {"": repr(value)}
-    if isinstance(value, _RANDOM):
+    if isinstance(value, _RANDOM) and not isinstance(value, random.SystemRandom):
         return {"": _random_state(value)}
     own = type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module)
     if own or isinstance(value, _CLOSED) or not hasattr(value, "__dict__"):

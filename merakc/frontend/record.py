@@ -83,6 +83,7 @@ def _record(
         graph = first.graph().pruned()
         changes = state.changes()
         if changes:
+            state.forget()
             leftovers = Leftovers(changes, first)
             second.leftovers = leftovers.tensors
             _run(second, model, slots, args, kwargs, fallbacks)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from merakc.errors import RecordError
 from merakc.frontend.record import record
-from tests.frontend.against_eager import check
+from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph
 from tests.frontend.small import Small, linear, randn
 
 Forward = Callable[[Any, Tensor], Any]
@@ -60,7 +60,6 @@ KEPT: dict[str, Callable[[], nn.Module]] = {
     "a cache that is filled": lambda: model(cached, cache=torch.eye(6, dtype=F64), length=0),
     "sizes": lambda: model(flagged, width=0),
     "what is only looked at": lambda: model(observed),
-    "a buffer made late": lambda: model(made_late),
 }
 
 
@@ -70,6 +69,14 @@ def test_what_the_next_forward_does_not_see(name: str) -> None:
     before = dict(vars(made))
     check(made, randn(4, 6))
     assert vars(made) == before
+
+
+def test_a_buffer_that_is_made_late() -> None:
+    made, x = model(made_late), randn(4, 6)
+    graph = record(made, (x,), {}).graph
+    found = run_graph(graph, inputs_of(graph, made, (x,), {}))
+    wanted = run_eager(made, (x,), {})
+    assert torch.equal(found.outputs["output"], wanted.outputs["output"])
 
 
 def counted(s: Any, x: Tensor) -> Any:
