@@ -14,7 +14,7 @@ from torch import nn
 from merakc.batches import cast_floats, resized, sample_rows, split_batch
 from merakc.errors import ConfigError, MerakError, RecordError, failure
 from merakc.frontend.record import Recording, record
-from merakc.ir.batches import BatchLayout, Rows
+from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
@@ -33,14 +33,16 @@ def record_part(
     device: torch.device,
     precision: Precision | None = None,
     *,
+    couplings: Couplings = WHOLE_BATCH,
     divided: bool = False,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
     Where there are several parts, the whole batch is recorded beside it: the two say what the parts
-    make of every value; `divided` says that one part alone may be divided further. Random draws
-    are keyed by the samples. With a `precision` the parameters and the batch's floating tensors are
-    of the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
+    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
+    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
+    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
+    `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
@@ -81,7 +83,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found,
+        layout=layout, found=found, couplings=couplings,
     )  # fmt: skip
 
 

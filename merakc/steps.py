@@ -175,7 +175,8 @@ class Steps:
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
                 self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
-                self.device, plan.precision, divided=bool(plan.sub_batches),
+                self.device, plan.precision, couplings=plan.couplings,
+                divided=bool(plan.sub_batches),
             )  # fmt: skip
 
         recording = recorded(plan.micro_batches)

@@ -50,7 +50,7 @@ class Towers(nn.Module):
     def forward(
         self, pixels: torch.Tensor, words: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The loss."""
+        """The loss, and how like every image is to every text."""
         a = F.normalize(self.image(pixels), dim=-1)
         b = F.normalize(self.text(words), dim=-1)
         logits = a @ b.T * self.scale.exp()
@@ -58,7 +58,7 @@ class Towers(nn.Module):
         share = same / same.sum(1, keepdim=True)
         each = -(share * logits.log_softmax(-1)).sum(-1) - (share.T * logits.log_softmax(0)).sum(0)
         kept = keep.to(logits.dtype)
-        return {"loss": (each * kept).sum() / kept.sum()}
+        return {"loss": (each * kept).sum() / kept.sum(), "logits": logits}
 
 
 class Routed(nn.Module):
@@ -87,6 +87,7 @@ class Coupled:
     make: Callable[[], nn.Module]
     batch: Callable[[int], Tensors]
     ends: tuple[ShareKind, ...]
+    results: bool = False  # whether the rest of what it returns is wanted
 
     def model(self) -> nn.Module:
         """The model in float64, the same at every call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from merakc.kernels.collectives import bind_axis
 from merakc.knowledge import Knowledge
 from merakc.planner import Lowered, adapt_plan, make_plan
 from merakc.runtime.executor import Executor
+from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups
 from merakc.runtime.head import HeadRunner
 from tests.coupled_models import Coupled, Tensors
@@ -42,7 +43,11 @@ def planned(
     parts = [
         {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)
     ]
+<<<<<<< HEAD
     return adapt_plan(lowered, case.record(layout), results=False), parts
+=======
+    return adapt_plan(lowered, case.record(layout), results=case.results), parts
+>>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,14 @@ class Ready:
 
 
 def prepared(
-    case: Coupled, mesh: Mesh, sizes: Sequence[int], micro_batches: int, options: dict[str, Any]
+    case: Coupled,
+    mesh: Mesh,
+    sizes: Sequence[int],
+    micro_batches: int,
+    options: dict[str, Any],
+    *,
+    train: bool = True,
+    fuser: Fuser | None = None,
 ) -> Ready:
     """This rank, ready for a step."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -66,6 +78,7 @@ def prepared(
     dp, own, tp = mesh.coordinates(rank)
     layout = BatchLayout(tuple(sizes), micro_batches, dp)
     lowered, parts = planned(case, mesh, layout, options)
+    lowered = replace(lowered, compiled=fuser is not None)
     group = groups.axis("tp")
     if group is not None:
         bind_axis("tp", group)
@@ -84,11 +97,17 @@ def prepared(
     assert lowered.stages.head is not None
     assert tuple(sorted(share.kind for share in lowered.loss.head.waist)) == case.ends
     if lowered.plan.rank_of[lowered.stages.head] == own:
-        chunk = lowered.head()
+        chunk = lowered.head(train=train)
         assert chunk is not None
-        runner = HeadRunner(lowered.loss.head, chunk, layout, CPU, dp_group)
+        runner = HeadRunner(lowered.loss.head, chunk, layout, CPU, dp_group, fuser)
     executor = Executor(
-        lowered.programs()[rank], lowered.chunks(rank), state, CPU, channels=channels, head=runner
+        lowered.programs(forward_only=not train)[rank],
+        lowered.chunks(rank, train=train),
+        state,
+        CPU,
+        channels=channels,
+        head=runner,
+        fuser=fuser,
     )
     known: Tensors = {}
     if lowered.loss.known is not None:

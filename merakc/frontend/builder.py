@@ -33,6 +33,10 @@ class GraphBuilder:
         self.modules: list[str] = []
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
+        self.leaves: set[Ref] = set()  # of these, what a forward made its own leaves
+        # Fake tensors that an earlier forward left behind, by their ids, and those that were read.
+        self.leftovers: dict[int, torch.Tensor] = {}
+        self.read_leftovers: set[int] = set()
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -99,6 +103,15 @@ class GraphBuilder:
 
     # ------------------------------------------------------------------ pieces of a node
 
+    def _error(self, what: str, remedy: str) -> RecordError:
+        module = self.modules[-1] if self.modules else ""
+        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
+
+    def _owner(self, tensor: torch.Tensor) -> str:
+        """Which parameter or buffer a tensor is, for a message."""
+        alias = self.aliases.find(tensor)
+        return f", '{alias.storage.target}'" if alias and alias.storage.target else ""
+
     def _input(
         self, name: str, kind: InputKind, fake: torch.Tensor, target: str, grad: bool
     ) -> Ref:
@@ -118,11 +131,28 @@ class GraphBuilder:
         alias = self.aliases.find(tensor)
         if alias is not None:
             return self.aliases.ref(alias)
-        assert not isinstance(tensor, FakeTensor), "a tensor that no call made"
+        if isinstance(tensor, FakeTensor):
+            self._read_leftover(tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise self._error(
+                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter "
+                "of the model",
+                "register it (nn.Parameter, nn.ParameterList), or detach it",
+            )
         ref = self._input("constant", InputKind.CONSTANT, tensor, "", False)
         self.constants[ref.node] = tensor
         self.aliases.add(tensor, ref)
         return ref
+
+    def _read_leftover(self, tensor: torch.Tensor) -> None:
+        """A tensor that no call of this forward made."""
+        if id(tensor) not in self.leftovers:
+            raise self._error(
+                f"a tensor of shape {tuple(tensor.shape)} is read that was made in another "
+                "recording and kept outside the model (by functools.lru_cache, in a global)",
+                "make it in the forward, or a buffer",
+            )
+        self.read_leftovers.add(id(tensor))
 
     def _args(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

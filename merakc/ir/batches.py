@@ -11,10 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Literal
 
 import torch
 
 from merakc.ir.graph import Graph, TensorSpec
+
+# What samples that the loss couples are coupled with: those of the whole batch, as in one process,
+# or those of their micro-batch, which then counts as a batch of its own.
+Couplings = Literal["whole batch", "per micro-batch"]
+WHOLE_BATCH: Final = "whole batch"
+PER_MICRO_BATCH: Final = "per micro-batch"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,11 @@ class Analysis:
         """What a part holds of all samples."""
         return self.samples / self.total
 
+    def shown(self, ref: Ref) -> State:
+        """What the shapes alone say of a value: whether it has samples, and where."""
+        spec, other = self.part.specs()[ref], self.whole.specs()[ref]
+        return _by_shape(spec, other, self.samples, self.total, "")
+
     @property
     def assumed(self) -> tuple[str, ...]:
         """What holds by convention, with its lines."""
@@ -239,11 +244,7 @@ class _Reader:
 
     def by_shape(self, node: Node, spec: TensorSpec, other: TensorSpec) -> State:
         """What a part sees of a value of the whole batch, as the shapes say."""
-        dims = by_size(spec, other, self.samples, self.total)
-        grown = sum(SAMPLES in d for d in dims or ())
-        if dims is None or grown > 1:
-            return State(Kind.COUPLED, why=f"{node.source}: a table of samples by samples")
-        return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
+        return _by_shape(spec, other, self.samples, self.total, node.source)
 
     # ------------------------------------------------------------------ one node
 
@@ -373,6 +374,14 @@ class _Reader:
 
 
 _MADE_DRAWS = frozenset({"merakc.uniform.default", "merakc.normal.default"})
+
+
+def _by_shape(spec: TensorSpec, other: TensorSpec, samples: int, total: int, source: str) -> State:
+    dims = by_size(spec, other, samples, total)
+    grown = sum(SAMPLES in d for d in dims or ())
+    if dims is None or grown > 1:
+        return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")
+    return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
 
 
 def _lifted(state: State) -> State:
