@@ -43,11 +43,7 @@ def planned(
     parts = [
         {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)
     ]
-<<<<<<< HEAD
-    return adapt_plan(lowered, case.record(layout), results=False), parts
-=======
     return adapt_plan(lowered, case.record(layout), results=case.results), parts
->>>>>>> main
 
 
 @dataclass(frozen=True)
