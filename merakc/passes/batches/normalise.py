@@ -13,14 +13,11 @@ import torch
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.passes.dims import given, signature
-from merakc.passes.rows import Whole
-from merakc.passes.rules import row_of
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 MEAN, SUM = 1, 2  # torch's codes for a loss's reduction
 FULL = "aten.full.default"
-COPIES = ("aten.clone.default", "aten.contiguous.default")
 # Calls that read the shape of an argument alone, and what they fill the result with.
 FILLED = {
     "aten.zeros_like.default": 0,
@@ -44,22 +41,6 @@ def normalised(graph: Graph) -> Graph:
         else:
             writer.nodes.append(node)
     return replace(graph, nodes=tuple(writer.nodes)).pruned()
-
-
-def without_copies(graph: Graph) -> Graph:
-    """The graph without copies that differ in their strides alone.
-
-    Which there are depends on the number of samples: what is turned may still be in one piece, of
-    one sample. A reshape copies where it has to; copies for what may see strides are kept.
-    """
-    users, read = graph.users(), {o.ref.node for o in graph.outputs}
-    copies: dict[Ref, Ref] = {}
-    for node in graph.nodes:
-        rows = [row_of(user.op) for user in users[node.name]]
-        kept = node.name in read or any(row is None or isinstance(row, Whole) for row in rows)
-        if node.op in COPIES and not kept:
-            copies[Ref(node.name)] = copies.get(node.refs[0], node.refs[0])
-    return graph.renamed(copies).pruned()
 
 
 class _Writer:
