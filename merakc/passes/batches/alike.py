@@ -13,11 +13,20 @@ from merakc.kernels.opaque import OPAQUE
 def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
     """Raises `RecordError` where the forward does something else for another number of samples."""
     for node, other in zip(part.nodes, whole.nodes, strict=False):
-        if (node.name, node.op, len(node.outputs)) != (other.name, other.op, len(other.outputs)):
+        if _call(node) != _call(other):
             raise _other_path(node, samples, total)
     if len(part.nodes) != len(whole.nodes):
         longer = max(part.nodes, whole.nodes, key=len)
         raise _other_path(longer[min(len(part.nodes), len(whole.nodes))], samples, total)
+    if part.outputs != whole.outputs or [(i.name, i.kind, i.target) for i in part.inputs] != [
+        (i.name, i.kind, i.target) for i in whole.inputs
+    ]:
+        raise _other_path(part.nodes[-1], samples, total)
+
+
+def _call(node: Node) -> object:
+    """What a call is, but for its sizes and numbers."""
+    return node.name, node.op, node.refs, [o and (o.dtype, len(o.shape)) for o in node.outputs]
 
 
 def _other_path(node: Node, samples: int, total: int) -> RecordError:
