@@ -249,7 +249,9 @@ class _Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(self.part, node, twin, states, self.makers, self.samples, self.total)
+        place = Place(
+            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
+        )
         routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
@@ -274,7 +276,7 @@ class _Reader:
             return self.drawn(place)
         if any(s.dims is None for s in states.values()):
             return coupled(node, "it is not known where the samples stand")
-        if node.op == OPAQUE or row_of(node.op) is None:
+        if row_of(node.op) is None and not node.op.startswith("aten."):
             return self.by_itself(place)
         own = own_rule(place)
         if own is not None:

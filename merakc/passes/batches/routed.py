@@ -76,7 +76,7 @@ def _together(place: Place) -> Outcome:
     node = place.node
     apart = place.makers[node.refs[0].node]
     mine = tuple(Ref(apart.name, k) for k in range(len(apart.outputs)))
-    x = place.states[apart.refs[0]]
+    x = place.before[apart.refs[0]]
     first = given(node, "dim") == 0 and given(apart, "dim") == 0 if node.op in JOINS else False
     every_one = first and node.args[0] == mine and len(place.twin.refs) == place.total
     if not every_one or x.dims is None:
@@ -88,7 +88,7 @@ def _together(place: Place) -> Outcome:
 
 def _flat(place: Place, name: str) -> Dim:
     """The factors of the dim that a sort has ordered."""
-    dims = place.states[place.makers[name].refs[0]].dims
+    dims = place.before[place.makers[name].refs[0]].dims
     assert dims is not None
     return dims[0]
 
@@ -143,6 +143,7 @@ def _inverse(place: Place, name: str) -> Outcome | None:
     indices, values = node.args[1], node.args[2]
     maker = place.makers.get(values.node)
     ordered = len(indices) == 1 and place.states[indices[0]].routed[:1] == ("order",)
+    ordered = ordered and not given(node, "accumulate")
     if not ordered or maker is None or not _is_count(maker, place.shape(values)):
         return None
     return Outcome((_made("back", name),), places=node.refs.index(values))
