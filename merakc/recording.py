@@ -19,6 +19,7 @@ from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
@@ -68,8 +69,12 @@ def record_part(
         return recorded(samples, *resized(args, kwargs, sampled, samples)).graph
 
     found: Analysis | None = None
+    unchecked = ""
     if layout.parts > 1:
         found = analysed(sized, sampled, layout.each, layout.total)
+        loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
+        if loss is not None and couplings == WHOLE_BATCH:
+            unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, sampled, layout.each, 2 * layout.each)
@@ -80,7 +85,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings,
+        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
     )  # fmt: skip
 
 

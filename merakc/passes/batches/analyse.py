@@ -29,6 +29,7 @@ from merakc.passes.batches.states import (
     Kind,
     Outcome,
     State,
+    by_multiple,
     by_size,
     coupled,
     every,
@@ -85,7 +86,7 @@ class Analysis:
     @property
     def assumed(self) -> tuple[str, ...]:
         """What holds by convention, with its lines."""
-        found = ((o.assumed, self.makers[name].source) for name, o in self.outcomes.items())
+        found = ((self.outcomes[n.name].assumed, n.source) for n in self.part.nodes)
         return tuple(dict.fromkeys(f"{what}, at {where}" for what, where in found if what))
 
 
@@ -253,7 +254,9 @@ class _Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(self.part, node, twin, states, self.makers, self.samples, self.total)
+        place = Place(
+            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
+        )  # fmt: skip
         routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
@@ -377,7 +380,7 @@ _MADE_DRAWS = frozenset({"merakc.uniform.default", "merakc.normal.default"})
 
 
 def _by_shape(spec: TensorSpec, other: TensorSpec, samples: int, total: int, source: str) -> State:
-    dims = by_size(spec, other, samples, total)
+    dims = by_multiple(spec, other, samples, total)
     grown = sum(SAMPLES in d for d in dims or ())
     if dims is None or grown > 1:
         return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")

@@ -37,15 +37,19 @@ KINDS = {Kind.ROWS: ShareKind.ROWS, Kind.SUM: ShareKind.SUM, Kind.CONSTANT: Shar
 
 
 def split(
-    found: Analysis, outputs: Sequence[Output], couplings: Couplings = WHOLE_BATCH
+    found: Analysis,
+    outputs: Sequence[Output],
+    couplings: Couplings = WHOLE_BATCH,
+    *,
+    most: float = HEAD_SHARE,
 ) -> BatchSplit:
     """The step of the forward for these of its outputs, in parts.
 
     With couplings "per micro-batch", each part counts as a batch of its own where samples are
-    coupled. Raises `RecordError` where layers stand behind what couples, or a buffer is written
-    from values that are coupled.
+    coupled. Raises `RecordError` where more than `most` of the layers' arithmetic stands behind
+    what couples, or a buffer is written from values that are coupled.
     """
-    return _Split(found, outputs, couplings).made()
+    return _Split(found, outputs, couplings, most).made()
 
 
 def share_of(found: Analysis, ref: Ref) -> Share:
@@ -55,7 +59,10 @@ def share_of(found: Analysis, ref: Ref) -> Share:
 
 
 class _Split:
-    def __init__(self, found: Analysis, outputs: Sequence[Output], couplings: Couplings) -> None:
+    def __init__(
+        self, found: Analysis, outputs: Sequence[Output], couplings: Couplings, most: float
+    ) -> None:
+        self.most = most
         self.found, self.states = found, found.states
         self.loss = next((o for o in outputs if o.kind is OutputKind.LOSS), None)
         roots = [o for o in outputs if o.kind is not OutputKind.BUFFER and self.is_coupled(o.ref)]
@@ -161,7 +168,7 @@ class _Split:
         work = {n.name: node_flops(n, specs) for n in self.found.whole.nodes
                 if is_work(self.found, n, made)}  # fmt: skip
         mine, every = sum(work.get(n.name, 0) for n in head.nodes), sum(work.values())
-        if mine <= HEAD_SHARE * every:
+        if mine <= self.most * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         raise RecordError(

@@ -110,6 +110,22 @@ def by_size(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -> Di
     return tuple(dims)
 
 
+def by_multiple(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -> Dims | None:
+    """The same where a dim that grows holds several elements of each sample, one sample behind the
+    other. Where they stand otherwise, what they meet will say so.
+    """
+    if len(spec.shape) != len(other.shape):
+        return None
+    dims: list[Dim] = []
+    for mine, whole in zip(spec.shape, other.shape, strict=True):
+        each, rest = divmod(mine, samples)
+        if mine != whole and (rest or each * total != whole):
+            return None
+        grown: Dim = (SAMPLES, each) if each > 1 else (SAMPLES,)
+        dims.append(grown if mine != whole else (mine,))
+    return tuple(dims)
+
+
 def every(node: Node, state: State) -> Found:
     """The state for each output of a node, without dims of another's."""
     return tuple(state if spec is not None else None for spec in node.outputs)
