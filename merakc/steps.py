@@ -130,6 +130,7 @@ class Steps:
             sharded=self.sharded,
             fuser=self.fuser if train else None,
             head=self._head(lowered, layout, train=train),
+            late=lowered.loss.written,
         )
         known, group = lowered.loss.known, self.groups.axis("dp")
         before = Knowledge(known, layout, self.state, self.device, group) if known else None
@@ -259,6 +260,7 @@ class Steps:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
+        self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
@@ -283,6 +285,18 @@ class Steps:
                 f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
                 "replica; pick batches by model.data_parallel_rank, not by the global rank"
             )
+
+    @torch.no_grad()
+    def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
+        """Writes the buffers that every part has read as they were before; collective over dp."""
+        group = self.groups.axis("dp")
+        for name, parts in sorted(result.written.items()):
+            value = parts[0]
+            if step.lowered.loss.written[name] is ShareKind.SUM:
+                value = torch.stack(parts).sum(0)
+                if group is not None:
+                    dist.all_reduce(value, group=group)
+            self.state[name].copy_(value)
 
     def finite(self, gradients: Tensors) -> Tensors:
         """The gradients without the scale of the loss; none, where a rank's are not finite."""

@@ -214,8 +214,7 @@ class _Reader:
             return self.made(node, twin)
         if not any(self.states[r].whole for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
-            kinds = {s.kind for s in outcome.states if s is not None}
-            if Kind.COUPLED not in kinds:
+            if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
@@ -228,6 +227,15 @@ class _Reader:
                 seen = self.by_shape(node, spec, other)
             states.append(seen._replace(whole=True, routed=()))
         return Outcome(tuple(states))
+
+    def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
+        """The states of a node's outputs, once the shapes are seen to agree."""
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        return [
+            self.checked(state, spec, other, copied=node.op in COPIES)
+            for state, spec, other in each
+            if state is not None and spec is not None and other is not None
+        ]
 
     def made(self, node: Node, twin: Node) -> Outcome:
         """A tensor made of nothing: alike in all parts, or as long as the batch."""

@@ -70,8 +70,9 @@ class _Split:
         self.alone = tuple(norms)
         self.lines: tuple[str, ...] = ()
         if couplings == PER_MICRO_BATCH:
-            self.alone = (*norms, *roots)
-            whys = dict.fromkeys(self.states[o.ref].why for o in roots)
+            coupled = [o for o in outputs if self.is_coupled(o.ref) and o not in (*norms, *roots)]
+            self.alone = (*norms, *roots, *coupled)
+            whys = dict.fromkeys(self.states[o.ref].why for o in (*roots, *coupled))
             self.lines = tuple(f"each micro-batch by itself, at {why}" for why in whys)
             roots = []
         if roots and self.loss is not None and self.loss not in roots:
@@ -97,7 +98,10 @@ class _Split:
         graph = self.parts.written(outputs, self.alone)
         known = self.known({**self.needed, **self.parts.known})
         results = {o.name: self.result(o) for o in self.outputs if o.kind is OutputKind.RESULT}
-        return BatchSplit(graph, known, head, results, (*self.lines, *self.found.assumed))
+        late = [o for o in self.outputs if o.kind is OutputKind.BUFFER and o not in self.alone]
+        written = {o.name: self.result(o)[0] for o in late}
+        conventions = (*self.lines, *self.found.assumed)
+        return BatchSplit(graph, known, head, results, written, conventions)
 
     def result(self, out: Output) -> tuple[ShareKind, Rows | None]:
         """How the results of the parts make that of the whole batch."""
@@ -117,12 +121,13 @@ class _Split:
         if out.kind is OutputKind.LOSS and state.kind is Kind.ROWS:
             raise RecordError("the loss has one number for each sample; return their mean or sum")
         buffer = out.kind is OutputKind.BUFFER and out not in self.alone
-        if buffer and state.kind is not Kind.CONSTANT:
+        if buffer and (state.kind not in (Kind.CONSTANT, Kind.SUM) or state.sampled):
             source = self.found.makers[out.ref.node].source
             raise RecordError(
-                f"{source}: buffer '{out.name}' is written from the samples of the batch, of which "
-                "each part has only its own; make the statistics before the step, or train with "
-                "dp=1 and micro_batches=1"
+                f"{source}: buffer '{out.name}' is written from samples of the batch that are "
+                "coupled, or that it holds, and each part has only its own; train with dp=1 and "
+                'micro_batches=1, or ask for couplings="per micro-batch", by which each '
+                "micro-batch writes it"
             )
         return out
 
