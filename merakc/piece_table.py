@@ -32,12 +32,14 @@ Form = tuple[int, bool]  # the tp degree, and whether sequences are split
 class PieceTable:
     """`record` gives the forward of a micro-batch of so many samples.
 
-    `refused` has the forms that cannot be, and why.
+    `refused` has the forms that cannot be, and why. `couples` says whether the loss of a recording
+    couples the samples of the batch.
     """
 
     record: Callable[[int], Recording]
     cluster: Cluster
     refused: dict[Form, MerakError] = field(default_factory=dict)
+    couples: bool = False
     _splits: dict[Form, Mapping[str, Layout]] = field(default_factory=dict)
     _gathered: dict[int, bool] = field(default_factory=dict)
     _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
@@ -65,7 +67,8 @@ class PieceTable:
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
         tp, sequence_parallel = form
         short, counts = self._shortened(samples)
-        graph = weighed(short, tp, gathered=self._gathered.get(tp)).graph
+        loss = weighed(short, tp, gathered=self._gathered.get(tp))
+        graph, self.couples = loss.graph, self.couples or loss.head is not None
         sharding = shard(
             graph, tp, self._splits.get(form), cluster=self.cluster.joining(tp),
             sequence_parallel=sequence_parallel,
