@@ -161,9 +161,8 @@ def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
     seconds, links = durations(pipeline.costs), pipeline.link_s
     arrival = [[-1.0] * (last + m), [-1.0] * (last + m)]  # of a unit's input, and its gradient
     arrival[0][:m] = [0.0] * m
-    forwards_left = 0 if pipeline.head_s is None else m  # on the last stage, before the head
-    if not forwards_left:
-        arrival[1][last:] = [0.0] * m
+    arrival[1][last:] = [0.0 if pipeline.head_s is None else -1.0] * m
+    left = m  # forwards of the last stage
     waiting: dict[tuple[int, int], int] = {}
     ends: list[list[float]] = [[] for _ in orders]
     ready = list(range(len(orders)))
@@ -186,10 +185,9 @@ def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
                     if (0, unit + m) in waiting:
                         ready.append(waiting.pop((0, unit + m)))
                 elif pipeline.head_s is not None:
-                    forwards_left -= 1
-                    if not forwards_left:
-                        now += pipeline.head_s
-                        arrival[1][last:] = [now] * m
+                    left -= 1
+                    now += 0.0 if left else pipeline.head_s
+                    arrival[1][last:] = [-1.0 if left else now] * m
             elif kind <= INPUT_GRAD:
                 came = arrival[1][unit]
                 if came < 0.0:
