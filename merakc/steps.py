@@ -24,6 +24,7 @@ from merakc.batches import (
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MismatchError, PlanError
 from merakc.frontend.record import Recording
+from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, Chunk
@@ -83,6 +84,7 @@ class Steps:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
+        open_dataclasses((args, kwargs))
         modes = tuple([m.training for m in self.modules])
         return signature(args, kwargs), modes, autocast_of(self.device), train, results
 
