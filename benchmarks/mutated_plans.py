@@ -49,7 +49,7 @@ from merakc.verify import verify_programs
 SAMPLES, MICRO_BATCHES, VOCABULARY, LENGTH = 8, 4, 24, 6
 REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"
 # What a plan reports and does not decide.
-REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "prediction",
+REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "head", "prediction",
             "merakc_version", "overlap_gains", "batch_size")  # fmt: skip
 HASHES = ("hash", "file_hash")
 MOST_RANKS = 8  # that are started to train

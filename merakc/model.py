@@ -10,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches import batch_size_of
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError
@@ -210,8 +209,7 @@ class ParallelModel(nn.Module):
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         result = steps.run(step, args, kwargs)
-        size = batch_size_of(args, kwargs) // self.plan.micro_batches
-        found = steps.share_results(step, result, size)
+        found = steps.share_results(step, result)
         if step.has_loss:
             found[_loss_name(step.recording)] = steps.share_loss(step, result)
         return _outputs(step.recording, found)

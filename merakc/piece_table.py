@@ -16,14 +16,17 @@ from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
+from merakc.passes.batches.recorded import in_parts
 from merakc.passes.gather_products import gathers
 from merakc.passes.localise import localise
 from merakc.passes.shard import shard
 from merakc.passes.shorten import shorten
-from merakc.planner import training_graph, weighed
+from merakc.planner import TRAINING, with_heads
 
 # The pieces of a model without repeated blocks.
 PLAIN = 64
+# A batch is in parts, whatever their number: what it couples runs once.
+PARTS = 2
 
 Form = tuple[int, bool]  # the tp degree, and whether sequences are split
 
@@ -65,7 +68,7 @@ class PieceTable:
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
         tp, sequence_parallel = form
         short, counts = self._shortened(samples)
-        graph = weighed(short, tp, gathered=self._gathered.get(tp)).graph
+        graph = with_heads(short, tp, gathered=self._gathered.get(tp))
         sharding = shard(
             graph, tp, self._splits.get(form), cluster=self.cluster.joining(tp),
             sequence_parallel=sequence_parallel,
@@ -80,6 +83,6 @@ class PieceTable:
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
         if samples not in self._short:
-            graph = training_graph(self.record(samples).graph)
+            graph = in_parts(self.record(samples), PARTS, TRAINING).graph
             self._short[samples] = shorten(graph, part_starts(graph))
         return self._short[samples]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -16,32 +16,33 @@ from torch import nn
 from merakc.batches import (
     batch_size_of,
     cast_floats,
-    join_results,
     named_tensors,
     signature,
     split_batch,
 )
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MismatchError, PlanError
-from merakc.frontend.record import Recording
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
+from merakc.ir.batches import BatchLayout, ShareKind
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.knowledge import Knowledge
 from merakc.overlap import with_parts
+from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
-from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
 from merakc.runtime.allocator import KeptMemory
-from merakc.runtime.codegen import compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, digest
 from merakc.runtime.trial import trial_seconds, zeros
 
@@ -80,27 +81,42 @@ class Steps:
         """The model's own modules: to walk through them takes a step's time."""
         return tuple(self.source.modules())
 
+    def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
+        """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        own, group = batch_size_of(args, kwargs), self.groups.axis("dp")
+        plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
+        if group is None:
+            return BatchLayout((own,), plan.micro_batches)
+        sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
+        all_gather(sizes, torch.tensor([own], device=self.device), group).wait()
+        return BatchLayout(tuple(sizes.tolist()), plan.micro_batches, dp_rank)
+
     def key(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        *,
+        train: bool,
+        results: bool,
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
         open_dataclasses((args, kwargs))
         modes = tuple([m.training for m in self.modules])
-        return signature(args, kwargs), modes, autocast_of(self.device), train, results
+        shape = signature(args, kwargs), layout.sizes
+        return shape, modes, autocast_of(self.device), train, results
 
     def add(
         self,
         key: Any,
-        recording: Recording,
+        recording: BatchRecording,
         lowered: Lowered,
         chunks: Mapping[int, Chunk],
+        layout: BatchLayout,
         *,
         train: bool,
     ) -> CompiledStep:
-        """Compiles this rank's chunks and keeps them under `key`."""
-        counting = lowered.loss.counts
-        constants = counting.constants if counting else {}
-        state = self.state | {name: value.to(self.device) for name, value in constants.items()}
+        """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -108,18 +124,30 @@ class Steps:
         executor = Executor(
             program,
             chunks,
-            state,
+            self.state,
             self.device,
             reduce=self._reducer(lowered) if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
             fuser=self.fuser if train else None,
+            head=self._head(lowered, layout, train=train),
         )
-        counts = compile_graph(counting, self.device) if counting else None
-        step = CompiledStep(recording, lowered, chunks, executor, state, counts)
+        known, group = lowered.loss.known, self.groups.axis("dp")
+        before = Knowledge(known, layout, self.state, self.device, group) if known else None
+        step = CompiledStep(recording, layout, lowered, chunks, executor, before)
         self.compiled[key] = step
         return step
+
+    def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
+        """What couples the samples of the whole batch, where this rank runs it."""
+        head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
+        group = self.groups.axis("dp")  # made by all ranks
+        _, own, _ = self.groups.coordinates
+        if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
+            return None
+        fuser = self.fuser if train else None
+        return HeadRunner(head, chunk, layout, self.device, group, fuser)
 
     @few_collections()
     def compile(
@@ -128,9 +156,11 @@ class Steps:
         """The compiled step for this batch: recorded, adapted to the plan, and kept.
 
         Where the forward returns no loss for this batch, it gives the results and does not train.
-        No other rank takes part: ranks may meet a new shape at different times.
+        All dp ranks say how many samples they have; no other takes part in compiling: ranks may
+        meet a new shape at different times.
         """
-        key = self.key(args, kwargs, train=train, results=results)
+        layout = self.layout(args, kwargs)
+        key = self.key(args, kwargs, layout, train=train, results=results)
         if key in self.compiled:
             self.compiled[key] = self.compiled.pop(key)  # the last used stand last
             return self.compiled[key]
@@ -144,9 +174,12 @@ class Steps:
             del self.compiled[next(iter(self.compiled))]
         plan = self.planned.plan
 
-        def recorded(micro_batches: int) -> Recording:
-            source, precision = self.source, plan.precision
-            return record_part(source, args, kwargs, micro_batches, self.device, precision)
+        def recorded(micro_batches: int) -> BatchRecording:
+            return record_part(
+                self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
+                self.device, plan.precision, couplings=plan.couplings,
+                divided=bool(plan.sub_batches),
+            )  # fmt: skip
 
         recording = recorded(plan.micro_batches)
         has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
@@ -157,7 +190,7 @@ class Steps:
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)
-        return self.add(key, recording, lowered, chunks, train=train)
+        return self.add(key, recording, lowered, chunks, layout, train=train)
 
     def _check_held(self, lowered: Lowered) -> None:
         """Refuses a recording that wants parameters elsewhere than they are."""
@@ -198,11 +231,11 @@ class Steps:
 
     def around(self, step: CompiledStep) -> None:
         """What a step does before and after its Program, on values of no meaning; collective."""
-        counting = step.lowered.loss.counts
-        wanted = (*step.brought[InputKind.BATCH], *(counting.inputs if counting else ()))
+        wanted = [*step.brought[InputKind.BATCH]]
+        if step.lowered.loss.known is not None:
+            wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
-        micro_batches = self.planned.plan.micro_batches
-        self._scalars(step, [batch] * micro_batches, micro_batches)
+        self._brought(step, [batch] * self.planned.plan.micro_batches)
         self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:
@@ -221,17 +254,13 @@ class Steps:
         if not self.compared:
             self._compare_batches(args, kwargs)
         self._share_buffers()
-        scalars = self._scalars(step, batches, batch_size_of(args, kwargs))
-        inputs = [
-            {i.name: batch[i.target] for i in step.brought[InputKind.BATCH]} | scalar
-            for batch, scalar in zip(batches, scalars, strict=True)
-        ]
+        inputs, known = self._brought(step, batches)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
-            result = step.executor.run(inputs, record=self.recording)
+            result = step.executor.run(inputs, known, record=self.recording)
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
@@ -274,24 +303,36 @@ class Steps:
             dist.all_reduce(shared, group=world)
         return shared
 
-    def share_results(self, step: CompiledStep, result: StepResult, size: int) -> Tensors:
-        """The results of all micro-batches of `size` samples, joined, on every rank of this dp
-        replica.
+    def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
+        """The results of all samples of this dp replica, and of what is of the whole batch, on
+        every rank.
         """
         dp, own, tp = self.groups.coordinates
-        group = self.groups.axis("pp")
+        group, replicas = self.groups.axis("pp"), self.groups.axis("dp")
         found: Tensors = {}
         for name, (owner, spec) in step.result_specs.items():
-            parts = [r[name] for r in result.results] if owner == own else []
+            kind, rows = step.lowered.loss.results.get(name, (ShareKind.CONSTANT, None))
+            whole = name in step.head_results
+            parts = [result.whole[name]] if whole and owner == own else []
+            if not whole and owner == own:
+                parts = [r[name] for r in result.results]
+            count = 1 if whole else step.layout.micro_batches
             if group is not None:
                 source = self.groups.mesh.rank(dp, owner, tp)
-                for k in range(len(result.results)):
+                for k in range(count):
                     if owner != own:
                         empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                         parts.append(empty)
                     parts[k] = parts[k].contiguous()
                     dist.broadcast(parts[k], source, group=group)
-            found[name] = join_results(parts, size)
+            if kind is ShareKind.ROWS and rows is not None:
+                found[name] = rows.join(parts)
+            elif kind is ShareKind.SUM:
+                found[name] = torch.stack(parts).sum(0).to(spec.dtype)
+                if replicas is not None:
+                    dist.all_reduce(found[name], group=replicas)
+            else:
+                found[name] = parts[0]
         return found
 
     def _share_buffers(self) -> None:
@@ -306,47 +347,26 @@ class Steps:
                 dist.broadcast(self.state[name], source, group=group)
         self.stale.clear()
 
-    def _scalars(self, step: CompiledStep, batches: Sequence[Tensors], size: int) -> list[Tensors]:
-        """The numbers that the graph wants: loss weights over the whole batch, and the keys of
-        random numbers. `size` is the number of samples of this dp rank: of every one, it is held.
-        """
-        each = size // len(batches)
-        first = self.groups.coordinates[0] * size
-        numbers = self._loss_weights(step, batches)
-        numbers["seed"] = torch.tensor(step_seed(self.seed, self.taken))
-        found: list[Tensors] = []
-        for k in range(len(batches)):
-            numbers["first_sample"] = torch.tensor(first + k * each)
-            found.append(
-                {
-                    i.name: numbers[i.target].to(self.device, i.spec.dtype)
-                    for i in step.brought[InputKind.SCALAR]
-                }
-            )
-        return found
+    def _brought(
+        self, step: CompiledStep, batches: Sequence[Tensors]
+    ) -> tuple[list[Tensors], Tensors]:
+        """What a step reads: of each micro-batch, by input name, and of the whole batch.
 
-    def _loss_weights(self, step: CompiledStep, batches: Sequence[Tensors]) -> Tensors:
-        """One over the number of valid labels of the whole batch, dp ranks included."""
-        micro_batches = len(batches) * self.planned.plan.dp
-        weights = {MICRO_BATCH_SCALE: torch.tensor(1 / micro_batches, dtype=torch.float64)}
-        counting = step.lowered.loss.counts
-        if counting is None or step.counts is None:
-            return weights
-        counted = [
-            torch.stack(
-                step.counts(
-                    [b[i.target] if i.kind is InputKind.BATCH else step.state[i.target or i.name]
-                     for i in counting.inputs]
-                )
-            )
-            for b in batches
-        ]  # fmt: skip
-        total = torch.stack(counted).sum(0)
-        group = self.groups.axis("dp")
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        names = [o.name for o in counting.outputs]
-        return weights | {n: 1 / value for n, value in zip(names, total, strict=True)}
+        Beside the batch's tensors that is what is known of the whole batch before the step, and
+        the keys of random numbers.
+        """
+        known = step.knowledge.run(batches) if step.knowledge is not None else {}
+        seed = torch.tensor(step_seed(self.seed, self.taken))
+        found: list[Tensors] = []
+        for k, batch in enumerate(batches):
+            own = step.knowledge.of_part(known, k) if step.knowledge is not None else {}
+            numbers = {"seed": seed, "first_sample": torch.tensor(step.layout.first(k))}
+            found.append(
+                {i.name: (batch | own)[i.target] for i in step.brought[InputKind.BATCH]}
+                | {i.name: numbers[i.target].to(self.device, i.spec.dtype)
+                   for i in step.brought[InputKind.SCALAR]}
+            )  # fmt: skip
+        return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
 
     def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
         """Sums the gradients of a tied parameter over the ranks that share it."""

@@ -26,11 +26,11 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     """Where every parameter and buffer of the model lives, by its first name.
 
     What training does not read is on the stage of its module's other tensors, or on the last;
-    what counts labels is on all stages.
+    what is read before the step is on all stages.
     """
     graph, stages, sharding = lowered.loss.graph, lowered.stages.graphs, lowered.stages.sharding
-    counting = lowered.loss.counts
-    everywhere = {i.target for i in counting.inputs} if counting else set()
+    known = lowered.loss.known
+    everywhere = {i.target for i in known.part.inputs} if known else set()
     refs = {o.name: o.ref for o in graph.outputs if o.kind is OutputKind.BUFFER}
     refs |= {i.target: Ref(i.name) for i in graph.inputs if i.kind in STATE}
     holders: dict[str, set[int]] = {}

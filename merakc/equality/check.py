@@ -10,7 +10,7 @@ from functools import cache, partial
 
 import torch
 
-from merakc.batches import call_arguments
+from merakc.batches import batch_size_of, call_arguments
 from merakc.carry import Degrees, carry_plan
 from merakc.cluster import NOMINAL_CPU
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
@@ -22,6 +22,7 @@ from merakc.equality.train import Case, comparable, train_in_one_process, train_
 from merakc.errors import ConfigError, MerakError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
@@ -163,7 +164,8 @@ def check_source(plan: Plan, source: Source) -> None:
     """Raises `PlanError`, with the first difference, where a plan is not for this model."""
     samples = max(plan.batch_size // max(plan.micro_batches, 1), 1)
     args, kwargs = call_arguments(source.batch(samples))
-    recording = record_part(source.model, args, kwargs, 1, torch.device("cpu"), plan.precision)
+    layout = BatchLayout((samples,), 1)
+    recording = record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
     difference = first_difference(plan.graph, fingerprint(recording.graph))
     if difference:
         raise PlanError(
@@ -239,12 +241,16 @@ def _recorder(
     """Records a dp rank's batch, in any number of micro-batches, as its ranks will."""
     model = drawn_model(source, seed)
     batch = drawn_batch(source, degrees.micro_batches * degrees.samples, seed + 1)
+    sizes = (degrees.micro_batches * degrees.samples,) * degrees.mesh.dp
 
     @cache
     def recorded(parts: int) -> Recording:
         args, kwargs = call_arguments(batch)
         with comparable(lift=lift):
-            found = record_part(model, args, kwargs, parts, torch.device("cpu"), precision)
+            found = record_part(
+                model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"), precision,
+                divided=degrees.mesh.tp > 1,
+            )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")
         return found
@@ -295,7 +301,7 @@ def _alone(case: Case) -> Lowered:
 
 def _whole_recording(case: Case) -> Recording:
     args, kwargs = call_arguments(case.batches[0])
-    parts = case.plan.dp * case.plan.micro_batches
+    layout = BatchLayout((batch_size_of(args, kwargs),), case.plan.dp * case.plan.micro_batches)
     device = torch.device("cpu")
     with comparable(lift=case.lift):
-        return record_part(case.model, args, kwargs, parts, device, case.plan.precision)
+        return record_part(case.model, args, kwargs, layout, device, case.plan.precision)

@@ -27,7 +27,7 @@ from merakc.passes.interpret import interpret
 from merakc.passes.simplify import simplify
 from merakc.passes.tracer import PLACES, Tracer
 
-ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION)
+ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION, OutputKind.WAIST)
 # Calls whose gradients are torch's formulas or ours, and those among them that run a user's module.
 OWN = ("aten.", "composite.", "merakc.")
 OPAQUES = "merakc.opaque"
@@ -36,8 +36,8 @@ OPAQUES = "merakc.opaque"
 def differentiate(graph: Graph) -> Chunk:
     """Forward and backward of a chunk.
 
-    Gradients are those of the `LOSS` and `ACTIVATION` outputs with respect to every input that
-    requires one; an input that reaches none of them gets no gradient output.
+    Gradients are those of the `LOSS`, `ACTIVATION` and `WAIST` outputs with respect to every input
+    that requires one; an input that reaches none of them gets no gradient output.
     """
     grads = graph.grad_values()
     wanted = [i for i in graph.inputs if i.requires_grad]
