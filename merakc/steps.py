@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches import (
@@ -41,9 +42,10 @@ from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
+from merakc.runtime.same_batch import REMEDY, batch_mark, compare_batches
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
-from merakc.runtime.state import Placement, digest
+from merakc.runtime.state import Placement
 from merakc.runtime.trial import trial_seconds, zeros
 
 Tensors = dict[str, torch.Tensor]
@@ -74,7 +76,8 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
-    compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
+    compared: bool = False  # whether the first batch was compared over a dp replica's ranks
+    batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None  # of the step whose loss is next
 
     @cached_property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -83,6 +86,7 @@ class Steps:
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        open_dataclasses((args, kwargs))
         own, group = batch_size_of(args, kwargs), self.groups.axis("dp")
         plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
         if group is None:
@@ -101,7 +105,6 @@ class Steps:
         results: bool,
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
-        open_dataclasses((args, kwargs))
         modes = tuple([m.training for m in self.modules])
         shape = signature(args, kwargs), layout.sizes
         return shape, modes, autocast_of(self.device), train, results
@@ -251,8 +254,10 @@ class Steps:
         dtype = plan.precision.dtype("compute") if plan.precision else None
         parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
+        self.batch = args, kwargs
         if not self.compared:
-            self._compare_batches(args, kwargs)
+            self.compared = True
+            compare_batches(named_tensors(args, kwargs).values(), self.groups.axis("model"))
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:
@@ -266,26 +271,6 @@ class Steps:
             self.kept.settle()
         return result
 
-    def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compares the first batch over the ranks of a dp replica: a sampler that counts ranks
-        in place of dp ranks would train on garbage.
-        """
-        self.compared = True
-        group = self.groups.axis("model")
-        if group is None:
-            return
-        own = digest(named_tensors(args, kwargs).values())
-        digests = [""] * group.size()
-        dist.all_gather_object(digests, own, group=group)
-        odd = [r for r, d in zip(dist.get_process_group_ranks(group), digests, strict=True)
-               if d != digests[0]]  # fmt: skip
-        if odd:
-            raise MismatchError(
-                f"ranks {odd} were given another batch than rank "
-                f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
-                "replica; pick batches by model.data_parallel_rank, not by the global rank"
-            )
-
     def finite(self, gradients: Tensors) -> Tensors:
         """The gradients without the scale of the loss; none, where a rank's are not finite."""
         if self.loss_scale is None:
@@ -293,15 +278,29 @@ class Steps:
         return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
-        """The loss of the whole batch, on every rank."""
+        """The loss of the whole batch, on every rank.
+
+        Raises `MismatchError` on every rank where those of a dp replica were given other batches.
+        """
         _, _, tp = self.groups.coordinates
         own = result.loss if result.loss is not None and tp == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
-        shared = shared.reshape(()).clone()
+        shared, batch, self.batch = shared.reshape(()), self.batch, None
         world = self.groups.axis("world")
-        if world is not None:
-            dist.all_reduce(shared, group=world)
-        return shared
+        if world is None:
+            return shared.clone()
+        leaves = pytree.tree_leaves(batch)
+        mark = batch_mark(leaves, self.groups.mesh, self.groups.rank, self.taken) if batch else 0.0
+        sums = torch.tensor([0.0, mark], dtype=torch.float64).to(self.device)
+        sums[0] = shared
+        dist.all_reduce(sums, group=world)
+        loss, differing = sums.unbind()
+        if batch and differing.item():
+            compare_batches(named_tensors(*batch).values(), self.groups.axis("model"))
+            raise MismatchError(
+                f"ranks of another data-parallel replica were given different batches; {REMEDY}"
+            )
+        return loss.to(step.loss_dtype)
 
     def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
         """The results of all samples of this dp replica, and of what is of the whole batch, on
