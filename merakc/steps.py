@@ -22,7 +22,7 @@ from merakc.batches import (
     split_batch,
 )
 from merakc.compiled_step import CompiledStep
-from merakc.errors import MismatchError, PlanError
+from merakc.errors import PlanError
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import BatchLayout, ShareKind
@@ -36,13 +36,13 @@ from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
+from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
-from merakc.runtime.same_batch import REMEDY, batch_mark, compare_batches
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement
@@ -77,12 +77,18 @@ class Steps:
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
     compared: bool = False  # whether the first batch was compared over a dp replica's ranks
-    batch: tuple[Sequence[Any], Mapping[str, Any]] | None = None  # of the step whose loss is next
 
     @cached_property
     def modules(self) -> tuple[nn.Module, ...]:
         """The model's own modules: to walk through them takes a step's time."""
         return tuple(self.source.modules())
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """What says at every step whether ranks train alike."""
+        made = Agreement(self.groups)
+        made.watch()
+        return made
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
@@ -214,6 +220,7 @@ class Steps:
 
     def close(self) -> None:
         """Forgets the compiled steps and the process groups; nothing runs any more."""
+        self.agreement.close()
         self.compiled.clear()
         self.groups.made.clear()
 
@@ -254,10 +261,10 @@ class Steps:
         dtype = plan.precision.dtype("compute") if plan.precision else None
         parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
-        self.batch = args, kwargs
+        self.agreement.leaves = pytree.tree_leaves((args, kwargs))
         if not self.compared:
             self.compared = True
-            compare_batches(named_tensors(args, kwargs).values(), self.groups.axis("model"))
+            self.agreement.compare_batches(named_tensors(args, kwargs).values())
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:
@@ -280,27 +287,13 @@ class Steps:
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
         """The loss of the whole batch, on every rank.
 
-        Raises `MismatchError` on every rank where those of a dp replica were given other batches.
+        Raises `MismatchError` on every rank where those of a dp replica were given other batches,
+        or ranks with the same parameters train with other settings.
         """
         _, _, tp = self.groups.coordinates
         own = result.loss if result.loss is not None and tp == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
-        shared, batch, self.batch = shared.reshape(()), self.batch, None
-        world = self.groups.axis("world")
-        if world is None:
-            return shared.clone()
-        leaves = pytree.tree_leaves(batch)
-        mark = batch_mark(leaves, self.groups.mesh, self.groups.rank, self.taken) if batch else 0.0
-        sums = torch.tensor([0.0, mark], dtype=torch.float64).to(self.device)
-        sums[0] = shared
-        dist.all_reduce(sums, group=world)
-        loss, differing = sums.unbind()
-        if batch and differing.item():
-            compare_batches(named_tensors(*batch).values(), self.groups.axis("model"))
-            raise MismatchError(
-                f"ranks of another data-parallel replica were given different batches; {REMEDY}"
-            )
-        return loss.to(step.loss_dtype)
+        return self.agreement.share(shared.reshape(()), self.taken)
 
     def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
         """The results of all samples of this dp replica, and of what is of the whole batch, on
