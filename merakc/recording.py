@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from merakc.batches import cast_floats, resized, sample_rows, split_batch
-from merakc.errors import ConfigError, MerakError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
@@ -52,12 +52,11 @@ def record_part(
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
                 made = record(model, args, kwargs, dtype)
-            except MerakError:
-                raise
-            except Exception as error:
+            except ForwardError as error:
                 if samples == layout.own:
                     raise
-                raise _other_size(samples, layout.own, sampled, error) from error
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, sampled, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
     part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches)[0])
@@ -105,7 +104,7 @@ def analysed(
 
 
 def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: Exception
+    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
 ) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from merakc.errors import MerakError, RecordError, failure
+from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.communication import check_call, no_objects_sent
@@ -95,7 +95,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 self._finish(watch)
                 if isinstance(error, (MerakError, DrawnError)):
                     raise
-                raise RecordError(
+                raise ForwardError(
                     f"the model's forward fails on the batch: {failure(error)}; mend it, or the "
                     "batch (recorded, tensors have no values)"
                 ) from error
