@@ -22,7 +22,7 @@ from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
 from merakc.passes.batches.own_rules import Place, own_rule
-from merakc.passes.batches.routed import routed_rule
+from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
@@ -123,12 +123,12 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         _check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
-            dims, shape = state.dims, specs[ref].shape
-            if dims is None or tuple(size(d, now) for d in dims) == shape:
+            dims = state.dims
+            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
             node = found.makers.get(ref.node)
             raise RecordError(
-                f"{node.source if node else ref.node}: a value is of shape {list(shape)} for "
+                f"{node.source if node else ref.node}: a value is of shape {list(specs[ref].shape)} for "
                 f"{now} samples, which does not follow from those for {found.samples}; train with "
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
@@ -140,7 +140,8 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 
 def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
     for node, other in zip(part.nodes, whole.nodes, strict=False):
-        if (node.name, node.op, len(node.outputs)) != (other.name, other.op, len(other.outputs)):
+        outputs = node.op == UNBIND or len(node.outputs) == len(other.outputs)
+        if (node.name, node.op) != (other.name, other.op) or not outputs:
             raise _other_path(node, samples, total)
     if len(part.nodes) != len(whole.nodes):
         longer = max(part.nodes, whole.nodes, key=len)
@@ -189,7 +190,8 @@ class _Reader:
         known = all(s.known for s in states) and node.op not in KEY_POSITION
         outcome = self.known(node, twin) if known else self.outcome(node, twin, lifted=True)
         self.outcomes[node.name] = outcome
-        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=True)):
+        # Where samples are taken apart, the whole batch has more of them.
+        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=False)):
             if spec is not None and other is not None:
                 state = outcome.states[k]
                 assert state is not None, node
@@ -238,7 +240,10 @@ class _Reader:
         return Outcome(tuple(states))
 
     def by_shape(self, node: Node, spec: TensorSpec, other: TensorSpec) -> State:
-        """What a part sees of a value of the whole batch, as the shapes say."""
+        """What a part sees of a value of the whole batch, as the shapes say.
+
+        Whatever the order of samples in a dim, a part is given its own of them.
+        """
         dims = by_size(spec, other, self.samples, self.total)
         grown = sum(SAMPLES in d for d in dims or ())
         if dims is None or grown > 1:
@@ -252,8 +257,10 @@ class _Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(self.part, node, twin, states, self.makers, self.samples, self.total)
-        routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
+        place = Place(
+            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
+        )
+        routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)

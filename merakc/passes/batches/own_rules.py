@@ -36,13 +36,15 @@ CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
 class Place:
     """A node of the part's graph, its twin in the whole batch's, and what is known so far.
 
-    `states` are those of every value before it; `samples` and `total` the numbers of samples.
+    `states` are those of its arguments, `earlier` of every value before it; `samples` and `total`
+    the numbers of samples.
     """
 
     part: Graph
     node: Node
     twin: Node
     states: Mapping[Ref, State]
+    earlier: Mapping[Ref, State]
     makers: Mapping[str, Node]
     samples: int
     total: int

@@ -83,11 +83,8 @@ class _Split:
         state = self.states[out.ref]
         if out.kind is OutputKind.LOSS and state.kind is Kind.ROWS:
             raise RecordError("the loss has one number for each sample; return their mean or sum")
-        if (
-            out.kind is OutputKind.BUFFER
-            and not self.is_norm(out)
-            and state.kind is not Kind.CONSTANT
-        ):
+        own = state.kind is Kind.CONSTANT or (out.kind is OutputKind.BUFFER and self.of_norm(out))
+        if out.kind is OutputKind.BUFFER and not own:
             source = self.found.makers[out.ref.node].source
             raise RecordError(
                 f"{source}: buffer '{out.name}' is written from the samples of the batch, of which "
@@ -96,10 +93,19 @@ class _Split:
             )
         return out
 
-    def is_norm(self, out: Output) -> bool:
+    def of_norm(self, out: Output) -> bool:
         """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
         owner = out.name.rpartition(".")[0]
-        return any(n.op == BATCH_NORM and n.module == owner for n in self.found.part.nodes)
+        waiting = [out.ref]
+        while waiting:
+            ref = waiting.pop()
+            node = self.found.makers.get(ref.node)
+            if self.states[ref].kind is Kind.COUPLED:
+                if node is None or node.module != owner:
+                    return False
+                waiting += node.refs
+        norms = {n.module for n in self.found.part.nodes if n.op == BATCH_NORM}
+        return owner in norms and self.states[out.ref].kind is Kind.COUPLED
 
     # ------------------------------------------------------------------ the head
 
