@@ -22,14 +22,13 @@ from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
 from merakc.passes.batches.own_rules import Place, own_rule
-from merakc.passes.batches.routed import routed_rule
+from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
     Kind,
     Outcome,
     State,
-    by_multiple,
     by_size,
     coupled,
     every,
@@ -129,13 +128,13 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         _check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
-            dims, shape = state.dims, specs[ref].shape
-            if dims is None or tuple(size(d, now) for d in dims) == shape:
+            dims = state.dims
+            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
-            node = found.makers.get(ref.node)
+            node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(
-                f"{node.source if node else ref.node}: a value is of shape {list(shape)} for "
-                f"{now} samples, which does not follow from those for {found.samples}; train with "
+                f"{node.source if node else ref.node}: a value is of shape {shape} for {now} "
+                f"samples, which does not follow from those for {found.samples}; train with "
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
@@ -146,7 +145,8 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 
 def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
     for node, other in zip(part.nodes, whole.nodes, strict=False):
-        if (node.name, node.op, len(node.outputs)) != (other.name, other.op, len(other.outputs)):
+        outputs = node.op == UNBIND or len(node.outputs) == len(other.outputs)
+        if (node.name, node.op) != (other.name, other.op) or not outputs:
             raise _other_path(node, samples, total)
     if len(part.nodes) != len(whole.nodes):
         longer = max(part.nodes, whole.nodes, key=len)
@@ -195,7 +195,8 @@ class _Reader:
         known = all(s.known for s in states) and node.op not in KEY_POSITION
         outcome = self.known(node, twin) if known else self.outcome(node, twin, lifted=True)
         self.outcomes[node.name] = outcome
-        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=True)):
+        # Where samples are taken apart, the whole batch has more of them.
+        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=False)):
             if spec is not None and other is not None:
                 state = outcome.states[k]
                 assert state is not None, node
@@ -265,7 +266,7 @@ class _Reader:
         place = Place(
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
         )  # fmt: skip
-        routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
+        routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
@@ -388,7 +389,7 @@ _MADE_DRAWS = frozenset({"merakc.uniform.default", "merakc.normal.default"})
 
 
 def _by_shape(spec: TensorSpec, other: TensorSpec, samples: int, total: int, source: str) -> State:
-    dims = by_multiple(spec, other, samples, total)
+    dims = by_size(spec, other, samples, total)
     grown = sum(SAMPLES in d for d in dims or ())
     if dims is None or grown > 1:
         return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")

@@ -24,6 +24,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import NUMBERS, Analysis
 from merakc.passes.batches.linear import ADDED
+from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.states import SAMPLES, Kind
 
 MUL, CAST = "aten.mul.Tensor", "aten.to.dtype"
@@ -54,6 +55,8 @@ class PartWriter:
         self.nodes: list[Node] = []
         self.names: dict[Ref, Ref] = {}
         self.shared: set[str] = set()
+        # Batch norms, whose statistics are of each part by convention.
+        self.norms = {n.module for n in found.part.nodes if n.op == BATCH_NORM}
         self.counting: set[str] = set()  # the nodes that count the places of a part's own samples
 
     def written(self, outputs: Sequence[Output], alone: Collection[Output] = ()) -> Graph:
@@ -182,7 +185,8 @@ class PartWriter:
             node = makers.get(ref.node)
             if node is None or node.name in needed:
                 continue
-            assert state.kind is not Kind.COUPLED, f"a part needs {ref}, which is coupled"
+            coupled = state.kind is Kind.COUPLED and node.module not in self.norms
+            assert not coupled, f"a part needs {ref}, which is coupled"
             needed.add(node.name)
             places = self._places(node)
             waiting += [r for r in node.refs if r != places]

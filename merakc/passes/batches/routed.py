@@ -29,6 +29,7 @@ SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.
 JOINS = ("aten.cat.default", "aten.stack.default")
 DIVISIONS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
 KEPT = ("aten.unsqueeze.default", "aten.split.Tensor", "aten.slice.Tensor")
+UNBIND = "aten.unbind.int"
 GROUPED = "merakc.grouped_mm.default"
 
 
@@ -37,7 +38,7 @@ def routed_rule(place: Place) -> Outcome | None:
     node = place.node
     if node.op in SORTS:
         return _sort(place)
-    if node.op == "aten.unbind.int":
+    if node.op == UNBIND:
         x = place.states[node.refs[0]]
         apart = x.dims is not None and x.dims[given(node, "dim")] == (SAMPLES,)
         return Outcome(every(node, _made("sample", node.name))) if apart else None

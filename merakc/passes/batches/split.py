@@ -66,7 +66,7 @@ class _Split:
         self.found, self.states = found, found.states
         self.loss = next((o for o in outputs if o.kind is OutputKind.LOSS), None)
         roots = [o for o in outputs if o.kind is not OutputKind.BUFFER and self.is_coupled(o.ref)]
-        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.is_norm(o)]
+        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.of_norm(o)]
         self.alone = tuple(norms)
         self.lines: tuple[str, ...] = ()
         if couplings == PER_MICRO_BATCH:
@@ -131,10 +131,19 @@ class _Split:
             )
         return out
 
-    def is_norm(self, out: Output) -> bool:
+    def of_norm(self, out: Output) -> bool:
         """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
         owner = out.name.rpartition(".")[0]
-        return any(n.op == BATCH_NORM and n.module == owner for n in self.found.part.nodes)
+        waiting = [out.ref]
+        while waiting:
+            ref = waiting.pop()
+            node = self.found.makers.get(ref.node)
+            if self.states[ref].kind is Kind.COUPLED:
+                if node is None or node.module != owner:
+                    return False
+                waiting += node.refs
+        norms = {n.module for n in self.found.part.nodes if n.op == BATCH_NORM}
+        return owner in norms and self.states[out.ref].kind is Kind.COUPLED
 
     # ------------------------------------------------------------------ the head
 
