@@ -18,6 +18,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, Tens
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.alike import check_alike
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
@@ -99,7 +100,7 @@ def analyse(
     """
     assert 1 < samples < total, (samples, total)
     part, whole = normalised(part), normalised(whole)
-    _check_alike(part, whole, samples, total)
+    check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = _Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
@@ -125,7 +126,7 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     """
     part, whole = normalised(part), normalised(whole)
     for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
-        _check_alike(graph, own, now, found.samples)
+        check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
             dims = state.dims
@@ -141,25 +142,6 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         found, part=part, whole=whole, samples=samples, total=total,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip
-
-
-def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
-    for node, other in zip(part.nodes, whole.nodes, strict=False):
-        outputs = node.op == UNBIND or len(node.outputs) == len(other.outputs)
-        if (node.name, node.op) != (other.name, other.op) or not outputs:
-            raise _other_path(node, samples, total)
-    if len(part.nodes) != len(whole.nodes):
-        longer = max(part.nodes, whole.nodes, key=len)
-        raise _other_path(longer[min(len(part.nodes), len(whole.nodes))], samples, total)
-
-
-def _other_path(node: Node, samples: int, total: int) -> RecordError:
-    return RecordError(
-        f"{node.source}: for a part of {samples} samples the forward does something else than for "
-        f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
-        "samples one by one, or asks for their number; compute over all samples at once, or train "
-        "with dp=1 and micro_batches=1"
-    )
 
 
 class _Reader:
