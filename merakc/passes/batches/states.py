@@ -65,7 +65,8 @@ class Outcome(NamedTuple):
 
     `scaled`: a mean over samples, of which a part has its share. `once`: it is linear in several
     arguments together, so that its constant ones count once in all parts. `places`: the argument
-    that holds places of samples, which a part counts for itself. `assumed`: what was taken to be so
+    that holds places of samples, which a part counts for itself. `filled`: it puts the
+    values of its last argument where its second is true, as many as a part has. `assumed`: what was taken to be so
     without proof.
     """
 
@@ -73,6 +74,7 @@ class Outcome(NamedTuple):
     scaled: bool = False
     once: bool = False
     places: int | None = None
+    filled: bool = False
     assumed: str = ""
 
 
