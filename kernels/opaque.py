@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -29,7 +30,8 @@ class Call:
 
     `forward` computes tensors of the specs `outputs` from those that it is given, in order; `flops`
     is what it was seen to compute. `number` tells the calls of a recording apart. `source` is the
-    line that could not be recorded, `reason` says why.
+    line that could not be recorded, `reason` says why. A backward runs in `holding`, which puts the
+    tensors where the module's parameters are: custom functions may look there.
     """
 
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -39,6 +41,7 @@ class Call:
     reason: str = ""
     flops: int = 0
     number: int = 0
+    holding: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The module's outputs, under whatever gradient mode and random state there is."""
@@ -93,13 +96,16 @@ def opaque_backward(
     with torch.enable_grad(), drawing(seeds, call.number, inputs), autograd_reachable():
         own = [x.detach().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
         leaves = [x for x, w in zip(own, wanted, strict=True) if w]
-        outs = zip(call(own), grads, strict=True)
-        pairs = [(out, g) for out, g in outs if g is not None and out.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(leaves)
-        if pairs:
-            outputs, given = [out for out, _ in pairs], [g for _, g in pairs]
-            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        with call.holding(own):
+            outs = zip(call(own), grads, strict=True)
+            pairs = [(out, g) for out, g in outs if g is not None and out.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(leaves)
+            if pairs:
+                outputs, given = [out for out, _ in pairs], [g for _, g in pairs]
+                found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    # What custom functions give by a backward() of their own, as reversible layers do.
+    filled = [g if x.grad is None else g + x.grad for x, g in zip(leaves, filled, strict=True)]
     return _apart(filled, [g for g in grads if g is not None])
 
 

@@ -30,8 +30,9 @@ from merakc.errors import ConfigError, MerakWarning
 from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
+from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
-from merakc.ir.batches import BatchLayout
+from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.precision import Precision, parse_precision
@@ -74,6 +75,7 @@ def auto_parallel(
     state_shards: ShardsGiven | None = None,
     precision: str | Precision | None = None,
     overlap: int | None = None,
+    couplings: Couplings = WHOLE_BATCH,
     compile: bool = False,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
@@ -97,6 +99,8 @@ def auto_parallel(
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
+        couplings: "whole batch": samples that the loss couples are, as in one process, those of the
+            whole batch, for which micro-batches wait; "per micro-batch": of each micro-batch.
         compile: whether the graphs of stages become kernels of their own, by torch's compiler.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -104,9 +108,12 @@ def auto_parallel(
         timeout_s: how long a rank waits for a message before it says so.
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
     """
+    open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    request = Request(*given, state_shards, parse_precision(precision), overlap)
+    request = Request(
+        *given, state_shards, parse_precision(precision), overlap, couplings=couplings
+    )
     made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
@@ -147,7 +154,15 @@ def _decide(
         layout = BatchLayout((request.batch_size,) * dp, parts)
         divided = request.overlap != 0 and request.tp != 1
         return with_loss(
-            record_part(model, *example(), layout, device, request.precision, divided=divided)
+            record_part(
+                model,
+                *example(),
+                layout,
+                device,
+                request.precision,
+                couplings=request.couplings,
+                divided=divided,
+            )
         )
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))
@@ -175,6 +190,9 @@ def _build(
     groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
     if groups.rank == 0:
         _warn_of_opaque(lowered.plan)
+        if lowered.plan.couplings == PER_MICRO_BATCH:
+            for line in lowered.plan.conventions:
+                warnings.warn(f"by convention: {line}", MerakWarning, stacklevel=3)
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     plan = replace(lowered.plan, parameters=held)
@@ -251,6 +269,10 @@ def _requested(
     Everything that can be refused before the model is looked at is refused here.
     """
     check_recompute(fixed.recompute)
+    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
+        raise ConfigError(
+            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
+        )
     if fixed.overlap is not None and fixed.overlap < 0:
         raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
     fixed = with_schedule(fixed)
@@ -261,16 +283,17 @@ def _requested(
     if given is None:
         return None, request, micro_batches_for(request, meshes(request)[0]), specs
     _check_plan(fixed, given)
-    return given, replace(request, precision=given.precision), given.micro_batches, specs
+    request = replace(request, precision=given.precision, couplings=given.couplings)
+    return given, request, given.micro_batches, specs
 
 
 def _check_plan(fixed: Request, given: Plan) -> None:
     for name in (
         "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
-        "precision",
+        "precision", "couplings",
     ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", (), planned):
+        if value not in (None, "auto", (), WHOLE_BATCH, planned):
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )

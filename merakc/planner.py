@@ -21,7 +21,7 @@ from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
-from merakc.passes.batches.recorded import in_parts, with_outputs
+from merakc.passes.batches.recorded import couplings_of, in_parts, with_outputs
 from merakc.passes.collective_matmul import chunk_rows
 from merakc.passes.collectives import (
     Touches,
@@ -218,9 +218,8 @@ def make_plan(
 ) -> tuple[Plan, Lowered]:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
-    The stages are as many as `schedule` has with `chunks` a rank, or as `order` has, the text of
-    an order of work. Raises `CutError` where the graph does not give them, `ShardError` where it
-    does not divide over `mesh.tp` ranks.
+    Of as many stages as `schedule` has with `chunks` a rank, or `order`, a text. Raises `CutError`
+    where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide it.
     """
     loss = headed(in_parts(recording, mesh.dp * micro_batches, TRAINING), mesh.tp)
     sharding = shard(
@@ -247,6 +246,8 @@ def make_plan(
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
+        couplings=couplings_of(recording),
+        conventions=loss.conventions,
         head=_coupled(loss, stages),
         sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),

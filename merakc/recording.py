@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from merakc.batches import cast_floats, resized, sample_rows, split_batch
-from merakc.errors import ConfigError, MerakError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
-from merakc.ir.batches import BatchLayout, Rows
+from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
@@ -32,14 +33,16 @@ def record_part(
     device: torch.device,
     precision: Precision | None = None,
     *,
+    couplings: Couplings = WHOLE_BATCH,
     divided: bool = False,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
     Where there are several parts, the whole batch is recorded beside it: the two say what the parts
-    make of every value; `divided` says that one part alone may be divided further. Random draws
-    are keyed by the samples. With a `precision` the parameters and the batch's floating tensors are
-    of the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
+    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
+    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
+    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
+    `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
@@ -49,12 +52,11 @@ def record_part(
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
                 made = record(model, args, kwargs, dtype)
-            except MerakError:
-                raise
-            except Exception as error:
+            except ForwardError as error:
                 if samples == layout.own:
                     raise
-                raise _other_size(samples, layout.own, sampled, error) from error
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, sampled, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
     part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches)[0])
@@ -66,8 +68,12 @@ def record_part(
         return recorded(samples, *resized(args, kwargs, sampled, samples)).graph
 
     found: Analysis | None = None
+    unchecked = ""
     if layout.parts > 1:
         found = analysed(sized, sampled, layout.each, layout.total)
+        loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
+        if loss is not None and couplings == WHOLE_BATCH:
+            unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, sampled, layout.each, 2 * layout.each)
@@ -78,7 +84,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found,
+        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
     )  # fmt: skip
 
 
@@ -98,7 +104,7 @@ def analysed(
 
 
 def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: Exception
+    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
 ) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(

@@ -105,9 +105,9 @@ class HeadRunner:
         One message has it all, as bytes: sums are added up in the order of ranks, everywhere alike.
         """
         own = {s.name: _joined(s, parts.pop(s.name)) for s in self.head.waist}
-        if self.group is None:
-            return own
         moved = [s for s in self.head.waist if s.kind is not ShareKind.CONSTANT]
+        if self.group is None or not moved:
+            return own
         size = max(self._spans(moved, rank)[1] for rank in range(len(self.layout.sizes)))
         sent = torch.zeros(size, dtype=torch.uint8, device=self.device)
         for place, share in zip(self._places(moved, sent, self.layout.dp_rank), moved, strict=True):

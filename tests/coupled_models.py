@@ -1,19 +1,17 @@
-"""Small models whose loss couples the samples of a batch, cut by hand where it begins to."""
+"""Small models whose loss couples the samples of a batch, and what each part of one hands over."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from merakc.frontend.record import Recording, record
-from merakc.ir.batches import Head, Rows, Share, ShareKind
-from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
-from merakc.passes.weigh_loss import WeighedLoss
-from merakc.planner import with_outputs
+from merakc.ir.batches import BatchLayout, ShareKind
+from merakc.passes.batches.recorded import BatchRecording
+from merakc.recording import record_part
 
 Tensors = dict[str, torch.Tensor]
 WIDTH, EXPERTS = 8, 3
@@ -52,7 +50,7 @@ class Towers(nn.Module):
     def forward(
         self, pixels: torch.Tensor, words: torch.Tensor, labels: torch.Tensor, keep: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The loss."""
+        """The loss, and how like every image is to every text."""
         a = F.normalize(self.image(pixels), dim=-1)
         b = F.normalize(self.text(words), dim=-1)
         logits = a @ b.T * self.scale.exp()
@@ -60,7 +58,7 @@ class Towers(nn.Module):
         share = same / same.sum(1, keepdim=True)
         each = -(share * logits.log_softmax(-1)).sum(-1) - (share.T * logits.log_softmax(0)).sum(0)
         kept = keep.to(logits.dtype)
-        return {"loss": (each * kept).sum() / kept.sum()}
+        return {"loss": (each * kept).sum() / kept.sum(), "logits": logits}
 
 
 class Routed(nn.Module):
@@ -84,11 +82,12 @@ class Routed(nn.Module):
 
 @dataclass(frozen=True)
 class Coupled:
-    """A model, its batches by their sizes, and the values at which its parts end."""
+    """A model, its batches by their sizes, and what its parts hand over, sorted by kind."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Tensors]
-    ends: Mapping[str, ShareKind]
+    ends: tuple[ShareKind, ...]
+    results: bool = False  # whether the rest of what it returns is wanted
 
     def model(self) -> nn.Module:
         """The model in float64, the same at every call."""
@@ -96,30 +95,14 @@ class Coupled:
             torch.manual_seed(0)
             return self.make().double()
 
-    def record(self, batch: Tensors) -> Recording:
-        """Its forward of such a batch."""
-        return record(self.model(), (), batch)
+    def rank_batch(self, layout: BatchLayout) -> Tensors:
+        """The samples of this dp rank."""
+        first = layout.first(0)
+        return {n: v[first : first + layout.own] for n, v in self.batch(layout.total).items()}
 
-    def cut(self, part: Graph, whole: Graph) -> WeighedLoss:
-        """The graph of a part up to where its samples meet, and what follows of the whole batch."""
-        specs, grads = whole.specs(), whole.grad_values()
-        names = {Ref(end): Ref(f"waist:{end}") for end in self.ends}
-        kept = tuple(o for o in part.outputs if o.kind is OutputKind.BUFFER)
-        waist = tuple(Output(now.node, OutputKind.WAIST, ref) for ref, now in names.items())
-        given = tuple(
-            Input(now.node, InputKind.ACTIVATION, specs[ref], now.node, ref in grads)
-            for ref, now in names.items()
-        )
-        loss = tuple(o for o in whole.outputs if o.kind is OutputKind.LOSS)
-        head = replace(whole, inputs=(*given, *whole.inputs), outputs=loss).renamed(names)
-        shares = tuple(
-            Share(names[Ref(end)].node, kind, specs[Ref(end)],
-                  Rows() if kind is ShareKind.ROWS else None)
-            for end, kind in self.ends.items()
-        )  # fmt: skip
-        graph = head.pruned().without_unread_inputs()
-        of_part = with_outputs(part, (*kept, *waist))
-        return WeighedLoss(of_part, None, Head(graph, shares, "line 1", "samples meet"))
+    def record(self, layout: BatchLayout) -> BatchRecording:
+        """Its forward of this dp rank's first micro-batch."""
+        return record_part(self.model(), (), self.rank_batch(layout), layout, torch.device("cpu"))
 
 
 def towers_batch(samples: int, width: int = WIDTH) -> Tensors:
@@ -138,16 +121,7 @@ def routed_batch(samples: int) -> Tensors:
     return {"x": x, "y": y}
 
 
-ROWS, SUM, CONSTANT = ShareKind.ROWS, ShareKind.SUM, ShareKind.CONSTANT
-TOWERS = Coupled(
-    Towers,
-    towers_batch,
-    {"div": ROWS, "div_1": ROWS, "scale": CONSTANT, "labels": ROWS, "keep": ROWS},
-)
+# Features of both kinds of input, and the scale of all; labels and masks are known before.
+TOWERS = Coupled(Towers, towers_batch, (ShareKind.CONSTANT, ShareKind.ROWS, ShareKind.ROWS))
 # Of each layer how often every expert is chosen, and its chances; the loss of the samples.
-ROUTED = Coupled(
-    Routed,
-    routed_batch,
-    {name: SUM for k in (0, 3, 6, 9) for name in (f"sum_{k}" if k else "sum", f"sum_{k + 1}")}
-    | {"sum_12": SUM},
-)
+ROUTED = Coupled(Routed, routed_batch, (ShareKind.SUM,) * 9)

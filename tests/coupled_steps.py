@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-import merakc.planner
 from merakc.cluster import NOMINAL_CPU
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, Ref
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
 from merakc.kernels.collectives import bind_axis
-from merakc.planner import Lowered, adapt_plan, make_plan, training_graph
+from merakc.knowledge import Knowledge
+from merakc.planner import Lowered, adapt_plan, make_plan
 from merakc.runtime.executor import Executor
+from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups
 from merakc.runtime.head import HeadRunner
 from tests.coupled_models import Coupled, Tensors
@@ -35,18 +36,14 @@ def reference(case: Coupled, samples: int) -> tuple[torch.Tensor, Tensors]:
 def planned(
     case: Coupled, mesh: Mesh, layout: BatchLayout, options: dict[str, Any]
 ) -> tuple[Lowered, list[Tensors]]:
-    """The plan of the first dp rank's part, for this one's; the micro-batches of this one."""
-    batch = case.batch(layout.total)
-    whole = training_graph(case.record(batch).graph)
-    merakc.planner.weigh_loss = lambda graph: case.cut(graph, whole)  # type: ignore[assignment]
-
-    def part(first: int, samples: int) -> Tensors:
-        return {name: v[first : first + samples] for name, v in batch.items()}
-
-    made = case.record(part(0, layout.sizes[0] // layout.micro_batches))
-    _, lowered = make_plan(made, mesh, layout.micro_batches, NOMINAL_CPU, **options)
-    parts = [part(layout.first(j), layout.each) for j in range(layout.micro_batches)]
-    return adapt_plan(lowered, case.record(parts[0]), results=False), parts
+    """The plan made of the first dp rank's part, for this one's; its micro-batches."""
+    first = case.record(BatchLayout(layout.sizes, layout.micro_batches))
+    _, lowered = make_plan(first, mesh, layout.micro_batches, NOMINAL_CPU, **options)
+    batch, each = case.rank_batch(layout), layout.each
+    parts = [
+        {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)
+    ]
+    return adapt_plan(lowered, case.record(layout), results=case.results), parts
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,14 @@ class Ready:
 
 
 def prepared(
-    case: Coupled, mesh: Mesh, sizes: Sequence[int], micro_batches: int, options: dict[str, Any]
+    case: Coupled,
+    mesh: Mesh,
+    sizes: Sequence[int],
+    micro_batches: int,
+    options: dict[str, Any],
+    *,
+    train: bool = True,
+    fuser: Fuser | None = None,
 ) -> Ready:
     """This rank, ready for a step."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -70,6 +74,7 @@ def prepared(
     dp, own, tp = mesh.coordinates(rank)
     layout = BatchLayout(tuple(sizes), micro_batches, dp)
     lowered, parts = planned(case, mesh, layout, options)
+    lowered = replace(lowered, compiled=fuser is not None)
     group = groups.axis("tp")
     if group is not None:
         bind_axis("tp", group)
@@ -86,16 +91,28 @@ def prepared(
     runner = None
     assert lowered.loss.head is not None
     assert lowered.stages.head is not None
+    assert tuple(sorted(share.kind for share in lowered.loss.head.waist)) == case.ends
     if lowered.plan.rank_of[lowered.stages.head] == own:
-        chunk = lowered.head()
+        chunk = lowered.head(train=train)
         assert chunk is not None
-        runner = HeadRunner(lowered.loss.head, chunk, layout, CPU, dp_group)
+        runner = HeadRunner(lowered.loss.head, chunk, layout, CPU, dp_group, fuser)
     executor = Executor(
-        lowered.programs()[rank], lowered.chunks(rank), state, CPU, channels=channels, head=runner
+        lowered.programs(forward_only=not train)[rank],
+        lowered.chunks(rank, train=train),
+        state,
+        CPU,
+        channels=channels,
+        head=runner,
+        fuser=fuser,
     )
+    known: Tensors = {}
+    if lowered.loss.known is not None:
+        buffers = dict(case.model().named_buffers())
+        knowledge = Knowledge(lowered.loss.known, layout, buffers, CPU, dp_group)
+        known = knowledge.run(parts)
+        parts = [part | knowledge.of_part(known, j) for j, part in enumerate(parts)]
     names = {i.name: i.target for i in lowered.loss.graph.inputs if i.kind is InputKind.BATCH}
     inputs = [{name: part[target] for name, target in names.items()} for part in parts]
-    known = case.batch(layout.total)
     return Ready(lowered, executor, inputs, known, held, (dp, own, tp))
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
 from merakc.frontend.forms import make_fake
+from merakc.frontend.python_state import PythonState
 from merakc.frontend.source import user_line
 
 
 @contextlib.contextmanager
-def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Takes back what a forward does to the modules: attributes, and what lists and dicts hold."""
-    kept = [
-        (m.__dict__, dict(m.__dict__), [(c, copy.copy(c)) for c in _containers(m)])
-        for m in model.modules()
-    ]
+def untouched(model: torch.nn.Module) -> Iterator[PythonState]:
+    """Takes back what a forward does to the modules, and to what their Python holds."""
+    state = PythonState(model)
     try:
-        yield
+        yield state
     finally:
-        for attributes, before, containers in kept:
-            attributes.clear()
-            attributes.update(before)
-            for container, content in containers:
-                container.clear()
-                extend = container.extend if isinstance(container, list) else container.update
-                extend(content)
-
-
-def _containers(module: torch.nn.Module) -> list[Any]:
-    return [v for v in vars(module).values() if type(v) in (list, dict, set, OrderedDict)]
+        state.put_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,22 +142,6 @@ def eager() -> Iterator[None]:
 
 def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
     """In the place of torch's, which reads whether all elements of `cond` are true."""
-
-
-@contextlib.contextmanager
-def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls `handle(cls, original, args, kwargs)` in place of a custom function's `apply`."""
-    base: Any = torch.autograd.Function
-    original = base.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return handle(cls, original.__func__, args, kwargs)
-
-    base.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        base.apply = original
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ is ever materialised.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merakc.errors import RecordError
-from merakc.frontend.contexts import put_fakes, untouched
+from merakc.frontend.carried import Leftovers
+from merakc.frontend.contexts import Slot, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.recorder import Recorder
+from merakc.frontend.refusals import check_modules
 from merakc.ir.graph import Graph
 
 
@@ -52,7 +54,7 @@ def record(
     reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
     gradients, higher-order ops.
     """
-    _check_modules(model)
+    check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
     watched = False
     while True:
@@ -74,34 +76,47 @@ def _record(
 ) -> Recording:
     """One attempt, with some modules kept whole; `watched` for which of them draw."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(fake_mode, watched=watched)
-    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    with untouched(model):
-        for slot in put_fakes(model, fake_mode, parameter_dtype):
-            recorder.state_input(slot)
-        for path, cause in fallbacks.causes.items():
-            recorder.keep_whole(path, fallbacks.modules[path], cause)
-        flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
-        fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
-        with recorder.running(model):
-            out = model(*fake_args, **fake_kwargs)
-        outputs, structure = recorder.finish(out)
+    first, second = (Recorder(fake_mode, watched=watched) for _ in range(2))
+    with untouched(model) as state:
+        slots = put_fakes(model, fake_mode, parameter_dtype)
+        outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
+        graph = first.graph().pruned()
+        changes = state.changes()
+        if changes:
+            state.forget()
+            leftovers = Leftovers(changes, first)
+            second.leftovers = leftovers.tensors
+            _run(second, model, slots, args, kwargs, fallbacks)
+            again = second.graph().pruned()
+            leftovers.check(graph, again, state.changes(), second.read_leftovers)
     aliases = _aliases(model)
-    recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
-    graph = recorder.graph().pruned()
     graph.verify()
     return Recording(graph, outputs, structure, aliases, type(model).__name__)
 
 
-def _check_modules(model: torch.nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise RecordError(f"module '{path}' is a ScriptModule; give merakc the Python module")
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise RecordError(
-                f"module '{path}' has backward hooks, which a recorded graph would not call; "
-                "remove them, or write an autograd.Function"
-            )
+def _run(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    slots: Sequence[Slot],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fallbacks: Fallbacks,
+) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
+    """Runs the forward under a recorder; the outputs as in a `Recording`."""
+    leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+    for slot in slots:
+        slot.states[slot.key] = slot.fake
+        recorder.state_input(slot)
+    with contextlib.ExitStack() as stack:
+        for path, cause in fallbacks.causes.items():
+            stack.enter_context(recorder.keeping_whole(path, fallbacks.modules[path], cause))
+        flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
+        fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
+        with recorder.running(model):
+            out = model(*fake_args, **fake_kwargs)
+    found = recorder.finish(out)
+    recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
+    return found
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:

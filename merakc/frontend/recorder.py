@@ -23,14 +23,16 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from merakc.errors import RecordError
+from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise
-from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import harmless_answer
-from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
+from merakc.frontend.communication import check_call, no_objects_sent
+from merakc.frontend.contexts import exporting, fixed_dtypes, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
+from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch
+from merakc.frontend.history import HistoryRecorder
 from merakc.frontend.opaque import (
     CannotBeNodeError,
     UntraceableError,
@@ -47,21 +49,17 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 TRUTHS = ("aten.is_nonzero.default", "aten._local_scalar_dense.default")
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
-RECORDING_NOTE = (
-    "merakc was recording the model's forward: on tensors without data, and without autograd's "
-    "history (requires_grad is False, autograd.grad and tensor hooks do not work)"
-)
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
 
     supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(self, fake_mode: FakeTensorMode, *, watched: bool = False) -> None:
-        GraphBuilder.__init__(self, fake_mode)
+        FunctionRecorder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.watched, self.paused = watched, False
         make = functools.partial(make_fake, fake_mode)
@@ -85,7 +83,9 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             stack.enter_context(module_names(model, self.modules, passing))
             stack.enter_context(exporting())
             stack.enter_context(fixed_dtypes())
+            stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
+            stack.enter_context(self._answering())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
@@ -93,8 +93,12 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 yield
             except Exception as error:
                 self._finish(watch)
-                error.add_note(RECORDING_NOTE)
-                raise
+                if isinstance(error, (MerakError, DrawnError)):
+                    raise
+                raise ForwardError(
+                    f"the model's forward fails on the batch: {failure(error)}; mend it, or the "
+                    "batch (recorded, tensors have no values)"
+                ) from error
             self._finish(watch)
 
     def _finish(self, watch: GeneratorWatch) -> None:
@@ -106,9 +110,12 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
 
     # ------------------------------------------------------------------ modules as they are
 
-    def keep_whole(self, path: str, module: torch.nn.Module, cause: UntraceableError) -> None:
-        """Makes every call of a module one node; until its attributes are put back."""
-        forward = module.forward
+    @contextlib.contextmanager
+    def keeping_whole(
+        self, path: str, module: torch.nn.Module, cause: UntraceableError
+    ) -> Iterator[None]:
+        """Makes every call of a module one node while it is entered."""
+        before, forward = dict(vars(module)), module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.paused:
@@ -124,6 +131,12 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 self.paused = False
 
         module.forward = call
+        try:
+            yield
+        finally:
+            del module.forward
+            if "forward" in before:
+                module.forward = forward
 
     def _whole(
         self,
@@ -143,7 +156,8 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         result, flops = try_out(call, specs, state)
         self.opaques += 1
         outputs = result.form[0]
-        entry = Call(call, outputs, path, cause.source, cause.reason, flops, self.opaques)
+        facts = path, cause.source, cause.reason, flops, self.opaques
+        entry = Call(call, outputs, *facts, call.holding)
         key = enter(entry)
         self.functions[key] = entry  # held as long as the graph is
         outs = [torch.empty(shape, dtype=dtype) for shape, dtype in outputs]
@@ -175,10 +189,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             remedy = "give the op a fake kernel"
             raise self._untraceable(f"no shape rule for {error}", remedy) from error
 
-    def _error(self, what: str, remedy: str) -> RecordError:
-        module = self.modules[-1] if self.modules else ""
-        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
-
     def _untraceable(self, what: str, remedy: str) -> UntraceableError:
         text = str(self._error(what, remedy))
         return UntraceableError(text, self.modules, user_line(), what)
@@ -190,6 +200,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 f"higher-order op {name}", "merakc records plain ops: torch.where, or attention "
                 "by scaled_dot_product_attention",
             )  # fmt: skip
+        check_call(func)
         if name in CONSTANT_VALUES and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -283,39 +294,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         )
         self._bind(name, ref, outs, tensors, args)
         return out
-
-    def _function(self, cls: Any, original: Any, args: Any, kwargs: Any) -> Any:
-        """A custom `autograd.Function`: one node, which keeps its own backward."""
-        if self.paused or kwargs:
-            return original(cls, *args, **kwargs)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            # It needs an input with a gradient; without one, eager gives its parameters none.
-            inputs = [a for a in args if isinstance(a, torch.Tensor)]
-            with torch.set_grad_enabled(any(self._ref(a) in self.grads for a in inputs)):
-                return args[0](*args[2:])
-        self.paused = True
-        try:
-            out = original(cls, *args)
-        finally:
-            self.paused = False
-        outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        ref = self._emit(
-            self._function_name(functools.partial(original, cls)), self._args(args), {}, outs
-        )
-        for index, item in enumerate(outs):
-            if isinstance(item, torch.Tensor):
-                self.aliases.add(item, Ref(ref.node, index))
-        return out
-
-    def _function_name(self, apply: functools.partial[Any]) -> str:
-        """The op name of a custom function; classes of one name are numbered."""
-        (cls,) = apply.args
-        base = name = f"function.{cls.__name__}.{cls.__module__}"
-        number = 1
-        while getattr(self.functions.setdefault(name, apply), "args", ()) != apply.args:
-            number += 1
-            name = f"{base}.{number}"
-        return name
 
     def _bind(
         self, op: str, ref: Ref, outs: list[Any], tensors: list[torch.Tensor], args: Any

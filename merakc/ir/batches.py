@@ -11,10 +11,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Literal
 
 import torch
 
 from merakc.ir.graph import Graph, TensorSpec
+
+# What samples that the loss couples are coupled with: those of the whole batch, as in one process,
+# or those of their micro-batch, which then counts as a batch of its own.
+Couplings = Literal["whole batch", "per micro-batch"]
+WHOLE_BATCH: Final = "whole batch"
+PER_MICRO_BATCH: Final = "per micro-batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +164,14 @@ class BatchSplit:
     """A step in parts: the losses of the parts add up to that of the batch, and so do gradients.
 
     `graph` is that of a part. `results` says of its other outputs how those of the parts make that
-    of the whole batch. `conventions` names, with its line, what holds by convention alone.
+    of the whole batch. `written` has the buffers that are written once, behind all parts, of which
+    every part reads what they were before, and how. `conventions` names, with its line, what holds
+    by convention alone.
     """
 
     graph: Graph
     known: Known | None = None
     head: Head | None = None
     results: Mapping[str, tuple[ShareKind, Rows | None]] = field(default_factory=dict)
+    written: Mapping[str, ShareKind] = field(default_factory=dict)
     conventions: tuple[str, ...] = ()

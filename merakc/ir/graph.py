@@ -143,6 +143,11 @@ class Node:
         assert first is not None, f"{self.name} has no tensor output"
         return first
 
+    @property
+    def made(self) -> tuple[Ref, ...]:
+        """The values made."""
+        return tuple(Ref(self.name, k) for k, o in enumerate(self.outputs) if o is not None)
+
     def grad_outputs(self, grads: Set[Ref]) -> list[Ref]:
         """The outputs that require a gradient where the values in `grads` do."""
         cut = ".detach" in self.op or self.op.split(".")[1] in VALUELESS

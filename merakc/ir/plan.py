@@ -13,6 +13,7 @@ import pydantic
 
 from merakc.cluster import Cluster, Sharing
 from merakc.errors import MerakError, PlanError
+from merakc.ir.batches import WHOLE_BATCH, Couplings
 from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
@@ -126,9 +127,11 @@ class Plan:
     tp; `parameters` the stages that hold each parameter. `collectives` counts the tp collectives
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
     that each tp rank computes whole because there is no rule to split them, `head` tells of a loss
-    that couples samples. With `sequence_parallel`, what tp leaves whole runs on parts of sequences.
-    `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
-    empty, none is sharded. Without a `precision` the model computes in its own dtypes.
+    that couples samples: with those of the whole batch, or by `couplings` of their micro-batch.
+    `conventions` names what is of each micro-batch by convention, with its lines. With
+    `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
+    of parameters, gradients and optimizer state over dp, stage by stage; empty, none is sharded.
+    Without a `precision` the model computes in its own dtypes.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
     the order of work of each pipeline rank, where the name of the schedule does not say it. `inner`
@@ -161,6 +164,8 @@ class Plan:
     whole_ops: tuple[str, ...] = ()
     opaque_modules: tuple[OpaqueModule, ...] = ()
     head: CoupledLoss | None = None
+    couplings: Couplings = WHOLE_BATCH
+    conventions: tuple[str, ...] = ()
     sequence_parallel: bool = False
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None

@@ -185,12 +185,12 @@ def test_what_a_forward_keeps_in_the_model_is_taken_back() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layer = linear()
-            self.calls = 0
+            self.width = 0
             self.cache: Tensor | None = None
             self.table: dict[str, Tensor] = {}
 
         def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
+            self.width = x.shape[-1]
             self.cache = torch.arange(6) * 2
             self.table["x"] = x
             self.register_buffer("late", x, persistent=False)
@@ -201,7 +201,7 @@ def test_what_a_forward_keeps_in_the_model_is_taken_back() -> None:
     graph = record(model, (randn(4, 6),), {}).graph
     assert all(o.kind is OutputKind.LOSS for o in graph.outputs)
     assert vars(model) == before
-    assert model.calls == 0
+    assert model.width == 0
     assert model.table == {}
     assert not dict(model.named_buffers())
 
@@ -221,9 +221,10 @@ def test_the_model_is_as_before(fails: bool) -> None:
     hooks = [(dict(m._forward_hooks), dict(m._forward_pre_hooks)) for m in model.modules()]
     apply = torch.autograd.Function.__dict__["apply"]
     if fails:
-        with pytest.raises(ValueError, match="the model's own") as caught:
+        message = r"ValueError: the model's own, at .*test_record.py:\d+; mend it"
+        with pytest.raises(RecordError, match=message) as caught:
             record(model, (randn(4, 6),), {})
-        assert "recording the model's forward" in caught.value.__notes__[0]
+        assert isinstance(caught.value.__cause__, ValueError)
     else:
         record(model, (randn(4, 6),), {})
     after = dict((*model.named_parameters(), *model.named_buffers()))
@@ -269,25 +270,6 @@ def test_hooks_of_the_user_run() -> None:
     layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
     layer.register_forward_hook(lambda module, args, out: out * 2)
     check(Small(lambda s, x: s.layer(x).square().sum(), layer=layer), randn(4, 6))
-
-
-def test_hooks_on_gradients_are_refused() -> None:
-    model = Small(lambda s, x: s.b(s.a(x)).sum(), a=linear(), b=linear())
-    model.b.register_full_backward_hook(lambda module, before, after: None)
-    with pytest.raises(RecordError, match="module 'b' has backward hooks"):
-        record(model, (randn(4, 6),), {})
-
-
-def test_script_modules_are_refused() -> None:
-    class Double(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
-        scripted = torch.jit.trace(Double(), torch.ones(1))
-    model = Small(lambda s, x: s.inner(x).sum(), inner=scripted)
-    with pytest.raises(RecordError, match="module 'inner' is a ScriptModule"):
-        record(model, (randn(4, 6),), {})
 
 
 def test_a_batch_that_requires_a_gradient_is_refused() -> None:

@@ -77,10 +77,15 @@ class Analysis:
         """What a part holds of all samples."""
         return self.samples / self.total
 
+    def shown(self, ref: Ref) -> State:
+        """What the shapes alone say of a value: whether it has samples, and where."""
+        spec, other = self.part.specs()[ref], self.whole.specs()[ref]
+        return _by_shape(spec, other, self.samples, self.total, "")
+
     @property
     def assumed(self) -> tuple[str, ...]:
         """What holds by convention, with its lines."""
-        found = ((o.assumed, self.makers[name].source) for name, o in self.outcomes.items())
+        found = ((self.outcomes[n.name].assumed, n.source) for n in self.part.nodes)
         return tuple(dict.fromkeys(f"{what}, at {where}" for what, where in found if what))
 
 
@@ -126,10 +131,10 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
             dims = state.dims
             if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
-            node = found.makers.get(ref.node)
+            node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(
-                f"{node.source if node else ref.node}: a value is of shape {list(specs[ref].shape)} for "
-                f"{now} samples, which does not follow from those for {found.samples}; train with "
+                f"{node.source if node else ref.node}: a value is of shape {shape} for {now} "
+                f"samples, which does not follow from those for {found.samples}; train with "
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
@@ -210,8 +215,7 @@ class _Reader:
             return self.made(node, twin)
         if not any(self.states[r].whole for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
-            kinds = {s.kind for s in outcome.states if s is not None}
-            if Kind.COUPLED not in kinds:
+            if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
@@ -224,6 +228,15 @@ class _Reader:
                 seen = self.by_shape(node, spec, other)
             states.append(seen._replace(whole=True, routed=()))
         return Outcome(tuple(states))
+
+    def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
+        """The states of a node's outputs, once the shapes are seen to agree."""
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        return [
+            self.checked(state, spec, other, copied=node.op in COPIES)
+            for state, spec, other in each
+            if state is not None and spec is not None and other is not None
+        ]
 
     def made(self, node: Node, twin: Node) -> Outcome:
         """A tensor made of nothing: alike in all parts, or as long as the batch."""
@@ -240,15 +253,8 @@ class _Reader:
         return Outcome(tuple(states))
 
     def by_shape(self, node: Node, spec: TensorSpec, other: TensorSpec) -> State:
-        """What a part sees of a value of the whole batch, as the shapes say.
-
-        Whatever the order of samples in a dim, a part is given its own of them.
-        """
-        dims = by_size(spec, other, self.samples, self.total)
-        grown = sum(SAMPLES in d for d in dims or ())
-        if dims is None or grown > 1:
-            return State(Kind.COUPLED, why=f"{node.source}: a table of samples by samples")
-        return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
+        """What a part sees of a value of the whole batch, as the shapes say."""
+        return _by_shape(spec, other, self.samples, self.total, node.source)
 
     # ------------------------------------------------------------------ one node
 
@@ -259,7 +265,7 @@ class _Reader:
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )
+        )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
@@ -380,6 +386,14 @@ class _Reader:
 
 
 _MADE_DRAWS = frozenset({"merakc.uniform.default", "merakc.normal.default"})
+
+
+def _by_shape(spec: TensorSpec, other: TensorSpec, samples: int, total: int, source: str) -> State:
+    dims = by_size(spec, other, samples, total)
+    grown = sum(SAMPLES in d for d in dims or ())
+    if dims is None or grown > 1:
+        return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")
+    return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
 
 
 def _lifted(state: State) -> State:

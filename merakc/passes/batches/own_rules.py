@@ -36,15 +36,15 @@ CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
 class Place:
     """A node of the part's graph, its twin in the whole batch's, and what is known so far.
 
-    `states` are those of its arguments, `earlier` of every value before it; `samples` and `total`
-    the numbers of samples.
+    `states` are those of what it reads, as it sees them, `before` those of all values before it;
+    `samples` and `total` the numbers of samples.
     """
 
     part: Graph
     node: Node
     twin: Node
     states: Mapping[Ref, State]
-    earlier: Mapping[Ref, State]
+    before: Mapping[Ref, State]
     makers: Mapping[str, Node]
     samples: int
     total: int
@@ -258,6 +258,13 @@ def _masked_scatter(place: Place) -> Outcome | None:
     return Outcome((State(Kind.ROWS, x.dims),), filled=True)
 
 
+def _histogram(place: Place) -> Outcome | None:
+    """How many of all samples' elements lie in each of some fixed bins."""
+    node = place.node
+    fixed = given(node, "min") != given(node, "max")  # or else they are those of the values
+    return sums(node) if place.states[node.refs[0]].sampled and fixed else None
+
+
 def _embedding(place: Place) -> Outcome | None:
     if given(place.node, "scale_grad_by_freq"):
         return coupled(place.node, "gradients scaled by how often a word comes in the batch")
@@ -277,4 +284,5 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     "aten.index.Tensor": _index,
     "aten.embedding.default": _embedding,
     "aten.masked_scatter.default": _masked_scatter,
+    "aten.histc.default": _histogram,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.states import SAMPLES, Kind
 
 MUL, CAST, COUNTED = "aten.mul.Tensor", "aten.to.dtype", "merakc.counted.default"
+SUMMED = ("aten.add.Tensor", "aten.sub.Tensor")  # of the terms of a loss
 
 
 def known_name(ref: Ref) -> str:
@@ -44,7 +45,8 @@ class PartWriter:
     """Writes the graph of a part.
 
     `before` says that it is what runs before the step, whose sums of the batch alone are what it
-    gives; in the step they are known, and `known` has those that it reads.
+    gives; in the step they are known, and `known` has those that it reads. What is `alone` takes
+    the part for a batch of its own, by convention: it is computed as it was recorded.
     """
 
     def __init__(self, found: Analysis, *, before: bool = False) -> None:
@@ -57,11 +59,18 @@ class PartWriter:
         self.norms = {n.module for n in found.part.nodes if n.op == BATCH_NORM}
         self.counting: set[str] = set()  # the nodes that count the places of a part's own samples
 
-    def written(self, outputs: Sequence[Output]) -> Graph:
-        """The graph with these outputs, at the refs of the recording."""
+    def written(self, outputs: Sequence[Output], alone: Collection[Output] = ()) -> Graph:
+        """The graph with these outputs, at the refs of the recording; some of them `alone`."""
         part = self.found.part
         specs = part.specs()
-        needed = self._needed(o.ref for o in outputs)
+        exact = [o.ref for o in outputs if o not in alone]
+        own = [o.ref for o in alone if o.kind is not OutputKind.LOSS]
+        for out in alone:
+            if out.kind is OutputKind.LOSS:
+                self._terms(out.ref, exact, own)
+        needed = self._needed(exact)
+        recorded = self._behind(own)
+        differing = self._differing() if own else set()
         inputs = list(part.inputs)
         for ref in self.known:
             name = known_name(ref)
@@ -70,18 +79,97 @@ class PartWriter:
         for node in part.nodes:
             if node.name in needed:
                 self._write(node)
-        now = tuple(o.at(self._leaving(o)) for o in outputs)
+            if node.name in recorded and (node.name in differing or node.name not in needed):
+                self._write_alone(node, differing)
+        now = tuple(o.at(self._leaving(o, o in alone, differing)) for o in outputs)
         graph = Graph(tuple(inputs), tuple(self.nodes), now, part.constants, part.functions)
         return graph.pruned().without_unread_inputs()
 
-    def _leaving(self, out: Output) -> Ref:
-        """The value of an output; of a loss that is no sample's, the part's share."""
-        ref = self.names.get(out.ref, out.ref)
-        state = self.found.states[out.ref]
-        if out.kind is not OutputKind.LOSS or (state.kind is Kind.SUM and not state.known):
-            return ref
-        node = self.found.makers[out.ref.node]
-        return self._shared(node, ref, self.found.part.specs()[out.ref], f"{ref.node}.share")
+    def _leaving(self, out: Output, alone: bool, differing: Collection[str]) -> Ref:
+        """The value of an output; of a loss that is no sum over samples, the part's share."""
+        if out.kind is OutputKind.LOSS:
+            return self._term(out.ref, differing)
+        if not alone:
+            return self.names.get(out.ref, out.ref)
+        ref = _alone(out.ref, differing)
+        spec = self.found.part.specs()[out.ref]
+        averaged = out.kind is OutputKind.RESULT and spec.dtype.is_floating_point
+        if averaged and self.found.shown(out.ref).rows is None:
+            return self._shared(self.found.makers[out.ref.node], ref, spec, f"{ref.node}.share")
+        return ref
+
+    # ------------------------------------------------------------------ a part by itself
+
+    def _terms(self, ref: Ref, exact: list[Ref], own: list[Ref]) -> None:
+        """Adds the terms of a loss that couples to those that are exact all the same, and the
+        others.
+        """
+        node = self.found.makers.get(ref.node)
+        if self.found.states[ref].kind is not Kind.COUPLED:
+            exact.append(ref)
+        elif node is not None and node.op in SUMMED and not node.kwargs:
+            for r in node.refs:
+                self._terms(r, exact, own)
+        else:
+            own.append(ref)
+
+    def _term(self, ref: Ref, differing: Collection[str]) -> Ref:
+        """A part's share of a term of the loss."""
+        state, node = self.found.states[ref], self.found.makers.get(ref.node)
+        if state.kind is Kind.SUM and not state.known:
+            return self.names.get(ref, ref)
+        now, spec = self.names.get(ref, ref), self.found.part.specs()[ref]
+        if state.kind is Kind.COUPLED:
+            assert node is not None, "an input that couples"
+            if node.op in SUMMED and not node.kwargs:
+                args = tuple(
+                    self._term(a, differing) if isinstance(a, Ref) else a * self.found.share
+                    for a in node.args
+                )
+                self.nodes.append(replace(node, name=f"{node.name}.terms", args=args))
+                return Ref(f"{node.name}.terms", ref.index)
+            now = _alone(ref, differing)
+        where = node or Node("", "", (), (), ())
+        return self._shared(where, now, spec, f"{now.node}.{now.index}.share")
+
+    def _behind(self, refs: Iterable[Ref]) -> set[str]:
+        """All nodes that these values are computed from."""
+        found: set[str] = set()
+        waiting = list(refs)
+        while waiting:
+            node = self.found.makers.get(waiting.pop().node)
+            if node is not None and node.name not in found:
+                found.add(node.name)
+                waiting += node.refs
+        return found
+
+    def _differing(self) -> set[str]:
+        """The nodes of which a part computes something else than it would as a batch of its own."""
+        found: set[str] = set()
+        for node in self.found.part.nodes:
+            outcome, twin = self.found.outcomes[node.name], self.found.twins[node.name]
+            states = [self.found.states[r] for r in (*node.refs, *node.made)]
+            known = any(s.whole or (s.known and s.kind is Kind.SUM) for s in states)
+            changed = outcome.scaled or outcome.once or outcome.places is not None
+            other = with_numbers(node, node.args, twin) != node.args
+            if known or changed or other or not found.isdisjoint(r.node for r in node.refs):
+                found.add(node.name)
+        return found
+
+    def _write_alone(self, node: Node, differing: Collection[str]) -> None:
+        """Writes a node as it was recorded."""
+        if node.op in KEY_POSITION:
+            coupled = self.found.states[Ref(node.name)].kind is Kind.COUPLED
+            node = keyed(self.found, node, self.found.samples, together=coupled)
+
+        def now(ref: Ref) -> Ref:
+            return _alone(ref, differing)
+
+        kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
+        name = _alone(Ref(node.name), differing).node
+        self.nodes.append(replace(node, name=name, args=map_refs(node.args, now), kwargs=kwargs))
+
+    # ------------------------------------------------------------------ what a part computes
 
     def _needed(self, refs: Iterable[Ref]) -> set[str]:
         """The nodes that a part runs; what it cannot compute itself goes to `known`."""
@@ -206,8 +294,15 @@ def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ..
     )
 
 
-def keyed(found: Analysis, node: Node, samples: int) -> Node:
-    """A draw keyed by the samples that were found in it, of which it holds so many."""
+def _alone(ref: Ref, differing: Collection[str]) -> Ref:
+    """The value that a part computes as a batch of its own."""
+    return Ref(f"{ref.node}.alone", ref.index) if ref.node in differing else ref
+
+
+def keyed(found: Analysis, node: Node, samples: int, *, together: bool = False) -> Node:
+    """A draw keyed by the samples that were found in it, of which it holds so many; or `together`,
+    by the first of them.
+    """
     if node.op not in KEY_POSITION:
         return node
     state = found.states[Ref(node.name)]
@@ -220,5 +315,7 @@ def keyed(found: Analysis, node: Node, samples: int) -> Node:
         before = math.prod(int(f) for f in factors[:k])
         after = math.prod(int(f) for f in factors[k + 1 :])
         sample, sizes = (1, (before, samples, after)) if before > 1 else (0, (samples, after))
+    if together:
+        sample, sizes = 0, (1, node.spec.numel)
     starts = (0,) * len(sizes)
     return replace(node, args=(*node.args[:at], sample, sizes, starts, sizes, *node.args[at + 4 :]))

@@ -77,7 +77,7 @@ def _together(place: Place) -> Outcome:
     node = place.node
     apart = place.makers[node.refs[0].node]
     mine = tuple(Ref(apart.name, k) for k in range(len(apart.outputs)))
-    x = place.earlier[apart.refs[0]]
+    x = place.before[apart.refs[0]]
     first = given(node, "dim") == 0 and given(apart, "dim") == 0 if node.op in JOINS else False
     every_one = first and node.args[0] == mine and len(place.twin.refs) == place.total
     if not every_one or x.dims is None:
@@ -89,7 +89,7 @@ def _together(place: Place) -> Outcome:
 
 def _flat(place: Place, name: str) -> Dim:
     """The factors of the dim that a sort has ordered."""
-    dims = place.earlier[place.makers[name].refs[0]].dims
+    dims = place.before[place.makers[name].refs[0]].dims
     assert dims is not None
     return dims[0]
 

@@ -12,7 +12,17 @@ from dataclasses import replace
 
 from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
-from merakc.ir.batches import BatchSplit, Head, Known, Rows, Share, ShareKind
+from merakc.ir.batches import (
+    PER_MICRO_BATCH,
+    WHOLE_BATCH,
+    BatchSplit,
+    Couplings,
+    Head,
+    Known,
+    Rows,
+    Share,
+    ShareKind,
+)
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
@@ -26,13 +36,20 @@ HEAD_SHARE = 0.5
 KINDS = {Kind.ROWS: ShareKind.ROWS, Kind.SUM: ShareKind.SUM, Kind.CONSTANT: ShareKind.CONSTANT}
 
 
-def split(found: Analysis, outputs: Sequence[Output]) -> BatchSplit:
+def split(
+    found: Analysis,
+    outputs: Sequence[Output],
+    couplings: Couplings = WHOLE_BATCH,
+    *,
+    most: float = HEAD_SHARE,
+) -> BatchSplit:
     """The step of the forward for these of its outputs, in parts.
 
-    Raises `RecordError` where layers stand behind what couples, or a buffer is written from values
-    that are coupled.
+    With couplings "per micro-batch", each part counts as a batch of its own where samples are
+    coupled. Raises `RecordError` where more than `most` of the layers' arithmetic stands behind
+    what couples, or a buffer is written from values that are coupled.
     """
-    return _Split(found, outputs).made()
+    return _Split(found, outputs, couplings, most).made()
 
 
 def share_of(found: Analysis, ref: Ref) -> Share:
@@ -42,10 +59,22 @@ def share_of(found: Analysis, ref: Ref) -> Share:
 
 
 class _Split:
-    def __init__(self, found: Analysis, outputs: Sequence[Output]) -> None:
+    def __init__(
+        self, found: Analysis, outputs: Sequence[Output], couplings: Couplings, most: float
+    ) -> None:
+        self.most = most
         self.found, self.states = found, found.states
         self.loss = next((o for o in outputs if o.kind is OutputKind.LOSS), None)
         roots = [o for o in outputs if o.kind is not OutputKind.BUFFER and self.is_coupled(o.ref)]
+        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.of_norm(o)]
+        self.alone = tuple(norms)
+        self.lines: tuple[str, ...] = ()
+        if couplings == PER_MICRO_BATCH:
+            coupled = [o for o in outputs if self.is_coupled(o.ref) and o not in (*norms, *roots)]
+            self.alone = (*norms, *roots, *coupled)
+            whys = dict.fromkeys(self.states[o.ref].why for o in (*roots, *coupled))
+            self.lines = tuple(f"each micro-batch by itself, at {why}" for why in whys)
+            roots = []
         if roots and self.loss is not None and self.loss not in roots:
             roots.append(self.loss)
         self.roots = tuple(roots)
@@ -66,14 +95,22 @@ class _Split:
         outputs += [
             Output(share_name(r), OutputKind.WAIST, r) for r in (waist.values if waist else ())
         ]
-        graph = self.parts.written(outputs)
+        graph = self.parts.written(outputs, self.alone)
         known = self.known({**self.needed, **self.parts.known})
         results = {o.name: self.result(o) for o in self.outputs if o.kind is OutputKind.RESULT}
-        return BatchSplit(graph, known, head, results, self.found.assumed)
+        late = [o for o in self.outputs if o.kind is OutputKind.BUFFER and o not in self.alone]
+        written = {o.name: self.result(o)[0] for o in late}
+        conventions = (*self.lines, *self.found.assumed)
+        return BatchSplit(graph, known, head, results, written, conventions)
 
     def result(self, out: Output) -> tuple[ShareKind, Rows | None]:
         """How the results of the parts make that of the whole batch."""
         state = self.states[out.ref]
+        if out in self.alone:
+            shown, spec = self.found.shown(out.ref), self.found.part.specs()[out.ref]
+            if shown.rows:
+                return ShareKind.ROWS, shown.rows
+            return (ShareKind.SUM if spec.dtype.is_floating_point else ShareKind.CONSTANT), None
         if state.known and (state.whole or state.kind is Kind.SUM):
             return (ShareKind.ROWS, state.rows) if state.rows else (ShareKind.CONSTANT, None)
         return KINDS[state.kind], state.rows
@@ -83,13 +120,14 @@ class _Split:
         state = self.states[out.ref]
         if out.kind is OutputKind.LOSS and state.kind is Kind.ROWS:
             raise RecordError("the loss has one number for each sample; return their mean or sum")
-        own = state.kind is Kind.CONSTANT or (out.kind is OutputKind.BUFFER and self.of_norm(out))
-        if out.kind is OutputKind.BUFFER and not own:
+        buffer = out.kind is OutputKind.BUFFER and out not in self.alone
+        if buffer and (state.kind not in (Kind.CONSTANT, Kind.SUM) or state.sampled):
             source = self.found.makers[out.ref.node].source
             raise RecordError(
-                f"{source}: buffer '{out.name}' is written from the samples of the batch, of which "
-                "each part has only its own; make the statistics before the step, or train with "
-                "dp=1 and micro_batches=1"
+                f"{source}: buffer '{out.name}' is written from samples of the batch that are "
+                "coupled, or that it holds, and each part has only its own; train with dp=1 and "
+                'micro_batches=1, or ask for couplings="per micro-batch", by which each '
+                "micro-batch writes it"
             )
         return out
 
@@ -144,7 +182,7 @@ class _Split:
         work = {n.name: node_flops(n, specs) for n in self.found.whole.nodes
                 if is_work(self.found, n, made)}  # fmt: skip
         mine, every = sum(work.get(n.name, 0) for n in head.nodes), sum(work.values())
-        if mine <= HEAD_SHARE * every:
+        if mine <= self.most * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         raise RecordError(
