@@ -65,14 +65,16 @@ class Outcome(NamedTuple):
 
     `scaled`: a mean over samples, of which a part has its share. `once`: it is linear in several
     arguments together, so that its constant ones count once in all parts. `places`: the argument
-    that holds places of samples, which a part counts for itself. `assumed`: what was taken to be so
-    without proof.
+    that holds places of samples, which a part counts for itself. `filled`: it puts the values of
+    its last argument where its second is true, which has to be as often as a part has values.
+    `assumed`: what was taken to be so without proof.
     """
 
     states: Found
     scaled: bool = False
     once: bool = False
     places: int | None = None
+    filled: bool = False
     assumed: str = ""
 
 
