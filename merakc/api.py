@@ -162,7 +162,7 @@ def _decide(
                 request.precision,
                 couplings=request.couplings,
                 divided=divided,
-            )  # fmt: skip
+            )
         )
 
     agree(lambda: _facts(model, recorded(first), fixed, seed))

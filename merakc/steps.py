@@ -141,6 +141,7 @@ class Steps:
             sharded=self.sharded,
             fuser=self.fuser if train else None,
             head=self._head(lowered, layout, train=train),
+            late=lowered.loss.written,
         )
         known, group = lowered.loss.known, self.groups.axis("dp")
         before = Knowledge(known, layout, self.state, self.device, group) if known else None
@@ -273,10 +274,23 @@ class Steps:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
+        self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
         return result
+
+    @torch.no_grad()
+    def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
+        """Writes the buffers that every part has read as they were before; collective over dp."""
+        group = self.groups.axis("dp")
+        for name, parts in sorted(result.written.items()):
+            value = parts[0]
+            if step.lowered.loss.written[name] is ShareKind.SUM:
+                value = torch.stack(parts).sum(0)
+                if group is not None:
+                    dist.all_reduce(value, group=group)
+            self.state[name].copy_(value)
 
     def finite(self, gradients: Tensors) -> Tensors:
         """The gradients without the scale of the loss; none, where a rank's are not finite."""

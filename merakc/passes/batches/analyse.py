@@ -18,11 +18,12 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, Tens
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.alike import check_alike
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
 from merakc.passes.batches.own_rules import Place, own_rule
-from merakc.passes.batches.routed import routed_rule
+from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
@@ -85,7 +86,7 @@ class Analysis:
     @property
     def assumed(self) -> tuple[str, ...]:
         """What holds by convention, with its lines."""
-        found = ((o.assumed, self.makers[name].source) for name, o in self.outcomes.items())
+        found = ((self.outcomes[n.name].assumed, n.source) for n in self.part.nodes)
         return tuple(dict.fromkeys(f"{what}, at {where}" for what, where in found if what))
 
 
@@ -99,7 +100,7 @@ def analyse(
     """
     assert 1 < samples < total, (samples, total)
     part, whole = normalised(part), normalised(whole)
-    _check_alike(part, whole, samples, total)
+    check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = _Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
@@ -125,40 +126,22 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     """
     part, whole = normalised(part), normalised(whole)
     for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
-        _check_alike(graph, own, now, found.samples)
+        check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
-            dims, shape = state.dims, specs[ref].shape
-            if dims is None or tuple(size(d, now) for d in dims) == shape:
+            dims = state.dims
+            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
-            node = found.makers.get(ref.node)
+            node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(
-                f"{node.source if node else ref.node}: a value is of shape {list(shape)} for "
-                f"{now} samples, which does not follow from those for {found.samples}; train with "
+                f"{node.source if node else ref.node}: a value is of shape {shape} for {now} "
+                f"samples, which does not follow from those for {found.samples}; train with "
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
         found, part=part, whole=whole, samples=samples, total=total,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip
-
-
-def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
-    for node, other in zip(part.nodes, whole.nodes, strict=False):
-        if (node.name, node.op, len(node.outputs)) != (other.name, other.op, len(other.outputs)):
-            raise _other_path(node, samples, total)
-    if len(part.nodes) != len(whole.nodes):
-        longer = max(part.nodes, whole.nodes, key=len)
-        raise _other_path(longer[min(len(part.nodes), len(whole.nodes))], samples, total)
-
-
-def _other_path(node: Node, samples: int, total: int) -> RecordError:
-    return RecordError(
-        f"{node.source}: for a part of {samples} samples the forward does something else than for "
-        f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
-        "samples one by one, or asks for their number; compute over all samples at once, or train "
-        "with dp=1 and micro_batches=1"
-    )
 
 
 class _Reader:
@@ -194,7 +177,8 @@ class _Reader:
         known = all(s.known for s in states) and node.op not in KEY_POSITION
         outcome = self.known(node, twin) if known else self.outcome(node, twin, lifted=True)
         self.outcomes[node.name] = outcome
-        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=True)):
+        # Where samples are taken apart, the whole batch has more of them.
+        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=False)):
             if spec is not None and other is not None:
                 state = outcome.states[k]
                 assert state is not None, node
@@ -213,8 +197,7 @@ class _Reader:
             return self.made(node, twin)
         if not any(self.states[r].whole for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
-            kinds = {s.kind for s in outcome.states if s is not None}
-            if Kind.COUPLED not in kinds:
+            if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
@@ -227,6 +210,15 @@ class _Reader:
                 seen = self.by_shape(node, spec, other)
             states.append(seen._replace(whole=True, routed=()))
         return Outcome(tuple(states))
+
+    def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
+        """The states of a node's outputs, once the shapes are seen to agree."""
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        return [
+            self.checked(state, spec, other, copied=node.op in COPIES)
+            for state, spec, other in each
+            if state is not None and spec is not None and other is not None
+        ]
 
     def made(self, node: Node, twin: Node) -> Outcome:
         """A tensor made of nothing: alike in all parts, or as long as the batch."""
@@ -253,8 +245,10 @@ class _Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(self.part, node, twin, states, self.makers, self.samples, self.total)
-        routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
+        place = Place(
+            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
+        )  # fmt: skip
+        routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
