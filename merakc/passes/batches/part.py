@@ -67,7 +67,9 @@ class PartWriter:
         own = [o.ref for o in alone if o.kind is not OutputKind.LOSS]
         for out in alone:
             if out.kind is OutputKind.LOSS:
-                self._terms(out.ref, exact, own)
+                for term in loss_terms(self.found, out.ref):
+                    coupled = self.found.states[term].kind is Kind.COUPLED
+                    (own if coupled else exact).append(term)
         needed = self._needed(exact)
         recorded = self._behind(own)
         differing = self._differing() if own else set()
@@ -99,19 +101,6 @@ class PartWriter:
         return ref
 
     # ------------------------------------------------------------------ a part by itself
-
-    def _terms(self, ref: Ref, exact: list[Ref], own: list[Ref]) -> None:
-        """Adds the terms of a loss that couples to those that are exact all the same, and the
-        others.
-        """
-        node = self.found.makers.get(ref.node)
-        if self.found.states[ref].kind is not Kind.COUPLED:
-            exact.append(ref)
-        elif node is not None and node.op in SUMMED and not node.kwargs:
-            for r in node.refs:
-                self._terms(r, exact, own)
-        else:
-            own.append(ref)
 
     def _term(self, ref: Ref, differing: Collection[str]) -> Ref:
         """A part's share of a term of the loss."""
@@ -280,6 +269,16 @@ class PartWriter:
         if dtype is not None and dtype != spec.dtype:
             ref = add(f"{name}.cast", CAST, (ref, spec.dtype))
         return add(name, MUL, (ref, self.found.share))
+
+
+def loss_terms(found: Analysis, ref: Ref) -> list[Ref]:
+    """The terms of a loss that couples, of which some may be exact all the same; or itself."""
+    node = found.makers.get(ref.node)
+    if found.states[ref].kind is not Kind.COUPLED or node is None:
+        return [ref]
+    if node.op not in SUMMED or node.kwargs:
+        return [ref]
+    return [term for r in node.refs for term in loss_terms(found, r)]
 
 
 def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ...]:
