@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
@@ -125,6 +127,12 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
     part, whole = normalised(part), normalised(whole)
+    for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
+        if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
+            raise RecordError(
+                f"a tensor made in the forward has other values for {samples} samples than for "
+                f"{found.samples}; train with dp=1 and micro_batches=1"
+            )
     for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
         check_alike(graph, own, now, found.samples)
         specs = graph.specs()
@@ -164,6 +172,11 @@ class _Reader:
         fixed = item.kind is InputKind.BUFFER and item.target not in self.written
         known = batch or fixed or item.kind is InputKind.CONSTANT
         state = State(Kind.CONSTANT, plain(item.spec.shape), known)
+        if item.kind is InputKind.CONSTANT and not same_constant(self.part, self.whole, item.name):
+            self.states[Ref(item.name)] = _by_shape(
+                item.spec, twin.spec, self.samples, self.total, "a tensor of Python's numbers"
+            )._replace(known=True, whole=True)
+            return
         rows = self.sampled.get(item.target) if batch else None
         if rows is not None:
             dims: list[Dim] = list(plain(item.spec.shape))
@@ -274,7 +287,14 @@ class _Reader:
             return coupled(node, "it is not known where the samples stand")
         if node.op == OPAQUE or row_of(node.op) is None:
             return self.by_itself(place)
-        return own_rule(place) or by_row(self.part, node, states, self.samples)
+        own = own_rule(place)
+        if own is not None:
+            return own
+        found = by_row(self.part, node, states, self.samples)
+        # Groups of samples that a part's size alone divides between.
+        other = by_row(self.whole, place.twin, states, self.total)
+        same = found._replace(states=other.states) == other == found
+        return found if same else coupled(node, "other numbers of samples are divided otherwise")
 
     def drawn(self, place: Place) -> Outcome:
         """A draw of no samples: one for all, or as long as the batch and then a sample's own."""
@@ -383,6 +403,12 @@ def _lifted(state: State) -> State:
     if state.known and state.kind is Kind.SUM:
         return state._replace(kind=Kind.CONSTANT)
     return state
+
+
+def same_constant(part: Graph, whole: Graph, name: str) -> bool:
+    """Whether a tensor that was made in Python is the same for another number of samples."""
+    mine, other = part.constants[name], whole.constants[name]
+    return mine.shape == other.shape and torch.equal(mine, other)
 
 
 def _without_ones(dim: tuple[int | str, ...]) -> Dim:

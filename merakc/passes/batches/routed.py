@@ -79,7 +79,8 @@ def _together(place: Place) -> Outcome:
     mine = tuple(Ref(apart.name, k) for k in range(len(apart.outputs)))
     x = place.before[apart.refs[0]]
     first = given(node, "dim") == 0 and given(apart, "dim") == 0 if node.op in JOINS else False
-    every_one = first and node.args[0] == mine and len(place.twin.refs) == place.total
+    every = tuple(Ref(apart.name, k) for k in range(place.total))
+    every_one = first and node.args[0] == mine and place.twin.args[0] == every
     if not every_one or x.dims is None:
         return coupled(node, "some of the samples, each by itself")
     if "stack" in node.op:
