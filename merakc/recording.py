@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from merakc.batches import cast_floats, resized, sample_rows, split_batch
-from merakc.errors import ConfigError, MerakError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
@@ -20,6 +20,7 @@ from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.alike import of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
@@ -52,12 +53,11 @@ def record_part(
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
                 made = record(model, args, kwargs, dtype)
-            except MerakError:
-                raise
-            except Exception as error:
+            except ForwardError as error:
                 if samples == layout.own:
                     raise
-                raise _other_size(samples, layout.own, sampled, error) from error
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, sampled, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
     @cache
@@ -76,8 +76,12 @@ def record_part(
         return part.graph if samples == layout.each else sized(samples).graph
 
     found: Analysis | None = None
+    unchecked = ""
     if layout.parts > 1:
         found = analysed(graphs, sampled, layout.each, layout.total)
+        loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
+        if loss is not None and couplings == WHOLE_BATCH:
+            unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(graphs, sampled, layout.each, 2 * layout.each)
@@ -88,7 +92,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings,
+        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
     )  # fmt: skip
 
 
@@ -113,7 +117,7 @@ def _wide(total: int) -> int:
 
 
 def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: Exception
+    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
 ) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(

@@ -14,6 +14,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.program import Mesh
 from merakc.piece_table import PieceTable
 from merakc.planner import make_plan
+from tests.coupled_models import TOWERS
 from tests.recorded import one_of_several
 from tests.small_source import Two
 
@@ -69,3 +70,17 @@ def test_a_form_that_cannot_be_is_refused_once() -> None:
         with pytest.raises(MerakError):
             table.pieces((4096, False), 4)
     assert list(table.refused) == [(4096, False)]
+
+
+def test_it_knows_of_a_loss_that_couples_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(samples: int) -> Recording:
+        return TOWERS.record(TOWERS.batch(samples))
+
+    whole = record(8).graph
+    plain = PieceTable(llama, NOMINAL_GPU)
+    plain.pieces((1, False), 2)
+    assert not plain.couples
+    monkeypatch.setattr("merakc.planner.weigh_loss", lambda graph: TOWERS.cut(graph, whole))
+    table = PieceTable(record, NOMINAL_GPU)
+    assert table.pieces((1, False), 2)
+    assert table.couples

@@ -8,12 +8,13 @@ from typing import Any
 from merakc.errors import RecordError
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE
+from merakc.passes.batches.routed import JOINS, UNBIND
 
 
 def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
     """Raises `RecordError` where the forward does something else for another number of samples."""
     for node, other in zip(part.nodes, whole.nodes, strict=False):
-        if _call(node) != _call(other):
+        if not _same(node, other):
             raise _other_path(node, samples, total)
     if len(part.nodes) != len(whole.nodes):
         longer = max(part.nodes, whole.nodes, key=len)
@@ -24,9 +25,17 @@ def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
         raise _other_path(part.nodes[-1], samples, total)
 
 
-def _call(node: Node) -> object:
-    """What a call is, but for its sizes and numbers."""
-    return node.name, node.op, node.refs, [o and (o.dtype, len(o.shape)) for o in node.outputs]
+def _same(node: Node, other: Node) -> bool:
+    """Whether two calls are the same, but for their sizes and numbers, and for how many samples
+    they take apart or put together.
+    """
+    outputs = [[o and (o.dtype, len(o.shape)) for o in n.outputs] for n in (node, other)]
+    if node.op == UNBIND:
+        outputs = [o[:1] for o in outputs]
+    refs = node.refs == other.refs
+    if node.op in JOINS and len(node.refs) != len(other.refs):
+        refs = {r.node for r in node.refs} == {r.node for r in other.refs}
+    return (node.name, node.op) == (other.name, other.op) and refs and outputs[0] == outputs[1]
 
 
 def _other_path(node: Node, samples: int, total: int) -> RecordError:

@@ -25,7 +25,7 @@ from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
 from merakc.passes.batches.own_rules import Place, own_rule
-from merakc.passes.batches.routed import routed_rule
+from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
@@ -88,7 +88,7 @@ class Analysis:
     @property
     def assumed(self) -> tuple[str, ...]:
         """What holds by convention, with its lines."""
-        found = ((o.assumed, self.makers[name].source) for name, o in self.outcomes.items())
+        found = ((self.outcomes[n.name].assumed, n.source) for n in self.part.nodes)
         return tuple(dict.fromkeys(f"{what}, at {where}" for what, where in found if what))
 
 
@@ -137,13 +137,13 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
-            dims, shape = state.dims, specs[ref].shape
-            if dims is None or tuple(size(d, now) for d in dims) == shape:
+            dims = state.dims
+            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
-            node = found.makers.get(ref.node)
+            node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(
-                f"{node.source if node else ref.node}: a value is of shape {list(shape)} for "
-                f"{now} samples, which does not follow from those for {found.samples}; train with "
+                f"{node.source if node else ref.node}: a value is of shape {shape} for {now} "
+                f"samples, which does not follow from those for {found.samples}; train with "
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
@@ -190,7 +190,8 @@ class _Reader:
         known = all(s.known for s in states) and node.op not in KEY_POSITION
         outcome = self.known(node, twin) if known else self.outcome(node, twin, lifted=True)
         self.outcomes[node.name] = outcome
-        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=True)):
+        # Where samples are taken apart, the whole batch has more of them.
+        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=False)):
             if spec is not None and other is not None:
                 state = outcome.states[k]
                 assert state is not None, node
@@ -209,8 +210,7 @@ class _Reader:
             return self.made(node, twin)
         if not any(self.states[r].whole for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
-            kinds = {s.kind for s in outcome.states if s is not None}
-            if Kind.COUPLED not in kinds:
+            if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
@@ -223,6 +223,15 @@ class _Reader:
                 seen = self.by_shape(node, spec, other)
             states.append(seen._replace(whole=True, routed=()))
         return Outcome(tuple(states))
+
+    def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
+        """The states of a node's outputs, once the shapes are seen to agree."""
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        return [
+            self.checked(state, spec, other, copied=node.op in COPIES)
+            for state, spec, other in each
+            if state is not None and spec is not None and other is not None
+        ]
 
     def made(self, node: Node, twin: Node) -> Outcome:
         """A tensor made of nothing: alike in all parts, or as long as the batch."""
@@ -251,8 +260,13 @@ class _Reader:
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
+<<<<<<< HEAD
         )
         routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
+=======
+        )  # fmt: skip
+        routed = node.op == UNBIND or any(s.routed for s in states.values())
+>>>>>>> main
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)

@@ -36,8 +36,13 @@ CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
 class Place:
     """A node of the part's graph, its twin in the whole batch's, and what is known so far.
 
-    `states` are those of its arguments, `before` of every value before it; `samples` and `total`
-    are the numbers of samples.
+    <<<<<<< HEAD
+        `states` are those of its arguments, `before` of every value before it; `samples` and `total`
+        are the numbers of samples.
+    =======
+        `states` are those of what it reads, as it sees them, `before` those of all values before it;
+        `samples` and `total` the numbers of samples.
+    >>>>>>> main
     """
 
     part: Graph
@@ -251,6 +256,25 @@ def counts(place: Place, ref: Ref) -> bool:
     return node is not None and node.op == COUNTS and place.states[ref].dims == ((SAMPLES,),)
 
 
+def _masked_scatter(place: Place) -> Outcome | None:
+    """Values put into the places of a mask: of each sample its own, where a part has as many."""
+    node = place.node
+    x, mask, source = (place.states[r] for r in node.refs)
+    shape, own = place.shape(node.refs[0]), place.shape(node.refs[1])
+    first = all(s.dims and s.dims[0][:1] == (SAMPLES,) for s in (x, mask, source))
+    values = math.prod(place.shape(node.refs[2])) * math.prod(own)
+    if not first or len(own) != len(shape) or values % (math.prod(shape) * place.samples):
+        return None
+    return Outcome((State(Kind.ROWS, x.dims),), filled=True)
+
+
+def _histogram(place: Place) -> Outcome | None:
+    """How many of all samples' elements lie in each of some fixed bins."""
+    node = place.node
+    fixed = given(node, "min") != given(node, "max")  # or else they are those of the values
+    return sums(node) if place.states[node.refs[0]].sampled and fixed else None
+
+
 def _embedding(place: Place) -> Outcome | None:
     if given(place.node, "scale_grad_by_freq"):
         return coupled(place.node, "gradients scaled by how often a word comes in the batch")
@@ -269,4 +293,6 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
     "aten.embedding.default": _embedding,
+    "aten.masked_scatter.default": _masked_scatter,
+    "aten.histc.default": _histogram,
 }

@@ -39,15 +39,19 @@ KINDS = {Kind.ROWS: ShareKind.ROWS, Kind.SUM: ShareKind.SUM, Kind.CONSTANT: Shar
 
 
 def split(
-    found: Analysis, outputs: Sequence[Output], couplings: Couplings = WHOLE_BATCH
+    found: Analysis,
+    outputs: Sequence[Output],
+    couplings: Couplings = WHOLE_BATCH,
+    *,
+    most: float = HEAD_SHARE,
 ) -> BatchSplit:
     """The step of the forward for these of its outputs, in parts.
 
     With couplings "per micro-batch", each part counts as a batch of its own where samples are
-    coupled. Raises `RecordError` where layers stand behind what couples, or a buffer is written
-    from values that are coupled.
+    coupled. Raises `RecordError` where more than `most` of the layers' arithmetic stands behind
+    what couples, or a buffer is written from values that are coupled.
     """
-    return _Split(found, outputs, couplings).made()
+    return _Split(found, outputs, couplings, most).made()
 
 
 def share_of(found: Analysis, ref: Ref) -> Share:
@@ -57,16 +61,20 @@ def share_of(found: Analysis, ref: Ref) -> Share:
 
 
 class _Split:
-    def __init__(self, found: Analysis, outputs: Sequence[Output], couplings: Couplings) -> None:
+    def __init__(
+        self, found: Analysis, outputs: Sequence[Output], couplings: Couplings, most: float
+    ) -> None:
+        self.most = most
         self.found, self.states = found, found.states
         self.loss = next((o for o in outputs if o.kind is OutputKind.LOSS), None)
         roots = [o for o in outputs if o.kind is not OutputKind.BUFFER and self.is_coupled(o.ref)]
-        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.is_norm(o)]
+        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.of_norm(o)]
         self.alone = tuple(norms)
         self.lines: tuple[str, ...] = ()
         if couplings == PER_MICRO_BATCH:
-            self.alone = (*norms, *roots)
-            whys = dict.fromkeys(self.states[o.ref].why for o in roots)
+            coupled = [o for o in outputs if self.is_coupled(o.ref) and o not in (*norms, *roots)]
+            self.alone = (*norms, *roots, *coupled)
+            whys = dict.fromkeys(self.states[o.ref].why for o in (*roots, *coupled))
             self.lines = tuple(f"each micro-batch by itself, at {why}" for why in whys)
             roots = []
         if roots and self.loss is not None and self.loss not in roots:
@@ -92,7 +100,10 @@ class _Split:
         graph = self.parts.written(outputs, self.alone)
         known = self.known({**self.needed, **self.parts.known})
         results = {o.name: self.result(o) for o in self.outputs if o.kind is OutputKind.RESULT}
-        return BatchSplit(graph, known, head, results, (*self.lines, *self.found.assumed))
+        late = [o for o in self.outputs if o.kind is OutputKind.BUFFER and o not in self.alone]
+        written = {o.name: self.result(o)[0] for o in late}
+        conventions = (*self.lines, *self.found.assumed)
+        return BatchSplit(graph, known, head, results, written, conventions)
 
     def result(self, out: Output) -> tuple[ShareKind, Rows | None]:
         """How the results of the parts make that of the whole batch."""
@@ -112,19 +123,29 @@ class _Split:
         if out.kind is OutputKind.LOSS and state.kind is Kind.ROWS:
             raise RecordError("the loss has one number for each sample; return their mean or sum")
         buffer = out.kind is OutputKind.BUFFER and out not in self.alone
-        if buffer and state.kind is not Kind.CONSTANT:
+        if buffer and (state.kind not in (Kind.CONSTANT, Kind.SUM) or state.sampled):
             source = self.found.makers[out.ref.node].source
             raise RecordError(
-                f"{source}: buffer '{out.name}' is written from the samples of the batch, of which "
-                "each part has only its own; make the statistics before the step, or train with "
-                "dp=1 and micro_batches=1"
+                f"{source}: buffer '{out.name}' is written from samples of the batch that are "
+                "coupled, or that it holds, and each part has only its own; train with dp=1 and "
+                'micro_batches=1, or ask for couplings="per micro-batch", by which each '
+                "micro-batch writes it"
             )
         return out
 
-    def is_norm(self, out: Output) -> bool:
+    def of_norm(self, out: Output) -> bool:
         """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
         owner = out.name.rpartition(".")[0]
-        return any(n.op == BATCH_NORM and n.module == owner for n in self.found.part.nodes)
+        waiting = [out.ref]
+        while waiting:
+            ref = waiting.pop()
+            node = self.found.makers.get(ref.node)
+            if self.states[ref].kind is Kind.COUPLED:
+                if node is None or node.module != owner:
+                    return False
+                waiting += node.refs
+        norms = {n.module for n in self.found.part.nodes if n.op == BATCH_NORM}
+        return owner in norms and self.states[out.ref].kind is Kind.COUPLED
 
     # ------------------------------------------------------------------ the head
 
@@ -163,7 +184,7 @@ class _Split:
         work = {n.name: node_flops(n, specs) for n in self.found.whole.nodes
                 if is_work(self.found, n, made)}  # fmt: skip
         mine, every = sum(work.get(n.name, 0) for n in head.nodes), sum(work.values())
-        if mine <= HEAD_SHARE * every:
+        if mine <= self.most * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         raise RecordError(

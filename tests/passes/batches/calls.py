@@ -157,9 +157,7 @@ class Case:
                 found.append(None)
                 continue
             each, rest = divmod(whole.shape[dims[0]], TOTAL)
-            fits = all(
-                p.shape[dims[0]] == n * each for p, n in zip(parts, SIZES, strict=False)
-            )
+            fits = all(p.shape[dims[0]] == n * each for p, n in zip(parts, SIZES, strict=False))
             if len(dims) > 1 or rest or not fits:
                 raise Unfit
             found.append(Rows(dims[0], 1, each) if self.inner else Rows(dims[0], each, 1))
@@ -233,9 +231,7 @@ def found_of(case: Case, samples: int = SIZES[0]) -> Analysis:
     """What is found of a call alone."""
     part, out = case.write(samples)
     whole, _ = case.write(TOTAL)
-    return analyse(
-        part.forward(out).graph, whole.forward(out).graph, part.sampled, samples, TOTAL
-    )
+    return analyse(part.forward(out).graph, whole.forward(out).graph, part.sampled, samples, TOTAL)
 
 
 def difference(case: Case) -> tuple[list[Kind], float]:
