@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.weights import joined
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -144,25 +145,11 @@ class Steps:
             late=lowered.loss.written,
         )
         known, group = lowered.loss.known, self.groups.axis("dp")
-        before = Knowledge(known, layout, self._joined, self.device, group) if known else None
+        whole = partial(joined, self.state, self.placements, self.groups)
+        before = Knowledge(known, layout, whole, self.device, group) if known else None
         step = CompiledStep(recording, layout, lowered, chunks, executor, before)
         self.compiled[key] = step
         return step
-
-    def _joined(self, name: str) -> torch.Tensor:
-        """A tensor that this pipeline rank holds, from its parts; collective over tp."""
-        own, layout, group = self.state[name], self.placements[name].layout, self.groups.axis("tp")
-        if group is None or not layout.is_split:
-            return own
-        (dp, pipeline_rank, rank), mesh = self.groups.coordinates, self.groups.mesh
-        parts = []
-        for tp in range(mesh.tp):
-            part = (
-                own.contiguous() if tp == rank else own.new_empty(layout.local_shape(mesh.tp, tp))
-            )
-            dist.broadcast(part, mesh.rank(dp, pipeline_rank, tp), group=group)
-            parts.append(part)
-        return layout.join(parts)
 
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""

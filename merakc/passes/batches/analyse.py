@@ -260,13 +260,8 @@ class _Reader:
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-<<<<<<< HEAD
         )
-        routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
-=======
-        )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
->>>>>>> main
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)

@@ -36,13 +36,8 @@ CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
 class Place:
     """A node of the part's graph, its twin in the whole batch's, and what is known so far.
 
-    <<<<<<< HEAD
-        `states` are those of its arguments, `before` of every value before it; `samples` and `total`
-        are the numbers of samples.
-    =======
-        `states` are those of what it reads, as it sees them, `before` those of all values before it;
-        `samples` and `total` the numbers of samples.
-    >>>>>>> main
+    `states` are those of what it reads, as it sees them, `before` those of all values before it;
+    `samples` and `total` the numbers of samples.
     """
 
     part: Graph
