@@ -80,6 +80,7 @@ class ParallelModel(nn.Module):
         if not self._trained and any(p.requires_grad for p in steps.placements.values()):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
+        steps.agreement.parameters = self.parameters
         super().train(steps.source.training)  # its modules keep the modes that they have
 
     @property

@@ -195,7 +195,8 @@ def check_source(plan: Plan, source: Source) -> None:
     """Raises `PlanError`, with the first difference, where a plan is not for this model."""
     samples = max(plan.batch_size // max(plan.micro_batches, 1), 1)
     args, kwargs = call_arguments(source.batch(samples))
-    layout = BatchLayout((samples,), 1)
+    several = plan.dp * plan.micro_batches > 1
+    layout = BatchLayout((samples, samples) if several else (samples,), 1)
     recording = record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
     difference = first_difference(plan.graph, fingerprint(recording.graph))
     if difference:

@@ -164,11 +164,14 @@ class BatchSplit:
     """A step in parts: the losses of the parts add up to that of the batch, and so do gradients.
 
     `graph` is that of a part. `results` says of its other outputs how those of the parts make that
-    of the whole batch. `conventions` names, with its line, what holds by convention alone.
+    of the whole batch. `written` has the buffers that are written once, behind all parts, of which
+    every part reads what they were before, and how. `conventions` names, with its line, what holds
+    by convention alone.
     """
 
     graph: Graph
     known: Known | None = None
     head: Head | None = None
     results: Mapping[str, tuple[ShareKind, Rows | None]] = field(default_factory=dict)
+    written: Mapping[str, ShareKind] = field(default_factory=dict)
     conventions: tuple[str, ...] = ()

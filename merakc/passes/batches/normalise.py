@@ -1,7 +1,8 @@
 """Writes a recorded forward so that what depends on the batch alone stands apart in it.
 
 A mean over valid labels is a sum over a count of the labels; a tensor made in the shape of another
-is made of its sizes.
+is made of its sizes. Nothing is copied to have it in one piece: whether that was needed depends on
+the number of samples.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ FILLED = {
     "aten.new_empty.default": 0,
 }
 FILLED_BY_ARGUMENT = ("aten.full_like.default", "aten.new_full.default")
+COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
+# They read memory as it lies, or refuse it.
+OF_MEMORY = frozenset({"aten.as_strided.default", "aten.view_as_complex.default",
+                       "aten.view_as_real.default", "aten.view.dtype"})  # fmt: skip
+CAT = "aten.cat.default"
 
 
 def normalised(graph: Graph) -> Graph:
@@ -38,9 +44,28 @@ def normalised(graph: Graph) -> Graph:
             writer.mean_over_labels(node)
         elif node.op in FILLED or node.op in FILLED_BY_ARGUMENT:
             writer.filled(node)
+        elif node.op == CAT:
+            writer.joined(node)
         else:
             writer.nodes.append(node)
-    return replace(graph, nodes=tuple(writer.nodes)).pruned()
+    return _without_copies(replace(graph, nodes=tuple(writer.nodes)).pruned())
+
+
+def _without_copies(graph: Graph) -> Graph:
+    """The graph without copies that only torch's own operations read."""
+    kept = {o.ref for o in graph.outputs}
+    for node in graph.nodes:
+        if not node.op.startswith("aten.") or node.op in OF_MEMORY:
+            kept.update(node.refs)
+    names: dict[Ref, Ref] = {}
+    nodes, grads = [], graph.grad_values()
+    for node in graph.nodes:
+        ref = Ref(node.name)
+        if node.op in COPIES and ref not in kept and (ref in grads) == (node.refs[0] in grads):
+            names[ref] = names.get(node.refs[0], node.refs[0])
+        else:
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes)).renamed(names)
 
 
 class _Writer:
@@ -57,6 +82,12 @@ class _Writer:
         value = bool(value) if dtype == torch.bool else value
         kwargs = (("dtype", dtype),)
         self.nodes.append(replace(node, op=FULL, args=(node.spec.shape, value), kwargs=kwargs))
+
+    def joined(self, node: Node) -> None:
+        """Of what is joined only what holds anything."""
+        full = tuple(r for r in node.args[0] if self.specs[r].numel)
+        args = (full or node.args[0], *node.args[1:])
+        self.nodes.append(replace(node, args=args))
 
     def mean_over_labels(self, node: Node) -> None:
         """`sum / count`, with the count of a part as the batch alone gives it."""

@@ -246,6 +246,18 @@ def counts(place: Place, ref: Ref) -> bool:
     return node is not None and node.op == COUNTS and place.states[ref].dims == ((SAMPLES,),)
 
 
+def _masked_scatter(place: Place) -> Outcome | None:
+    """Values put into the places of a mask: of each sample its own, where a part has as many."""
+    node = place.node
+    x, mask, source = (place.states[r] for r in node.refs)
+    shape, own = place.shape(node.refs[0]), place.shape(node.refs[1])
+    first = all(s.dims and s.dims[0][:1] == (SAMPLES,) for s in (x, mask, source))
+    values = math.prod(place.shape(node.refs[2])) * math.prod(own)
+    if not first or len(own) != len(shape) or values % (math.prod(shape) * place.samples):
+        return None
+    return Outcome((State(Kind.ROWS, x.dims),), filled=True)
+
+
 def _histogram(place: Place) -> Outcome | None:
     """How many of all samples' elements lie in each of some fixed bins."""
     node = place.node
@@ -271,5 +283,6 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
     "aten.embedding.default": _embedding,
+    "aten.masked_scatter.default": _masked_scatter,
     "aten.histc.default": _histogram,
 }

@@ -24,9 +24,10 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import NUMBERS, Analysis
 from merakc.passes.batches.linear import ADDED
+from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.states import SAMPLES, Kind
 
-MUL, CAST = "aten.mul.Tensor", "aten.to.dtype"
+MUL, CAST, COUNTED = "aten.mul.Tensor", "aten.to.dtype", "merakc.counted.default"
 SUMMED = ("aten.add.Tensor", "aten.sub.Tensor")  # of the terms of a loss
 
 
@@ -54,6 +55,8 @@ class PartWriter:
         self.nodes: list[Node] = []
         self.names: dict[Ref, Ref] = {}
         self.shared: set[str] = set()
+        # Batch norms, whose statistics are of each part by convention.
+        self.norms = {n.module for n in found.part.nodes if n.op == BATCH_NORM}
         self.counting: set[str] = set()  # the nodes that count the places of a part's own samples
 
     def written(self, outputs: Sequence[Output], alone: Collection[Output] = ()) -> Graph:
@@ -171,7 +174,8 @@ class PartWriter:
             node = makers.get(ref.node)
             if node is None or node.name in needed:
                 continue
-            assert state.kind is not Kind.COUPLED, f"a part needs {ref}, which is coupled"
+            coupled = state.kind is Kind.COUPLED and node.module not in self.norms
+            assert not coupled, f"a part needs {ref}, which is coupled"
             needed.add(node.name)
             places = self._places(node)
             waiting += [r for r in node.refs if r != places]
@@ -202,6 +206,9 @@ class PartWriter:
         if outcome.once:
             node = self._once(node)
 
+        if outcome.filled:
+            node = self._filled(node)
+
         def now(ref: Ref) -> Ref:
             return ref if ref == places else self.names.get(ref, ref)
 
@@ -211,6 +218,16 @@ class PartWriter:
             if spec is not None and spec.dtype.is_floating_point:
                 ref = Ref(node.name, k)
                 self.names[ref] = self._shared(node, ref, spec, f"{node.name}.share.{k}")
+
+    def _filled(self, node: Node) -> Node:
+        """The node with its mask checked to be true at as many places as there are values."""
+        values, mask, source = node.refs
+        specs, name = self.found.part.specs(), f"{node.name}.counted"
+        count = specs[source].numel * specs[mask].numel // specs[values].numel
+        args = (self.names.get(mask, mask), count, node.source)
+        where = (node.module, node.source, False)
+        self.nodes.append(Node(name, COUNTED, args, (), (specs[mask],), *where))
+        return replace(node, args=(values, Ref(name), source))
 
     def _once(self, node: Node) -> Node:
         """The node with its part's share of those arguments that count once in all parts."""

@@ -65,14 +65,16 @@ class Outcome(NamedTuple):
 
     `scaled`: a mean over samples, of which a part has its share. `once`: it is linear in several
     arguments together, so that its constant ones count once in all parts. `places`: the argument
-    that holds places of samples, which a part counts for itself. `assumed`: what was taken to be so
-    without proof.
+    that holds places of samples, which a part counts for itself. `filled`: it puts the values of
+    its last argument where its second is true, which has to be as often as a part has values.
+    `assumed`: what was taken to be so without proof.
     """
 
     states: Found
     scaled: bool = False
     once: bool = False
     places: int | None = None
+    filled: bool = False
     assumed: str = ""
 
 
@@ -98,21 +100,7 @@ def size(dim: Dim, samples: int) -> int:
 
 def by_size(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -> Dims | None:
     """The dims of a value whose specs for a part and for the whole batch are these, where those
-    that grow hold the samples and nothing else; None otherwise.
-    """
-    if len(spec.shape) != len(other.shape):
-        return None
-    dims: list[Dim] = []
-    for mine, whole in zip(spec.shape, other.shape, strict=True):
-        if mine != whole and (mine, whole) != (samples, total):
-            return None
-        dims.append((SAMPLES,) if mine != whole else (mine,))
-    return tuple(dims)
-
-
-def by_multiple(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -> Dims | None:
-    """The same where a dim that grows holds several elements of each sample, one sample behind the
-    other. Where they stand otherwise, what they meet will say so.
+    that grow do so as the samples; None otherwise. The samples are outermost in them.
     """
     if len(spec.shape) != len(other.shape):
         return None
@@ -121,8 +109,7 @@ def by_multiple(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -
         each, rest = divmod(mine, samples)
         if mine != whole and (rest or each * total != whole):
             return None
-        grown: Dim = (SAMPLES, each) if each > 1 else (SAMPLES,)
-        dims.append(grown if mine != whole else (mine,))
+        dims.append((mine,) if mine == whole else (SAMPLES,) if each == 1 else (SAMPLES, each))
     return tuple(dims)
 
 
