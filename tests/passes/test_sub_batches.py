@@ -18,9 +18,12 @@ from merakc.ir.program import Mesh
 from merakc.kernels.draws import KEY_POSITION
 from merakc.overlap import with_parts
 from merakc.passes.interpret import interpret
+from merakc.passes.shard import shard
+from merakc.passes.stages import assign_stages, split_stages
 from merakc.passes.sub_batches import divided, make_parts
-from merakc.planner import Lowered, make_plan
+from merakc.planner import Lowered, make_plan, training_graph
 from merakc.recording import record_part
+from tests.coupled_models import ROUTED
 
 CPU = torch.device("cpu")
 SAMPLES = 4
@@ -184,3 +187,19 @@ def test_samples_may_stand_in_any_dim() -> None:
     assert set(made.parts[0].sample_dims.values()) == {1}
     joins = [n for n in made.local(0, 0).nodes if n.op == "aten.cat.default"]
     assert [n.args[1] for n in joins] == [1]
+
+
+def test_a_stage_that_hands_values_to_the_head_runs_whole() -> None:
+    whole = training_graph(ROUTED.record(ROUTED.batch(8)).graph)
+    graphs = [
+        ROUTED.cut(training_graph(ROUTED.record(ROUTED.batch(n)).graph), whole).graph
+        for n in (4, 2)
+    ]
+    stages = []
+    for graph in graphs:
+        sharding = shard(graph, 1)
+        of, _ = assign_stages(graph, sharding, 1, NOMINAL_CPU)
+        stages.append(split_stages(graph, of, 1, sharding))
+    parts = make_parts(graphs[0], stages[0], graphs[1], stages[1])
+    with pytest.raises(PlanError, match=r"makes no waist waist:sum where .* give overlap=1"):
+        divided(stages[0].local[0], stages[1].local[0], parts)
