@@ -46,9 +46,8 @@ from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
-from merakc.runtime.state import Placement
+from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
-from merakc.weights import joined
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -145,7 +144,7 @@ class Steps:
             late=lowered.loss.written,
         )
         known, group = lowered.loss.known, self.groups.axis("dp")
-        whole = partial(joined, self.state, self.placements, self.groups)
+        whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         step = CompiledStep(recording, layout, lowered, chunks, executor, before)
         self.compiled[key] = step
