@@ -49,12 +49,12 @@ def record_part(
     args, kwargs = cast_floats(args, kwargs, dtype)
     sampled = sample_rows(args, kwargs)
 
-    def recorded(samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+    def recorded(samples: int, some: Sequence[Any], named: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
-                made = record(model, args, kwargs, dtype)
+                made = record(model, some, named, dtype)
             except ForwardError as error:
-                if samples == layout.own:
+                if samples == layout.own or _fails(model, args, kwargs, dtype):
                     raise
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, sampled, cause) from error
@@ -114,6 +114,19 @@ def analysed(
 def _wide(total: int) -> int:
     """A number of samples to compare two of them with, for a batch of `total`."""
     return total if total > 2 else 2 * total
+
+
+def _fails(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype | None
+) -> bool:
+    """Whether the forward fails for a batch."""
+    try:
+        record(model, args, kwargs, dtype)
+    except ForwardError:
+        return True
+    except RecordError:
+        return False
+    return False
 
 
 def _other_size(
