@@ -57,7 +57,10 @@ class Recordings:
             cpu = torch.device("cpu")
             precision = self.request.precision
             layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
-            found = record_part(self.source.model, args, kwargs, layout, cpu, precision)
+            found = record_part(
+                self.source.model, args, kwargs, layout, cpu, precision,
+                couplings=self.request.couplings,
+            )  # fmt: skip
             self.known[samples] = with_loss(found)
         return self.known[samples]
 

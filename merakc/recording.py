@@ -18,6 +18,7 @@ from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.batches.alike import of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
@@ -59,24 +60,31 @@ def record_part(
                 raise _other_size(samples, layout.own, sampled, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
-    part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches)[0])
-
     @cache
-    def sized(samples: int) -> Graph:
+    def sized(samples: int) -> Recording:
         if samples == layout.each:
-            return part.graph
-        return recorded(samples, *resized(args, kwargs, sampled, samples)).graph
+            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches)[0])
+        return recorded(samples, *resized(args, kwargs, sampled, samples))
+
+    part = sized(layout.each)
+    if layout.each == 1 and layout.parts > 1:
+        two, wide = sized(2).graph, _wide(layout.total)
+        graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
+        part = part if graph is part.graph else replace(sized(2), graph=graph)
+
+    def graphs(samples: int) -> Graph:
+        return part.graph if samples == layout.each else sized(samples).graph
 
     found: Analysis | None = None
     unchecked = ""
     if layout.parts > 1:
-        found = analysed(sized, sampled, layout.each, layout.total)
+        found = analysed(graphs, sampled, layout.each, layout.total)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
-            found = analysed(sized, sampled, layout.each, 2 * layout.each)
+            found = analysed(graphs, sampled, layout.each, 2 * layout.each)
             found = retaken(found, part.graph, part.graph, layout.each, layout.each)
     graph = part.graph
     if found is not None:
@@ -98,9 +106,14 @@ def analysed(
     """
     if samples > 1:
         return analyse(sized(samples), sized(total), sampled, samples, total)
-    wide = total if total > 2 else 2 * total
+    wide = _wide(total)
     found = analyse(sized(2), sized(wide), sampled, 2, wide)
     return retaken(found, sized(samples), sized(total), samples, total)
+
+
+def _wide(total: int) -> int:
+    """A number of samples to compare two of them with, for a batch of `total`."""
+    return total if total > 2 else 2 * total
 
 
 def _other_size(

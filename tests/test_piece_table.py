@@ -14,11 +14,9 @@ from merakc.frontend.record import Recording
 from merakc.ir.program import Mesh
 from merakc.piece_table import PieceTable
 from merakc.planner import make_plan
-from merakc.recording import record_part
 from tests.coupled_models import TOWERS
+from tests.recorded import one_of_several
 from tests.small_source import Two
-
-CPU = torch.device("cpu")
 
 
 def llama(samples: int) -> Recording:
@@ -29,7 +27,7 @@ def llama(samples: int) -> Recording:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     ids = torch.zeros(samples, 16, dtype=torch.long)
-    return record_part(model, (), {"input_ids": ids, "labels": ids}, 1, CPU)
+    return one_of_several(model, {"input_ids": ids, "labels": ids})
 
 
 @pytest.mark.parametrize("form", [(1, False), (2, False), (2, True)])
@@ -64,7 +62,7 @@ def test_a_model_is_recorded_twice_for_all_forms() -> None:
 
 def test_a_form_that_cannot_be_is_refused_once() -> None:
     def record(samples: int) -> Recording:
-        return record_part(Two(16), (torch.ones(samples, 8), torch.ones(())), {}, 1, CPU)
+        return one_of_several(Two(16), (torch.ones(samples, 8), torch.ones(())))
 
     table = PieceTable(record, NOMINAL_GPU)
     assert len(table.pieces((1, False), 4)) > 1  # no blocks, but places to cut

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.alike import check_alike
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
@@ -99,7 +102,7 @@ def analyse(
     """
     assert 1 < samples < total, (samples, total)
     part, whole = normalised(part), normalised(whole)
-    _check_alike(part, whole, samples, total)
+    check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = _Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
@@ -124,8 +127,14 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
     part, whole = normalised(part), normalised(whole)
+    for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
+        if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
+            raise RecordError(
+                f"a tensor made in the forward has other values for {samples} samples than for "
+                f"{found.samples}; train with dp=1 and micro_batches=1"
+            )
     for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
-        _check_alike(graph, own, now, found.samples)
+        check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
             dims = state.dims
@@ -141,25 +150,6 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         found, part=part, whole=whole, samples=samples, total=total,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip
-
-
-def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
-    for node, other in zip(part.nodes, whole.nodes, strict=False):
-        outputs = node.op == UNBIND or len(node.outputs) == len(other.outputs)
-        if (node.name, node.op) != (other.name, other.op) or not outputs:
-            raise _other_path(node, samples, total)
-    if len(part.nodes) != len(whole.nodes):
-        longer = max(part.nodes, whole.nodes, key=len)
-        raise _other_path(longer[min(len(part.nodes), len(whole.nodes))], samples, total)
-
-
-def _other_path(node: Node, samples: int, total: int) -> RecordError:
-    return RecordError(
-        f"{node.source}: for a part of {samples} samples the forward does something else than for "
-        f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
-        "samples one by one, or asks for their number; compute over all samples at once, or train "
-        "with dp=1 and micro_batches=1"
-    )
 
 
 class _Reader:
@@ -182,6 +172,11 @@ class _Reader:
         fixed = item.kind is InputKind.BUFFER and item.target not in self.written
         known = batch or fixed or item.kind is InputKind.CONSTANT
         state = State(Kind.CONSTANT, plain(item.spec.shape), known)
+        if item.kind is InputKind.CONSTANT and not same_constant(self.part, self.whole, item.name):
+            self.states[Ref(item.name)] = _by_shape(
+                item.spec, twin.spec, self.samples, self.total, "a tensor of Python's numbers"
+            )._replace(known=True, whole=True)
+            return
         rows = self.sampled.get(item.target) if batch else None
         if rows is not None:
             dims: list[Dim] = list(plain(item.spec.shape))
@@ -265,7 +260,7 @@ class _Reader:
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )  # fmt: skip
+        )
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
@@ -290,9 +285,16 @@ class _Reader:
             return self.drawn(place)
         if any(s.dims is None for s in states.values()):
             return coupled(node, "it is not known where the samples stand")
-        if node.op == OPAQUE or row_of(node.op) is None:
+        if row_of(node.op) is None and not node.op.startswith("aten."):
             return self.by_itself(place)
-        return own_rule(place) or by_row(self.part, node, states, self.samples)
+        own = own_rule(place)
+        if own is not None:
+            return own
+        found = by_row(self.part, node, states, self.samples)
+        # Groups of samples that a part's size alone divides between.
+        other = by_row(self.whole, place.twin, states, self.total)
+        same = found._replace(states=other.states) == other == found
+        return found if same else coupled(node, "other numbers of samples are divided otherwise")
 
     def drawn(self, place: Place) -> Outcome:
         """A draw of no samples: one for all, or as long as the batch and then a sample's own."""
@@ -405,6 +407,12 @@ def _lifted(state: State) -> State:
     if state.known and state.kind is Kind.SUM:
         return state._replace(kind=Kind.CONSTANT)
     return state
+
+
+def same_constant(part: Graph, whole: Graph, name: str) -> bool:
+    """Whether a tensor that was made in Python is the same for another number of samples."""
+    mine, other = part.constants[name], whole.constants[name]
+    return mine.shape == other.shape and torch.equal(mine, other)
 
 
 def _without_ones(dim: tuple[int | str, ...]) -> Dim:

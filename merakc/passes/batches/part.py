@@ -23,7 +23,7 @@ from merakc.ir.graph import (
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import NUMBERS, Analysis
-from merakc.passes.batches.linear import ADDED
+from merakc.passes.batches.linear import ADDED, CHOOSING
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.states import SAMPLES, Kind
 
@@ -67,7 +67,9 @@ class PartWriter:
         own = [o.ref for o in alone if o.kind is not OutputKind.LOSS]
         for out in alone:
             if out.kind is OutputKind.LOSS:
-                self._terms(out.ref, exact, own)
+                for term in loss_terms(self.found, out.ref):
+                    coupled = self.found.states[term].kind is Kind.COUPLED
+                    (own if coupled else exact).append(term)
         needed = self._needed(exact)
         recorded = self._behind(own)
         differing = self._differing() if own else set()
@@ -99,19 +101,6 @@ class PartWriter:
         return ref
 
     # ------------------------------------------------------------------ a part by itself
-
-    def _terms(self, ref: Ref, exact: list[Ref], own: list[Ref]) -> None:
-        """Adds the terms of a loss that couples to those that are exact all the same, and the
-        others.
-        """
-        node = self.found.makers.get(ref.node)
-        if self.found.states[ref].kind is not Kind.COUPLED:
-            exact.append(ref)
-        elif node is not None and node.op in SUMMED and not node.kwargs:
-            for r in node.refs:
-                self._terms(r, exact, own)
-        else:
-            own.append(ref)
 
     def _term(self, ref: Ref, differing: Collection[str]) -> Ref:
         """A part's share of a term of the loss."""
@@ -245,11 +234,9 @@ class PartWriter:
         states, specs = self.found.states, self.found.part.specs()
 
         def counts_once(ref: Ref) -> bool:
-            state, dtype = states[ref], specs[ref].dtype
+            state = states[ref]
             adds = state.kind is Kind.SUM and not (state.known and not self.before)
-            number = dtype.is_floating_point or dtype.is_complex
-            fits = number or (node.op in ADDED and dtype != torch.bool)
-            return not adds and not state.sampled and fits
+            return not adds and not state.sampled
 
         def now(ref: Ref) -> Ref:
             if not counts_once(ref):
@@ -258,11 +245,12 @@ class PartWriter:
             spec = TensorSpec(specs[ref].shape, node.spec.dtype)
             return self._shared(node, self.names.get(ref, ref), spec, name, specs[ref].dtype)
 
-        args: list[Any] = list(node.args)
+        args = [v if CHOOSING.get(node.op) == k else map_refs(v, now)
+                for k, v in enumerate(node.args)]  # fmt: skip
         for k, value in enumerate(args[:2] if node.op in ADDED else ()):
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float, complex)):
                 args[k] = value * self.found.share
-        return replace(node, args=map_refs(tuple(args), now))
+        return replace(node, args=tuple(args))
 
     def _shared(
         self, node: Node, ref: Ref, spec: TensorSpec, name: str, dtype: torch.dtype | None = None
@@ -280,6 +268,16 @@ class PartWriter:
         if dtype is not None and dtype != spec.dtype:
             ref = add(f"{name}.cast", CAST, (ref, spec.dtype))
         return add(name, MUL, (ref, self.found.share))
+
+
+def loss_terms(found: Analysis, ref: Ref) -> list[Ref]:
+    """The terms of a loss that couples, of which some may be exact all the same; or itself."""
+    node = found.makers.get(ref.node)
+    if found.states[ref].kind is not Kind.COUPLED or node is None:
+        return [ref]
+    if node.op not in SUMMED or node.kwargs:
+        return [ref]
+    return [term for r in node.refs for term in loss_terms(found, r)]
 
 
 def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ...]:

@@ -79,7 +79,8 @@ def _together(place: Place) -> Outcome:
     mine = tuple(Ref(apart.name, k) for k in range(len(apart.outputs)))
     x = place.before[apart.refs[0]]
     first = given(node, "dim") == 0 and given(apart, "dim") == 0 if node.op in JOINS else False
-    every_one = first and node.args[0] == mine and len(place.twin.refs) == place.total
+    every = tuple(Ref(apart.name, k) for k in range(place.total))
+    every_one = first and node.args[0] == mine and place.twin.args[0] == every
     if not every_one or x.dims is None:
         return coupled(node, "some of the samples, each by itself")
     if "stack" in node.op:
@@ -147,6 +148,7 @@ def _inverse(place: Place, name: str) -> Outcome | None:
     indices, values = node.args[1], node.args[2]
     maker = place.makers.get(values.node)
     ordered = len(indices) == 1 and place.states[indices[0]].routed[:1] == ("order",)
+    ordered = ordered and not given(node, "accumulate")
     if not ordered or maker is None or not _is_count(maker, place.shape(values)):
         return None
     return Outcome((_made("back", name),), places=node.refs.index(values))

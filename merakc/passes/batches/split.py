@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
 from merakc.ir.batches import (
@@ -200,21 +202,25 @@ class _Split:
             return None
         whole, specs = self.found.whole, self.found.whole.specs()
         keep: set[str] = set()
+        constants: dict[str, torch.Tensor] = {}  # as the whole batch makes them
         shares: dict[Ref, None] = {}
         waiting = list(wanted)
         while waiting:
             ref = waiting.pop()
             if self.states[ref].whole:
-                if ref.node not in keep:
+                if ref.node in whole.constants:
+                    constants[ref.node] = whole.constants[ref.node]
+                elif ref.node not in keep:
                     keep.add(ref.node)
                     waiting += self.found.makers[ref.node].refs
             else:
                 shares[ref] = None
         names = {r: Ref(share_name(r)) for r in shares}
         inputs = [Input(n.node, InputKind.ACTIVATION, specs[r], n.node) for r, n in names.items()]
+        inputs += [i for i in whole.inputs if i.name in constants]
         outputs = [Output(known_name(r), OutputKind.RESULT, names.get(r, r)) for r in wanted]
         nodes = tuple(n for n in whole.nodes if n.name in keep)
-        graph = Graph(tuple(inputs), nodes, (), {}, whole.functions).renamed(names)
+        graph = Graph(tuple(inputs), nodes, (), constants, whole.functions).renamed(names)
         graph = replace(graph, outputs=tuple(outputs))
         part = PartWriter(self.found, before=True)
         own = part.written([Output(share_name(r), OutputKind.RESULT, r) for r in shares])
