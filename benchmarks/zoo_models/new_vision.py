@@ -161,7 +161,7 @@ NEW_VISION = (
           running_statistics=True),
     _case("mobilevit", "MobileViT",
           ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
-          image=_BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
+          image=2 * _BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
           neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4,
           running_statistics=True),
     _case("levit", "Levit", image=_BIG_IMAGE, hidden_sizes=[16, 24, 32],

@@ -356,6 +356,8 @@ class _Reader:
         node, twin = place.node, place.twin
         if (node.args, node.kwargs) == (twin.args, twin.kwargs) or node.op in KEY_POSITION:
             return False
+        if node.op == OPAQUE:  # the last is the name of the call
+            return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True
         types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
