@@ -17,6 +17,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
+from merakc.mirror import Mirror, Part
 from merakc.norms import total_norm
 from merakc.runtime.state import gather_full
 from merakc.simulate import Simulation
@@ -46,7 +47,7 @@ class NotComputed:
         )
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Mirror):
     """One rank's part of a model under a plan.
 
     `parameters()`, `named_parameters()` and `state_dict()` are of this rank's shards, under the
@@ -61,7 +62,7 @@ class ParallelModel(nn.Module):
         simulation: Simulation | None,
         book: Bookkeeper | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(steps.source)
         keep = object.__setattr__  # nothing of ours may look like a child of the model
         keep(self, "_steps", steps)
         keep(self, "_aliases", dict(aliases))
@@ -81,7 +82,6 @@ class ParallelModel(nn.Module):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
         steps.agreement.parameters = self.parameters
-        super().train(steps.source.training)  # its modules keep the modes that they have
 
     @property
     def plan(self) -> Plan:
@@ -135,7 +135,8 @@ class ParallelModel(nn.Module):
         *path, leaf = name.split(".")
         for part in path:
             if part not in module._modules:
-                module._modules[part] = nn.Module()
+                source = module.__dict__["_source"].get_submodule(part)
+                module._modules[part] = Part(source)
             child = module._modules[part]
             assert child is not None
             module = child
@@ -146,12 +147,6 @@ class ParallelModel(nn.Module):
             owner = self._own("_steps").source.get_submodule(".".join(path))
             if leaf in owner._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
-
-    def train(self, mode: bool = True) -> ParallelModel:
-        """Training or evaluation mode, of the model's own modules too."""
-        super().train(mode)
-        self._own("_steps").source.train(mode)
-        return self
 
     # ------------------------------------------------------------------ calls
 

@@ -31,6 +31,7 @@ from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
+from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
@@ -76,12 +77,11 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
-    compared: bool = False  # whether the first batch was compared over a dp replica's ranks
 
     @cached_property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The model's own modules: to walk through them takes a step's time."""
-        return tuple(self.source.modules())
+    def settings(self) -> Settings:
+        """The modes and attributes of the model's own modules."""
+        return Settings(self.source)
 
     @cached_property
     def agreement(self) -> Agreement:
@@ -111,7 +111,7 @@ class Steps:
         results: bool,
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
-        modes = tuple([m.training for m in self.modules])
+        modes = self.settings.modes(), self.settings.changed()
         shape = signature(args, kwargs), layout.sizes
         return shape, modes, autocast_of(self.device), train, results
 
@@ -263,10 +263,7 @@ class Steps:
         dtype = plan.precision.dtype("compute") if plan.precision else None
         parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
-        self.agreement.leaves = pytree.tree_leaves((args, kwargs))
-        if not self.compared:
-            self.compared = True
-            self.agreement.compare_batches(named_tensors(args, kwargs).values())
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:

@@ -8,6 +8,7 @@ lest values that were swapped between two sets cancel out.
 
 from __future__ import annotations
 
+import re
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ from merakc.runtime.state import digest
 MAX_BYTES, _BLOCK = 2**18, 256
 _BITS = 31  # of a hash: its multiples and their sums over ranks are exact in float64
 _ODD = 0x9E3779B97F4A7C15  # the fractional digits of the golden ratio, which scatter bits
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where Python put an object
 _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 
 
@@ -43,6 +45,7 @@ class Agreement:
     groups: Groups
     parameters: Callable[[], Iterable[torch.Tensor]] = tuple
     leaves: Sequence[Any] | None = None
+    compared: bool = False  # whether a batch was compared before it ran
     settings: dict[int, str] = field(default_factory=dict)
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
@@ -72,8 +75,17 @@ class Agreement:
         if self._ours[optimizer]:
             self.settings[id(optimizer)] = _settings(optimizer)
 
-    def compare_batches(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Raises `MismatchError` where the ranks of this replica were given other tensors.
+    def given(self, leaves: Sequence[Any]) -> None:
+        """Notes the batch that runs next; the first one is compared at once, lest ranks that are
+        given others wait for each other.
+        """
+        self.leaves = leaves
+        if not self.compared:
+            self.compared = True
+            self._compare_batches(leaves)
+
+    def _compare_batches(self, leaves: Sequence[Any]) -> None:
+        """Raises `MismatchError` where the ranks of this replica were given other leaves.
 
         A sampler that counts ranks in place of dp ranks would train on garbage.
         """
@@ -81,7 +93,9 @@ class Agreement:
         if group is None:
             return
         digests = [""] * group.size()
-        dist.all_gather_object(digests, digest(tensors), group=group)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        others = [_told(x) for x in leaves if not isinstance(x, torch.Tensor)]
+        dist.all_gather_object(digests, f"{digest(tensors)} {others}", group=group)
         ranks = dist.get_process_group_ranks(group)
         odd = [r for r, d in zip(ranks, digests, strict=True) if d != digests[0]]
         if odd:
@@ -108,7 +122,7 @@ class Agreement:
         dist.all_reduce(sums, group=world)
         batches, optimizers = sums[1:].tolist()
         if batches:
-            self.compare_batches(x for x in leaves or () if isinstance(x, torch.Tensor))
+            self._compare_batches(leaves or ())
             raise MismatchError(
                 f"ranks of another data-parallel replica were given different batches; {_BATCHES}"
             )
@@ -136,7 +150,7 @@ def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float
     """
     found = 0
     for leaf in leaves:
-        data = _sample(leaf, step) if isinstance(leaf, torch.Tensor) else repr(leaf).encode()
+        data = _sample(leaf, step) if isinstance(leaf, torch.Tensor) else _told(leaf).encode()
         found = zlib.crc32(data, found)
     dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
     return _mark(found, dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
@@ -153,6 +167,11 @@ def settings_mark(told: str, mesh: Mesh, rank: int) -> float:
 def _mark(value: int, place: int, ranks: int, first: bool) -> float:
     scrambled = (value + 1) * (2 * place + 1) * _ODD % 2**64 >> 64 - _BITS
     return float(scrambled * (ranks - 1 if first else -1))
+
+
+def _told(value: Any) -> str:
+    """What is no tensor, in words that are the same on every rank."""
+    return _ADDRESS.sub("", repr(value))
 
 
 def _sample(tensor: torch.Tensor, step: int) -> Any:

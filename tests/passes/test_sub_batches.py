@@ -13,6 +13,7 @@ from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
 from merakc.cluster import NOMINAL_CPU
 from merakc.errors import PlanError
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.program import Mesh
 from merakc.kernels.draws import KEY_POSITION
@@ -20,6 +21,7 @@ from merakc.overlap import with_parts
 from merakc.passes.interpret import interpret
 from merakc.passes.sub_batches import divided, make_parts
 from merakc.planner import Lowered, make_plan
+from tests.coupled_models import ROUTED
 from tests.recorded import recorded
 
 SAMPLES = 4
@@ -181,3 +183,14 @@ def test_samples_may_stand_in_any_dim() -> None:
     assert set(made.parts[0].sample_dims.values()) == {1}
     joins = [n for n in made.local(0, 0).nodes if n.op == "aten.cat.default"]
     assert [n.args[1] for n in joins] == [1]
+
+
+def test_a_stage_that_hands_values_to_the_head_runs_whole() -> None:
+    def planned(parts: int) -> Lowered:
+        recording = ROUTED.record(BatchLayout((8,), parts))
+        return make_plan(recording, Mesh(1, 1, 1), parts, NOMINAL_CPU)[1]
+
+    whole, part = planned(2), planned(4)
+    parts = make_parts(whole.loss.graph, whole.stages, part.loss.graph, part.stages, {})
+    with pytest.raises(PlanError, match=r"makes no waist share\..* give overlap=1"):
+        divided(whole.stages.local[0], part.stages.local[0], parts)

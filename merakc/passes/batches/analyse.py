@@ -333,17 +333,19 @@ class _Reader:
                     for o in node.outputs
                 )
             )
-        ins = [s for s in place.states.values() if s.sampled]
-        if any(s.dims is None or s.dims[0] != (SAMPLES,) or not s.rows for s in ins):
+        firsts = {s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled}
+        first = firsts.pop()
+        if firsts or first[:1] != (SAMPLES,):
             return coupled(node, "it is not seen what it does to samples")
         states: list[State | None] = []
         for spec, other in zip(node.outputs, place.twin.outputs, strict=True):
             if spec is None or other is None:
                 states.append(None)
                 continue
-            if spec.shape[:1] != (self.samples,) or other.shape[:1] != (self.total,):
+            ends = size(first, self.samples), size(first, self.total)
+            if (spec.shape[:1], other.shape[:1]) != ((ends[0],), (ends[1],)):
                 return coupled(node, "it is not seen what it does to samples")
-            states.append(State(Kind.ROWS, ((SAMPLES,), *plain(spec.shape[1:]))))
+            states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
         what = node.module if node.op == OPAQUE else node.op
         return Outcome(tuple(states), assumed=f"'{what}' computes each sample by itself")
 
