@@ -78,13 +78,13 @@ def record_part(
     found: Analysis | None = None
     unchecked = ""
     if layout.parts > 1:
-        found = analysed(graphs, sampled, layout.each, layout.total)
+        found = analysed(graphs, sampled, layout.each, layout.total, layout.least)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
-            found = analysed(graphs, sampled, layout.each, 2 * layout.each)
+            found = analysed(graphs, sampled, layout.each, 2 * layout.each, layout.each)
             found = retaken(found, part.graph, part.graph, layout.each, layout.each)
     graph = part.graph
     if found is not None:
@@ -97,17 +97,18 @@ def record_part(
 
 
 def analysed(
-    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int
+    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int, least: int
 ) -> Analysis:
     """What parts of so many samples make of the values of a forward; `sized` records it.
 
-    Of one sample, no dim can be told from another of size 1: what holds for parts of two holds for
-    it.
+    Every rank looks at parts of the `least` samples, so that all come to the same; of one sample,
+    no dim can be told from another of size 1: what holds for parts of two holds for it.
     """
-    if samples > 1:
-        return analyse(sized(samples), sized(total), sampled, samples, total)
-    wide = _wide(total)
-    found = analyse(sized(2), sized(wide), sampled, 2, wide)
+    least = max(least, 2)
+    wide = total if total > least else _wide(total)
+    found = analyse(sized(least), sized(wide), sampled, least, wide)
+    if (samples, total) == (least, wide):
+        return found
     return retaken(found, sized(samples), sized(total), samples, total)
 
 

@@ -109,6 +109,11 @@ class BatchLayout:
         return self.own // self.micro_batches
 
     @property
+    def least(self) -> int:
+        """Samples of the smallest part of any dp rank."""
+        return min(self.sizes) // self.micro_batches
+
+    @property
     def parts(self) -> int:
         """Number of parts of the whole batch."""
         return len(self.sizes) * self.micro_batches
