@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from merakc.batch_dims import GivenDims, check_batch_dims, hypotheses, parse_batch_dims
 from merakc.batches import (
     TensorSpecs,
     batch_size_of,
@@ -28,6 +29,7 @@ from merakc.bookkeeping import Bookkeeper, make_header
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.errors import ConfigError, MerakWarning
 from merakc.expected import expected
+from merakc.find_samples import find_samples
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
@@ -75,6 +77,7 @@ def auto_parallel(
     precision: str | Precision | None = None,
     overlap: int | None = None,
     couplings: Couplings = WHOLE_BATCH,
+    batch_dims: GivenDims | None = None,
     compile: bool = False,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
@@ -100,6 +103,8 @@ def auto_parallel(
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
         couplings: "whole batch": samples that the loss couples are, as in one process, those of the
             whole batch, for which micro-batches wait; "per micro-batch": of each micro-batch.
+        batch_dims: where samples stand in tensors of the batch, by name or pattern: the dim, (dim,
+            rows of each sample), or None for no samples; found by recordings where it is not given.
         compile: whether the graphs of stages become kernels of their own, by torch's compiler.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -110,8 +115,9 @@ def auto_parallel(
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     request = Request(
-        *given, state_shards, parse_precision(precision), overlap, couplings=couplings
-    )
+        *given, state_shards, parse_precision(precision), overlap, couplings=couplings,
+        batch_dims=parse_batch_dims(batch_dims),
+    )  # fmt: skip
     made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
@@ -139,32 +145,36 @@ def _decide(
     seed: int,
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan."""
-    given, request, first, specs = from_rank_0(lambda: _requested(fixed, plan, batch))
+    given, requests, specs = from_rank_0(lambda: _requested(fixed, plan, batch))
 
     @cache
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
         return with_tensor_specs(*call_arguments(batch), specs)
 
-    likely = given.dp if given is not None else max(m.dp for m in meshes(request))
+    likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
 
     @cache
-    def recorded(parts: int, dp: int = likely) -> BatchRecording:
+    def made(k: int, parts: int, dp: int) -> BatchRecording:
+        request = requests[k]
         layout = BatchLayout((request.batch_size,) * dp, parts)
-        divided = request.overlap != 0 and request.tp != 1
-        return with_loss(
-            record_part(
-                model,
-                *example(),
-                layout,
-                device,
-                request.precision,
-                couplings=request.couplings,
-                divided=divided,
-            )  # fmt: skip
-        )
+        return record_part(
+            model, *example(), layout, device, request.precision, couplings=request.couplings,
+            dims=request.batch_dims, divided=request.overlap != 0 and request.tp != 1,
+        )  # fmt: skip
 
-    agree(lambda: _facts(model, recorded(first), fixed, seed))
-    machines = cluster or _nominal(device)
+    def first(k: int) -> BatchRecording:
+        return made(k, _first_parts(requests[k], given), likely)
+
+    @cache
+    def reading() -> int:
+        """Which request reads the batch as the forward does."""
+        return find_samples(range(len(requests)), first) if len(requests) > 1 else 0
+
+    def recorded(parts: int, dp: int = likely) -> BatchRecording:
+        return with_loss(made(reading(), parts, dp))
+
+    agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))
+    request, machines = requests[reading()], cluster or _nominal(device)
     lowered = _lowered(request, given, recorded, machines)
     plan = lowered.plan
     recording = recorded(plan.micro_batches, plan.dp)
@@ -261,8 +271,9 @@ def _release_groups() -> None:
 
 def _requested(
     fixed: Request, plan: Plan | str | Path | None, batch: Any
-) -> tuple[Plan | None, Request, int, TensorSpecs]:
-    """The plan that is given, the request, the micro-batches to record first, the batch's specs.
+) -> tuple[Plan | None, list[Request], TensorSpecs]:
+    """The plan that is given; the request, for each way to read the batch, likeliest first; the
+    batch's specs.
 
     Everything that can be refused before the model is looked at is refused here.
     """
@@ -276,22 +287,47 @@ def _requested(
     fixed = with_schedule(fixed)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     args, kwargs = call_arguments(batch)
-    request = replace(fixed, batch_size=batch_size_of(args, kwargs))
     specs = tensor_specs(args, kwargs)
-    if given is None:
-        return None, request, micro_batches_for(request, meshes(request)[0]), specs
-    _check_plan(fixed, given)
-    request = replace(request, precision=given.precision, couplings=given.couplings)
-    return given, request, given.micro_batches, specs
+    check_batch_dims(args, kwargs, fixed.batch_dims)
+    if given is not None:
+        _check_plan(fixed, given)
+        size = batch_size_of(args, kwargs, given.batch_dims)
+        request = replace(
+            fixed, batch_size=size, precision=given.precision, couplings=given.couplings,
+            batch_dims=given.batch_dims,
+        )  # fmt: skip
+        return given, [request], specs
+    found: list[Request] = []
+    refusal: ConfigError | None = None
+    for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
+        size = batch_size_of(args, kwargs, dims)
+        request = replace(fixed, batch_size=size, batch_dims=dims)
+        try:
+            _first_parts(request, None)
+        except ConfigError as error:
+            refusal = refusal or error
+        else:
+            found.append(request)
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return None, found, specs
+
+
+def _first_parts(request: Request, given: Plan | None) -> int:
+    """The number of micro-batches to record first."""
+    if given is not None:
+        return given.micro_batches
+    return micro_batches_for(request, meshes(request)[0])
 
 
 def _check_plan(fixed: Request, given: Plan) -> None:
     for name in (
         "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
-        "precision", "couplings",
+        "precision", "couplings", "batch_dims",
     ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", (), WHOLE_BATCH, planned):
+        if value not in (None, "auto", (), WHOLE_BATCH, {}, planned):
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )

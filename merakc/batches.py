@@ -3,58 +3,133 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
+from merakc.batch_objects import opened
 from merakc.errors import ConfigError
-from merakc.ir.batches import Rows
+from merakc.ir.batches import BY_SIZE, BatchDims, Rows
 
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch as the model is called with it: a mapping by keyword, a sequence by position."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, (tuple, list)):
-        return tuple(batch), {}
-    return (batch,), {}
+    """The batch as the model is called with it: a mapping by keyword, a sequence by position.
 
-
-def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The number of samples of a batch: the commonest size of dim 0 of its tensors.
-
-    Raises `ConfigError` where the batch holds no tensor with dims.
+    Objects in it are opened (`merakc.batch_objects`).
     """
-    sizes = [t.shape[0] for t in _tensors((tuple(args), dict(kwargs))) if t.dim()]
-    if not sizes:
+    if isinstance(batch, Mapping):
+        return (), opened(dict(batch))
+    if isinstance(batch, (tuple, list)):
+        return opened(tuple(batch)), {}
+    return opened((batch,)), {}
+
+
+def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims = BY_SIZE) -> int:
+    """The number of samples of a batch, as `dims` say; where they do not, the commonest size of dim
+    0 of its tensors.
+
+    Raises `ConfigError` where the batch holds no tensor with dims, and where `dims` do not fit it.
+    """
+    return _size(named_tensors(args, kwargs), dims, args, kwargs)
+
+
+def sample_rows(
+    args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims = BY_SIZE
+) -> dict[str, Rows]:
+    """Where the samples stand in the tensors of a batch, by name; a tensor without any is left
+    out.
+    """
+    named = named_tensors(args, kwargs)
+    size = _size(named, dims, args, kwargs)
+    found: dict[str, Rows] = {}
+    for name, tensor in named.items():
+        key = dims_key(name, dims)
+        by_size = Rows() if tensor.dim() and tensor.shape[0] == size else None
+        rows = dims[key] if key is not None else by_size
+        if rows is not None:
+            found[name] = rows
+    return found
+
+
+def dims_key(name: str, dims: BatchDims) -> str | None:
+    """The key of `dims` that says where a tensor's samples stand: its name, or the first pattern
+    that fits it.
+    """
+    if not dims or name in dims:
+        return name if dims else None
+    return next((key for key in dims if fnmatchcase(name, key)), None)
+
+
+def _size(
+    named: Mapping[str, torch.Tensor],
+    dims: BatchDims,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> int:
+    said = {n: dims[k] for n in named if (k := dims_key(n, dims)) is not None}
+    sizes = {n: _said_size(n, named[n], rows) for n, rows in said.items() if rows is not None}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(
+            f"{n} in '{name}' of shape {list(named[name].shape)}" for name, n in sizes.items()
+        )
+        raise ConfigError(
+            f"batch_dims does not fit the batch: the samples are {listed}; give the dims that hold "
+            f"one sample in each place: batch_dims={shown_dims(said)}"
+        )
+    if sizes:
+        return next(iter(sizes.values()))
+    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in said]
+    if not firsts:
         raise ConfigError(
             f"the batch holds no tensor with a batch dim (dim 0): {_kinds(args, kwargs)}; give a "
             "mapping of names to tensors, a sequence of tensors, or a tensor"
         )
-    return max(sizes, key=lambda s: (sizes.count(s), s))
+    return max(firsts, key=lambda s: (firsts.count(s), s))
 
 
-def sample_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Rows]:
-    """Where the samples stand in the tensors of a batch, by name; a tensor without any is left
-    out.
-    """
-    size = batch_size_of(args, kwargs)
-    named = named_tensors(args, kwargs)
-    return {n: Rows() for n, t in named.items() if t.dim() and t.shape[0] == size}
+def _said_size(name: str, tensor: torch.Tensor, rows: Rows) -> int:
+    shape, each = list(tensor.shape), rows.outer * rows.inner
+    if rows.dim >= len(shape):
+        raise ConfigError(
+            f"batch_dims says that the samples of '{name}' stand in dim {rows.dim}; it is of shape "
+            f"{shape}: give a dim of it, or None where it is the same for all samples"
+        )
+    if shape[rows.dim] % each:
+        raise ConfigError(
+            f"batch_dims says that dim {rows.dim} of '{name}' holds {each} rows for each sample; "
+            f"it is of shape {shape}, and {shape[rows.dim]} does not divide by {each}"
+        )
+    return rows.samples(shape)
+
+
+def shown_dims(dims: BatchDims) -> str:
+    """Where samples stand, as users write it."""
+
+    def shown(rows: Rows | None) -> object:
+        if rows is None:
+            return None
+        return rows.dim if rows.inner == 1 else (rows.dim, rows.inner)
+
+    return repr({name: shown(rows) for name, rows in dims.items()})
 
 
 def split_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any], micro_batches: int
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    micro_batches: int,
+    dims: BatchDims = BY_SIZE,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments of each micro-batch.
 
-    Tensors that hold samples are split by them, in order; all others are given to every micro-batch
-    as they are. Raises `ConfigError` where the batch does not divide.
+    Tensors that hold samples, where `dims` or their sizes say, are split by them, in order; all
+    others are given to every micro-batch as they are. Raises `ConfigError` where the batch does not
+    divide.
     """
-    size, sampled = batch_size_of(args, kwargs), sample_rows(args, kwargs)
+    size, sampled = batch_size_of(args, kwargs, dims), sample_rows(args, kwargs, dims)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_objects import opened
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError
@@ -163,6 +164,7 @@ class ParallelModel(nn.Module):
         """
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        args, kwargs = opened(args), opened(kwargs)
         step = steps.compile(args, kwargs, train=train, results=False)
         if not step.has_loss:
             return self._results(step, args, kwargs)
@@ -202,6 +204,7 @@ class ParallelModel(nn.Module):
         keys and values) are None.
         """
         steps = self._own("_steps")
+        args, kwargs = opened(args), opened(kwargs)
         step = steps.compile(args, kwargs, train=False, results=True)
         return self._results(step, args, kwargs)
 

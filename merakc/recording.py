@@ -11,17 +11,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import cast_floats, resized, sample_rows, split_batch
+from merakc.batches import (
+    cast_floats,
+    named_tensors,
+    resized,
+    sample_rows,
+    shown_dims,
+    split_batch,
+)
 from merakc.errors import ConfigError, MerakError, RecordError, failure
 from merakc.frontend.record import Recording, record
-from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
+from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.analyse import Analysis, OtherPathError, analyse, retaken
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
+
+MOST_SHOWN = 12  # tensors of a batch in a message
 
 
 def record_part(
@@ -33,19 +42,21 @@ def record_part(
     precision: Precision | None = None,
     *,
     couplings: Couplings = WHOLE_BATCH,
+    dims: BatchDims = BY_SIZE,
     divided: bool = False,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
     Where there are several parts, the whole batch is recorded beside it: the two say what the parts
-    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
-    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
-    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
-    `RecordError` as `record` and `analyse` do.
+    make of every value. `couplings` says which samples are coupled, where any are; `dims` where
+    they stand in the batch; `divided` that one part alone may be divided further. Random draws are
+    keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
+    the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
-    sampled = sample_rows(args, kwargs)
+    sampled = sample_rows(args, kwargs, dims)
+    taken = taken_dims(args, kwargs, dims)
 
     def recorded(samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
@@ -56,10 +67,10 @@ def record_part(
             except Exception as error:
                 if samples == layout.own:
                     raise
-                raise _other_size(samples, layout.own, sampled, error) from error
+                raise _other_size(samples, layout.own, taken, error) from error
         return replace(made, graph=with_known_masks(made.graph))
 
-    part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches)[0])
+    part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches, dims)[0])
 
     @cache
     def sized(samples: int) -> Graph:
@@ -69,7 +80,10 @@ def record_part(
 
     found: Analysis | None = None
     if layout.parts > 1:
-        found = analysed(sized, sampled, layout.each, layout.total)
+        try:
+            found = analysed(sized, sampled, layout.each, layout.total)
+        except OtherPathError as error:
+            raise RecordError(f"{error}; {taken}") from error
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, sampled, layout.each, 2 * layout.each)
@@ -80,7 +94,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings,
+        layout=layout, found=found, couplings=couplings, dims=dims,
     )  # fmt: skip
 
 
@@ -99,15 +113,25 @@ def analysed(
     return retaken(found, sized(samples), sized(total), samples, total)
 
 
-def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: Exception
-) -> RecordError:
+def _other_size(samples: int, own: int, taken: str, error: Exception) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
-        f"({failure(error)}); {', '.join(sampled)} hold one sample for each place in dim 0, and "
-        "the rest of the batch is the same for all: where that is not so, or the model is for one "
-        "size of batch, train with dp=1 and micro_batches=1"
+        f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
+        "micro_batches=1"
+    )
+
+
+def taken_dims(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> str:
+    """Where a batch's samples are taken to stand, and how to say that they stand elsewhere."""
+    sampled = sample_rows(args, kwargs, dims)
+    found = {n: sampled.get(n) for n, t in named_tensors(args, kwargs).items() if t.dim()}
+    shown = shown_dims(dict(list(found.items())[:MOST_SHOWN]))
+    more = f" and None for {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
+    return (
+        f"samples are taken to stand at batch_dims={shown}{more} (the dim of each tensor that "
+        "holds them, None where it is the same for all, or (dim, rows of a sample)): where they "
+        "stand elsewhere, give auto_parallel batch_dims that say so"
     )
 
 

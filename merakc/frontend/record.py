@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from merakc.batch_objects import closed
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
@@ -113,7 +114,7 @@ def _run(
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):
-            out = model(*fake_args, **fake_kwargs)
+            out = model(*closed(fake_args), **closed(fake_kwargs))
     found = recorder.finish(out)
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
     return found

@@ -55,6 +55,10 @@ FILLS = frozenset(
 )  # fmt: skip
 
 
+class OtherPathError(RecordError):
+    """A forward that does something else for other numbers of samples."""
+
+
 @dataclass(frozen=True)
 class Analysis:
     """Two recordings of a forward, written alike, and what was found of their values.
@@ -153,7 +157,7 @@ def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
 
 
 def _other_path(node: Node, samples: int, total: int) -> RecordError:
-    return RecordError(
+    return OtherPathError(
         f"{node.source}: for a part of {samples} samples the forward does something else than for "
         f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
         "samples one by one, or asks for their number; compute over all samples at once, or train "
