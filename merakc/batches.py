@@ -13,6 +13,7 @@ from merakc.batch_objects import opened
 from merakc.errors import ConfigError
 from merakc.ir.batches import BY_SIZE, BatchDims, Rows
 
+MOST_SHOWN = 12  # tensors of a batch in a message
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -115,6 +116,17 @@ def shown_dims(dims: BatchDims) -> str:
         return rows.dim if rows.inner == 1 else (rows.dim, rows.inner)
 
     return repr({name: shown(rows) for name, rows in dims.items()})
+
+
+def taken_dims(dims: BatchDims) -> str:
+    """That samples are taken to stand so in a batch, and how to say that they stand elsewhere."""
+    shown = shown_dims(dict(list(dims.items())[:MOST_SHOWN]))
+    more = f" and None for {len(dims) - MOST_SHOWN} more" if len(dims) > MOST_SHOWN else ""
+    return (
+        f"samples are taken to stand at batch_dims={shown}{more} (the dim of each tensor that holds them, None where it is the same for all, or "
+        "(dim, rows of a sample)): where they stand elsewhere, give auto_parallel batch_dims that "
+        "say so"
+    )
 
 
 def split_batch(

@@ -16,8 +16,8 @@ from merakc.batches import (
     named_tensors,
     resized,
     sample_rows,
-    shown_dims,
     split_batch,
+    taken_dims,
 )
 from merakc.errors import ConfigError, MerakError, RecordError, failure
 from merakc.frontend.record import Recording, record
@@ -29,8 +29,6 @@ from merakc.passes.batches.analyse import Analysis, OtherPathError, analyse, ret
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
-
-MOST_SHOWN = 12  # tensors of a batch in a message
 
 
 def record_part(
@@ -56,7 +54,8 @@ def record_part(
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
     sampled = sample_rows(args, kwargs, dims)
-    taken = taken_dims(args, kwargs, dims)
+    tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
+    taken = taken_dims({n: sampled.get(n) for n in tensors})
 
     def recorded(samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
@@ -119,19 +118,6 @@ def _other_size(samples: int, own: int, taken: str, error: Exception) -> RecordE
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
         f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
         "micro_batches=1"
-    )
-
-
-def taken_dims(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> str:
-    """Where a batch's samples are taken to stand, and how to say that they stand elsewhere."""
-    sampled = sample_rows(args, kwargs, dims)
-    found = {n: sampled.get(n) for n, t in named_tensors(args, kwargs).items() if t.dim()}
-    shown = shown_dims(dict(list(found.items())[:MOST_SHOWN]))
-    more = f" and None for {len(found) - MOST_SHOWN} more" if len(found) > MOST_SHOWN else ""
-    return (
-        f"samples are taken to stand at batch_dims={shown}{more} (the dim of each tensor that "
-        "holds them, None where it is the same for all, or (dim, rows of a sample)): where they "
-        "stand elsewhere, give auto_parallel batch_dims that say so"
     )
 
 

@@ -151,18 +151,27 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """What must hold of a batch: of each sample, the mask at line `source` has `places` places."""
+
+    source: str
+    places: int
+
+
+@dataclass(frozen=True, slots=True)
 class Known:
     """What is computed before the step, of the batch alone.
 
     Every part runs `part`, whose outputs are handed over to `whole`, which every rank runs on what
     they make together, over all dp ranks. Its results are inputs of the step under their names;
     `rows` says where the samples stand in each, of which a part reads its own, None where it reads
-    all.
+    all. `checks` say what some of them must be.
     """
 
     part: Graph
     whole: Head
     rows: Mapping[str, Rows | None]
+    checks: Mapping[str, Check] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, Node, Output, OutputKind, Ref, TensorSpec
+from merakc.passes.batches.states import places_of
 from merakc.passes.dims import given, signature
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 MEAN, SUM = 1, 2  # torch's codes for a loss's reduction
 FULL = "aten.full.default"
+MASKED_SCATTER = "aten.masked_scatter.default"
 # Calls that read the shape of an argument alone, and what they fill the result with.
 FILLED = {
     "aten.zeros_like.default": 0,
@@ -36,17 +38,35 @@ def normalised(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.op in (CROSS_ENTROPY, *NLL) and given(node, "reduction") == MEAN:
             writer.mean_over_labels(node)
+        elif node.op == MASKED_SCATTER:
+            writer.places(node)
         elif node.op in FILLED or node.op in FILLED_BY_ARGUMENT:
             writer.filled(node)
         else:
             writer.nodes.append(node)
-    return replace(graph, nodes=tuple(writer.nodes)).pruned()
+    outputs = (*graph.outputs, *writer.counts)
+    return replace(graph, nodes=tuple(writer.nodes), outputs=outputs).pruned()
 
 
 class _Writer:
     def __init__(self, graph: Graph) -> None:
         self.specs = graph.specs()
         self.nodes: list[Node] = []
+        self.counts: list[Output] = []
+
+    def places(self, node: Node) -> None:
+        """Beside a `masked_scatter`, the places of its mask in each slice of dim 0."""
+        self.nodes.append(node)
+        shape, mask = node.spec.shape, node.args[1]
+        if len(shape) < 2:
+            return
+        if self.specs[mask].shape != shape:
+            mask = self._add(node, "mask", "aten.expand.default", (mask, shape), shape, torch.bool)
+        dims = tuple(range(1, len(shape)))
+        own = places_of(node)
+        _, _, suffix = own.node.rpartition(".")
+        self._add(node, suffix, "aten.sum.dim_IntList", (mask, dims), shape[:1], torch.int64)
+        self.counts.append(Output(own.node, OutputKind.RESULT, own))
 
     def filled(self, node: Node) -> None:
         value = FILLED[node.op] if node.op in FILLED else given(node, "fill_value")

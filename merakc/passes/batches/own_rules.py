@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.passes.batches.normalise import CROSS_ENTROPY, MEAN, NLL
+from merakc.passes.batches.normalise import CROSS_ENTROPY, MASKED_SCATTER, MEAN, NLL
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
@@ -193,6 +193,23 @@ def _ctc(place: Place) -> Outcome | None:
     return Outcome(tuple(states))
 
 
+def _masked_scatter(place: Place) -> Outcome | None:
+    """Values put where a mask says, in order: each sample's own, where there is room for just them
+    in it.
+    """
+    node = place.node
+    x, mask, source = (place.states[r] for r in node.args)
+    into, where, values = _dims(x), _dims(mask), _dims(source)
+    if not any(s.sampled for s in (x, mask, source)):
+        return None
+    shaped = len(into) == len(where) == len(node.spec.shape) > 1 and mask.known
+    first = into[:1] == where[:1] == ((SAMPLES,),) and values[:1] and values[0][:1] == (SAMPLES,)
+    if not shaped or not first or any(SAMPLES in d for d in (*into[1:], *where[1:], *values[1:])):
+        return coupled(node, "values that go where a mask says, across samples")
+    each = math.prod(place.shape(node.args[2])) // place.samples
+    return Outcome((State(Kind.ROWS, into),), fills=each)
+
+
 def _copies(place: Place) -> Outcome | None:
     """What is no sample's, once for each sample."""
     node, state = place.node, place.states[place.node.refs[0]]
@@ -262,4 +279,5 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
     "aten.embedding.default": _embedding,
+    MASKED_SCATTER: _masked_scatter,
 }

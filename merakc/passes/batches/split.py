@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from merakc.batches import taken_dims
 from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
 from merakc.ir.batches import (
     PER_MICRO_BATCH,
     WHOLE_BATCH,
     BatchSplit,
+    Check,
     Couplings,
     Head,
     Known,
@@ -27,7 +29,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.part import PartWriter, keyed, known_name, share_name
-from merakc.passes.batches.states import Kind
+from merakc.passes.batches.states import Kind, places_of
 from merakc.passes.batches.waist import Waist, find_waist, is_work, of_parameters
 
 # Of the arithmetic of a model's layers, what may run once for the whole batch on one stage: with
@@ -88,9 +90,18 @@ class _Split:
             Output(share_name(r), OutputKind.WAIST, r) for r in (waist.values if waist else ())
         ]
         graph = self.parts.written(outputs, self.alone)
-        known = self.known({**self.needed, **self.parts.known})
+        fills = {places_of(n): o.fills for n in self.found.part.nodes
+                 if (o := self.found.outcomes[n.name]).fills}  # fmt: skip
+        known = self.known({**self.needed, **self.parts.known, **dict.fromkeys(fills)})
+        if known is not None:
+            checks = {known_name(r): self.check(r, each) for r, each in fills.items()}
+            known = replace(known, checks=checks)
         results = {o.name: self.result(o) for o in self.outputs if o.kind is OutputKind.RESULT}
         return BatchSplit(graph, known, head, results, (*self.lines, *self.found.assumed))
+
+    def check(self, ref: Ref, each: int) -> Check:
+        """What a step checks of the places that a mask has in each sample."""
+        return Check(self.found.makers[ref.node].source, each)
 
     def result(self, out: Output) -> tuple[ShareKind, Rows | None]:
         """How the results of the parts make that of the whole batch."""
@@ -164,11 +175,13 @@ class _Split:
         if mine <= HEAD_SHARE * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
+        batch = [i.target for i in self.found.part.inputs if i.kind is InputKind.BATCH]
+        taken = taken_dims({name: self.found.sampled.get(name) for name in batch})
         raise RecordError(
             f"{why}: samples of the batch are coupled before {mine / every:.0%} of the layers' "
             "arithmetic, so that it cannot run in parts; train with dp=1 and micro_batches=1, or "
             'ask for couplings="per micro-batch", which takes each micro-batch for a batch of its '
-            "own there"
+            f"own there; {taken}"
         )
 
     # ------------------------------------------------------------------ before the step

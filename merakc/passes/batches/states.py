@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Node, TensorSpec
+from merakc.ir.graph import Node, Ref, TensorSpec
 
 SAMPLES: Final = "S"  # the samples, among the factors of a dim
 Dim = tuple[int | str, ...]  # the factors of a dim, outermost first: sizes, and the samples
@@ -66,7 +66,8 @@ class Outcome(NamedTuple):
     `scaled`: a mean over samples, of which a part has its share. `once`: it is linear in several
     arguments together, so that its constant ones count once in all parts. `places`: the argument
     that holds places of samples, which a part counts for itself. `assumed`: what was taken to be so
-    without proof.
+    without proof. `fills`: it holds where a mask has so many places for each sample, which every
+    step checks (`places_of`).
     """
 
     states: Found
@@ -74,6 +75,12 @@ class Outcome(NamedTuple):
     once: bool = False
     places: int | None = None
     assumed: str = ""
+    fills: int = 0
+
+
+def places_of(node: Node) -> Ref:
+    """The value that counts, of each sample, the places of a mask that values are put in."""
+    return Ref(f"{node.name}.places")
 
 
 def plain(shape: Sequence[int]) -> Dims:
