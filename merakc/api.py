@@ -17,27 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merakc.batch_dims import GivenDims, check_batch_dims, hypotheses, parse_batch_dims
+from merakc.batch_dims import GivenDims, parse_batch_dims
 from merakc.batches import (
-    TensorSpecs,
-    batch_size_of,
     call_arguments,
-    tensor_specs,
     with_tensor_specs,
 )
 from merakc.bookkeeping import Bookkeeper, make_header
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import MerakWarning
 from merakc.expected import expected
 from merakc.find_samples import find_samples
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
-from merakc.ir.plan import Plan, load_plan
-from merakc.ir.plan_checks import check_recompute
+from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision, parse_precision
-from merakc.ir.state import AUTO, ShardsGiven, parse_shards
+from merakc.ir.state import ShardsGiven
 from merakc.kernels import gemm
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
@@ -45,13 +41,14 @@ from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner import Lowered, apply_plan
 from merakc.recording import record_part, with_loss
+from merakc.requested import first_parts, requested
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
-from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
+from merakc.search import Request, meshes, search
 from merakc.start import device_of, start_distributed
 from merakc.steps import Steps
 from merakc.trials import shared_cores
@@ -145,7 +142,7 @@ def _decide(
     seed: int,
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan."""
-    given, requests, specs = from_rank_0(lambda: _requested(fixed, plan, batch))
+    given, requests, specs = from_rank_0(lambda: requested(fixed, plan, batch))
 
     @cache
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -163,7 +160,7 @@ def _decide(
         )  # fmt: skip
 
     def first(k: int) -> BatchRecording:
-        return made(k, _first_parts(requests[k], given), likely)
+        return made(k, first_parts(requests[k], given), likely)
 
     @cache
     def reading() -> int:
@@ -267,89 +264,6 @@ def _release_groups() -> None:
         steps.close()
     unbind_axes()
     gc.collect()
-
-
-def _requested(
-    fixed: Request, plan: Plan | str | Path | None, batch: Any
-) -> tuple[Plan | None, list[Request], TensorSpecs]:
-    """The plan that is given; the request, for each way to read the batch, likeliest first; the
-    batch's specs.
-
-    Everything that can be refused before the model is looked at is refused here.
-    """
-    check_recompute(fixed.recompute)
-    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
-        raise ConfigError(
-            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
-        )
-    if fixed.overlap is not None and fixed.overlap < 0:
-        raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
-    fixed = with_schedule(fixed)
-    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
-    args, kwargs = call_arguments(batch)
-    specs = tensor_specs(args, kwargs)
-    check_batch_dims(args, kwargs, fixed.batch_dims)
-    if given is not None:
-        _check_plan(fixed, given)
-        size = batch_size_of(args, kwargs, given.batch_dims)
-        request = replace(
-            fixed, batch_size=size, precision=given.precision, couplings=given.couplings,
-            batch_dims=given.batch_dims,
-        )  # fmt: skip
-        return given, [request], specs
-    found: list[Request] = []
-    refusal: ConfigError | None = None
-    for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
-        size = batch_size_of(args, kwargs, dims)
-        request = replace(fixed, batch_size=size, batch_dims=dims)
-        try:
-            _first_parts(request, None)
-        except ConfigError as error:
-            refusal = refusal or error
-        else:
-            found.append(request)
-    if not found:
-        assert refusal is not None
-        raise refusal
-    return None, found, specs
-
-
-def _first_parts(request: Request, given: Plan | None) -> int:
-    """The number of micro-batches to record first."""
-    if given is not None:
-        return given.micro_batches
-    return micro_batches_for(request, meshes(request)[0])
-
-
-def _check_plan(fixed: Request, given: Plan) -> None:
-    for name in (
-        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
-        "precision", "couplings", "batch_dims",
-    ):  # fmt: skip
-        value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", (), WHOLE_BATCH, {}, planned):
-            raise ConfigError(
-                f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
-            )
-    planned_parts = (*given.sub_batches, *given.row_chunks.values()) or (0,)
-    if fixed.overlap is not None and fixed.overlap not in planned_parts:
-        raise ConfigError(
-            f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
-            "one of the two"
-        )
-    asked = fixed.state_shards
-    stages = len(given.rank_of)
-    planned_shards = [given.shards(s) for s in range(stages)]
-    if asked not in (None, AUTO) and list(parse_shards(asked, given.dp, stages)) != planned_shards:
-        raise ConfigError(
-            f"state_shards={asked} contradicts the plan's state_shards="
-            f"{'; '.join(map(str, planned_shards))}; give one of the two"
-        )
-    if given.mesh.world_size != fixed.world_size:
-        raise ConfigError(
-            f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
-            f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
-        )
 
 
 def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:

@@ -12,8 +12,9 @@ from merakc.batches import batch_size_of, dims_key, named_tensors, shown_dims
 from merakc.errors import ConfigError
 from merakc.ir.batches import BatchDims, Rows
 
-# The dim of a tensor's samples; with the rows that each sample has there; None for no samples.
-GivenDim = int | tuple[int, int] | None
+# The dim of a tensor's samples; with the rows that each sample has there, None for as many as there
+# are; None for no samples.
+GivenDim = int | tuple[int, int | None] | None
 GivenDims = Mapping[str, GivenDim]
 # How unlikely a place is: another dim than the first counts as its number, and several rows a
 # sample as one. A tensor that has the samples' size somewhere is rarely the same for all.
@@ -34,6 +35,8 @@ def _place(name: str, value: object) -> Rows | None:
     match numbers:
         case (int(dim), int(each)) if dim >= 0 and each > 0 and not isinstance(dim, bool):
             return Rows(dim, 1, each)
+        case (int(dim), None) if dim >= 0:
+            return Rows(dim, 1, 0)
     raise ConfigError(
         f"batch_dims[{name!r}] is {value!r}; give the dim (0 or more) in which the tensor holds "
         "the samples, (dim, rows of each sample), or None where it is the same for all samples"
@@ -97,7 +100,7 @@ def _places(shape: torch.Size, samples: int) -> list[tuple[int, Rows | None]]:
     found = [(dim, Rows(dim)) for dim, n in enumerate(shape) if n == samples]
     several = not found and shape[0] > samples > 1 and shape[0] % samples == 0
     if several:
-        found.append((SEVERAL, Rows(0, 1, shape[0] // samples)))
+        found.append((SEVERAL, Rows(0, 1, 0)))
     found.append((NOT_SAMPLES if found and not several else 0, None))
     return sorted(found, key=lambda place: place[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -52,7 +53,7 @@ def sample_rows(
         by_size = Rows() if tensor.dim() and tensor.shape[0] == size else None
         rows = dims[key] if key is not None else by_size
         if rows is not None:
-            found[name] = rows
+            found[name] = _closed(name, tensor, rows, size)
     return found
 
 
@@ -72,7 +73,11 @@ def _size(
     kwargs: Mapping[str, Any],
 ) -> int:
     said = {n: dims[k] for n in named if (k := dims_key(n, dims)) is not None}
-    sizes = {n: _said_size(n, named[n], rows) for n, rows in said.items() if rows is not None}
+    sizes = {
+        n: _said_size(n, named[n], rows)
+        for n, rows in said.items()
+        if rows is not None and rows.inner
+    }
     if len(set(sizes.values())) > 1:
         listed = ", ".join(
             f"{n} in '{name}' of shape {list(named[name].shape)}" for name, n in sizes.items()
@@ -90,6 +95,19 @@ def _size(
             "mapping of names to tensors, a sequence of tensors, or a tensor"
         )
     return max(firsts, key=lambda s: (firsts.count(s), s))
+
+
+def _closed(name: str, tensor: torch.Tensor, rows: Rows, samples: int) -> Rows:
+    """The place with the number of rows that each sample has; 0 stands for as many as there are."""
+    if rows.inner:
+        return rows
+    count = tensor.shape[rows.dim] if rows.dim < tensor.dim() else 0
+    if not count or count % samples:
+        raise ConfigError(
+            f"batch_dims says that dim {rows.dim} of '{name}' holds rows of {samples} samples; it "
+            f"is of shape {list(tensor.shape)}: give each sample as many rows as the others"
+        )
+    return replace(rows, inner=count // samples)
 
 
 def _said_size(name: str, tensor: torch.Tensor, rows: Rows) -> int:
@@ -113,19 +131,19 @@ def shown_dims(dims: BatchDims) -> str:
     def shown(rows: Rows | None) -> object:
         if rows is None:
             return None
-        return rows.dim if rows.inner == 1 else (rows.dim, rows.inner)
+        return rows.dim if rows.inner == 1 else (rows.dim, rows.inner or None)
 
     return repr({name: shown(rows) for name, rows in dims.items()})
 
 
 def taken_dims(dims: BatchDims) -> str:
     """That samples are taken to stand so in a batch, and how to say that they stand elsewhere."""
-    shown = shown_dims(dict(list(dims.items())[:MOST_SHOWN]))
+    first = shown_dims(dict(list(dims.items())[:MOST_SHOWN]))
     more = f" and None for {len(dims) - MOST_SHOWN} more" if len(dims) > MOST_SHOWN else ""
     return (
-        f"samples are taken to stand at batch_dims={shown}{more} (the dim of each tensor that holds them, None where it is the same for all, or "
-        "(dim, rows of a sample)): where they stand elsewhere, give auto_parallel batch_dims that "
-        "say so"
+        f"samples are taken to stand at batch_dims={first}{more} (the dim of each tensor that "
+        "holds them, None where it is the same for all, or (dim, rows of a sample)): where they "
+        "stand elsewhere, give auto_parallel batch_dims that say so"
     )
 
 
@@ -151,7 +169,7 @@ def split_batch(
     each = size // micro_batches
 
     def part(first: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _changed(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
+        return with_samples(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
 
     if micro_batches == 1:
         return [(tuple(args), dict(kwargs))]
@@ -162,7 +180,7 @@ def resized(
     args: Sequence[Any], kwargs: Mapping[str, Any], sampled: Mapping[str, Rows], samples: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch with so many samples; the tensors that hold them are on the meta device."""
-    return _changed(
+    return with_samples(
         args, kwargs, sampled,
         lambda rows, leaf: torch.empty(
             rows.sized(leaf.shape, samples), dtype=leaf.dtype, device="meta"
@@ -170,13 +188,13 @@ def resized(
     )  # fmt: skip
 
 
-def _changed(
+def with_samples(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     sampled: Mapping[str, Rows],
     change: Callable[[Rows, torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the tensors that hold samples changed."""
+    """The arguments with the tensors that hold samples, where `sampled` says, changed."""
 
     def changed(path: Any, leaf: Any) -> Any:
         rows = sampled.get(path_name(path)) if isinstance(leaf, torch.Tensor) else None

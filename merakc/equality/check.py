@@ -165,7 +165,10 @@ def check_source(plan: Plan, source: Source) -> None:
     samples = max(plan.batch_size // max(plan.micro_batches, 1), 1)
     args, kwargs = call_arguments(source.batch(samples))
     layout = BatchLayout((samples,), 1)
-    recording = record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
+    cpu = torch.device("cpu")
+    recording = record_part(
+        source.model, args, kwargs, layout, cpu, plan.precision, dims=plan.batch_dims
+    )
     difference = first_difference(plan.graph, fingerprint(recording.graph))
     if difference:
         raise PlanError(
@@ -249,7 +252,7 @@ def _recorder(
         with comparable(lift=lift):
             found = record_part(
                 model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"), precision,
-                divided=degrees.mesh.tp > 1,
+                dims=source.dims, divided=degrees.mesh.tp > 1,
             )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")
@@ -301,7 +304,12 @@ def _alone(case: Case) -> Lowered:
 
 def _whole_recording(case: Case) -> Recording:
     args, kwargs = call_arguments(case.batches[0])
-    layout = BatchLayout((batch_size_of(args, kwargs),), case.plan.dp * case.plan.micro_batches)
+    plan = case.plan
+    layout = BatchLayout(
+        (batch_size_of(args, kwargs, plan.batch_dims),), plan.dp * plan.micro_batches
+    )
     device = torch.device("cpu")
     with comparable(lift=case.lift):
-        return record_part(case.model, args, kwargs, layout, device, case.plan.precision)
+        return record_part(
+            case.model, args, kwargs, layout, device, plan.precision, dims=plan.batch_dims
+        )

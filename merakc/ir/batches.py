@@ -62,7 +62,8 @@ class Rows:
 
 
 # Where the samples of the batch's tensors stand, by the names of these or patterns of them
-# ("targets.*"); None where a tensor is the same for all samples. Of all others the sizes tell.
+# ("targets.*"); None where a tensor is the same for all samples. `inner` is 0 where each sample has
+# as many rows as there are. Of all other tensors the sizes tell.
 BatchDims = Mapping[str, Rows | None]
 BY_SIZE: Final[BatchDims] = {}
 

@@ -51,7 +51,8 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
             # Written as parts are, so that it can be run in parts of its own; a head needs none.
             with suppress(RecordError):
                 alone = split(found, outputs)
-                if alone.head is None:
+                checked = alone.known is not None and alone.known.checks
+                if alone.head is None and not checked:  # what holds of parts need not hold of one
                     return alone
         return BatchSplit(with_outputs(graph, outputs))
     if found is None:
