@@ -29,6 +29,7 @@ from merakc.expected import expected
 from merakc.find_samples import find_samples
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.record import Recording
+from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
 from merakc.ir.plan import Plan
@@ -109,6 +110,7 @@ def auto_parallel(
         timeout_s: how long a rank waits for a message before it says so.
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
     """
+    open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     request = Request(

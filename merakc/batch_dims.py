@@ -82,7 +82,8 @@ def hypotheses(
             found = fixed | {
                 n: rows for own, (_, rows) in zip(kinds.values(), choice, strict=True) for n in own
             }
-            if any(found.values()) and (samples != size or found != fixed | by_size):
+            counted = any(rows is not None and rows.inner for rows in found.values())
+            if counted and (samples != size or found != fixed | by_size):
                 yield found
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from merakc.batch_objects import opened
 from merakc.errors import ConfigError
 from merakc.ir.batches import BY_SIZE, BatchDims, Rows
 
@@ -19,15 +18,12 @@ TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch as the model is called with it: a mapping by keyword, a sequence by position.
-
-    Objects in it are opened (`merakc.batch_objects`).
-    """
+    """The batch as the model is called with it: a mapping by keyword, a sequence by position."""
     if isinstance(batch, Mapping):
-        return (), opened(dict(batch))
+        return (), dict(batch)
     if isinstance(batch, (tuple, list)):
-        return opened(tuple(batch)), {}
-    return opened((batch,)), {}
+        return tuple(batch), {}
+    return (batch,), {}
 
 
 def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims = BY_SIZE) -> int:

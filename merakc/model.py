@@ -10,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batch_objects import opened
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError
@@ -81,6 +80,7 @@ class ParallelModel(nn.Module):
         if not self._trained and any(p.requires_grad for p in steps.placements.values()):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
+        steps.agreement.parameters = self.parameters
         super().train(steps.source.training)  # its modules keep the modes that they have
 
     @property
@@ -164,7 +164,6 @@ class ParallelModel(nn.Module):
         """
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
-        args, kwargs = opened(args), opened(kwargs)
         step = steps.compile(args, kwargs, train=train, results=False)
         if not step.has_loss:
             return self._results(step, args, kwargs)
@@ -204,7 +203,6 @@ class ParallelModel(nn.Module):
         keys and values) are None.
         """
         steps = self._own("_steps")
-        args, kwargs = opened(args), opened(kwargs)
         step = steps.compile(args, kwargs, train=False, results=True)
         return self._results(step, args, kwargs)
 

@@ -58,7 +58,10 @@ class Recordings:
             cpu = torch.device("cpu")
             precision = self.request.precision
             layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
-            found = record_part(self.source.model, args, kwargs, layout, cpu, precision, dims=dims)
+            found = record_part(
+                self.source.model, args, kwargs, layout, cpu, precision,
+                couplings=self.request.couplings, dims=dims,
+            )  # fmt: skip
             self.known[samples] = with_loss(found)
         return self.known[samples]
 

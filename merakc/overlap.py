@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from merakc.cluster import Cluster
-from merakc.errors import ConfigError, MerakError, PlanError
+from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.passes.batches.recorded import in_parts, rows_of
@@ -49,13 +49,6 @@ def _parts(lowered: Lowered, record: Callable[[int], Recording], count: int) -> 
     plan, whole = lowered.plan, lowered.loss.graph
     recording = record(plan.micro_batches * count)
     split = in_parts(recording, plan.dp * plan.micro_batches * count, TRAINING)
-    checks = split.known.checks if split.known is not None else {}
-    known = lowered.loss.known
-    if checks and (known is None or not known.checks):
-        raise PlanError(
-            f"{next(iter(checks.values())).source}: masked_scatter: that each sample takes its own "
-            "values is not checked of a micro-batch alone; give overlap=0"
-        )
     graph = headed(split, plan.tp, gathered=gathers(whole)).graph
     sharding = planned_sharding(graph, plan)
     of = stages_like(graph, whole, lowered.stages.of)

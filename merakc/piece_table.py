@@ -35,12 +35,14 @@ Form = tuple[int, bool]  # the tp degree, and whether sequences are split
 class PieceTable:
     """`record` gives the forward of a micro-batch of so many samples.
 
-    `refused` has the forms that cannot be, and why.
+    `refused` has the forms that cannot be, and why. `couples` says whether the loss of a recording
+    couples the samples of the batch.
     """
 
     record: Callable[[int], Recording]
     cluster: Cluster
     refused: dict[Form, MerakError] = field(default_factory=dict)
+    couples: bool = False
     _splits: dict[Form, Mapping[str, Layout]] = field(default_factory=dict)
     _gathered: dict[int, bool] = field(default_factory=dict)
     _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class PieceTable:
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
         if samples not in self._short:
-            graph = in_parts(self.record(samples), PARTS, TRAINING).graph
+            split = in_parts(self.record(samples), PARTS, TRAINING)
+            graph, self.couples = split.graph, self.couples or split.head is not None
             self._short[samples] = shorten(graph, part_starts(graph))
         return self._short[samples]

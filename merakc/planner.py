@@ -218,9 +218,8 @@ def make_plan(
 ) -> tuple[Plan, Lowered]:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
-    The stages are as many as `schedule` has with `chunks` a rank, or as `order` has, the text of
-    an order of work. Raises `CutError` where the graph does not give them, `ShardError` where it
-    does not divide over `mesh.tp` ranks.
+    Of as many stages as `schedule` has with `chunks` a rank, or `order`, a text. Raises `CutError`
+    where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide it.
     """
     loss = headed(in_parts(recording, mesh.dp * micro_batches, TRAINING), mesh.tp)
     sharding = shard(

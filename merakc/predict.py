@@ -40,8 +40,7 @@ def predict(
     """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
-    if costs is None:
-        costs = planned_costs(lowered, cluster)
+    costs = costs or planned_costs(lowered, cluster)
     costs = tuple(
         replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
         for s, (c, g) in enumerate(zip(costs, local, strict=True))

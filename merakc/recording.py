@@ -19,13 +19,15 @@ from merakc.batches import (
     split_batch,
     taken_dims,
 )
-from merakc.errors import ConfigError, MerakError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.batches.analyse import Analysis, OtherPathError, analyse, retaken
+from merakc.passes.batches.alike import of_one_sample
+from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
@@ -61,31 +63,38 @@ def record_part(
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
                 made = record(model, args, kwargs, dtype)
-            except MerakError:
-                raise
-            except Exception as error:
+            except ForwardError as error:
                 if samples == layout.own:
                     raise
-                raise _other_size(samples, layout.own, taken, error) from error
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, taken, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
-    part = recorded(layout.each, *split_batch(args, kwargs, layout.micro_batches, dims)[0])
-
     @cache
-    def sized(samples: int) -> Graph:
+    def sized(samples: int) -> Recording:
         if samples == layout.each:
-            return part.graph
-        return recorded(samples, *resized(args, kwargs, sampled, samples)).graph
+            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches, dims)[0])
+        return recorded(samples, *resized(args, kwargs, sampled, samples))
+
+    part = sized(layout.each)
+    if layout.each == 1 and layout.parts > 1:
+        two, wide = sized(2).graph, _wide(layout.total)
+        graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
+        part = part if graph is part.graph else replace(sized(2), graph=graph)
+
+    def graphs(samples: int) -> Graph:
+        return part.graph if samples == layout.each else sized(samples).graph
 
     found: Analysis | None = None
+    unchecked = ""
     if layout.parts > 1:
-        try:
-            found = analysed(sized, sampled, layout.each, layout.total)
-        except OtherPathError as error:
-            raise RecordError(f"{error}; {taken}") from error
+        found = analysed(graphs, sampled, layout.each, layout.total)
+        loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
+        if loss is not None and couplings == WHOLE_BATCH:
+            unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
-            found = analysed(sized, sampled, layout.each, 2 * layout.each)
+            found = analysed(graphs, sampled, layout.each, 2 * layout.each)
             found = retaken(found, part.graph, part.graph, layout.each, layout.each)
     graph = part.graph
     if found is not None:
@@ -93,7 +102,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings, dims=dims,
+        layout=layout, found=found, couplings=couplings, dims=dims, unchecked=unchecked,
     )  # fmt: skip
 
 
@@ -107,12 +116,17 @@ def analysed(
     """
     if samples > 1:
         return analyse(sized(samples), sized(total), sampled, samples, total)
-    wide = total if total > 2 else 2 * total
+    wide = _wide(total)
     found = analyse(sized(2), sized(wide), sampled, 2, wide)
     return retaken(found, sized(samples), sized(total), samples, total)
 
 
-def _other_size(samples: int, own: int, taken: str, error: Exception) -> RecordError:
+def _wide(total: int) -> int:
+    """A number of samples to compare two of them with, for a batch of `total`."""
+    return total if total > 2 else 2 * total
+
+
+def _other_size(samples: int, own: int, taken: str, error: BaseException) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from merakc.batch_dims import check_batch_dims, hypotheses
+from merakc.batch_objects import check_objects
 from merakc.batches import TensorSpecs, batch_size_of, call_arguments, shown_dims, tensor_specs
 from merakc.errors import ConfigError
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
@@ -34,6 +35,7 @@ def requested(
     fixed = with_schedule(fixed)
     given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     args, kwargs = call_arguments(batch)
+    check_objects((args, kwargs))
     specs = tensor_specs(args, kwargs)
     check_batch_dims(args, kwargs, fixed.batch_dims)
     if given is not None:

@@ -242,7 +242,8 @@ def _ordered(
     plan = lowered.plan
     sizes = [t.size_bytes for t in lowered.stages.transfers]
     link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
-    pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s)
+    head_s = None if lowered.head_stage is None else costs[lowered.head_stage].head_s
+    pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s, head_s)
     try:
         schedule = generate([pipeline], memory_bytes, effort=effort).schedule
     except ConfigError:

@@ -76,9 +76,7 @@ class Simulation:
         return tuple(found)
 
 
-def simulate(
-    programs: Sequence[Program], costs: CostTable, *, head: int | None = None
-) -> Simulation:
+def simulate(programs: Sequence[Program], costs: CostTable, head: int | None = None) -> Simulation:
     """The times, the waits and the peak memory of one step. Verifies the Programs first:
     what couples samples is on the stage `head`, or where they have it.
 
@@ -125,10 +123,7 @@ def simulate(
     def receive(rank: int, action: Action) -> None:
         states[rank].receive(action, arrivals_s[action.peer, rank, action.is_grad].popleft())
 
-    def compute(rank: int, action: Action) -> None:
-        states[rank].compute(action)
-
-    stuck = run_programs(programs, post, receive, compute)
+    stuck = run_programs(programs, post, receive, lambda rank, a: states[rank].compute(a))
     assert not stuck, "verified programs ran into a deadlock"
     return replace(_result(list(states.values()), costs), stretch=stretch)
 

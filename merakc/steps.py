@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_objects import check_objects
 from merakc.batches import (
     batch_size_of,
     cast_floats,
@@ -21,7 +23,8 @@ from merakc.batches import (
     split_batch,
 )
 from merakc.compiled_step import CompiledStep
-from merakc.errors import MismatchError, PlanError
+from merakc.errors import PlanError
+from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import BatchLayout, ShareKind
 from merakc.ir.graph import InputKind, OutputKind, Ref
@@ -34,6 +37,7 @@ from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
+from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.fused import Fuser
@@ -42,7 +46,7 @@ from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
-from merakc.runtime.state import Placement, digest
+from merakc.runtime.state import Placement
 from merakc.runtime.trial import trial_seconds, zeros
 
 Tensors = dict[str, torch.Tensor]
@@ -73,15 +77,23 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
-    compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
+    compared: bool = False  # whether the first batch was compared over a dp replica's ranks
 
     @cached_property
     def modules(self) -> tuple[nn.Module, ...]:
         """The model's own modules: to walk through them takes a step's time."""
         return tuple(self.source.modules())
 
+    @cached_property
+    def agreement(self) -> Agreement:
+        """What says at every step whether ranks train alike."""
+        made = Agreement(self.groups)
+        made.watch()
+        return made
+
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        open_dataclasses((args, kwargs))
         plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
         own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
         if group is None:
@@ -130,6 +142,7 @@ class Steps:
             sharded=self.sharded,
             fuser=self.fuser if train else None,
             head=self._head(lowered, layout, train=train),
+            late=lowered.loss.written,
         )
         known, group = lowered.loss.known, self.groups.axis("dp")
         before = Knowledge(known, layout, self.state, self.device, group) if known else None
@@ -162,6 +175,7 @@ class Steps:
         if key in self.compiled:
             self.compiled[key] = self.compiled.pop(key)  # the last used stand last
             return self.compiled[key]
+        check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
                 f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, and keeps "
@@ -209,6 +223,7 @@ class Steps:
 
     def close(self) -> None:
         """Forgets the compiled steps and the process groups; nothing runs any more."""
+        self.agreement.close()
         self.compiled.clear()
         self.groups.made.clear()
 
@@ -250,8 +265,10 @@ class Steps:
         args, kwargs = cast_floats(args, kwargs, dtype)
         parts = split_batch(args, kwargs, plan.micro_batches, plan.batch_dims)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
+        self.agreement.leaves = pytree.tree_leaves((args, kwargs))
         if not self.compared:
-            self._compare_batches(args, kwargs)
+            self.compared = True
+            self.agreement.compare_batches(named_tensors(args, kwargs).values())
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:
@@ -260,30 +277,23 @@ class Steps:
             step.executor.loss_scale = self.loss_scale.scale
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
+        self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
         return result
 
-    def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compares the first batch over the ranks of a dp replica: a sampler that counts ranks
-        in place of dp ranks would train on garbage.
-        """
-        self.compared = True
-        group = self.groups.axis("model")
-        if group is None:
-            return
-        own = digest(named_tensors(args, kwargs).values())
-        digests = [""] * group.size()
-        dist.all_gather_object(digests, own, group=group)
-        odd = [r for r, d in zip(dist.get_process_group_ranks(group), digests, strict=True)
-               if d != digests[0]]  # fmt: skip
-        if odd:
-            raise MismatchError(
-                f"ranks {odd} were given another batch than rank "
-                f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
-                "replica; pick batches by model.data_parallel_rank, not by the global rank"
-            )
+    @torch.no_grad()
+    def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
+        """Writes the buffers that every part has read as they were before; collective over dp."""
+        group = self.groups.axis("dp")
+        for name, parts in sorted(result.written.items()):
+            value = parts[0]
+            if step.lowered.loss.written[name] is ShareKind.SUM:
+                value = torch.stack(parts).sum(0)
+                if group is not None:
+                    dist.all_reduce(value, group=group)
+            self.state[name].copy_(value)
 
     def finite(self, gradients: Tensors) -> Tensors:
         """The gradients without the scale of the loss; none, where a rank's are not finite."""
@@ -292,15 +302,15 @@ class Steps:
         return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
-        """The loss of the whole batch, on every rank."""
+        """The loss of the whole batch, on every rank.
+
+        Raises `MismatchError` on every rank where those of a dp replica were given other batches,
+        or ranks with the same parameters train with other settings.
+        """
         _, _, tp = self.groups.coordinates
         own = result.loss if result.loss is not None and tp == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
-        shared = shared.reshape(()).clone()
-        world = self.groups.axis("world")
-        if world is not None:
-            dist.all_reduce(shared, group=world)
-        return shared
+        return self.agreement.share(shared.reshape(()), self.taken)
 
     def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
         """The results of all samples of this dp replica, and of what is of the whole batch, on

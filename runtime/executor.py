@@ -10,7 +10,7 @@ by stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -37,8 +37,9 @@ class StepResult:
 
     `loss` is the sum over this rank's micro-batches, or that of the whole batch on dp rank 0, None
     on ranks without the loss. `gradients` are by the parameter's name. `results` are the other
-    outputs of each micro-batch, `whole` those of the whole batch, by name.
-    `collectives` are those of the computes' graphs, where they were to be recorded.
+    outputs of each micro-batch, `whole` those of the whole batch, by name. `written` has what each
+    micro-batch gives for the buffers that are written once. `collectives` are those of the
+    computes' graphs, where they were to be recorded.
     """
 
     loss: torch.Tensor | None
@@ -47,6 +48,7 @@ class StepResult:
     events: tuple[Event, ...]
     collectives: tuple[CollectiveEvent, ...] = ()
     whole: Tensors = field(default_factory=dict)
+    written: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -72,7 +74,8 @@ class Executor:
     gradients that are whole; `sharded` holds the parameters that are not. `channels` are what
     messages are sent over. A message that does not come within `timeout_s` raises `StuckError`.
     Gradients are those of the loss times `loss_scale`. With a `fuser` the graphs are fused. `head`
-    runs what couples the samples of the whole batch, where that is on this rank.
+    runs what couples the samples of the whole batch, where that is on this rank; buffers that are
+    `late` are left to be written behind all micro-batches.
     """
 
     loss_scale = 1.0
@@ -90,8 +93,9 @@ class Executor:
         sharded: ShardedState | None = None,
         fuser: Fuser | None = None,
         head: HeadRunner | None = None,
+        late: Collection[str] = (),
     ) -> None:
-        self.sharded, self.head = sharded, head
+        self.sharded, self.head, self.late = sharded, head, frozenset(late)
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
         self.stages = {
@@ -131,8 +135,9 @@ class Executor:
             if self.sharded is not None:
                 self.sharded.end()
         return StepResult(
-            step.loss(), step.gradients, step.results, step.events(), step.collectives(), step.whole
-        )
+            step.loss(), step.gradients, step.results, step.events(), step.collectives(),
+            step.whole, step.written,
+        )  # fmt: skip
 
 
 class Step:
@@ -166,6 +171,7 @@ class Step:
         self.known = known or {}
         self.waist: dict[str, dict[int, torch.Tensor]] = {}  # by micro-batch
         self.whole: Tensors = {}
+        self.written: dict[str, list[torch.Tensor]] = {}
         self.handed: dict[object, torch.Tensor] = {}  # between two stages of this rank
         self.losses: dict[int, torch.Tensor] = {}
         self.gradients: Tensors = {}
@@ -245,7 +251,10 @@ class Step:
         for k, name in routes.results:
             self.results[action.micro_batch][name] = outs[k]
         for k, name in routes.buffers:
-            self.of.state[name].copy_(outs[k])
+            if name in self.of.late:
+                self.written.setdefault(name, []).append(outs[k])
+            else:
+                self.of.state[name].copy_(outs[k])
         for k, name in routes.saved:
             live.values[name] = outs[k]
         for k, name in routes.waist:

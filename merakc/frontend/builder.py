@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -13,8 +15,10 @@ from merakc.batches import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
+from merakc.frontend.python_state import tensors_in
 from merakc.frontend.results import find_loss
 from merakc.frontend.source import user_line
+from merakc.frontend.structures import open_dataclasses
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
 
@@ -49,9 +53,15 @@ class GraphBuilder:
 
     def batch_input(self, path: Any, leaf: Any) -> Any:
         """A leaf of the batch: tensors become inputs, other values stay as they are."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
         target = path_name(path)
+        if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, np.ndarray) or any(True for _ in tensors_in(leaf)):
+                raise RecordError(
+                    f"'{target}' of the batch is of type {type(leaf).__name__}, which cannot be "
+                    "split into micro-batches; give tensors, in dicts, sequences or dataclasses "
+                    "(torch.utils._pytree.register_pytree_node makes others known)"
+                )
+            return leaf
         if leaf.requires_grad and torch.is_grad_enabled():
             raise RecordError(
                 f"tensor '{target}' of the batch requires a gradient, and merakc gives gradients "
@@ -64,8 +74,10 @@ class GraphBuilder:
 
     def finish(self, out: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
         """Makes the tensors of `out` and the written buffers outputs of the graph."""
+        open_dataclasses(out)
         leaves, structure = pytree.tree_flatten_with_path(out)
-        loss = find_loss(out)
+        grads = self.grads if torch.is_grad_enabled() else self._grads_if_enabled()
+        loss = find_loss(out, lambda x: self._ref(x) in grads)
         names: list[Any] = []
         for path, leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
@@ -81,6 +93,13 @@ class GraphBuilder:
             if ref is not None:
                 self.outputs.append(Output(slot.name, OutputKind.BUFFER, ref))
         return tuple(names), structure
+
+    def _grads_if_enabled(self) -> set[Ref]:
+        """The values that require a gradient where gradients are not switched off, as in eval."""
+        found = {Ref(i.name) for i in self.inputs if i.requires_grad}
+        for node in self.nodes:
+            found.update(replace(node, grad=True).grad_outputs(found))
+        return found
 
     def _state(self, slot: Slot, alias: Alias) -> Ref | None:
         """The new value of a buffer that the forward wrote or replaced."""

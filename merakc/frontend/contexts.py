@@ -110,15 +110,11 @@ def module_names(
 
 
 @contextlib.contextmanager
-def exporting() -> Iterator[None]:
-    """torch.compiler's flags as during export, so that libraries take their safe branches.
-
-    Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a kernel
-    for whole layers that runs on CPUs only.
+def recordable() -> Iterator[None]:
+    """Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a
+    kernel for whole layers that runs on CPUs only.
     """
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     torch._check_tensor_all_with = _unchecked
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -126,6 +122,18 @@ def exporting() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._check_tensor_all_with = check
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """torch.compiler's flags as during export, so that libraries take their safe branches: in them,
+    no tensor's values are read. Not all compute what the others do, and some only nearly.
+    """
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 

@@ -146,10 +146,8 @@ class PythonState:
     def _see_function(self, function: Any) -> None:
         if isinstance(function, _lru_cache_wrapper):
             self._caches[function] = function.cache_info()
-        if isinstance(function, property):
-            function = function.fget
         if isinstance(function, _WRAPPERS):
-            function = function.__wrapped__
+            function = function.fget if isinstance(function, property) else function.__wrapped__
         if not isinstance(function, FunctionType) or id(function) in self._held:
             return
         if function.__module__.startswith("torch."):

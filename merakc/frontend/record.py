@@ -15,7 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merakc.batch_objects import closed
+from merakc.errors import RecordError
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
@@ -57,29 +57,47 @@ def record(
     """
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    watched = False
+    how = _How(fallbacks, parameter_dtype)
     while True:
         try:
-            return _record(model, args, kwargs, fallbacks, parameter_dtype, watched)
+            return _record(model, args, kwargs, how)
         except DrawnError:
-            watched = True
-        except UntraceableError as error:
-            fallbacks.add(error)
+            how.watched = True
+        except RecordError as error:
+            if not how.exported:
+                how.exported = True
+            elif isinstance(error, UntraceableError):
+                fallbacks.add(error)
+            else:
+                raise
+
+
+@dataclass(slots=True)
+class _How:
+    """How a forward is recorded: which modules are kept whole, whether each is `watched` as it
+    draws, and whether libraries are told that the model is `exported`.
+
+    They are not told at first: what a library does in eager is what is trained.
+    """
+
+    fallbacks: Fallbacks
+    parameter_dtype: torch.dtype | None
+    watched: bool = False
+    exported: bool = False
 
 
 def _record(
     model: torch.nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    fallbacks: Fallbacks,
-    parameter_dtype: torch.dtype | None,
-    watched: bool,
+    how: _How,
 ) -> Recording:
-    """One attempt, with some modules kept whole; `watched` for which of them draw."""
+    """One attempt."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    first, second = (Recorder(fake_mode, watched=watched) for _ in range(2))
+    watched, exported, fallbacks = how.watched, how.exported, how.fallbacks
+    first, second = (Recorder(fake_mode, watched=watched, exported=exported) for _ in range(2))
     with untouched(model) as state:
-        slots = put_fakes(model, fake_mode, parameter_dtype)
+        slots = put_fakes(model, fake_mode, how.parameter_dtype)
         outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()
         changes = state.changes()
@@ -114,7 +132,7 @@ def _run(
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):
-            out = model(*closed(fake_args), **closed(fake_kwargs))
+            out = model(*fake_args, **fake_kwargs)
     found = recorder.finish(out)
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
     return found

@@ -23,11 +23,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from merakc.errors import MerakError, RecordError, failure
+from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.communication import check_call, no_objects_sent
-from merakc.frontend.contexts import exporting, fixed_dtypes, module_names
+from merakc.frontend.contexts import exporting, fixed_dtypes, module_names, recordable
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
@@ -54,14 +54,20 @@ QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_comp
 
 
 class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
+    """The mode that turns calls into nodes.
+
+    `watched` says whether each module is seen to draw, `exported` whether libraries are told that
+    the model is exported.
+    """
 
     supports_higher_order_operators = True  # to refuse them by name
 
-    def __init__(self, fake_mode: FakeTensorMode, *, watched: bool = False) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, *, watched: bool = False, exported: bool = False
+    ) -> None:
         FunctionRecorder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
-        self.watched, self.paused = watched, False
+        self.watched, self.exported, self.paused = watched, exported, False
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
@@ -81,7 +87,8 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                     watch.check(self.modules[-1], model)
 
             stack.enter_context(module_names(model, self.modules, passing))
-            stack.enter_context(exporting())
+            stack.enter_context(recordable())
+            stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
@@ -95,7 +102,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 self._finish(watch)
                 if isinstance(error, (MerakError, DrawnError)):
                     raise
-                raise RecordError(
+                raise ForwardError(
                     f"the model's forward fails on the batch: {failure(error)}; mend it, or the "
                     "batch (recorded, tensors have no values)"
                 ) from error
@@ -268,6 +275,9 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 f"in-place call {func} on a tensor that is no part of the model",
                 "make it a buffer: of other tensors merakc takes the value as it is now",
             )
+        name = normalise.recorded_name(func, args)
+        if name == normalise.GROUPED:  # torch's knows no shapes for all dtypes
+            func = torch.ops.merakc.grouped_mm.default
         self.paused, before = True, self.paused
         try:
             out = self.forms.run(func, args, kwargs)
@@ -282,7 +292,6 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             return out
         if all(any(o is t for t in tensors) for o in outs):
             return out
-        name = normalise.recorded_name(func, args)
         if name.startswith("aten.lift_fresh"):
             self.aliases.add(out, self._ref(args[0]))
             return out

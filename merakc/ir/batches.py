@@ -152,27 +152,18 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """What must hold of a batch: of each sample, the mask at line `source` has `places` places."""
-
-    source: str
-    places: int
-
-
-@dataclass(frozen=True, slots=True)
 class Known:
     """What is computed before the step, of the batch alone.
 
     Every part runs `part`, whose outputs are handed over to `whole`, which every rank runs on what
     they make together, over all dp ranks. Its results are inputs of the step under their names;
     `rows` says where the samples stand in each, of which a part reads its own, None where it reads
-    all. `checks` say what some of them must be.
+    all.
     """
 
     part: Graph
     whole: Head
     rows: Mapping[str, Rows | None]
-    checks: Mapping[str, Check] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +171,14 @@ class BatchSplit:
     """A step in parts: the losses of the parts add up to that of the batch, and so do gradients.
 
     `graph` is that of a part. `results` says of its other outputs how those of the parts make that
-    of the whole batch. `conventions` names, with its line, what holds by convention alone.
+    of the whole batch. `written` has the buffers that are written once, behind all parts, of which
+    every part reads what they were before, and how. `conventions` names, with its line, what holds
+    by convention alone.
     """
 
     graph: Graph
     known: Known | None = None
     head: Head | None = None
     results: Mapping[str, tuple[ShareKind, Rows | None]] = field(default_factory=dict)
+    written: Mapping[str, ShareKind] = field(default_factory=dict)
     conventions: tuple[str, ...] = ()

@@ -130,9 +130,9 @@ class Plan:
     that couples samples: with those of the whole batch, or by `couplings` of their micro-batch.
     `conventions` names what is of each micro-batch by convention, with its lines. `batch_dims` says
     where the samples of the batch's tensors stand, by name or pattern, where sizes do not. With
-    `sequence_parallel`, what tp leaves whole runs on parts of sequences.
-    `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
-    empty, none is sharded. Without a `precision` the model computes in its own dtypes.
+    `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
+    of parameters, gradients and optimizer state over dp, stage by stage; empty, none is sharded.
+    Without a `precision` the model computes in its own dtypes.
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
     the order of work of each pipeline rank, where the name of the schedule does not say it. `inner`

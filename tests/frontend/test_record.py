@@ -55,6 +55,39 @@ def test_further_families(name: str) -> None:
         check(model.double().eval(), **batch, relative=1e-14)
 
 
+def test_a_mask_that_eager_skips_is_skipped() -> None:
+    """Told that it is exported, transformers makes one, and Informer then fails or masks more."""
+    sizes = {
+        f"{part}_{name}": size
+        for part in ("encoder", "decoder")
+        for name, size in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))
+    }
+    config = transformers.InformerConfig(
+        prediction_length=4, context_length=8, lags_sequence=[1, 2], num_time_features=2,
+        d_model=16, dropout=0.0, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.InformerForPrediction(config).double().eval()
+    past, future = randn(3, 10), randn(3, 4)
+    batch = {
+        "past_values": past, "past_time_features": randn(3, 10, 2), "future_values": future,
+        "past_observed_mask": torch.ones_like(past), "future_time_features": randn(3, 4, 2),
+    }  # fmt: skip
+    with lifted_casts():
+        check(model, **batch, relative=1e-12)
+
+
+def flags(s: Any, x: Tensor) -> Any:
+    """As libraries do: checks that read the batch, unless they are compiled."""
+    if not torch.compiler.is_compiling() and bool((x > 100).any()):
+        x = x * 2
+    return s.layer(x).square().sum()
+
+
+def test_libraries_are_told_of_an_export_where_they_must_be() -> None:
+    check(Small(flags, layer=linear()), randn(4, 6))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 def test_export_computes_the_same(name: str) -> None:
     case = MODELS[name]

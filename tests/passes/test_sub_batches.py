@@ -20,9 +20,8 @@ from merakc.overlap import with_parts
 from merakc.passes.interpret import interpret
 from merakc.passes.sub_batches import divided, make_parts
 from merakc.planner import Lowered, make_plan
-from merakc.recording import record_part
+from tests.recorded import recorded
 
-CPU = torch.device("cpu")
 SAMPLES = 4
 
 
@@ -32,13 +31,11 @@ def in_parts(
     """A micro-batch whole, and in parts."""
     with lifted_casts():
         whole = make_plan(
-            record_part(model, (), batch, 1, CPU), Mesh(1, 1, pp), 1, NOMINAL_CPU,
+            recorded(model, batch, divided=True), Mesh(1, 1, pp), 1, NOMINAL_CPU,
             batch_size=SAMPLES,
         )[1]  # fmt: skip
         plan = replace(whole.plan, sub_batches=(count,) * pp)
-        made = with_parts(
-            replace(whole, plan=plan), lambda parts: record_part(model, (), batch, parts, CPU)
-        )
+        made = with_parts(replace(whole, plan=plan), lambda parts: recorded(model, batch, parts))
     return whole, made
 
 
@@ -135,7 +132,7 @@ def test_the_graph_of_a_part_that_reads_otherwise_is_refused() -> None:
     with pytest.raises(PlanError, match=f"does not read {first}"):
         divided(local, replace(part, inputs=part.inputs[1:]), parts)
     with pytest.raises(PlanError, match="does not divide into equal parts"):
-        make_parts(whole.loss.graph, whole.stages, whole.loss.graph, whole.stages)
+        make_parts(whole.loss.graph, whole.stages, whole.loss.graph, whole.stages, {})
 
 
 def test_a_buffer_that_the_forward_writes_is_refused() -> None:

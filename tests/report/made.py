@@ -8,7 +8,7 @@ from functools import cache
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU, Cluster
 from merakc.cluster_files import preset
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.precision import parse_precision
@@ -20,6 +20,7 @@ from merakc.predict import predict
 from merakc.report.analysis import make_report
 from tests.coupled_models import TOWERS
 from tests.coupled_steps import planned
+from tests.recorded import one_of_several
 
 MICRO_BATCHES, SAMPLES = 4, 2  # a micro-batch has so many
 SLOW = replace(NOMINAL_CPU, op_overhead_s=0.0, link_latency_s=0.0, link_bytes_per_s=1e6)
@@ -32,7 +33,7 @@ ALL_AXES = Mesh(2, 2, 2)
 @cache
 def recording() -> Recording:
     case = MODELS["gpt2"]
-    return record(case.model(), (), case.batch(SAMPLES))
+    return one_of_several(case.model(), case.batch(SAMPLES))
 
 
 @cache

@@ -12,17 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.alike import check_alike
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL, normalised
 from merakc.passes.batches.own_rules import Place, own_rule
-from merakc.passes.batches.routed import routed_rule
+from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
@@ -55,10 +58,6 @@ FILLS = frozenset(
 )  # fmt: skip
 
 
-class OtherPathError(RecordError):
-    """A forward that does something else for other numbers of samples."""
-
-
 @dataclass(frozen=True)
 class Analysis:
     """Two recordings of a forward, written alike, and what was found of their values.
@@ -89,7 +88,7 @@ class Analysis:
     @property
     def assumed(self) -> tuple[str, ...]:
         """What holds by convention, with its lines."""
-        found = ((o.assumed, self.makers[name].source) for name, o in self.outcomes.items())
+        found = ((self.outcomes[n.name].assumed, n.source) for n in self.part.nodes)
         return tuple(dict.fromkeys(f"{what}, at {where}" for what, where in found if what))
 
 
@@ -103,7 +102,7 @@ def analyse(
     """
     assert 1 < samples < total, (samples, total)
     part, whole = normalised(part), normalised(whole)
-    _check_alike(part, whole, samples, total)
+    check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = _Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
@@ -128,41 +127,29 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
     part, whole = normalised(part), normalised(whole)
+    for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
+        if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
+            raise RecordError(
+                f"a tensor made in the forward has other values for {samples} samples than for "
+                f"{found.samples}; train with dp=1 and micro_batches=1"
+            )
     for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
-        _check_alike(graph, own, now, found.samples)
+        check_alike(graph, own, now, found.samples)
         specs = graph.specs()
         for ref, state in found.states.items():
-            dims, shape = state.dims, specs[ref].shape
-            if dims is None or tuple(size(d, now) for d in dims) == shape:
+            dims = state.dims
+            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
-            node = found.makers.get(ref.node)
+            node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(
-                f"{node.source if node else ref.node}: a value is of shape {list(shape)} for "
-                f"{now} samples, which does not follow from those for {found.samples}; train with "
+                f"{node.source if node else ref.node}: a value is of shape {shape} for {now} "
+                f"samples, which does not follow from those for {found.samples}; train with "
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
         found, part=part, whole=whole, samples=samples, total=total,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip
-
-
-def _check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
-    for node, other in zip(part.nodes, whole.nodes, strict=False):
-        if (node.name, node.op, len(node.outputs)) != (other.name, other.op, len(other.outputs)):
-            raise _other_path(node, samples, total)
-    if len(part.nodes) != len(whole.nodes):
-        longer = max(part.nodes, whole.nodes, key=len)
-        raise _other_path(longer[min(len(part.nodes), len(whole.nodes))], samples, total)
-
-
-def _other_path(node: Node, samples: int, total: int) -> RecordError:
-    return OtherPathError(
-        f"{node.source}: for a part of {samples} samples the forward does something else than for "
-        f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
-        "samples one by one, or asks for their number; compute over all samples at once, or train "
-        "with dp=1 and micro_batches=1"
-    )
 
 
 class _Reader:
@@ -185,6 +172,11 @@ class _Reader:
         fixed = item.kind is InputKind.BUFFER and item.target not in self.written
         known = batch or fixed or item.kind is InputKind.CONSTANT
         state = State(Kind.CONSTANT, plain(item.spec.shape), known)
+        if item.kind is InputKind.CONSTANT and not same_constant(self.part, self.whole, item.name):
+            self.states[Ref(item.name)] = _by_shape(
+                item.spec, twin.spec, self.samples, self.total, "a tensor of Python's numbers"
+            )._replace(known=True, whole=True)
+            return
         rows = self.sampled.get(item.target) if batch else None
         if rows is not None:
             dims: list[Dim] = list(plain(item.spec.shape))
@@ -198,7 +190,8 @@ class _Reader:
         known = all(s.known for s in states) and node.op not in KEY_POSITION
         outcome = self.known(node, twin) if known else self.outcome(node, twin, lifted=True)
         self.outcomes[node.name] = outcome
-        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=True)):
+        # Where samples are taken apart, the whole batch has more of them.
+        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=False)):
             if spec is not None and other is not None:
                 state = outcome.states[k]
                 assert state is not None, node
@@ -217,8 +210,7 @@ class _Reader:
             return self.made(node, twin)
         if not any(self.states[r].whole for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
-            kinds = {s.kind for s in outcome.states if s is not None}
-            if Kind.COUPLED not in kinds:
+            if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
@@ -231,6 +223,15 @@ class _Reader:
                 seen = self.by_shape(node, spec, other)
             states.append(seen._replace(whole=True, routed=()))
         return Outcome(tuple(states))
+
+    def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
+        """The states of a node's outputs, once the shapes are seen to agree."""
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        return [
+            self.checked(state, spec, other, copied=node.op in COPIES)
+            for state, spec, other in each
+            if state is not None and spec is not None and other is not None
+        ]
 
     def made(self, node: Node, twin: Node) -> Outcome:
         """A tensor made of nothing: alike in all parts, or as long as the batch."""
@@ -257,8 +258,10 @@ class _Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(self.part, node, twin, states, self.makers, self.samples, self.total)
-        routed = node.op.startswith("aten.unbind") or any(s.routed for s in states.values())
+        place = Place(
+            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
+        )  # fmt: skip
+        routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
@@ -284,7 +287,14 @@ class _Reader:
             return coupled(node, "it is not known where the samples stand")
         if node.op == OPAQUE or row_of(node.op) is None:
             return self.by_itself(place)
-        return own_rule(place) or by_row(self.part, node, states, self.samples)
+        own = own_rule(place)
+        if own is not None:
+            return own
+        found = by_row(self.part, node, states, self.samples)
+        # Groups of samples that a part's size alone divides between.
+        other = by_row(self.whole, place.twin, states, self.total)
+        same = found._replace(states=other.states) == other == found
+        return found if same else coupled(node, "other numbers of samples are divided otherwise")
 
     def drawn(self, place: Place) -> Outcome:
         """A draw of no samples: one for all, or as long as the batch and then a sample's own."""
@@ -393,6 +403,12 @@ def _lifted(state: State) -> State:
     if state.known and state.kind is Kind.SUM:
         return state._replace(kind=Kind.CONSTANT)
     return state
+
+
+def same_constant(part: Graph, whole: Graph, name: str) -> bool:
+    """Whether a tensor that was made in Python is the same for another number of samples."""
+    mine, other = part.constants[name], whole.constants[name]
+    return mine.shape == other.shape and torch.equal(mine, other)
 
 
 def _without_ones(dim: tuple[int | str, ...]) -> Dim:

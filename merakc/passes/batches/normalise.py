@@ -1,7 +1,8 @@
 """Writes a recorded forward so that what depends on the batch alone stands apart in it.
 
 A mean over valid labels is a sum over a count of the labels; a tensor made in the shape of another
-is made of its sizes.
+is made of its sizes. Nothing is copied to have it in one piece: whether that was needed depends on
+the number of samples.
 """
 
 from __future__ import annotations
@@ -11,15 +12,13 @@ from typing import Any
 
 import torch
 
-from merakc.ir.graph import Graph, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.passes.batches.states import places_of
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.passes.dims import given, signature
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 MEAN, SUM = 1, 2  # torch's codes for a loss's reduction
 FULL = "aten.full.default"
-MASKED_SCATTER = "aten.masked_scatter.default"
 # Calls that read the shape of an argument alone, and what they fill the result with.
 FILLED = {
     "aten.zeros_like.default": 0,
@@ -30,6 +29,11 @@ FILLED = {
     "aten.new_empty.default": 0,
 }
 FILLED_BY_ARGUMENT = ("aten.full_like.default", "aten.new_full.default")
+COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
+# They read memory as it lies, or refuse it.
+OF_MEMORY = frozenset({"aten.as_strided.default", "aten.view_as_complex.default",
+                       "aten.view_as_real.default", "aten.view.dtype"})  # fmt: skip
+CAT = "aten.cat.default"
 
 
 def normalised(graph: Graph) -> Graph:
@@ -38,35 +42,36 @@ def normalised(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.op in (CROSS_ENTROPY, *NLL) and given(node, "reduction") == MEAN:
             writer.mean_over_labels(node)
-        elif node.op == MASKED_SCATTER:
-            writer.places(node)
         elif node.op in FILLED or node.op in FILLED_BY_ARGUMENT:
             writer.filled(node)
+        elif node.op == CAT:
+            writer.joined(node)
         else:
             writer.nodes.append(node)
-    outputs = (*graph.outputs, *writer.counts)
-    return replace(graph, nodes=tuple(writer.nodes), outputs=outputs).pruned()
+    return _without_copies(replace(graph, nodes=tuple(writer.nodes)).pruned())
+
+
+def _without_copies(graph: Graph) -> Graph:
+    """The graph without copies that only torch's own operations read."""
+    kept = {o.ref for o in graph.outputs}
+    for node in graph.nodes:
+        if not node.op.startswith("aten.") or node.op in OF_MEMORY:
+            kept.update(node.refs)
+    names: dict[Ref, Ref] = {}
+    nodes, grads = [], graph.grad_values()
+    for node in graph.nodes:
+        ref = Ref(node.name)
+        if node.op in COPIES and ref not in kept and (ref in grads) == (node.refs[0] in grads):
+            names[ref] = names.get(node.refs[0], node.refs[0])
+        else:
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes)).renamed(names)
 
 
 class _Writer:
     def __init__(self, graph: Graph) -> None:
         self.specs = graph.specs()
         self.nodes: list[Node] = []
-        self.counts: list[Output] = []
-
-    def places(self, node: Node) -> None:
-        """Beside a `masked_scatter`, the places of its mask in each slice of dim 0."""
-        self.nodes.append(node)
-        shape, mask = node.spec.shape, node.args[1]
-        if len(shape) < 2:
-            return
-        if self.specs[mask].shape != shape:
-            mask = self._add(node, "mask", "aten.expand.default", (mask, shape), shape, torch.bool)
-        dims = tuple(range(1, len(shape)))
-        own = places_of(node)
-        _, _, suffix = own.node.rpartition(".")
-        self._add(node, suffix, "aten.sum.dim_IntList", (mask, dims), shape[:1], torch.int64)
-        self.counts.append(Output(own.node, OutputKind.RESULT, own))
 
     def filled(self, node: Node) -> None:
         value = FILLED[node.op] if node.op in FILLED else given(node, "fill_value")
@@ -77,6 +82,12 @@ class _Writer:
         value = bool(value) if dtype == torch.bool else value
         kwargs = (("dtype", dtype),)
         self.nodes.append(replace(node, op=FULL, args=(node.spec.shape, value), kwargs=kwargs))
+
+    def joined(self, node: Node) -> None:
+        """Of what is joined only what holds anything."""
+        full = tuple(r for r in node.args[0] if self.specs[r].numel)
+        args = (full or node.args[0], *node.args[1:])
+        self.nodes.append(replace(node, args=args))
 
     def mean_over_labels(self, node: Node) -> None:
         """`sum / count`, with the count of a part as the batch alone gives it."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.passes.batches.normalise import CROSS_ENTROPY, MASKED_SCATTER, MEAN, NLL
+from merakc.passes.batches.normalise import CROSS_ENTROPY, MEAN, NLL
 from merakc.passes.batches.states import (
     SAMPLES,
     Dim,
@@ -36,13 +36,15 @@ CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
 class Place:
     """A node of the part's graph, its twin in the whole batch's, and what is known so far.
 
-    `states` are those of every value before it; `samples` and `total` the numbers of samples.
+    `states` are those of what it reads, as it sees them, `before` those of all values before it;
+    `samples` and `total` the numbers of samples.
     """
 
     part: Graph
     node: Node
     twin: Node
     states: Mapping[Ref, State]
+    before: Mapping[Ref, State]
     makers: Mapping[str, Node]
     samples: int
     total: int
@@ -193,23 +195,6 @@ def _ctc(place: Place) -> Outcome | None:
     return Outcome(tuple(states))
 
 
-def _masked_scatter(place: Place) -> Outcome | None:
-    """Values put where a mask says, in order: each sample's own, where there is room for just them
-    in it.
-    """
-    node = place.node
-    x, mask, source = (place.states[r] for r in node.args)
-    into, where, values = _dims(x), _dims(mask), _dims(source)
-    if not any(s.sampled for s in (x, mask, source)):
-        return None
-    shaped = len(into) == len(where) == len(node.spec.shape) > 1 and mask.known
-    first = into[:1] == where[:1] == ((SAMPLES,),) and values[:1] and values[0][:1] == (SAMPLES,)
-    if not shaped or not first or any(SAMPLES in d for d in (*into[1:], *where[1:], *values[1:])):
-        return coupled(node, "values that go where a mask says, across samples")
-    each = math.prod(place.shape(node.args[2])) // place.samples
-    return Outcome((State(Kind.ROWS, into),), fills=each)
-
-
 def _copies(place: Place) -> Outcome | None:
     """What is no sample's, once for each sample."""
     node, state = place.node, place.states[place.node.refs[0]]
@@ -261,6 +246,25 @@ def counts(place: Place, ref: Ref) -> bool:
     return node is not None and node.op == COUNTS and place.states[ref].dims == ((SAMPLES,),)
 
 
+def _masked_scatter(place: Place) -> Outcome | None:
+    """Values put into the places of a mask: of each sample its own, where a part has as many."""
+    node = place.node
+    x, mask, source = (place.states[r] for r in node.refs)
+    shape, own = place.shape(node.refs[0]), place.shape(node.refs[1])
+    first = all(s.dims and s.dims[0][:1] == (SAMPLES,) for s in (x, mask, source))
+    values = math.prod(place.shape(node.refs[2])) * math.prod(own)
+    if not first or len(own) != len(shape) or values % (math.prod(shape) * place.samples):
+        return None
+    return Outcome((State(Kind.ROWS, x.dims),), filled=True)
+
+
+def _histogram(place: Place) -> Outcome | None:
+    """How many of all samples' elements lie in each of some fixed bins."""
+    node = place.node
+    fixed = given(node, "min") != given(node, "max")  # or else they are those of the values
+    return sums(node) if place.states[node.refs[0]].sampled and fixed else None
+
+
 def _embedding(place: Place) -> Outcome | None:
     if given(place.node, "scale_grad_by_freq"):
         return coupled(place.node, "gradients scaled by how often a word comes in the batch")
@@ -279,5 +283,6 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
     "aten.embedding.default": _embedding,
-    MASKED_SCATTER: _masked_scatter,
+    "aten.masked_scatter.default": _masked_scatter,
+    "aten.histc.default": _histogram,
 }

@@ -24,9 +24,10 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import NUMBERS, Analysis
 from merakc.passes.batches.linear import ADDED
+from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.states import SAMPLES, Kind
 
-MUL, CAST = "aten.mul.Tensor", "aten.to.dtype"
+MUL, CAST, COUNTED = "aten.mul.Tensor", "aten.to.dtype", "merakc.counted.default"
 SUMMED = ("aten.add.Tensor", "aten.sub.Tensor")  # of the terms of a loss
 
 
@@ -54,6 +55,8 @@ class PartWriter:
         self.nodes: list[Node] = []
         self.names: dict[Ref, Ref] = {}
         self.shared: set[str] = set()
+        # Batch norms, whose statistics are of each part by convention.
+        self.norms = {n.module for n in found.part.nodes if n.op == BATCH_NORM}
         self.counting: set[str] = set()  # the nodes that count the places of a part's own samples
 
     def written(self, outputs: Sequence[Output], alone: Collection[Output] = ()) -> Graph:
@@ -64,7 +67,9 @@ class PartWriter:
         own = [o.ref for o in alone if o.kind is not OutputKind.LOSS]
         for out in alone:
             if out.kind is OutputKind.LOSS:
-                self._terms(out.ref, exact, own)
+                for term in loss_terms(self.found, out.ref):
+                    coupled = self.found.states[term].kind is Kind.COUPLED
+                    (own if coupled else exact).append(term)
         needed = self._needed(exact)
         recorded = self._behind(own)
         differing = self._differing() if own else set()
@@ -96,19 +101,6 @@ class PartWriter:
         return ref
 
     # ------------------------------------------------------------------ a part by itself
-
-    def _terms(self, ref: Ref, exact: list[Ref], own: list[Ref]) -> None:
-        """Adds the terms of a loss that couples to those that are exact all the same, and the
-        others.
-        """
-        node = self.found.makers.get(ref.node)
-        if self.found.states[ref].kind is not Kind.COUPLED:
-            exact.append(ref)
-        elif node is not None and node.op in SUMMED and not node.kwargs:
-            for r in node.refs:
-                self._terms(r, exact, own)
-        else:
-            own.append(ref)
 
     def _term(self, ref: Ref, differing: Collection[str]) -> Ref:
         """A part's share of a term of the loss."""
@@ -182,7 +174,8 @@ class PartWriter:
             node = makers.get(ref.node)
             if node is None or node.name in needed:
                 continue
-            assert state.kind is not Kind.COUPLED, f"a part needs {ref}, which is coupled"
+            coupled = state.kind is Kind.COUPLED and node.module not in self.norms
+            assert not coupled, f"a part needs {ref}, which is coupled"
             needed.add(node.name)
             places = self._places(node)
             waiting += [r for r in node.refs if r != places]
@@ -213,6 +206,9 @@ class PartWriter:
         if outcome.once:
             node = self._once(node)
 
+        if outcome.filled:
+            node = self._filled(node)
+
         def now(ref: Ref) -> Ref:
             return ref if ref == places else self.names.get(ref, ref)
 
@@ -222,6 +218,16 @@ class PartWriter:
             if spec is not None and spec.dtype.is_floating_point:
                 ref = Ref(node.name, k)
                 self.names[ref] = self._shared(node, ref, spec, f"{node.name}.share.{k}")
+
+    def _filled(self, node: Node) -> Node:
+        """The node with its mask checked to be true at as many places as there are values."""
+        values, mask, source = node.refs
+        specs, name = self.found.part.specs(), f"{node.name}.counted"
+        count = specs[source].numel * specs[mask].numel // specs[values].numel
+        args = (self.names.get(mask, mask), count, node.source)
+        where = (node.module, node.source, False)
+        self.nodes.append(Node(name, COUNTED, args, (), (specs[mask],), *where))
+        return replace(node, args=(values, Ref(name), source))
 
     def _once(self, node: Node) -> Node:
         """The node with its part's share of those arguments that count once in all parts."""
@@ -263,6 +269,16 @@ class PartWriter:
         if dtype is not None and dtype != spec.dtype:
             ref = add(f"{name}.cast", CAST, (ref, spec.dtype))
         return add(name, MUL, (ref, self.found.share))
+
+
+def loss_terms(found: Analysis, ref: Ref) -> list[Ref]:
+    """The terms of a loss that couples, of which some may be exact all the same; or itself."""
+    node = found.makers.get(ref.node)
+    if found.states[ref].kind is not Kind.COUPLED or node is None:
+        return [ref]
+    if node.op not in SUMMED or node.kwargs:
+        return [ref]
+    return [term for r in node.refs for term in loss_terms(found, r)]
 
 
 def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ...]:

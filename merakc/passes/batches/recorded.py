@@ -28,13 +28,15 @@ class BatchRecording(Recording):
     `found` is what the parts make of its values. Where the whole batch is one part it is None, or
     says what parts of that one would make of them. `couplings` says what samples that are coupled
     are coupled with: those of the whole batch, or of their micro-batch. `dims` says where samples
-    stand in the batch, where sizes do not.
+    stand in the batch, where sizes do not. `unchecked` says why the parts were not compared with
+    the whole batch by numbers, if they were not.
     """
 
     layout: BatchLayout = field(default=BatchLayout((1,), 1), kw_only=True)
     found: Analysis | None = field(default=None, kw_only=True)
     couplings: Couplings = field(default=WHOLE_BATCH, kw_only=True)
     dims: BatchDims = field(default_factory=dict, kw_only=True)
+    unchecked: str = field(default="", kw_only=True)
 
 
 def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = ()) -> BatchSplit:
@@ -51,8 +53,7 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
             # Written as parts are, so that it can be run in parts of its own; a head needs none.
             with suppress(RecordError):
                 alone = split(found, outputs)
-                checked = alone.known is not None and alone.known.checks
-                if alone.head is None and not checked:  # what holds of parts need not hold of one
+                if alone.head is None:
                     return alone
         return BatchSplit(with_outputs(graph, outputs))
     if found is None:
@@ -60,7 +61,12 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
             f"this forward of {recording.model_name} was recorded for a batch that is one part, "
             f"and there are to be {parts}; record it for as many"
         )
-    return split(found, outputs, couplings_of(recording))
+    assert isinstance(recording, BatchRecording)
+    made = split(found, outputs, recording.couplings)
+    if not recording.unchecked:
+        return made
+    told = f"proved, and not compared by numbers: {recording.unchecked}"
+    return replace(made, conventions=(*made.conventions, told))
 
 
 def couplings_of(recording: Recording) -> Couplings:

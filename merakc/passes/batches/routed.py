@@ -29,6 +29,7 @@ SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.
 JOINS = ("aten.cat.default", "aten.stack.default")
 DIVISIONS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
 KEPT = ("aten.unsqueeze.default", "aten.split.Tensor", "aten.slice.Tensor")
+UNBIND = "aten.unbind.int"
 GROUPED = "merakc.grouped_mm.default"
 
 
@@ -37,7 +38,7 @@ def routed_rule(place: Place) -> Outcome | None:
     node = place.node
     if node.op in SORTS:
         return _sort(place)
-    if node.op == "aten.unbind.int":
+    if node.op == UNBIND:
         x = place.states[node.refs[0]]
         apart = x.dims is not None and x.dims[given(node, "dim")] == (SAMPLES,)
         return Outcome(every(node, _made("sample", node.name))) if apart else None
@@ -76,9 +77,10 @@ def _together(place: Place) -> Outcome:
     node = place.node
     apart = place.makers[node.refs[0].node]
     mine = tuple(Ref(apart.name, k) for k in range(len(apart.outputs)))
-    x = place.states[apart.refs[0]]
+    x = place.before[apart.refs[0]]
     first = given(node, "dim") == 0 and given(apart, "dim") == 0 if node.op in JOINS else False
-    every_one = first and node.args[0] == mine and len(place.twin.refs) == place.total
+    every = tuple(Ref(apart.name, k) for k in range(place.total))
+    every_one = first and node.args[0] == mine and place.twin.args[0] == every
     if not every_one or x.dims is None:
         return coupled(node, "some of the samples, each by itself")
     if "stack" in node.op:
@@ -88,7 +90,7 @@ def _together(place: Place) -> Outcome:
 
 def _flat(place: Place, name: str) -> Dim:
     """The factors of the dim that a sort has ordered."""
-    dims = place.states[place.makers[name].refs[0]].dims
+    dims = place.before[place.makers[name].refs[0]].dims
     assert dims is not None
     return dims[0]
 

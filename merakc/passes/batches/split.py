@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from merakc.batches import taken_dims
 from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
@@ -17,7 +19,6 @@ from merakc.ir.batches import (
     PER_MICRO_BATCH,
     WHOLE_BATCH,
     BatchSplit,
-    Check,
     Couplings,
     Head,
     Known,
@@ -29,7 +30,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.part import PartWriter, keyed, known_name, share_name
-from merakc.passes.batches.states import Kind, places_of
+from merakc.passes.batches.states import Kind
 from merakc.passes.batches.waist import Waist, find_waist, is_work, of_parameters
 
 # Of the arithmetic of a model's layers, what may run once for the whole batch on one stage: with
@@ -39,15 +40,19 @@ KINDS = {Kind.ROWS: ShareKind.ROWS, Kind.SUM: ShareKind.SUM, Kind.CONSTANT: Shar
 
 
 def split(
-    found: Analysis, outputs: Sequence[Output], couplings: Couplings = WHOLE_BATCH
+    found: Analysis,
+    outputs: Sequence[Output],
+    couplings: Couplings = WHOLE_BATCH,
+    *,
+    most: float = HEAD_SHARE,
 ) -> BatchSplit:
     """The step of the forward for these of its outputs, in parts.
 
     With couplings "per micro-batch", each part counts as a batch of its own where samples are
-    coupled. Raises `RecordError` where layers stand behind what couples, or a buffer is written
-    from values that are coupled.
+    coupled. Raises `RecordError` where more than `most` of the layers' arithmetic stands behind
+    what couples, or a buffer is written from values that are coupled.
     """
-    return _Split(found, outputs, couplings).made()
+    return _Split(found, outputs, couplings, most).made()
 
 
 def share_of(found: Analysis, ref: Ref) -> Share:
@@ -57,16 +62,20 @@ def share_of(found: Analysis, ref: Ref) -> Share:
 
 
 class _Split:
-    def __init__(self, found: Analysis, outputs: Sequence[Output], couplings: Couplings) -> None:
+    def __init__(
+        self, found: Analysis, outputs: Sequence[Output], couplings: Couplings, most: float
+    ) -> None:
+        self.most = most
         self.found, self.states = found, found.states
         self.loss = next((o for o in outputs if o.kind is OutputKind.LOSS), None)
         roots = [o for o in outputs if o.kind is not OutputKind.BUFFER and self.is_coupled(o.ref)]
-        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.is_norm(o)]
+        norms = [o for o in outputs if o.kind is OutputKind.BUFFER and self.of_norm(o)]
         self.alone = tuple(norms)
         self.lines: tuple[str, ...] = ()
         if couplings == PER_MICRO_BATCH:
-            self.alone = (*norms, *roots)
-            whys = dict.fromkeys(self.states[o.ref].why for o in roots)
+            coupled = [o for o in outputs if self.is_coupled(o.ref) and o not in (*norms, *roots)]
+            self.alone = (*norms, *roots, *coupled)
+            whys = dict.fromkeys(self.states[o.ref].why for o in (*roots, *coupled))
             self.lines = tuple(f"each micro-batch by itself, at {why}" for why in whys)
             roots = []
         if roots and self.loss is not None and self.loss not in roots:
@@ -90,18 +99,12 @@ class _Split:
             Output(share_name(r), OutputKind.WAIST, r) for r in (waist.values if waist else ())
         ]
         graph = self.parts.written(outputs, self.alone)
-        fills = {places_of(n): o.fills for n in self.found.part.nodes
-                 if (o := self.found.outcomes[n.name]).fills}  # fmt: skip
-        known = self.known({**self.needed, **self.parts.known, **dict.fromkeys(fills)})
-        if known is not None:
-            checks = {known_name(r): self.check(r, each) for r, each in fills.items()}
-            known = replace(known, checks=checks)
+        known = self.known({**self.needed, **self.parts.known})
         results = {o.name: self.result(o) for o in self.outputs if o.kind is OutputKind.RESULT}
-        return BatchSplit(graph, known, head, results, (*self.lines, *self.found.assumed))
-
-    def check(self, ref: Ref, each: int) -> Check:
-        """What a step checks of the places that a mask has in each sample."""
-        return Check(self.found.makers[ref.node].source, each)
+        late = [o for o in self.outputs if o.kind is OutputKind.BUFFER and o not in self.alone]
+        written = {o.name: self.result(o)[0] for o in late}
+        conventions = (*self.lines, *self.found.assumed)
+        return BatchSplit(graph, known, head, results, written, conventions)
 
     def result(self, out: Output) -> tuple[ShareKind, Rows | None]:
         """How the results of the parts make that of the whole batch."""
@@ -121,19 +124,29 @@ class _Split:
         if out.kind is OutputKind.LOSS and state.kind is Kind.ROWS:
             raise RecordError("the loss has one number for each sample; return their mean or sum")
         buffer = out.kind is OutputKind.BUFFER and out not in self.alone
-        if buffer and state.kind is not Kind.CONSTANT:
+        if buffer and (state.kind not in (Kind.CONSTANT, Kind.SUM) or state.sampled):
             source = self.found.makers[out.ref.node].source
             raise RecordError(
-                f"{source}: buffer '{out.name}' is written from the samples of the batch, of which "
-                "each part has only its own; make the statistics before the step, or train with "
-                "dp=1 and micro_batches=1"
+                f"{source}: buffer '{out.name}' is written from samples of the batch that are "
+                "coupled, or that it holds, and each part has only its own; train with dp=1 and "
+                'micro_batches=1, or ask for couplings="per micro-batch", by which each '
+                "micro-batch writes it"
             )
         return out
 
-    def is_norm(self, out: Output) -> bool:
+    def of_norm(self, out: Output) -> bool:
         """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
         owner = out.name.rpartition(".")[0]
-        return any(n.op == BATCH_NORM and n.module == owner for n in self.found.part.nodes)
+        waiting = [out.ref]
+        while waiting:
+            ref = waiting.pop()
+            node = self.found.makers.get(ref.node)
+            if self.states[ref].kind is Kind.COUPLED:
+                if node is None or node.module != owner:
+                    return False
+                waiting += node.refs
+        norms = {n.module for n in self.found.part.nodes if n.op == BATCH_NORM}
+        return owner in norms and self.states[out.ref].kind is Kind.COUPLED
 
     # ------------------------------------------------------------------ the head
 
@@ -172,7 +185,7 @@ class _Split:
         work = {n.name: node_flops(n, specs) for n in self.found.whole.nodes
                 if is_work(self.found, n, made)}  # fmt: skip
         mine, every = sum(work.get(n.name, 0) for n in head.nodes), sum(work.values())
-        if mine <= HEAD_SHARE * every:
+        if mine <= self.most * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
         batch = [i.target for i in self.found.part.inputs if i.kind is InputKind.BATCH]
@@ -192,21 +205,25 @@ class _Split:
             return None
         whole, specs = self.found.whole, self.found.whole.specs()
         keep: set[str] = set()
+        constants: dict[str, torch.Tensor] = {}  # as the whole batch makes them
         shares: dict[Ref, None] = {}
         waiting = list(wanted)
         while waiting:
             ref = waiting.pop()
             if self.states[ref].whole:
-                if ref.node not in keep:
+                if ref.node in whole.constants:
+                    constants[ref.node] = whole.constants[ref.node]
+                elif ref.node not in keep:
                     keep.add(ref.node)
                     waiting += self.found.makers[ref.node].refs
             else:
                 shares[ref] = None
         names = {r: Ref(share_name(r)) for r in shares}
         inputs = [Input(n.node, InputKind.ACTIVATION, specs[r], n.node) for r, n in names.items()]
+        inputs += [i for i in whole.inputs if i.name in constants]
         outputs = [Output(known_name(r), OutputKind.RESULT, names.get(r, r)) for r in wanted]
         nodes = tuple(n for n in whole.nodes if n.name in keep)
-        graph = Graph(tuple(inputs), nodes, (), {}, whole.functions).renamed(names)
+        graph = Graph(tuple(inputs), nodes, (), constants, whole.functions).renamed(names)
         graph = replace(graph, outputs=tuple(outputs))
         part = PartWriter(self.found, before=True)
         own = part.written([Output(share_name(r), OutputKind.RESULT, r) for r in shares])

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Final, NamedTuple
 
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Node, Ref, TensorSpec
+from merakc.ir.graph import Node, TensorSpec
 
 SAMPLES: Final = "S"  # the samples, among the factors of a dim
 Dim = tuple[int | str, ...]  # the factors of a dim, outermost first: sizes, and the samples
@@ -65,22 +65,17 @@ class Outcome(NamedTuple):
 
     `scaled`: a mean over samples, of which a part has its share. `once`: it is linear in several
     arguments together, so that its constant ones count once in all parts. `places`: the argument
-    that holds places of samples, which a part counts for itself. `assumed`: what was taken to be so
-    without proof. `fills`: it holds where a mask has so many places for each sample, which every
-    step checks (`places_of`).
+    that holds places of samples, which a part counts for itself. `filled`: it puts the values of
+    its last argument where its second is true, which has to be as often as a part has values.
+    `assumed`: what was taken to be so without proof.
     """
 
     states: Found
     scaled: bool = False
     once: bool = False
     places: int | None = None
+    filled: bool = False
     assumed: str = ""
-    fills: int = 0
-
-
-def places_of(node: Node) -> Ref:
-    """The value that counts, of each sample, the places of a mask that values are put in."""
-    return Ref(f"{node.name}.places")
 
 
 def plain(shape: Sequence[int]) -> Dims:
@@ -105,15 +100,16 @@ def size(dim: Dim, samples: int) -> int:
 
 def by_size(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -> Dims | None:
     """The dims of a value whose specs for a part and for the whole batch are these, where those
-    that grow hold the samples and nothing else; None otherwise.
+    that grow do so as the samples; None otherwise. The samples are outermost in them.
     """
     if len(spec.shape) != len(other.shape):
         return None
     dims: list[Dim] = []
     for mine, whole in zip(spec.shape, other.shape, strict=True):
-        if mine != whole and (mine, whole) != (samples, total):
+        each, rest = divmod(mine, samples)
+        if mine != whole and (rest or each * total != whole):
             return None
-        dims.append((SAMPLES,) if mine != whole else (mine,))
+        dims.append((mine,) if mine == whole else (SAMPLES,) if each == 1 else (SAMPLES, each))
     return tuple(dims)
 
 
