@@ -266,6 +266,7 @@ class Steps:
         parts = split_batch(args, kwargs, plan.micro_batches, plan.batch_dims)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
         self.agreement.leaves = pytree.tree_leaves((args, kwargs))
+        self.agreement.common = {n: batches[0][n] for n in step.common}
         if not self.compared:
             self.compared = True
             self.agreement.compare_batches(named_tensors(args, kwargs).values())
