@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import cast_floats, resized, sample_rows, split_batch
+from merakc.batches import (
+    cast_floats,
+    named_tensors,
+    resized,
+    sample_rows,
+    split_batch,
+    taken_dims,
+)
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
-from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
+from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
@@ -35,19 +42,22 @@ def record_part(
     precision: Precision | None = None,
     *,
     couplings: Couplings = WHOLE_BATCH,
+    dims: BatchDims = BY_SIZE,
     divided: bool = False,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
     Where there are several parts, the whole batch is recorded beside it: the two say what the parts
-    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
-    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
-    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
-    `RecordError` as `record` and `analyse` do.
+    make of every value. `couplings` says which samples are coupled, where any are; `dims` where
+    they stand in the batch; `divided` that one part alone may be divided further. Random draws are
+    keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
+    the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
-    sampled = sample_rows(args, kwargs)
+    sampled = sample_rows(args, kwargs, dims)
+    tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
+    taken = taken_dims({n: sampled.get(n) for n in tensors})
 
     def recorded(samples: int, some: Sequence[Any], named: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
@@ -57,13 +67,13 @@ def record_part(
                 if samples == layout.own or _fails(model, args, kwargs, dtype):
                     raise
                 cause = error.__cause__ or error
-                raise _other_size(samples, layout.own, sampled, cause) from error
+                raise _other_size(samples, layout.own, taken, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
     @cache
     def sized(samples: int) -> Recording:
         if samples == layout.each:
-            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches)[0])
+            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches, dims)[0])
         return recorded(samples, *resized(args, kwargs, sampled, samples))
 
     part = sized(layout.each)
@@ -92,7 +102,7 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
+        layout=layout, found=found, couplings=couplings, dims=dims, unchecked=unchecked,
     )  # fmt: skip
 
 
@@ -130,15 +140,12 @@ def _fails(
     return False
 
 
-def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
-) -> RecordError:
+def _other_size(samples: int, own: int, taken: str, error: BaseException) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
-        f"({failure(error)}); {', '.join(sampled)} hold one sample for each place in dim 0, and "
-        "the rest of the batch is the same for all: where that is not so, or the model is for one "
-        "size of batch, train with dp=1 and micro_batches=1"
+        f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
+        "micro_batches=1"
     )
 
 

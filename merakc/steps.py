@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_objects import check_objects
 from merakc.batches import (
     batch_size_of,
     cast_floats,
@@ -93,8 +94,8 @@ class Steps:
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
         open_dataclasses((args, kwargs))
-        own, group = batch_size_of(args, kwargs), self.groups.axis("dp")
         plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
+        own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
         if group is None:
             return BatchLayout((own,), plan.micro_batches)
         sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
@@ -175,6 +176,7 @@ class Steps:
         if key in self.compiled:
             self.compiled[key] = self.compiled.pop(key)  # the last used stand last
             return self.compiled[key]
+        check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
                 f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, and keeps "
@@ -188,7 +190,7 @@ class Steps:
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
                 self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
-                self.device, plan.precision, couplings=plan.couplings,
+                self.device, plan.precision, couplings=plan.couplings, dims=plan.batch_dims,
                 divided=bool(plan.sub_batches),
             )  # fmt: skip
 
@@ -197,7 +199,7 @@ class Steps:
         train, results = train and has_loss, results or not has_loss
         lowered = adapt_plan(self.planned, recording, results=results)
         if train and not results:
-            lowered = with_parts(lowered, recorded, batch_size_of(args, kwargs))
+            lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)
@@ -261,9 +263,11 @@ class Steps:
         self._bind()
         plan = self.planned.plan
         dtype = plan.precision.dtype("compute") if plan.precision else None
-        parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
+        args, kwargs = cast_floats(args, kwargs, dtype)
+        parts = split_batch(args, kwargs, plan.micro_batches, plan.batch_dims)
         batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
+        self.agreement.common = {n: batches[0][n] for n in step.common}
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:
