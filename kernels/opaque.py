@@ -29,7 +29,8 @@ class Call:
 
     `forward` computes tensors of the specs `outputs` from those that it is given, in order; `flops`
     is what it was seen to compute. `number` tells the calls of a recording apart. `source` is the
-    line that could not be recorded, `reason` says why.
+    line that could not be recorded, `reason` says why. A call of a part of a module has a `digest`
+    of what it computes.
     """
 
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -39,6 +40,7 @@ class Call:
     reason: str = ""
     flops: int = 0
     number: int = 0
+    digest: str = ""
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The module's outputs, under whatever gradient mode and random state there is."""
@@ -51,9 +53,9 @@ _calls: WeakValueDictionary[str, Call] = WeakValueDictionary()
 def enter(call: Call) -> str:
     """The key of a call, for as long as the call is held.
 
-    It is the module's name and, in the form of Python's `repr`, an address.
+    It is the module's name, the digest and, in the form of Python's `repr`, an address.
     """
-    key = f"{call.module} at {id(call):#x}"
+    key = f"{call.module} {call.digest}".strip() + f" at {id(call):#x}"
     _calls[key] = call
     return key
 

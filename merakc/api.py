@@ -22,6 +22,7 @@ from merakc.batches import (
     batch_size_of,
     call_arguments,
     tensor_specs,
+    tensors_of,
     with_tensor_specs,
 )
 from merakc.bookkeeping import Bookkeeper, make_header
@@ -29,6 +30,7 @@ from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.errors import ConfigError, MerakWarning
 from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
+from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
 from merakc.ir.plan import Plan, load_plan
@@ -133,15 +135,19 @@ def _decide(
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan."""
     given, request, first, specs = from_rank_0(lambda: _requested(fixed, plan, batch))
+    tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
 
     @cache
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_tensor_specs(*call_arguments(batch), specs)
+        return with_tensor_specs(*call_arguments(batch), specs, tensors)
 
     @cache
     def recorded(parts: int) -> Recording:
         return with_loss(record_part(model, *example(), parts, device, request.precision))
 
+    if any(together(lambda: _needs_values(recorded, first))):
+        tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
+        example.cache_clear()
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
     lowered = with_parts(_lowered(request, given, recorded, machines), recorded)
@@ -280,6 +286,17 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
             f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
         )
+
+
+def _needs_values(recorded: Callable[[int], Recording], parts: int) -> bool:
+    """Whether the forward reads more of its batch than shapes; what else may fail, will again."""
+    try:
+        recorded(parts)
+    except ValuesNeededError:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:

@@ -320,7 +320,9 @@ def _outputs(recording: Recording, found: Tensors) -> Any:
     leaves: list[Any] = []
     for leaf in recording.outputs:
         if isinstance(leaf, str) and leaf in names:
-            leaves.append(found[leaf] if leaf in found else NotComputed(leaf))
+            value = found.get(leaf, NotComputed(leaf))
+            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
+            leaves.append(value.item() if is_number else value)
         else:
             leaves.append(leaf if isinstance(leaf, PLAIN) else None)
     return pytree.tree_unflatten(leaves, recording.structure)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import batch_size_of, cast_floats, doubled, sampled_names, split_batch
-from merakc.errors import ConfigError
+from merakc.batches import batch_size_of, cast_floats, doubled, named_tensors, sampled_names, split_batch
+from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
@@ -37,11 +37,12 @@ def record_part(
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
-    part = split_batch(args, kwargs, micro_batches)[0]
+    part, *others = split_batch(args, kwargs, micro_batches)
     sampled = sampled_names(args, kwargs)
     samples = batch_size_of(args, kwargs) // micro_batches
     with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
         recording = record(model, *part, dtype)
+        _check_parts(recording, others)
         graph = with_known_masks(recording.graph)
         # A model that takes no two samples draws for each alone, whatever it draws.
         apart = has_draws(graph) and samples == 1
@@ -52,6 +53,18 @@ def record_part(
     if wide is not None and has_numbers(graph):
         graph = settle_numbers(graph, wide, samples)
     return replace(recording, graph=key_draws(graph, sampled, wide if apart else None))
+
+
+def _check_parts(recording: Recording, others: Sequence[Any]) -> None:
+    """Raises `RecordError` where Python reads something else of another micro-batch."""
+    for number, (args, kwargs) in enumerate(others, 1) if recording.reads else ():
+        difference = recording.reads.difference(named_tensors(args, kwargs))  # type: ignore[union-attr]
+        if difference:
+            raise RecordError(
+                f"the forward reads other numbers of micro-batch {number} than of the first: "
+                f"{difference}; one graph runs all micro-batches: pad them alike, keep the number "
+                "in a tensor, or run the batch whole (micro_batches=1)"
+            )
 
 
 def with_loss(recording: Recording) -> Recording:

@@ -18,7 +18,9 @@ from merakc.errors import RecordError
 from merakc.frontend.contexts import put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
-from merakc.frontend.recorder import Recorder
+from merakc.frontend.reads import Reads
+from merakc.frontend.recorder import Recorder, SymbolsNeededError
+from merakc.frontend.symbols import Symbols
 from merakc.ir.graph import Graph
 
 
@@ -27,8 +29,10 @@ class Recording:
     """A recorded forward.
 
     `outputs` are the leaves of what the forward returned: the name of a graph output, or the
-    plain value where the leaf is no tensor; `structure` puts them together again. `aliases` maps
-    each further name of a tied parameter to the name that the graph uses.
+    plain value where the leaf is no tensor; `structure` puts them together again; `numbers` are the
+    outputs that are numbers in Python and tensors in the graph. `aliases` maps each further name of
+    a tied parameter to the name that the graph uses. The graph is right for batches that answer
+    what it `reads` as this one did.
     """
 
     graph: Graph
@@ -36,6 +40,8 @@ class Recording:
     structure: pytree.TreeSpec
     aliases: Mapping[str, str]
     model_name: str
+    numbers: frozenset[str] = frozenset()
+    reads: Reads | None = None
 
 
 def record(
@@ -54,12 +60,14 @@ def record(
     """
     _check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    watched = False
+    watched = symbolic = False
     while True:
         try:
-            return _record(model, args, kwargs, fallbacks, parameter_dtype, watched)
+            return _record(model, args, kwargs, fallbacks, parameter_dtype, watched, symbolic)
         except DrawnError:
             watched = True
+        except SymbolsNeededError:
+            symbolic = True
         except UntraceableError as error:
             fallbacks.add(error)
 
@@ -71,9 +79,13 @@ def _record(
     fallbacks: Fallbacks,
     parameter_dtype: torch.dtype | None,
     watched: bool,
+    symbolic: bool,
 ) -> Recording:
-    """One attempt, with some modules kept whole; `watched` for which of them draw."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    """One attempt, with some modules kept whole; `watched` for which of them draw, `symbolic` with
+    symbols for numbers that depend on values.
+    """
+    env = Symbols(lambda number: recorder.answer(number)) if symbolic else None
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     recorder = Recorder(fake_mode, watched=watched)
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     with untouched(model):
@@ -88,9 +100,11 @@ def _record(
         outputs, structure = recorder.finish(out)
     aliases = _aliases(model)
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
+    reads = recorder.reader.reads()
     graph = recorder.graph().pruned()
     graph.verify()
-    return Recording(graph, outputs, structure, aliases, type(model).__name__)
+    numbers = frozenset(recorder.numbers)
+    return Recording(graph, outputs, structure, aliases, type(model).__name__, numbers, reads)
 
 
 def _check_modules(model: torch.nn.Module) -> None:
