@@ -16,7 +16,8 @@ def pack(x: Tensor, lengths: Tensor, batch_first: bool) -> Tensor:
     """The first `lengths` steps of each sequence of `x`, [batch, steps, *] or [steps, batch, *],
     step by step: [sum of lengths, *]. Lengths fall.
     """
-    return torch._VF._pack_padded_sequence(x, lengths.cpu(), batch_first)[0]  # type: ignore[no-any-return,attr-defined]
+    data: Tensor = torch._VF._pack_padded_sequence(x, lengths.cpu(), batch_first)[0]
+    return data
 
 
 def batch_sizes(lengths: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def batch_sizes(lengths: Tensor) -> Tensor:
 def unpack(
     data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The sequences of packed `data`, padded to `total_length` or the longest, and their lengths."""
-    found: tuple[Tensor, Tensor] = torch._VF._pad_packed_sequence(  # type: ignore[attr-defined]
+    """The sequences of packed `data`, padded to `total_length` or the longest; and their lengths."""
+    found: tuple[Tensor, Tensor] = torch._VF._pad_packed_sequence(
         data, sizes.cpu(), batch_first, padding, total_length
     )
     return found
@@ -38,7 +39,9 @@ def unpack(
 def _recurrent(name: str) -> Callable[..., tuple[Tensor, ...]]:
     op = getattr(torch.ops.aten, name).data
 
-    def run(data: Tensor, sizes: Tensor, states: Any, params: Sequence[Tensor], *options: Any) -> Any:
+    def run(
+        data: Tensor, sizes: Tensor, states: Any, params: Sequence[Tensor], *options: Any
+    ) -> Any:
         return op(data, sizes.cpu(), states, params, *options)
 
     return run

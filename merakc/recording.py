@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import batch_size_of, cast_floats, doubled, named_tensors, sampled_names, split_batch
+from merakc.batches import (
+    batch_size_of,
+    cast_floats,
+    doubled,
+    named_tensors,
+    sampled_names,
+    split_batch,
+)
 from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, OutputKind

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from merakc.batch_reads import BatchReads
 from merakc.batches import (
     batch_size_of,
     cast_floats,
@@ -23,7 +24,6 @@ from merakc.batches import (
 )
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MismatchError, PlanError
-from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
 from merakc.ir.graph import InputKind, OutputKind, Ref
@@ -73,7 +73,7 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
-    reading: dict[Any, list[Reads]] = field(default_factory=dict)  # what batches are asked, by key
+    reads: BatchReads = field(default_factory=BatchReads)
     compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
 
     @cached_property
@@ -100,9 +100,7 @@ class Steps:
         """Compiles this rank's chunks and keeps them under `key`, for batches that answer as the
         recording's did.
         """
-        if recording.reads is not None:
-            self.reading.setdefault(key, []).append(recording.reads)
-            key = key, recording.reads.answers
+        key = self.reads.add(key, recording.reads)
         counting = lowered.loss.counts
         constants = counting.constants if counting else {}
         state = self.state | {name: value.to(self.device) for name, value in constants.items()}
@@ -136,15 +134,15 @@ class Steps:
         No other rank takes part: ranks may meet a new shape at different times.
         """
         key = self.key(args, kwargs, train=train, results=results)
-        known = self._answered(key, args, kwargs)
+        known = self.reads.key(key, lambda: self._parts(args, kwargs))
         if known in self.compiled:
             self.compiled[known] = self.compiled.pop(known)  # the last used stand last
             return self.compiled[known]
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, or numbers that "
-                f"its forward reads of batches in Python, and keeps {MAX_SHAPES}; pad the batches "
-                "to fewer shapes, or keep the numbers in tensors, to save the time",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, or numbers "
+                f"that its forward reads of batches, and keeps {MAX_SHAPES}; pad the batches to "
+                "fewer shapes, or keep the numbers in tensors, to save the time",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
@@ -165,15 +163,6 @@ class Steps:
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)
         return self.add(key, recording, lowered, chunks, train=train)
-
-    def _answered(self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The key of a step whose recording read what all parts of this batch say; else `key`."""
-        known = self.reading.get(key, ())
-        parts = self._parts(args, kwargs) if known else []
-        for reads in known:
-            if not any(map(reads.difference, parts)):
-                return key, reads.answers
-        return key
 
     def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensors]:
         """The tensors of each micro-batch, by name."""
@@ -239,7 +228,7 @@ class Steps:
         self._bind()
         parts = self._parts(args, kwargs)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
-        self._agree_on_reads(step)
+        self.reads.agree(step.recording.reads, self.groups.axis("dp"))
         if not self.compared:
             self._compare_batches(args, kwargs)
         self._share_buffers()
@@ -277,26 +266,6 @@ class Steps:
                 f"ranks {odd} were given another batch than rank "
                 f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
                 "replica; pick batches by model.data_parallel_rank, not by the global rank"
-            )
-
-    def _agree_on_reads(self, step: CompiledStep) -> None:
-        """Refuses a batch of which the forward reads other numbers than those of other dp ranks:
-        what it computes with them would not be that of one batch.
-        """
-        group = self.groups.axis("dp")
-        if group is None or not self.reading:
-            return
-        reads = step.recording.reads
-        own = reads.answers if reads else ()
-        every: list[Any] = [None] * group.size()
-        dist.all_gather_object(every, own, group=group)
-        odd = [r for r, answers in enumerate(every) if answers != every[0]]
-        if odd:
-            lines = sorted({read.source for read in reads.asked}) if reads else []
-            raise MismatchError(
-                f"the forward reads other numbers of the batch on dp ranks {odd} than on rank 0, at "
-                f"{', '.join(lines)}: {every[odd[0]]} in place of {every[0]}; batches must agree in "
-                "what Python reads of them: pad them alike, or keep the numbers in tensors"
             )
 
     def finite(self, gradients: Tensors) -> Tensors:

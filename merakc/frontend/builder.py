@@ -94,9 +94,15 @@ class GraphBuilder:
 
     def _tensor_of(self, leaf: Any) -> Ref:
         """A number that the forward returns, as a tensor."""
-        kinds = {torch.SymInt: torch.int64, torch.SymFloat: torch.float64, torch.SymBool: torch.bool}
+        kinds = {
+            torch.SymInt: torch.int64,
+            torch.SymFloat: torch.float64,
+            torch.SymBool: torch.bool,
+        }
         spec = TensorSpec((), kinds[type(leaf)])
-        return self._add("aten.scalar_tensor.default", (number(leaf),), {"dtype": spec.dtype}, (spec,))
+        return self._add(
+            "aten.scalar_tensor.default", (number(leaf),), {"dtype": spec.dtype}, (spec,)
+        )
 
     def _state(self, slot: Slot, alias: Alias) -> Ref | None:
         """The new value of a buffer that the forward wrote or replaced."""
@@ -111,7 +117,9 @@ class GraphBuilder:
         return self._ref(now)
 
     def graph(self) -> Graph:
-        """What was recorded, of static shapes; parameters and buffers that nothing reads are left out."""
+        """What was recorded, in regions where shapes depend on values; parameters and buffers that
+        nothing reads are left out.
+        """
         read = {r.node for n in self.nodes for r in n.refs} | {o.ref.node for o in self.outputs}
         kept = tuple(i for i in self.inputs if i.name in read)
         constants = {name: value.detach().clone() for name, value in self.constants.items()}

@@ -24,7 +24,16 @@ _BETWEEN = (
     _FRONTEND,
     *(
         f"{_TORCH}/{name}"
-        for name in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "overrides.py", "utils/")
+        for name in (
+            "__init__.py",
+            "_compile.py",
+            "_dynamo/",
+            "_ops.py",
+            "_subclasses/",
+            "fx/",
+            "overrides.py",
+            "utils/",
+        )
     ),
 )
 _HOOKS = ("__torch_function__", "__torch_dispatch__")

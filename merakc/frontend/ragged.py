@@ -22,9 +22,11 @@ First = Callable[[Tensor], int]
 CTC = ("aten.ctc_loss.Tensor", "aten.ctc_loss.IntList")
 
 
-def _size(like: FakeTensor) -> Any:
+def _size(like: Tensor) -> Any:
     """A size that depends on values."""
-    size = like.fake_mode.shape_env.create_unbacked_symint()  # type: ignore[union-attr]
+    assert isinstance(like, FakeTensor)
+    assert like.fake_mode.shape_env is not None
+    size = like.fake_mode.shape_env.create_unbacked_symint()
     _constrain_range_for_size(size)
     return size
 
@@ -38,7 +40,13 @@ def _pack(emit: Emit, _: First, x: Tensor, lengths: Tensor, batch_first: bool) -
 
 
 def _unpack(
-    emit: Emit, first: First, data: Tensor, sizes: Tensor, batch_first: bool, padding: Any, total: int
+    emit: Emit,
+    first: First,
+    data: Tensor,
+    sizes: Tensor,
+    batch_first: bool,
+    padding: Any,
+    total: int,
 ) -> Any:
     batch = first(sizes)
     steps = total if total > 0 else sizes.shape[0]
@@ -71,6 +79,7 @@ def _ctc(name: str) -> Callable[..., Any]:
     return run
 
 
+RECURRENTS = tuple(f"aten.{name}.data" for name in RECURRENT)
 RULES: Mapping[str, Callable[..., Any]] = {
     "aten._pack_padded_sequence.default": _pack,
     "aten._pad_packed_sequence.default": _unpack,

@@ -7,8 +7,10 @@ answers, which can be asked before a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from typing import Any
 
@@ -18,11 +20,22 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import RecordError
 from merakc.frontend.symbols import ITEM, Answer, Number, numbers
-from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, map_refs
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
 from merakc.kernels.ops import resolve_op
 
 Sources = Mapping[str, tuple[Ref, int | None]]
 """Where a symbol's value is from: the number that a value is, or its size along a dim."""
+
+
+class Origin(IntEnum):
+    """What a value follows from; of several, the last counts."""
+
+    NOTHING = 0  # but constants
+    BATCH = 1
+    OTHER = 2
+
+
+_ORIGINS = {InputKind.BATCH: Origin.BATCH, InputKind.CONSTANT: Origin.NOTHING}
 
 
 class ValuesNeededError(RecordError):
@@ -40,7 +53,7 @@ class Symbolic(Mapping[str, Answer]):
         found = self._value(ref)
         if dim is not None:
             return int(found.shape[dim])
-        return found.item() if isinstance(found, Tensor) else found  # type: ignore[no-any-return]
+        return found.item() if isinstance(found, Tensor) else found
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -113,10 +126,11 @@ class Reads:
         reader = Reader(self.graph.inputs, self.graph.nodes, self.graph.constants, self.sources)
         reader.given = {ref: tensor.detach() for ref, tensor in given.items()}
         found: list[Answer] = []
-        for read in self.asked:
-            found.append(reader.number(read.number))
-            if found[-1] != read.answer:
-                break
+        with really():
+            for read in self.asked:
+                found.append(read.number.value(reader.symbols))
+                if found[-1] != read.answer:
+                    break
         return tuple(found)
 
     def difference(self, batch: Mapping[str, Tensor]) -> str:
@@ -126,6 +140,20 @@ class Reads:
             if other != read.answer:
                 return f"{read.source}: {read.answer} in one, {other} in the other"
         return ""
+
+
+@contextlib.contextmanager
+def really() -> Iterator[None]:
+    """Runs calls on real tensors, wherever a recording is: also where a call on fake ones has made
+    meta tensors of them.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C._PreserveDispatchKeyGuard())
+        torch._C._set_meta_in_tls_dispatch_include(False)
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch._C._DisableAutocast())
+        yield
 
 
 @dataclass(eq=False)
@@ -143,7 +171,7 @@ class Reader:
     given: dict[Ref, Tensor] = field(default_factory=dict)
     asked: list[Read] = field(default_factory=list)
     values: dict[Ref, Any] = field(default_factory=dict)
-    known: dict[str, bool] = field(default_factory=dict)
+    origins: dict[str, Origin] = field(default_factory=dict)
     made: dict[str, Node] = field(default_factory=dict)
 
     @cached_property
@@ -158,25 +186,38 @@ class Reader:
 
     def is_known(self, ref: Ref) -> bool:
         """Whether nothing but the batch stands before a value."""
-        waiting = [ref.node]
+        return self._origin(ref) is not Origin.OTHER
+
+    def _origin(self, ref: Ref) -> Origin:
+        waiting, entered = [ref.node], set[str]()
         while waiting:
             name = waiting[-1]
             node = self._node(name)
-            if name in self.known:
+            if name in self.origins:
                 waiting.pop()
-                continue
-            if node is None:
-                kinds = (InputKind.BATCH, InputKind.CONSTANT)
-                self.known[name] = any(i.name == name and i.kind in kinds for i in self.inputs)
-                continue
-            before = [r.node for r in read_refs(node, self.sources)]
-            unseen = [b for b in before if b not in self.known]
-            if unseen:
-                waiting += unseen
+            elif node is None:
+                kinds = [i.kind for i in self.inputs if i.name == name]
+                self.origins[name] = _ORIGINS.get(kinds[0], Origin.OTHER)
             else:
-                ours = node.op.startswith(("aten.", "ragged."))  # others may draw, or communicate
-                self.known[name] = ours and all(self.known[b] for b in before)
-        return self.known[ref.node]
+                before = [r.node for r in read_refs(node, self.sources)]
+                unseen = [b for b in before if b not in self.origins]
+                assert not (unseen and name in entered), f"{node} reads what it makes"
+                entered.add(name)
+                waiting += unseen
+                if not unseen:
+                    known = node.op.startswith(("aten.", "ragged."))  # others draw, or communicate
+                    every = [self.origins[b] for b in before]
+                    self.origins[name] = (
+                        max(every, default=Origin.NOTHING) if known else Origin.OTHER
+                    )
+        return self.origins[ref.node]
+
+    def maker(self, ref: Ref, passing: Set[str]) -> str:
+        """The call that made a value, looking through those that are `passing` it on."""
+        node = self._node(ref.node)
+        while node is not None and node.op in passing:
+            node = self._node(node.refs[0].node)
+        return node.op if node is not None else ""
 
     def knows(self, number: Number) -> bool:
         """Whether nothing but the batch stands before a number."""
@@ -184,25 +225,23 @@ class Reader:
 
     def number(self, number: Number) -> Answer:
         """A number that the batch knows."""
-        return number.value(self.symbols)
+        with really():
+            return number.value(self.symbols)
 
     def value(self, ref: Ref) -> Any:
         """A value that the batch knows. Raises `ValuesNeededError` where there are only shapes."""
         waiting = [ref]
-        with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
-            while waiting:
-                node = self._node(waiting[-1].node)
-                if waiting[-1] in self.values:
-                    waiting.pop()
-                elif node is None:
-                    self.values[waiting[-1]] = self._input(waiting[-1])
-                elif unseen := [
-                    r for r in read_refs(node, self.sources) if r not in self.values
-                ]:
-                    waiting += unseen
-                else:
-                    outs = run_node(node, self.values.__getitem__, self.symbols, self.functions)
-                    self.values |= {Ref(node.name, k): out for k, out in enumerate(outs)}
+        while waiting:
+            node = self._node(waiting[-1].node)
+            if waiting[-1] in self.values:
+                waiting.pop()
+            elif node is None:
+                self.values[waiting[-1]] = self._input(waiting[-1])
+            elif unseen := [r for r in read_refs(node, self.sources) if r not in self.values]:
+                waiting += unseen
+            else:
+                outs = run_node(node, self.values.__getitem__, self.symbols, self.functions)
+                self.values |= {Ref(node.name, k): out for k, out in enumerate(outs)}
         return self.values[ref]
 
     def _input(self, ref: Ref) -> Tensor:
@@ -215,12 +254,16 @@ class Reader:
         return found.cpu()
 
     def log(self, number: Number, answer: Answer, source: str) -> Answer:
-        """Notes what Python was told."""
-        self.asked.append(Read(number, answer, source))
+        """Notes what Python was told, if other batches may say something else."""
+        refs = [self.sources[s][0] for s in number.symbols]
+        if any(self._origin(ref) is Origin.BATCH for ref in refs):
+            self.asked.append(Read(number, answer, source))
         return answer
 
     def reads(self) -> Reads | None:
         """What was read, with the graph that reads it again; None where that is nothing."""
+        if not self.asked:
+            return None
         wanted = {self.sources[s][0] for read in self.asked for s in read.number.symbols}
         names, behind = [], {r.node for r in wanted}
         for node in reversed(self.nodes):
@@ -228,8 +271,6 @@ class Reader:
                 names.append(node)
                 behind |= {r.node for r in read_refs(node, self.sources)}
         kept = tuple(i for i in self.inputs if i.name in behind)
-        if not any(i.kind is InputKind.BATCH for i in kept):
-            return None
         outputs = tuple(Output(str(r), OutputKind.RESULT, r) for r in sorted(wanted))
         constants = {n: c for n, c in self.constants.items() if n in behind}
         graph = Graph(kept, tuple(reversed(names)), outputs, constants)

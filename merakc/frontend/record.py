@@ -15,11 +15,12 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
+from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.contexts import put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.reads import Reads
-from merakc.frontend.recorder import Recorder, SymbolsNeededError
+from merakc.frontend.recorder import Recorder
 from merakc.frontend.symbols import Symbols
 from merakc.ir.graph import Graph
 

@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import (
@@ -22,17 +21,17 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import RecordError
 from merakc.frontend import composites, normalise, ragged
-from merakc.frontend.aliases import spec_of
-from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.generators import DrawnError, GeneratorWatch
+from merakc.frontend.made import recorded_tensors
 from merakc.frontend.opaque import (
     CannotBeNodeError,
     UntraceableError,
@@ -40,7 +39,7 @@ from merakc.frontend.opaque import (
     try_out,
 )
 from merakc.frontend.source import user_line
-from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, Number, is_symbolic, number
+from merakc.frontend.symbols import ITEM, SYMBOLIC, is_symbolic
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
@@ -58,32 +57,19 @@ RECORDING_NOTE = (
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-DATA_FLOW = "the model's control flow depends on the data"
-NO_DATA_FLOW = (
-    "merakc compiles one graph for all batches: compute the value from shapes, or use torch.where"
-)
-
-
-class SymbolsNeededError(Exception):
-    """A forward asks for what depends on values, and is to be recorded with symbols."""
-
-
-class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(Asking):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
 
     supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(self, fake_mode: FakeTensorMode, *, watched: bool = False) -> None:
-        GraphBuilder.__init__(self, fake_mode)
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        super().__init__(fake_mode)
         self.watched, self.paused = watched, False
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
         self.draws = Draws(self._error, self.inputs, self.nodes)
         self.opaques = 0
-        self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
-        self.symbolic = fake_mode.shape_env is not None
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[None]:
@@ -101,6 +87,7 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             stack.enter_context(exporting())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(function_calls(self._function))
+            stack.enter_context(recorded_tensors())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
@@ -152,7 +139,9 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
         """Tries a module's call out, and writes its node."""
         call, given = module_call(module, forward, args, kwargs)
         if is_symbolic((given, call.leaves)):
-            raise CannotBeNodeError("it is given tensors or numbers that depend on the data in shape")
+            raise CannotBeNodeError(
+                "it is given tensors or numbers that depend on the data in shape"
+            )
         real = {id(slot.fake): slot.real for slot, _ in self.states}
         held = given[len(given) - len(call.parameters) - len(call.buffers) :]
         state = [(real[id(t)] if id(t) in real else t.to("meta"), t.dtype) for t in held]
@@ -190,14 +179,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             remedy = "give the op a fake kernel"
             raise self._untraceable(f"no shape rule for {error}", remedy) from error
 
-    def _error(self, what: str, remedy: str) -> RecordError:
-        module = self.modules[-1] if self.modules else ""
-        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
-
-    def _untraceable(self, what: str, remedy: str) -> UntraceableError:
-        text = str(self._error(what, remedy))
-        return UntraceableError(text, self.modules, user_line(), what)
-
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func)
         if isinstance(func, torch._ops.HigherOrderOperator):
@@ -223,11 +204,16 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
                 return self._truth(args[0])
         if name in ragged.RULES:
             return self._ragged(name, args, kwargs)
+        if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):
+            return self.answer(self._number_of(args[0]))
         parts = composites.part_by_part(name, args)
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
         if self.symbolic and is_symbolic((args, kwargs)):
+            if name == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
+                with self:  # one by one: the size is wanted
+                    args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
             args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
         if reason:
@@ -243,83 +229,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
-
-    def _truth(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor of one number is true, which Python wants to know."""
-        ref = self._ref(tensor)
-        symbol = sympy.Symbol(f"truth{len(self.sources)}", integer=True)
-        self.sources[symbol.name] = ref, None
-        return bool(self.answer(Number(sympy.Ne(symbol, 0))))
-
-    def answer(self, number: Number) -> Answer:
-        """A number that Python wants to know, if the batch alone says it."""
-        fine = harmless_answer() if number.is_truth else None
-        if fine is not None:
-            return fine
-        if self.reader.knows(number):
-            return self.reader.log(number, self.reader.number(number), user_line())
-        raise self._untraceable(DATA_FLOW, NO_DATA_FLOW)
-
-    def _ragged(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A call on sequences of several lengths."""
-        if not self.symbolic:
-            raise SymbolsNeededError
-
-        def emit(op: str, given: tuple[Any, ...], outs: tuple[torch.Tensor, ...]) -> None:
-            ref = self._emit(op, self._args(given), {}, outs)
-            for index, out in enumerate(outs):
-                self.aliases.add(out, Ref(ref.node, index))
-                self._name_sizes(out, Ref(ref.node, index))
-
-        with self.fake_mode:
-            return ragged.RULES[name](emit, self._first, *args, **kwargs)
-
-    def _first(self, sizes: torch.Tensor) -> int:
-        """The first of the numbers of a tensor, which Python wants to know."""
-        with self:
-            return int(sizes[0])
-
-    def _settled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a call: sizes that the batch alone says in numbers, numbers that are
-        added or multiplied as tensors.
-        """
-
-        def settled(value: Any, kind: str) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [settled(v, kind) for v in value]
-            if isinstance(value, SYMBOLIC) and kind == "Tensor" and others:
-                return self._as_tensor(value, others[0])
-            if isinstance(value, torch.SymInt) and "int" in kind and isinstance(found := number(value), Number) and self.reader.knows(found):
-                return int(value)
-            return value
-
-        kinds = {a.name: str(a.type) for a in func._schema.arguments}
-        others = [a for a in args if isinstance(a, torch.Tensor)]
-        if str(func).startswith("aten.arange"):
-            kinds = dict.fromkeys(kinds, "int")
-        given = [settled(a, k) for a, k in zip(args, kinds.values(), strict=False)]
-        return tuple(given), {n: settled(v, kinds[n]) for n, v in kwargs.items()}
-
-    def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor of one number is now, of which no gradient is known."""
-        with self.fake_mode:
-            found = torch.empty((), dtype=tensor.dtype)
-        whole = self._emit("aten.detach.default", (self._ref(tensor),), {}, (tensor,))
-        self.aliases.add(found, self._add("aten.reshape.default", (whole, ()), {}, (spec_of(found),)))
-        return found
-
-    def _as_tensor(self, value: Any, other: torch.Tensor) -> torch.Tensor:
-        """A number in arithmetic with a tensor, as a tensor that gives the same."""
-        found = self.items.get(str(value))
-        if found is None:
-            ref = self._tensor_of(value)
-            with self.fake_mode:
-                found = torch.empty((), dtype=self.nodes[-1].spec.dtype)
-            self.aliases.add(found, ref)
-        scalar = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}[type(value)]
-        wanted = torch.result_type(other, scalar)
-        with self:
-            return found if torch.result_type(other, found) == wanted else found.to(wanted)
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
@@ -346,6 +255,8 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
         if torch.Tag.nondeterministic_seeded in func.tags:
+            if self.symbolic and is_symbolic((args, kwargs)):
+                raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
             with self:
                 return self.draws.call(func, args, kwargs)
@@ -390,17 +301,6 @@ class Recorder(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call
             if is_symbolic(item):
                 self._name_sizes(item, Ref(ref.node, index))
         return out
-
-    def _name_sizes(self, tensor: torch.Tensor, ref: Ref) -> None:
-        """Notes what the symbols in a shape that are new stand for."""
-        for dim, size in enumerate(tensor.shape):
-            if isinstance(found := number(size), Number) and found.expression.is_Symbol:
-                self._name_symbols(found.expression, ref, dim)
-
-    def _name_symbols(self, expression: sympy.Basic, ref: Ref, dim: int | None = None) -> None:
-        """Notes what the symbols of a number that is new stand for."""
-        for symbol in expression.free_symbols:
-            self.sources.setdefault(str(symbol), (ref, dim))
 
     def _function(self, cls: Any, original: Any, args: Any, kwargs: Any) -> Any:
         """A custom `autograd.Function`: one node, which keeps its own backward."""

@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from merakc.costs.flops import node_flops
@@ -29,6 +30,11 @@ from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, Call, Spec, enter
 
+# Calls whose results have as many elements as values say, also where a recording was told how many.
+SIZED = frozenset(
+    {"aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default",
+     "aten.unique_dim.default", "aten.unique_consecutive.default", "aten.repeat_interleave.Tensor"}
+)  # fmt: skip
 WHY = "shapes or numbers depend on the data"
 
 
@@ -37,7 +43,7 @@ def with_regions(graph: Graph, sources: Sources, number: int) -> Graph:
 
     Raises `RecordError` where a shape that depends on the data leaves the forward.
     """
-    if not any(map(_is_dynamic, graph.nodes)):
+    if not sources and not any(map(_is_dynamic, graph.nodes)):
         return graph
     wanted = {o.ref.node for o in graph.outputs}
     live = []
@@ -54,6 +60,8 @@ def _is_dynamic(node: Node) -> bool:
     What reads a tensor of such a shape, and makes none, is for the graph to say.
     """
     shapes = tuple([o.shape for o in node.outputs if o is not None])
+    if node.op in SIZED:
+        return "output_size" not in dict(node.kwargs)
     whole = node.op in CTC or node.op.startswith("ragged.")
     return whole or node.op == ITEM or any(True for _ in numbers((node.args, node.kwargs, shapes)))
 
@@ -114,7 +122,8 @@ class _Finder:
         """The nodes that are to be in a region."""
         found: set[str] = set()
         for node in self.graph.nodes:
-            if _is_dynamic(node) or any(map(self._has_values, node.refs)):
+            masked = node.op == "aten.index.Tensor" and any(map(self._is_mask, node.args[1]))
+            if _is_dynamic(node) or masked or any(map(self._has_values, node.refs)):
                 found.add(node.name)
         return found
 
@@ -134,6 +143,9 @@ class _Finder:
         """Whether the shape of a value depends on the data."""
         spec = self.specs.get(ref)
         return spec is not None and any(True for _ in numbers(spec.shape))
+
+    def _is_mask(self, index: Ref | None) -> bool:
+        return index is not None and self.specs[index].dtype in (torch.bool, torch.uint8)
 
     def _reads(self, node: Node) -> list[Ref]:
         return read_refs(node, self.sources)
@@ -263,9 +275,7 @@ class _Finder:
 
     # Nodes
 
-    def _node(
-        self, members: Sequence[str], wanted: Set[Ref]
-    ) -> tuple[Node, Call, Sequence[Ref]]:
+    def _node(self, members: Sequence[str], wanted: Set[Ref]) -> tuple[Node, Call, Sequence[Ref]]:
         """The node of a region, what runs it, and the values that it gives; others are `wanted`."""
         whole = self._copied(members)
         nodes = [self.nodes[n] for n in whole]
@@ -299,15 +309,17 @@ class _Finder:
         """What a region computes at most: no size is larger than all that it is taken from."""
         bounds: dict[str, int] = defaultdict(lambda: 1)
         for symbol, (ref, dim) in self.sources.items():
-            if dim is not None:
-                read = [self.specs[r].shape for r in self.nodes[ref.node].refs]
-                sizes = [prod(d for d in shape if isinstance(d, int)) for shape in read]
+            if dim is not None and ref.node in self.nodes:
+                read = [self.specs[r] for r in self.nodes[ref.node].refs if r in self.specs]
+                places = [s for s in read if not s.dtype.is_floating_point] or read
+                sizes = [prod(d for d in s.shape if isinstance(d, int)) for s in places]
                 bounds[symbol] = max(sizes, default=1)
 
         def bounded(spec: TensorSpec | None) -> TensorSpec | None:
             if spec is None:
                 return None
-            shape = [d.value(bounds) if isinstance(d, Number) else d for d in spec.shape]
+            sizes: tuple[Any, ...] = spec.shape
+            shape = [d.value(bounds) if isinstance(d, Number) else d for d in sizes]
             return replace(spec, shape=tuple(map(int, shape)))
 
         specs = {r: bounded(self.specs[r]) for n in nodes for r in n.refs if r in self.specs}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.interp import sympy_interp
@@ -45,7 +45,7 @@ class Number:
         if isinstance(self.expression, sympy.Symbol):
             return symbols[self.expression.name]
         given = {s: symbols[str(s)] for s in self.expression.free_symbols}
-        found: Answer = sympy_interp(PythonReferenceAnalysis, given, self.expression)
+        found: Answer = plain(sympy_interp(PythonReferenceAnalysis, given, self.expression))
         return found
 
     def __repr__(self) -> str:
@@ -62,20 +62,22 @@ class Symbols(ShapeEnv):
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """What an expression is; torch's own rules come first."""
         try:
-            return super().evaluate_expr(orig_expr, *args, **kwargs)  # type: ignore[no-untyped-call]
+            return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
             return self.answer(Number(orig_expr))
+
+
+def plain(value: Any) -> Any:
+    """A number of torch's that no symbol is in, as one of Python's."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds.get(type(value), lambda x: x)(value)
 
 
 def number(value: Any) -> Any:
     """A number of torch's as one of a graph; a size that is known as it is."""
     if not isinstance(value, SYMBOLIC):
         return value
-    found = value.node.expr
-    if found.free_symbols:
-        return Number(found)
-    kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(value)]
-    return kind(found)
+    return Number(value.node.expr) if value.node.expr.free_symbols else plain(value)
 
 
 def is_symbolic(value: Any) -> bool:

@@ -31,8 +31,8 @@ class Rows:
 
     def take(self, value: torch.Tensor, first: int, count: int) -> torch.Tensor:
         """The part of `count` samples from sample number `first` on of a value of all samples."""
-        return self._parted(value).narrow(self.dim + 1, first, count).flatten(
-            self.dim, self.dim + 2
+        return (
+            self._parted(value).narrow(self.dim + 1, first, count).flatten(self.dim, self.dim + 2)
         )
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
