@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,7 +30,8 @@ class Call:
     `forward` computes tensors of the specs `outputs` from those that it is given, in order; `flops`
     is what it was seen to compute. `number` tells the calls of a recording apart. `source` is the
     line that could not be recorded, `reason` says why. A call of a part of a module has a `digest`
-    of what it computes.
+    of what it computes. `used` are the places of the inputs that backwards have found to be used
+    since it was last cleared.
     """
 
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -41,6 +42,7 @@ class Call:
     flops: int = 0
     number: int = 0
     digest: str = ""
+    used: set[int] = field(default_factory=set)
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The module's outputs, under whatever gradient mode and random state there is."""
@@ -101,6 +103,8 @@ def opaque_backward(
         if pairs:
             outputs, given = [out for out, _ in pairs], [g for _, g in pairs]
             found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+    places = [k for k, w in enumerate(wanted) if w]
+    call.used.update(k for k, g in zip(places, found, strict=True) if g is not None)
     filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     return _apart(filled, [g for g in grads if g is not None])
 

@@ -29,7 +29,7 @@ def batch_sizes(lengths: Tensor) -> Tensor:
 def unpack(
     data: Tensor, sizes: Tensor, batch_first: bool, padding: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """The sequences of packed `data`, padded to `total_length` or the longest; and their lengths."""
+    """The sequences of packed `data`, padded to `total_length` or the longest; their lengths."""
     found: tuple[Tensor, Tensor] = torch._VF._pad_packed_sequence(
         data, sizes.cpu(), batch_first, padding, total_length
     )

@@ -32,6 +32,7 @@ from merakc.expected import expected
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.record import Recording
+from merakc.frontend.regions import WHY as DYNAMIC
 from merakc.garbage import few_collections
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.plan_checks import check_recompute
@@ -57,6 +58,8 @@ from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
 
 _living: WeakSet[Steps] = WeakSet()
+# The share of the forward's arithmetic from which on it matters that a part runs as it is.
+WORTH_TELLING = 0.01
 
 
 def auto_parallel(
@@ -202,14 +205,18 @@ def _build(
 
 
 def _warn_of_opaque(plan: Plan) -> None:
-    """Says once for each module what runs as it is."""
+    """Says once for each module what runs as it is, where that is more than a sum over a mask."""
     for module in plan.opaque_modules:
+        where = f"module '{module.name}'" if module.name else "the model's own forward"
+        if module.reason == DYNAMIC:
+            where = f"a part of {where}"
+            if module.flops_share < WORTH_TELLING:
+                continue
         warnings.warn(
-            f"module '{module.name}' cannot be recorded and runs as it is, whole on one stage and "
+            f"{where} cannot be recorded and runs as it is, whole on one stage and "
             f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
             f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward; parameters that it does not use for a batch have gradients of zeros "
-            "where they would have none, which weight decay and momentum act on",
+            "the backward",
             MerakWarning,
             stacklevel=3,
         )

@@ -44,6 +44,7 @@ from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, digest
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.unused import forget, without_unused
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -241,6 +242,7 @@ class Steps:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
+        forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, record=self.recording)
         self.stale |= step.written
@@ -268,11 +270,15 @@ class Steps:
                 "replica; pick batches by model.data_parallel_rank, not by the global rank"
             )
 
-    def finite(self, gradients: Tensors) -> Tensors:
-        """The gradients without the scale of the loss; none, where a rank's are not finite."""
+    def gradients(self, step: CompiledStep, result: StepResult) -> Tensors:
+        """The gradients of what the step used, without the scale of the loss; none, where a rank's
+        are not finite.
+        """
+        world = self.groups.axis("world")
+        found = without_unused(result.gradients, step.doubtful, world, self.device)
         if self.loss_scale is None:
-            return gradients
-        return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
+            return found
+        return found if self.loss_scale.finite(found, world) else {}
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
         """The loss of the whole batch, on every rank."""
