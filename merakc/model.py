@@ -13,7 +13,7 @@ from torch import nn
 from merakc.batches import batch_size_of
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
@@ -173,6 +173,7 @@ class ParallelModel(nn.Module):
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
         loss = steps.share_loss(step, result)
+        check_finite(step.recording, loss)
         if book is not None:
             book.write(result)
         if train:
@@ -213,7 +214,8 @@ class ParallelModel(nn.Module):
         size = batch_size_of(args, kwargs) // self.plan.micro_batches
         found = steps.share_results(step, result, size)
         if step.has_loss:
-            found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            loss = found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            check_finite(step.recording, loss)
         return _outputs(step.recording, found)
 
     # ------------------------------------------------------------------ gradients and state
@@ -308,6 +310,16 @@ class _HandOut(torch.autograd.Function):
         scale = grad.item()
         handed = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
         return None, None, *handed
+
+
+def check_finite(recording: Recording, loss: torch.Tensor) -> None:
+    """Raises `RecordError` for a loss of which the forward was recorded as if it were finite."""
+    if recording.finite and not loss.isfinite():
+        raise RecordError(
+            f"the loss is {loss.item()}, and the forward asks for that at "
+            f"{', '.join(recording.finite)}: what it does then is not recorded; look for the cause "
+            "of the loss, or decide outside the forward what to do with the step"
+        )
 
 
 def _loss_name(recording: Recording) -> str:

@@ -13,7 +13,8 @@ from merakc.errors import RecordError
 from merakc.frontend import ragged
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.builder import GraphBuilder
-from merakc.frontend.checks import harmless_answer
+from merakc.frontend.checks import asks_whether_finite, harmless_answer
+from merakc.frontend.finite import FiniteGuards
 from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.source import user_line
 from merakc.frontend.symbols import SYMBOLIC, Answer, Number, number
@@ -47,6 +48,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         GraphBuilder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.guards = FiniteGuards(self.nodes)
         self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
         self.symbolic = fake_mode.shape_env is not None
 
@@ -60,6 +62,12 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _truth(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of one number is true, which Python wants to know."""
+        ref = self._ref(tensor)
+        if not self.reader.is_known(ref) and harmless_answer() is None:
+            error = self._untraceable(DATA_FLOW, NO_DATA_FLOW)
+            found = self.guards.answer(ref, error, user_line())
+            if found is not None:
+                return found
         return bool(self.answer(Number(sympy.Ne(self._number_of(tensor).expression, 0))))
 
     def _number_of(self, tensor: torch.Tensor) -> Number:
@@ -85,7 +93,13 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             return fine
         if self.reader.knows(number):
             return self.reader.log(number, self.reader.number(number), user_line())
-        raise self._untraceable(DATA_FLOW, NO_DATA_FLOW)
+        error = self._untraceable(DATA_FLOW, NO_DATA_FLOW)
+        if number.expression.is_Symbol and asks_whether_finite():
+            made = {n.name: n for n in self.nodes}
+            source, _ = self.sources[number.symbols[0]]
+            self.guards.assume(made[source.node].refs, error, user_line())
+            return 0.0
+        raise error
 
     def _ragged(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call on sequences of several lengths."""

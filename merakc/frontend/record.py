@@ -33,7 +33,8 @@ class Recording:
     plain value where the leaf is no tensor; `structure` puts them together again; `numbers` are the
     outputs that are numbers in Python and tensors in the graph. `aliases` maps each further name of
     a tied parameter to the name that the graph uses. The graph is right for batches that answer
-    what it `reads` as this one did.
+    what it `reads` as this one did, and for losses that are finite where lines ask whether numbers
+    are: the lines `finite`.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Recording:
     model_name: str
     numbers: frozenset[str] = frozenset()
     reads: Reads | None = None
+    finite: tuple[str, ...] = ()
 
 
 def record(
@@ -101,11 +103,11 @@ def _record(
         outputs, structure = recorder.finish(out)
     aliases = _aliases(model)
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
-    reads = recorder.reader.reads()
+    reads, finite = recorder.reader.reads(), recorder.guards.lines(recorder.outputs)
     graph = recorder.graph().pruned()
     graph.verify()
-    numbers = frozenset(recorder.numbers)
-    return Recording(graph, outputs, structure, aliases, type(model).__name__, numbers, reads)
+    said = frozenset(recorder.numbers), reads, finite
+    return Recording(graph, outputs, structure, aliases, type(model).__name__, *said)
 
 
 def _check_modules(model: torch.nn.Module) -> None:

@@ -27,7 +27,13 @@ from merakc.errors import RecordError
 from merakc.frontend import composites, normalise, ragged
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
 from merakc.frontend.checks import harmless_answer
-from merakc.frontend.contexts import exporting, fixed_dtypes, function_calls, module_names
+from merakc.frontend.contexts import (
+    exporting,
+    fixed_dtypes,
+    function_calls,
+    module_names,
+    printable_numbers,
+)
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.generators import DrawnError, GeneratorWatch
@@ -88,6 +94,7 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
             stack.enter_context(fixed_dtypes())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(recorded_tensors())
+            stack.enter_context(printable_numbers())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
