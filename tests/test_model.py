@@ -303,7 +303,7 @@ def test_a_loss_that_is_not_finite_where_the_forward_asks_for_that() -> None:
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     model = parallel(Guarded, {"x": x}, micro_batches=2)
     assert model(x=x).isfinite()
-    with pytest.raises(RecordError, match=r"the loss is nan, .* test_model.py:\d+: what it does"):
+    with pytest.raises(RecordError, match=r"the loss is nan, .*test_model.py:\d+: what it does"):
         model(x=x * torch.nan)
     with pytest.raises(RecordError, match="the loss is nan"):
         model.eval()(x=x * torch.nan)
