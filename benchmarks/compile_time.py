@@ -26,10 +26,11 @@ from rich.table import Table
 from torch import nn
 
 from merakc.cluster import Cluster
-from merakc.frontend.record import record
+from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.passes.shard import shard
 from merakc.planner import make_plan
+from merakc.recording import record_part
 from merakc.report.text import format_bytes, format_seconds
 
 TP, PP = 8, 8
@@ -135,7 +136,9 @@ def measure(model: str) -> CompileTime:
         built = build().to(torch.bfloat16).train()
     built_s = time.perf_counter()
     ids = torch.zeros(1, sequence, dtype=torch.long)
-    recording = record(built, (), {"input_ids": ids, "labels": ids})
+    layout = BatchLayout((MICRO_BATCHES,), MICRO_BATCHES)
+    batch = {"input_ids": ids.expand(MICRO_BATCHES, -1), "labels": ids.expand(MICRO_BATCHES, -1)}
+    recording = record_part(built, (), batch, layout, torch.device("cpu"))
     recorded_s = time.perf_counter()
     shard(recording.graph, TP)
     sharded_s = time.perf_counter()

@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from merakc.costs.pieces import Piece, cut_pieces
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph
+from merakc.passes.batches.recorded import in_parts
 from merakc.passes.localise import localise
 from merakc.passes.shard import shard
-from merakc.passes.weigh_loss import weigh_loss
-from merakc.planner import training_graph
+from merakc.planner import TRAINING
 from merakc.recording import record_part
 
 Attention = Literal["parts", "fused"]
@@ -106,8 +107,9 @@ def gpt_graph(shape: Shape, micro_batch: int, tp: int, *, sequence_parallel: boo
     with torch.device("meta"):
         model = GPT(shape).to(torch.bfloat16)
     ids = torch.zeros(micro_batch, shape.seq_len, dtype=torch.long)
-    recording = record_part(model, (ids, ids), {}, 1, torch.device("cpu"))
-    graph = weigh_loss(training_graph(recording.graph)).graph
+    layout = BatchLayout((micro_batch, micro_batch), 1)  # one part of several
+    recording = record_part(model, (ids, ids), {}, layout, torch.device("cpu"))
+    graph = in_parts(recording, layout.parts, TRAINING).graph
     return localise(graph, shard(graph, tp, sequence_parallel=sequence_parallel), 0)
 
 

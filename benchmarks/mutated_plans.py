@@ -36,6 +36,7 @@ from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan, file_text, parse_plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
@@ -49,7 +50,7 @@ from merakc.verify import verify_programs
 SAMPLES, MICRO_BATCHES, VOCABULARY, LENGTH = 8, 4, 24, 6
 REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"
 # What a plan reports and does not decide.
-REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "prediction",
+REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "head", "prediction",
             "merakc_version", "overlap_gains", "batch_size")  # fmt: skip
 HASHES = ("hash", "file_hash")
 MOST_RANKS = 8  # that are started to train
@@ -78,7 +79,10 @@ def batch(samples: int, seed: int = 0) -> dict[str, torch.Tensor]:
 def recorded(parts: int, precision: Precision | None) -> Recording:
     """The forward of one of so many micro-batches."""
     with comparable(lift=True):
-        return record_part(model(), (), batch(SAMPLES), parts, torch.device("cpu"), precision)
+        layout = BatchLayout((SAMPLES, SAMPLES), parts)  # of plans on one dp rank and on two
+        return record_part(
+            model(), (), batch(SAMPLES), layout, torch.device("cpu"), precision, divided=True
+        )
 
 
 @cache

@@ -1,10 +1,11 @@
-"""How a page of the documentation says what made it."""
+"""How a page of the documentation says what made it, and what went wrong."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import platform
+import re
 import shlex
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -32,4 +33,11 @@ def told_run(module: str, arguments: Sequence[str]) -> str:
     return (
         f"`{told_command(module, arguments)}`, {datetime.date.today()}, {platform.machine()} with "
         f"{os.cpu_count()} CPU cores, Python {platform.python_version()}, {', '.join(versions)}."
+    )
+
+
+def one_line(reason: str) -> str:
+    """A reason as an item of a Markdown list, without the paths of this machine."""
+    return re.sub(
+        r"(?:/[^/\s]+)*/(site-packages|benchmarks|merakc)/", r"\1/", " ".join(reason.split())
     )

@@ -32,6 +32,7 @@ from merakc.costs.scaled import SAMPLES
 from merakc.costs.state import MIXED
 from merakc.errors import FitError, MerakError
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.offline import Recordings, asked_for, plan_offline, state_precision
 from merakc.piece_table import PieceTable
 from merakc.recording import record_part
@@ -115,7 +116,8 @@ def gpt_record(shape: Shape, samples: int) -> Recording:
     with torch.device("meta"):
         model = GPT(shape).to(torch.bfloat16)
     ids = torch.zeros(samples, shape.seq_len, dtype=torch.long)
-    return record_part(model, (ids, ids), {}, 1, CPU)
+    layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
+    return record_part(model, (ids, ids), {}, layout, CPU)
 
 
 def roomy(hardware: Hardware) -> Hardware:

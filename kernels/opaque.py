@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -31,7 +32,8 @@ class Call:
     is what it was seen to compute. `number` tells the calls of a recording apart. `source` is the
     line that could not be recorded, `reason` says why. A call of a part of a module has a `digest`
     of what it computes. `used` are the places of the inputs that backwards have found to be used
-    since it was last cleared.
+    since it was last cleared. A backward runs in `holding`, which puts the tensors where the
+    module's parameters are: custom functions may look there.
     """
 
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -43,6 +45,7 @@ class Call:
     number: int = 0
     digest: str = ""
     used: set[int] = field(default_factory=set)
+    holding: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The module's outputs, under whatever gradient mode and random state there is."""
@@ -97,15 +100,19 @@ def opaque_backward(
     with torch.enable_grad(), drawing(seeds, call.number, inputs), autograd_reachable():
         own = [x.detach().requires_grad_(w) for x, w in zip(inputs, wanted, strict=True)]
         leaves = [x for x, w in zip(own, wanted, strict=True) if w]
-        outs = zip(call(own), grads, strict=True)
-        pairs = [(out, g) for out, g in outs if g is not None and out.requires_grad]
-        found: Sequence[Tensor | None] = [None] * len(leaves)
-        if pairs:
-            outputs, given = [out for out, _ in pairs], [g for _, g in pairs]
-            found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
-    places = [k for k, w in enumerate(wanted) if w]
-    call.used.update(k for k, g in zip(places, found, strict=True) if g is not None)
+        with call.holding(own):
+            outs = zip(call(own), grads, strict=True)
+            pairs = [(out, g) for out, g in outs if g is not None and out.requires_grad]
+            found: Sequence[Tensor | None] = [None] * len(leaves)
+            if pairs:
+                outputs, given = [out for out, _ in pairs], [g for _, g in pairs]
+                found = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+    # What custom functions give by a backward() of their own, as reversible layers do.
+    filled = [g if x.grad is None else g + x.grad for x, g in zip(leaves, filled, strict=True)]
+    places = [k for k, w in enumerate(wanted) if w]
+    made = zip(places, leaves, found, strict=True)
+    call.used.update(k for k, x, g in made if g is not None or x.grad is not None)
     return _apart(filled, [g for g in grads if g is not None])
 
 

@@ -10,6 +10,7 @@ import torch
 
 from merakc.kernels import (
     attention,
+    checks,
     collectives,
     draws,
     gemm,
@@ -79,7 +80,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }
 # imported for the ops that they register
-REGISTERED = (attention, collectives, draws, gemm, grouped_mm, opaque, products)
+REGISTERED = (attention, checks, collectives, draws, gemm, grouped_mm, opaque, products)
 
 
 def resolve_op(op: str) -> Callable[..., Any]:

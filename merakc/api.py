@@ -8,7 +8,7 @@ import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -33,7 +33,9 @@ from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.record import Recording
 from merakc.frontend.regions import WHY as DYNAMIC
+from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
+from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.precision import Precision, parse_precision
@@ -42,6 +44,7 @@ from merakc.kernels import gemm
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
 from merakc.overlap import with_parts
+from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner import Lowered, apply_plan
 from merakc.recording import record_part, with_loss
 from merakc.runtime.allocator import keep_freed_memory
@@ -77,6 +80,7 @@ def auto_parallel(
     state_shards: ShardsGiven | None = None,
     precision: str | Precision | None = None,
     overlap: int | None = None,
+    couplings: Couplings = WHOLE_BATCH,
     compile: bool = False,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
@@ -100,6 +104,8 @@ def auto_parallel(
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
+        couplings: "whole batch": samples that the loss couples are, as in one process, those of the
+            whole batch, for which micro-batches wait; "per micro-batch": of each micro-batch.
         compile: whether the graphs of stages become kernels of their own, by torch's compiler.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -107,9 +113,12 @@ def auto_parallel(
         timeout_s: how long a rank waits for a message before it says so.
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
     """
+    open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    request = Request(*given, state_shards, parse_precision(precision), overlap)
+    request = Request(
+        *given, state_shards, parse_precision(precision), overlap, couplings=couplings
+    )
     made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
@@ -121,7 +130,7 @@ class _Decision:
     model: nn.Module
     device: torch.device
     example: tuple[tuple[Any, ...], dict[str, Any]]
-    recording: Recording
+    recording: BatchRecording
     lowered: Lowered
     machines: Cluster
 
@@ -144,17 +153,35 @@ def _decide(
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
         return with_tensor_specs(*call_arguments(batch), specs, tensors)
 
+    likely = given.dp if given is not None else max(m.dp for m in meshes(request))
+
     @cache
-    def recorded(parts: int) -> Recording:
-        return with_loss(record_part(model, *example(), parts, device, request.precision))
+    def recorded(parts: int, dp: int = likely) -> BatchRecording:
+        layout = BatchLayout((request.batch_size,) * dp, parts)
+        divided = request.overlap != 0 and request.tp != 1
+        return with_loss(
+            record_part(
+                model,
+                *example(),
+                layout,
+                device,
+                request.precision,
+                couplings=request.couplings,
+                divided=divided,
+            )
+        )
 
     if any(together(lambda: _needs_values(recorded, first))):
         tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
         example.cache_clear()
     agree(lambda: _facts(model, recorded(first), fixed, seed))
     machines = cluster or _nominal(device)
-    lowered = with_parts(_lowered(request, given, recorded, machines), recorded)
-    recording = recorded(lowered.plan.micro_batches)
+    lowered = _lowered(request, given, recorded, machines)
+    plan = lowered.plan
+    recording = recorded(plan.micro_batches, plan.dp)
+    if plan.dp != likely:  # the numbers of the whole batch are others
+        lowered = apply_plan(plan, recording)
+    lowered = with_parts(lowered, partial(recorded, dp=plan.dp))
     return _Decision(model, device, example(), recording, lowered, machines)
 
 
@@ -172,6 +199,9 @@ def _build(
     groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
     if groups.rank == 0:
         _warn_of_opaque(lowered.plan)
+        if lowered.plan.couplings == PER_MICRO_BATCH:
+            for line in lowered.plan.conventions:
+                warnings.warn(f"by convention: {line}", MerakWarning, stacklevel=3)
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     plan = replace(lowered.plan, parameters=held)
@@ -189,8 +219,9 @@ def _build(
         fuser,
     )  # fmt: skip
     _living.add(steps)
-    key = steps.key(*made.example, train=True, results=False)
-    step = steps.add(key, recording, lowered, chunks(), train=True)
+    layout = steps.layout(*made.example)
+    key = steps.key(*made.example, layout, train=True, results=False)
+    step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
     measured = cluster is None
@@ -251,6 +282,10 @@ def _requested(
     Everything that can be refused before the model is looked at is refused here.
     """
     check_recompute(fixed.recompute)
+    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
+        raise ConfigError(
+            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
+        )
     if fixed.overlap is not None and fixed.overlap < 0:
         raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
     fixed = with_schedule(fixed)
@@ -261,16 +296,17 @@ def _requested(
     if given is None:
         return None, request, micro_batches_for(request, meshes(request)[0]), specs
     _check_plan(fixed, given)
-    return given, replace(request, precision=given.precision), given.micro_batches, specs
+    request = replace(request, precision=given.precision, couplings=given.couplings)
+    return given, request, given.micro_batches, specs
 
 
 def _check_plan(fixed: Request, given: Plan) -> None:
     for name in (
         "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
-        "precision",
+        "precision", "couplings",
     ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", (), planned):
+        if value not in (None, "auto", (), WHOLE_BATCH, planned):
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )

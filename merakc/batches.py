@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from merakc.errors import ConfigError
+from merakc.ir.batches import Rows
 
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
@@ -23,7 +24,7 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The size of dim 0 of the batch's tensors: the commonest one among those with dims.
+    """The number of samples of a batch: the commonest size of dim 0 of its tensors.
 
     Raises `ConfigError` where the batch holds no tensor with dims.
     """
@@ -36,15 +37,24 @@ def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     return max(sizes, key=lambda s: (sizes.count(s), s))
 
 
+def sample_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Rows]:
+    """Where the samples stand in the tensors of a batch, by name; a tensor without any is left
+    out.
+    """
+    size = batch_size_of(args, kwargs)
+    named = named_tensors(args, kwargs)
+    return {n: Rows() for n, t in named.items() if t.dim() and t.shape[0] == size}
+
+
 def split_batch(
     args: Sequence[Any], kwargs: Mapping[str, Any], micro_batches: int
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments of each micro-batch.
 
-    Tensors whose dim 0 is the batch size are split along it, in order; all others are given to
-    every micro-batch as they are. Raises `ConfigError` where the batch does not divide.
+    Tensors that hold samples are split by them, in order; all others are given to every micro-batch
+    as they are. Raises `ConfigError` where the batch does not divide.
     """
-    size = batch_size_of(args, kwargs)
+    size, sampled = batch_size_of(args, kwargs), sample_rows(args, kwargs)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
@@ -53,15 +63,41 @@ def split_batch(
         )
     each = size // micro_batches
 
-    def part(leaf: Any, k: int) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size:
-            return leaf[k * each : (k + 1) * each]
-        return leaf
+    def part(first: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return _changed(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
 
-    return [
-        pytree.tree_map(lambda leaf, k=k: part(leaf, k), (tuple(args), dict(kwargs)))
-        for k in range(micro_batches)
-    ]
+    if micro_batches == 1:
+        return [(tuple(args), dict(kwargs))]
+    return [part(k * each) for k in range(micro_batches)]
+
+
+def resized(
+    args: Sequence[Any], kwargs: Mapping[str, Any], sampled: Mapping[str, Rows], samples: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch with so many samples; the tensors that hold them are on the meta device."""
+    return _changed(
+        args, kwargs, sampled,
+        lambda rows, leaf: torch.empty(
+            rows.sized(leaf.shape, samples), dtype=leaf.dtype, device="meta"
+        ),
+    )  # fmt: skip
+
+
+def _changed(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sampled: Mapping[str, Rows],
+    change: Callable[[Rows, torch.Tensor], torch.Tensor],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with the tensors that hold samples changed."""
+
+    def changed(path: Any, leaf: Any) -> Any:
+        rows = sampled.get(path_name(path)) if isinstance(leaf, torch.Tensor) else None
+        return leaf if rows is None else change(rows, leaf)
+
+    found: tuple[tuple[Any, ...], dict[str, Any]]
+    found = pytree.tree_map_with_path(changed, (tuple(args), dict(kwargs)))
+    return found
 
 
 def cast_floats(
@@ -75,24 +111,6 @@ def cast_floats(
 
     found: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(args), dict(kwargs))
     return pytree.tree_map(cast, found) if dtype else found
-
-
-def sampled_names(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the tensors that `split_batch` splits: they hold samples along dim 0."""
-    size = batch_size_of(args, kwargs)
-    named = named_tensors(args, kwargs)
-    return frozenset(n for n, t in named.items() if t.dim() and t.shape[0] == size)
-
-
-def doubled(
-    args: Sequence[Any], kwargs: Mapping[str, Any], names: frozenset[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with every sample of the tensors of these names twice."""
-    found: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_with_path(
-        lambda path, leaf: torch.cat([leaf, leaf]) if path_name(path) in names else leaf,
-        (tuple(args), dict(kwargs)),
-    )
-    return found
 
 
 def named_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -160,13 +178,6 @@ def _on_meta(specs: TensorSpecs) -> Iterator[torch.Tensor]:
 def tensors_of(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch, in order."""
     return _tensors(call_arguments(batch))
-
-
-def join_results(parts: Sequence[torch.Tensor], micro_batch_size: int) -> torch.Tensor:
-    """One result of all micro-batches: joined along dim 0, or averaged where it has no such dim."""
-    if parts[0].dim() and parts[0].shape[0] == micro_batch_size:
-        return torch.cat(list(parts))
-    return torch.stack(list(parts)).mean(0) if parts[0].is_floating_point() else parts[0]
 
 
 def _kinds(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -285,7 +285,7 @@ def price_layout(
 ) -> Candidate | str:
     """The layout with the shards and the recomputation that suit it best, or why it cannot be."""
     pieces = table.pieces(layout.form, layout.samples)
-    base = Habits(stagewise=True, precision=precision, overlap=1.0)
+    base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
     job = make_job(pieces, layout.degrees, hardware, base)
     shards = _shards(request, job, hardware)
     waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}

@@ -9,11 +9,12 @@ from functools import cached_property
 import torch
 
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import Chunk
+from merakc.knowledge import Knowledge
 from merakc.passes.collectives import trained
 from merakc.planner import Lowered
-from merakc.runtime.codegen import Compiled
 from merakc.runtime.executor import Executor
 from merakc.unused import Uses, doubtful
 
@@ -24,15 +25,15 @@ Tensors = dict[str, torch.Tensor]
 class CompiledStep:
     """One compiled form of the step: for one mode and one shape of batch.
 
-    `state` is the rank's parameters and buffers, with the constants of what counts labels.
+    `layout` says how the samples of its batches lie; `knowledge` is what runs before it.
     """
 
     recording: Recording
+    layout: BatchLayout
     lowered: Lowered
     chunks: Mapping[int, Chunk]
     executor: Executor
-    state: Tensors
-    counts: Compiled | None
+    knowledge: Knowledge | None
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -47,7 +48,8 @@ class CompiledStep:
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:
         """The dtype of the loss; None where the forward returns none for this batch."""
-        graph = self.lowered.loss.graph
+        loss = self.lowered.loss
+        graph = loss.head.graph if loss.head is not None else loss.graph
         refs = [o.ref for o in graph.outputs if o.kind is OutputKind.LOSS]
         return graph.specs()[refs[0]].dtype if refs else None
 
@@ -68,13 +70,30 @@ class CompiledStep:
         return frozenset().union(*(chunk.written for chunk in self.chunks.values()))
 
     @cached_property
+    def head_results(self) -> frozenset[str]:
+        """The names of the results that the head gives, of the whole batch."""
+        head = self.lowered.loss.head
+        outputs = head.graph.outputs if head is not None else ()
+        return frozenset(o.name for o in outputs if o.kind is OutputKind.RESULT)
+
+    @cached_property
     def result_specs(self) -> dict[str, tuple[int, TensorSpec]]:
-        """The pipeline rank and the spec of every result of one micro-batch."""
-        graph = self.lowered.loss.graph
-        specs = graph.specs()
-        return {
-            o.name: (self.lowered.plan.rank_of[stage], specs[o.ref])
-            for stage, part in enumerate(self.lowered.stages.graphs)
-            for o in graph.outputs
+        """The pipeline rank and the spec of every result: of one micro-batch, or of the whole batch
+        where the head gives it.
+        """
+        loss, stages = self.lowered.loss, self.lowered.stages
+        rank_of, specs = self.lowered.plan.rank_of, loss.graph.specs()
+        found = {
+            o.name: (rank_of[stage], specs[o.ref])
+            for stage, part in enumerate(stages.graphs)
+            for o in loss.graph.outputs
             if o.kind is OutputKind.RESULT and any(p.name == o.name for p in part.outputs)
         }
+        if loss.head is not None and stages.head is not None:
+            whole = loss.head.graph.specs()
+            found |= {
+                o.name: (rank_of[stages.head], whole[o.ref])
+                for o in loss.head.graph.outputs
+                if o.kind is OutputKind.RESULT
+            }
+        return found

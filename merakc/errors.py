@@ -21,6 +21,10 @@ class RecordError(MerakError):
     """The model's forward could not be recorded as one graph."""
 
 
+class ForwardError(RecordError):
+    """An error of the model's own, raised by its forward; the cause is that error."""
+
+
 class ShardError(MerakError):
     """A tensor-parallel degree that the model's graph does not allow."""
 

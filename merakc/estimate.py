@@ -82,7 +82,8 @@ class Habits:
     communication of gradients and parameters runs under computing; 0 waits for all of it. With
     `split_messages` each tp rank sends its part of a message alone, and the parts are gathered in
     the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run
-    beside the products that they belong to.
+    beside the products that they belong to. With `whole_batch` backwards wait for all forwards, as
+    a loss that couples samples makes them.
     """
 
     recompute: Recompute = "none"
@@ -92,6 +93,7 @@ class Habits:
     split_messages: bool = False
     tp_overlap: bool = False
     stagewise: bool = False
+    whole_batch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,19 +279,21 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     ]
     period, total = degrees.pp, degrees.micro_batches
     left = max(total - STEADY * period, 0) // period * period
+    if habits.whole_batch:  # all are in memory at once
+        left = 0
     again: tuple[int, ...] = ()
     if habits.recompute == "full":
         again = tuple(range(len(stages)))
     elif habits.recompute == "solved":
-        plain = _orders(degrees, total - left)
+        plain = _orders(degrees, total - left, habits)
         memory = [place.device.memory_bytes for place in job.places]
         kept = shared_out(plain.rank_of, plain.in_flight, stages, memory)
         stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
         again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
-    orders = _orders(degrees, total - left, again)
+    orders = _orders(degrees, total - left, habits, again)
     seconds = _end_s(orders, stages, links)
     if left:
-        fewer = _orders(degrees, total - left - period, again)
+        fewer = _orders(degrees, total - left - period, habits, again)
         seconds += left / period * (seconds - _end_s(fewer, stages, links))
     mean = total / degrees.pp
     again_s = mean * sum(stages[k].recompute_s for k in again)
@@ -305,9 +309,14 @@ def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[flo
     return max(end[-1] for end in ends)
 
 
-def _orders(degrees: Degrees, micro_batches: int, again: tuple[int, ...] = ()) -> KnownOrders:
+def _orders(
+    degrees: Degrees, micro_batches: int, habits: Habits, again: tuple[int, ...] = ()
+) -> KnownOrders:
     """The order of work of each rank, where these stages recompute."""
-    return known_orders(_name(degrees), degrees.pp, micro_batches, degrees.chunks, again)
+    return known_orders(
+        _name(degrees), degrees.pp, micro_batches, degrees.chunks, again,
+        whole_batch=habits.whole_batch,
+    )  # fmt: skip
 
 
 def _name(degrees: Degrees) -> str:

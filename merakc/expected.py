@@ -14,6 +14,7 @@ import torch
 
 from merakc.cluster import Cluster
 from merakc.compiled_step import CompiledStep
+from merakc.costs.head import compiled_head, head_bytes
 from merakc.costs.lanes import chunk_collectives
 from merakc.costs.sharded import OPTIMIZER_STATES, sunk_gradients
 from merakc.costs.spent import by_rank, merged
@@ -85,10 +86,14 @@ def expected(
 def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     """Of a stage of this rank, from its graphs."""
     plan = step.lowered.plan
-    return stage_cost(
+    cost = stage_cost(
         step.chunks[stage], cluster, plan.shards(stage), plan.precision, plan.tied_shards(stage),
         fused=step.lowered.compiled,
     )  # fmt: skip
+    head = step.executor.head
+    if head is None or stage != step.lowered.head_stage:
+        return cost
+    return compiled_head(cost, head.head, head.chunk, head.layout, plan.mesh, cluster)
 
 
 def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times) -> int:
@@ -96,9 +101,11 @@ def _peak_bytes(steps: Steps, step: CompiledStep, cluster: Cluster, times: Times
     plan, static_bytes = step.lowered.plan, _static_bytes(steps, step)
     buckets = steps.sharded.specs if steps.sharded else ()
     sunk = sunk_gradients(buckets, step.chunks.keys(), plan.precision)
+    runner = step.executor.head
     memory = program_memory(
-        step.executor.program, step.chunks, static_bytes, times, sunk, fused=step.lowered.compiled
-    )
+        step.executor.program, step.chunks, static_bytes, times, sunk, fused=step.lowered.compiled,
+        head=head_bytes(runner.head, runner.chunk, runner.layout) if runner else None,
+    )  # fmt: skip
     if plan.order and plan.schedule != "auto":
         verify_memory(steps.groups.rank, memory, cluster.memory_bytes)
     return max((m.peak_bytes for m in memory), default=static_bytes)

@@ -10,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches import batch_size_of
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError, RecordError
@@ -18,6 +17,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
+from merakc.mirror import Mirror, Part
 from merakc.norms import total_norm
 from merakc.runtime.state import gather_full
 from merakc.simulate import Simulation
@@ -47,7 +47,7 @@ class NotComputed:
         )
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Mirror):
     """One rank's part of a model under a plan.
 
     `parameters()`, `named_parameters()` and `state_dict()` are of this rank's shards, under the
@@ -62,7 +62,7 @@ class ParallelModel(nn.Module):
         simulation: Simulation | None,
         book: Bookkeeper | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(steps.source)
         keep = object.__setattr__  # nothing of ours may look like a child of the model
         keep(self, "_steps", steps)
         keep(self, "_aliases", dict(aliases))
@@ -81,7 +81,7 @@ class ParallelModel(nn.Module):
         if not self._trained and any(p.requires_grad for p in steps.placements.values()):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
-        super().train(steps.source.training)  # its modules keep the modes that they have
+        steps.agreement.parameters = self.parameters
 
     @property
     def plan(self) -> Plan:
@@ -135,7 +135,8 @@ class ParallelModel(nn.Module):
         *path, leaf = name.split(".")
         for part in path:
             if part not in module._modules:
-                module._modules[part] = nn.Module()
+                source = module.__dict__["_source"].get_submodule(part)
+                module._modules[part] = Part(source)
             child = module._modules[part]
             assert child is not None
             module = child
@@ -146,12 +147,6 @@ class ParallelModel(nn.Module):
             owner = self._own("_steps").source.get_submodule(".".join(path))
             if leaf in owner._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
-
-    def train(self, mode: bool = True) -> ParallelModel:
-        """Training or evaluation mode, of the model's own modules too."""
-        super().train(mode)
-        self._own("_steps").source.train(mode)
-        return self
 
     # ------------------------------------------------------------------ calls
 
@@ -211,8 +206,7 @@ class ParallelModel(nn.Module):
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         result = steps.run(step, args, kwargs)
-        size = batch_size_of(args, kwargs) // self.plan.micro_batches
-        found = steps.share_results(step, result, size)
+        found = steps.share_results(step, result)
         if step.has_loss:
             loss = found[_loss_name(step.recording)] = steps.share_loss(step, result)
             check_finite(step.recording, loss)

@@ -19,6 +19,7 @@ from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.garbage import few_collections
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
@@ -55,7 +56,11 @@ class Recordings:
             assert batch_size_of(args, kwargs) == samples, "a source gives as many as it is asked"
             cpu = torch.device("cpu")
             precision = self.request.precision
-            found = record_part(self.source.model, args, kwargs, 1, cpu, precision)
+            layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
+            found = record_part(
+                self.source.model, args, kwargs, layout, cpu, precision,
+                couplings=self.request.couplings,
+            )  # fmt: skip
             self.known[samples] = with_loss(found)
         return self.known[samples]
 

@@ -10,13 +10,14 @@ from merakc.cluster import Cluster
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
+from merakc.passes.batches.recorded import in_parts, rows_of
 from merakc.passes.collective_matmul import RowChunks
 from merakc.passes.fused_products import FusedProducts
 from merakc.passes.gather_products import gathers
 from merakc.passes.stages import split_stages, stages_like
 from merakc.passes.sub_batches import Parts, make_parts
 from merakc.passes.subpipeline import stage_seconds
-from merakc.planner import Lowered, planned_sharding, training_graph, weighed
+from merakc.planner import TRAINING, Lowered, headed, planned_sharding
 
 # Parts of a micro-batch, or chunks of rows, that are tried. More hide more, and multiply smaller
 # matrices.
@@ -47,11 +48,12 @@ def with_parts(
 def _parts(lowered: Lowered, record: Callable[[int], Recording], count: int) -> Parts:
     plan, whole = lowered.plan, lowered.loss.graph
     recording = record(plan.micro_batches * count)
-    graph = weighed(training_graph(recording.graph), plan.tp, gathered=gathers(whole)).graph
+    split = in_parts(recording, plan.dp * plan.micro_batches * count, TRAINING)
+    graph = headed(split, plan.tp, gathered=gathers(whole)).graph
     sharding = planned_sharding(graph, plan)
     of = stages_like(graph, whole, lowered.stages.of)
     stages = split_stages(graph, of, len(plan.rank_of), sharding)
-    return make_parts(whole, lowered.stages, graph, stages)
+    return make_parts(whole, lowered.stages, graph, stages, rows_of(recording, split))
 
 
 def choose_overlap(

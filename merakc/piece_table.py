@@ -16,14 +16,17 @@ from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
+from merakc.passes.batches.recorded import in_parts
 from merakc.passes.gather_products import gathers
 from merakc.passes.localise import localise
 from merakc.passes.shard import shard
 from merakc.passes.shorten import shorten
-from merakc.planner import training_graph, weighed
+from merakc.planner import TRAINING, with_heads
 
 # The pieces of a model without repeated blocks.
 PLAIN = 64
+# A batch is in parts, whatever their number: what it couples runs once.
+PARTS = 2
 
 Form = tuple[int, bool]  # the tp degree, and whether sequences are split
 
@@ -32,12 +35,14 @@ Form = tuple[int, bool]  # the tp degree, and whether sequences are split
 class PieceTable:
     """`record` gives the forward of a micro-batch of so many samples.
 
-    `refused` has the forms that cannot be, and why.
+    `refused` has the forms that cannot be, and why. `couples` says whether the loss of a recording
+    couples the samples of the batch.
     """
 
     record: Callable[[int], Recording]
     cluster: Cluster
     refused: dict[Form, MerakError] = field(default_factory=dict)
+    couples: bool = False
     _splits: dict[Form, Mapping[str, Layout]] = field(default_factory=dict)
     _gathered: dict[int, bool] = field(default_factory=dict)
     _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
@@ -65,7 +70,7 @@ class PieceTable:
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
         tp, sequence_parallel = form
         short, counts = self._shortened(samples)
-        graph = weighed(short, tp, gathered=self._gathered.get(tp)).graph
+        graph = with_heads(short, tp, gathered=self._gathered.get(tp))
         sharding = shard(
             graph, tp, self._splits.get(form), cluster=self.cluster.joining(tp),
             sequence_parallel=sequence_parallel,
@@ -80,6 +85,7 @@ class PieceTable:
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
         if samples not in self._short:
-            graph = training_graph(self.record(samples).graph)
+            split = in_parts(self.record(samples), PARTS, TRAINING)
+            graph, self.couples = split.graph, self.couples or split.head is not None
             self._short[samples] = shorten(graph, part_starts(graph))
         return self._short[samples]

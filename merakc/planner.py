@@ -6,21 +6,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Literal
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
 from merakc.costs.ranks import stage_devices
-from merakc.errors import ConfigError, PlanError
+from merakc.errors import PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchSplit
 from merakc.ir.buckets import BucketSpec
-from merakc.ir.graph import Graph, InputKind, Output, OutputKind
+from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
-from merakc.ir.plan import OpaqueModule, Plan
+from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.passes.batches.recorded import couplings_of, in_parts, with_outputs
 from merakc.passes.collective_matmul import chunk_rows
 from merakc.passes.collectives import (
     Touches,
@@ -54,8 +55,8 @@ from merakc.passes.stages import (
 )
 from merakc.passes.sub_batches import Parts, divided
 from merakc.passes.subpipeline import overlapped, same_nodes
-from merakc.passes.weigh_loss import WeighedLoss, weigh_loss
-from merakc.schedules.registry import make_schedule, stage_ranks
+from merakc.schedules.planned import planned_schedule
+from merakc.schedules.registry import stage_ranks
 from merakc.schedules.text import parse_schedule
 from merakc.version import __version__
 
@@ -65,7 +66,7 @@ class Lowered:
     """A plan applied to a recording: what every rank agrees on, before any rank's own graphs."""
 
     plan: Plan
-    loss: WeighedLoss
+    loss: BatchSplit
     stages: Stages
     parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
     compiled: bool = False  # whether runs of its graphs' calls become kernels
@@ -74,7 +75,12 @@ class Lowered:
     @cached_property
     def schedule(self) -> Schedule:
         """The order of work."""
-        return planned_schedule(self.plan)
+        return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
+
+    @property
+    def head_stage(self) -> int | None:
+        """The stage behind which the samples of the batch are coupled, if they are."""
+        return self.stages.head if self.loss.head is not None else None
 
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
@@ -133,6 +139,19 @@ class Lowered:
             return checkpointed(chunk, kept)
         return checkpointed(chunk, ())
 
+    def head(self, *, train: bool = True) -> Chunk | None:
+        """The graphs of what couples the samples of the batch, if anything does; without `train` no
+        backward.
+        """
+        if self.loss.head is None:
+            return None
+        graph = self.loss.head.graph
+        frozen = tuple(replace(i, requires_grad=i.requires_grad and train) for i in graph.inputs)
+        chunk = differentiate(replace(graph, inputs=frozen))
+        if train:
+            chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
+        return by_onednn(chunk) if self.onednn else chunk
+
     def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
         """The chunks of all stages of one rank of the mesh."""
         _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
@@ -146,7 +165,7 @@ class Lowered:
         """The actions of every rank, or of these, without collectives over dp."""
         return build_programs(
             self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
-            ranks=ranks,
+            ranks=ranks, head=self.head_stage,
         )  # fmt: skip
 
     def with_collectives(
@@ -175,65 +194,13 @@ class Lowered:
         return tuple(found)
 
 
-def planned_schedule(plan: Plan) -> Schedule:
-    """The order of work that a plan describes.
-
-    Raises `ConfigError` where it cannot be: an order of other micro-batches or ranks, or one that
-    recomputes where nothing is to be; `PlanError` where its stages are on other ranks.
-    """
-    schedule = _ordered(plan) if plan.order else _named(plan)
-    if schedule.rank_of != plan.rank_of:
-        raise PlanError(
-            f"the plan places its stages on ranks {plan.rank_of}, schedule '{plan.schedule}' on "
-            f"{schedule.rank_of}; make the plan again"
-        )
-    return schedule
-
-
-def _named(plan: Plan) -> Schedule:
-    chunks = len(plan.rank_of) // plan.pp
-    return make_schedule(
-        plan.schedule, plan.pp, plan.micro_batches, recompute=_recomputed(plan),
-        chunks=chunks if chunks > 1 else None,
-    )  # fmt: skip
-
-
-def _ordered(plan: Plan) -> Schedule:
-    schedule = parse_schedule("\n".join(plan.order), plan.schedule)
-    found = {a.micro_batch for order in schedule.orders for a in order}
-    if len(found) != plan.micro_batches or schedule.ranks != plan.pp:
-        raise ConfigError(
-            f"schedule '{plan.schedule}' is an order of {len(found)} micro-batches on "
-            f"{schedule.ranks} ranks, and the plan has {plan.micro_batches} on {plan.pp}; write "
-            "the order for these, or give micro_batches and pp to fit it"
-        )
-    again = any(a.kind is ActionKind.RECOMPUTE for order in schedule.orders for a in order)
-    if again and plan.recompute == "none":
-        raise ConfigError(
-            f"schedule '{plan.schedule}' recomputes, and recompute is 'none'; leave out one"
-        )
-    return schedule
-
-
-def _recomputed(plan: Plan) -> Literal["none", "full"] | tuple[int, ...]:
-    """The stages that recompute, in the form of `make_schedule`."""
-    if plan.recompute == "solved":
-        return tuple(s for s, size in enumerate(plan.keep_bytes) if size >= 0)
-    return "none" if plan.recompute == "none" else "full"
+# What training needs of a forward: the loss and the written buffers.
+TRAINING = (OutputKind.LOSS, OutputKind.BUFFER)
 
 
 def training_graph(graph: Graph) -> Graph:
-    """Only what training needs: the loss and the written buffers."""
-    kinds = (OutputKind.LOSS, OutputKind.BUFFER)
-    outputs = tuple(o for o in graph.outputs if o.kind in kinds)
-    return with_outputs(graph, outputs)
-
-
-def with_outputs(graph: Graph, outputs: tuple[Output, ...]) -> Graph:
-    """The graph with these outputs, and nothing that they do not need."""
-    pruned = replace(graph, outputs=outputs).pruned()
-    read = {r.node for n in pruned.nodes for r in n.refs} | {o.ref.node for o in pruned.outputs}
-    return replace(pruned, inputs=tuple(i for i in pruned.inputs if i.name in read))
+    """The recorded graph for its outputs that training needs."""
+    return with_outputs(graph, tuple(o for o in graph.outputs if o.kind in TRAINING))
 
 
 def make_plan(
@@ -251,11 +218,10 @@ def make_plan(
 ) -> tuple[Plan, Lowered]:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
-    The stages are as many as `schedule` has with `chunks` a rank, or as `order` has, the text of
-    an order of work. Raises `CutError` where the graph does not give them, `ShardError` where it
-    does not divide over `mesh.tp` ranks.
+    Of as many stages as `schedule` has with `chunks` a rank, or `order`, a text. Raises `CutError`
+    where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide it.
     """
-    loss = weighed(training_graph(recording.graph), mesh.tp)
+    loss = headed(in_parts(recording, mesh.dp * micro_batches, TRAINING), mesh.tp)
     sharding = shard(
         loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
     )
@@ -280,6 +246,9 @@ def make_plan(
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
+        couplings=couplings_of(recording),
+        conventions=loss.conventions,
+        head=_coupled(loss, stages),
         sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),
         order=order,
@@ -308,7 +277,7 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = weighed(training_graph(recording.graph), plan.tp)
+    loss = headed(in_parts(recording, plan.dp * plan.micro_batches, TRAINING), plan.tp)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
     stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
@@ -323,27 +292,28 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     computed, otherwise the loss alone.
     """
     plan = lowered.plan
-    graph = recording.graph if results else training_graph(recording.graph)
-    graph = with_outputs(graph, graph.outputs)
-    loss = weighed(graph, plan.tp, gathered=gathers(lowered.loss.graph))
+    split = in_parts(recording, plan.dp * plan.micro_batches, () if results else TRAINING)
+    loss = headed(split, plan.tp, gathered=gathers(lowered.loss.graph))
     sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
     return replace(lowered, loss=loss, stages=stages, parts=())
 
 
-def weighed(graph: Graph, tp: int, *, gathered: bool | None = None) -> WeighedLoss:
-    """The graph that is sharded and cut, with losses of micro-batches that add up.
+def headed(split: BatchSplit, tp: int, *, gathered: bool | None = None) -> BatchSplit:
+    """The step whose graph is sharded and cut: with heads apart, and products to be gathered.
 
     `gathered` says whether its products are to be gathered; where it is None, the graph does.
     """
-    loss = weigh_loss(graph)
-    found = separate_heads(loss.graph, tp)
+    return replace(split, graph=with_heads(split.graph, tp, gathered=gathered))
+
+
+def with_heads(graph: Graph, tp: int, *, gathered: bool | None = None) -> Graph:
+    """The graph of `headed`."""
+    found = separate_heads(graph, tp)
     if gathered is None:
-        found = gather_products(found, tp)
-    elif gathered:
-        found = gather_all(found)
-    return replace(loss, graph=found)
+        return gather_products(found, tp)
+    return gather_all(found) if gathered else found
 
 
 def _splits_of_results(
@@ -354,7 +324,7 @@ def _splits_of_results(
     kinds = (InputKind.PARAMETER, InputKind.BUFFER)
     if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
         return {}
-    whole = weighed(graph, tp, gathered=gathered).graph
+    whole = with_heads(with_outputs(graph, graph.outputs), tp, gathered=gathered)
     try:
         found = shard(whole, tp, splits).splits(whole)
     except PlanError:  # the results need whole what training splits: `predict` refuses them
@@ -366,6 +336,14 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+
+
+def _coupled(loss: BatchSplit, stages: Stages) -> CoupledLoss | None:
+    """What the plan tells of a loss that couples samples."""
+    head, stage = loss.head, stages.head
+    if head is None or stage is None:
+        return None
+    return CoupledLoss(stage, head.source, head.why, head.size_bytes)
 
 
 def _opaque_modules(graph: Graph) -> tuple[OpaqueModule, ...]:

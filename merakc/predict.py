@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from merakc.cluster import Cluster
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.head import even_layout, planned_head
 from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
@@ -39,8 +40,7 @@ def predict(
     """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
-    if costs is None:
-        costs = planned_costs(lowered, cluster)
+    costs = costs or planned_costs(lowered, cluster)
     costs = tuple(
         replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
         for s, (c, g) in enumerate(zip(costs, local, strict=True))
@@ -59,7 +59,8 @@ def predict(
     )
     own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
     programs = lowered.programs(ranks=None if dp_rank is None else own)
-    simulation = simulate(lowered.with_collectives(programs, touches), table)
+    placed = lowered.with_collectives(programs, touches)
+    simulation = simulate(placed, table, head=lowered.head_stage)
     if dp_rank is not None:
         own = list(range(mesh.pp))
     prediction = Prediction(
@@ -93,7 +94,12 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
         for s, g in enumerate(lowered.stages.local)
     )
     gains = plan.overlap_gains or (0.0,) * len(costs)
-    return tuple(faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True))
+    found = [faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True)]
+    head, at = lowered.loss.head, lowered.head_stage
+    if head is not None and at is not None:
+        layout, local = even_layout(plan.mesh, plan.micro_batches), lowered.stages.local[at]
+        found[at] = planned_head(found[at], head, local, layout, plan.mesh, cluster, devices[at])
+    return tuple(found)
 
 
 def tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:

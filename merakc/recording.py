@@ -1,80 +1,163 @@
-"""A micro-batch of a batch, recorded, with all that only the whole batch can say of it."""
+"""A part of a batch, recorded, and what the whole batch says of it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from merakc.batches import (
-    batch_size_of,
-    cast_floats,
-    doubled,
-    named_tensors,
-    sampled_names,
-    split_batch,
-)
-from merakc.errors import ConfigError, RecordError
+from merakc.batches import cast_floats, named_tensors, resized, sample_rows, split_batch
+from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
+from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
-from merakc.passes.batch_numbers import has_numbers, settle_numbers
+from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.batches.alike import of_one_sample
+from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.certificate import certify
+from merakc.passes.batches.part import keyed
+from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
-from merakc.passes.key_draws import has_draws, key_draws
 
 
 def record_part(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    micro_batches: int,
+    layout: BatchLayout,
     device: torch.device,
     precision: Precision | None = None,
-) -> Recording:
-    """Records the first of a batch's micro-batches, under the autocast that is on for `device`.
+    *,
+    couplings: Couplings = WHOLE_BATCH,
+    divided: bool = False,
+) -> BatchRecording:
+    """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
-    Its random draws are keyed by the samples of the batch. Where the loss is scaled by numbers, a
-    recording of twice the samples says which of them are the size of the batch. With a `precision`
+    Where there are several parts, the whole batch is recorded beside it: the two say what the parts
+    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
+    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
     the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
-    `RecordError` as `record` and `settle_numbers` do.
+    `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
-    part, *others = split_batch(args, kwargs, micro_batches)
-    sampled = sampled_names(args, kwargs)
-    samples = batch_size_of(args, kwargs) // micro_batches
-    with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
-        recording = record(model, *part, dtype)
-        _check_parts(recording, others)
-        graph = with_known_masks(recording.graph)
-        # A model that takes no two samples draws for each alone, whatever it draws.
-        apart = has_draws(graph) and samples == 1
-        wide: Graph | None = None
-        if apart or has_numbers(graph):
-            with contextlib.suppress(Exception):
-                wide = record(model, *doubled(*part, sampled), dtype).graph
-    if wide is not None and has_numbers(graph):
-        graph = settle_numbers(graph, wide, samples)
-    return replace(recording, graph=key_draws(graph, sampled, wide if apart else None))
+    sampled = sample_rows(args, kwargs)
+
+    def recorded(samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+        with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
+            try:
+                told = sized(layout.each).reads if samples != layout.each else None
+                made = record(model, args, kwargs, dtype, told.answers if told else ())
+            except ForwardError as error:
+                if samples == layout.own:
+                    raise
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, sampled, cause) from error
+        return replace(made, graph=with_known_masks(made.graph))
+
+    @cache
+    def sized(samples: int) -> Recording:
+        if samples == layout.each:
+            first, *others = split_batch(args, kwargs, layout.micro_batches)
+            made = recorded(samples, *first)
+            _check_parts(made, others, layout)
+            return made
+        if samples == layout.own:  # with its values
+            return recorded(samples, args, kwargs)
+        return recorded(samples, *resized(args, kwargs, sampled, samples))
+
+    part = sized(layout.each)
+    if layout.each == 1 and layout.parts > 1:
+        two, wide = sized(2).graph, _wide(layout.total)
+        graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
+        part = part if graph is part.graph else replace(sized(2), graph=graph)
+
+    def graphs(samples: int) -> Graph:
+        return part.graph if samples == layout.each else sized(samples).graph
+
+    found: Analysis | None = None
+    unchecked = ""
+    if layout.parts > 1:
+        found = analysed(graphs, sampled, layout.each, layout.total)
+        loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
+        if loss is not None and couplings == WHOLE_BATCH:
+            unchecked = certify(found, loss)
+    elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
+        with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
+            found = analysed(graphs, sampled, layout.each, 2 * layout.each)
+            found = retaken(found, part.graph, part.graph, layout.each, layout.each)
+    graph = part.graph
+    if found is not None:
+        nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
+        graph = replace(graph, nodes=nodes)
+    return BatchRecording(
+        graph, part.outputs, part.structure, part.aliases, part.model_name,
+        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
+    )  # fmt: skip
 
 
-def _check_parts(recording: Recording, others: Sequence[Any]) -> None:
-    """Raises `RecordError` where Python reads something else of another micro-batch."""
-    for number, (args, kwargs) in enumerate(others, 1) if recording.reads else ():
-        difference = recording.reads.difference(named_tensors(args, kwargs))  # type: ignore[union-attr]
+def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayout) -> None:
+    """Raises `RecordError` where Python reads something else of another micro-batch, or may of the
+    whole batch.
+    """
+    if recording.reads is None:
+        return
+    for number, (args, kwargs) in enumerate(others, 1):
+        difference = recording.reads.difference(named_tensors(args, kwargs))
         if difference:
             raise RecordError(
                 f"the forward reads other numbers of micro-batch {number} than of the first: "
                 f"{difference}; one graph runs all micro-batches: pad them alike, keep the number "
                 "in a tensor, or run the batch whole (micro_batches=1)"
             )
+    unclear = [read for read in recording.reads.asked if not read.of_whole]
+    if unclear and layout.total != layout.own:
+        raise RecordError(
+            f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
+            "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
+            "tensor, or train with dp=1"
+        )
 
 
-def with_loss(recording: Recording) -> Recording:
+def analysed(
+    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int
+) -> Analysis:
+    """What parts of so many samples make of the values of a forward; `sized` records it.
+
+    Of one sample, no dim can be told from another of size 1: what holds for parts of two holds for
+    it.
+    """
+    if samples > 1:
+        return analyse(sized(samples), sized(total), sampled, samples, total)
+    wide = _wide(total)
+    found = analyse(sized(2), sized(wide), sampled, 2, wide)
+    return retaken(found, sized(samples), sized(total), samples, total)
+
+
+def _wide(total: int) -> int:
+    """A number of samples to compare two of them with, for a batch of `total`."""
+    return total if total > 2 else 2 * total
+
+
+def _other_size(
+    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
+) -> RecordError:
+    """That a forward only takes the batch that was given."""
+    return RecordError(
+        f"the forward takes the batch of {own} samples, and fails for {samples} of them "
+        f"({failure(error)}); {', '.join(sampled)} hold one sample for each place in dim 0, and "
+        "the rest of the batch is the same for all: where that is not so, or the model is for one "
+        "size of batch, train with dp=1 and micro_batches=1"
+    )
+
+
+def with_loss(recording: BatchRecording) -> BatchRecording:
     """The recording. Raises `ConfigError` where its forward returns no loss."""
     if not any(o.kind is OutputKind.LOSS for o in recording.graph.outputs):
         raise ConfigError(

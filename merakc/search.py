@@ -14,6 +14,7 @@ from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import with_state
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
+from merakc.ir.batches import WHOLE_BATCH, Couplings
 from merakc.ir.costs import StageCost
 from merakc.ir.plan import Plan, Prediction
 from merakc.ir.precision import Precision
@@ -64,6 +65,7 @@ class Request:
     precision: Precision | None = None
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
     chunks: int | None = None  # stages a pipeline rank, of schedules that leave a choice
+    couplings: Couplings = WHOLE_BATCH  # of the samples that the loss couples
     inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
 
 
@@ -239,7 +241,8 @@ def _ordered(
     plan = lowered.plan
     sizes = [t.size_bytes for t in lowered.stages.transfers]
     link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
-    pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s)
+    head_s = None if lowered.head_stage is None else costs[lowered.head_stage].head_s
+    pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s, head_s)
     try:
         schedule = generate([pipeline], memory_bytes, effort=effort).schedule
     except ConfigError:

@@ -76,8 +76,9 @@ class Simulation:
         return tuple(found)
 
 
-def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
-    """The times, the waits and the peak memory of one step. Verifies the Programs first.
+def simulate(programs: Sequence[Program], costs: CostTable, head: int | None = None) -> Simulation:
+    """The times, the waits and the peak memory of one step. Verifies the Programs first:
+    what couples samples is on the stage `head`, or where they have it.
 
     A stage's costs are those of `costs.stages[action.stage]`. The messages of an ordered pair of
     ranks share one link: each takes size / `p2p_bytes_per_s` of it, after the one before, and
@@ -91,11 +92,13 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     its backward, of which a recomputed one's forward leaves the checkpoint alone and a weight
     gradient holds the deferred ones; a received activation until its forward has run, which from
     then on counts among the saved; a received gradient until its backward has ended; a sent
-    message until it has arrived. An action's own peak stands on top.
+    message until it has arrived; what couples the samples reads of a micro-batch until that has
+    run, and then its gradient until the micro-batch's backward has ended. An action's own peak
+    stands on top.
 
     Raises `ProgramError` as `verify_programs` does.
     """
-    verify_programs(programs)
+    verify_programs(programs, head=head)
     training = trains(programs)
     durations, stretch = _durations(programs, costs)
     states = {
@@ -120,10 +123,7 @@ def simulate(programs: Sequence[Program], costs: CostTable) -> Simulation:
     def receive(rank: int, action: Action) -> None:
         states[rank].receive(action, arrivals_s[action.peer, rank, action.is_grad].popleft())
 
-    def compute(rank: int, action: Action) -> None:
-        states[rank].compute(action)
-
-    stuck = run_programs(programs, post, receive, compute)
+    stuck = run_programs(programs, post, receive, lambda rank, a: states[rank].compute(a))
     assert not stuck, "verified programs ran into a deadlock"
     return replace(_result(list(states.values()), costs), stretch=stretch)
 
@@ -163,6 +163,7 @@ class _Rank:
     memory: list[MemorySample] = field(default_factory=list)
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # heap of (arrival, bytes)
     received_bytes: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
+    waist: Counter[int] = field(default_factory=Counter)  # what stages have handed over
 
     def __post_init__(self) -> None:
         self.peak_bytes = self.live_bytes
@@ -195,13 +196,19 @@ class _Rank:
                 kept_bytes = cost.checkpoint_bytes if again else cost.saved_bytes
                 self.live_bytes += kept_bytes if self.training else 0
                 self.live_bytes -= self.received_bytes.pop((*work, False), 0)
+                self.live_bytes += cost.waist_bytes
+                self.waist[action.stage] += 1
+            case ActionKind.HEAD:
+                self._touch(cost.head_peak_bytes)
+                left_bytes = cost.tangent_bytes if self.training else 0
+                self.live_bytes += self.waist[action.stage] * (left_bytes - cost.waist_bytes)
             case ActionKind.RECOMPUTE:
                 self._touch(cost.recompute_peak_bytes)
                 self.live_bytes += cost.saved_bytes - cost.checkpoint_bytes
             case ActionKind.BACKWARD | ActionKind.INPUT_GRAD:
                 self._touch(cost.backward_peak_bytes)
                 deferred_bytes = cost.deferred_bytes if kind is ActionKind.INPUT_GRAD else 0
-                self.live_bytes += deferred_bytes - cost.saved_bytes
+                self.live_bytes += deferred_bytes - cost.saved_bytes - cost.tangent_bytes
                 self.live_bytes -= self.received_bytes.pop((*work, True), 0)
             case ActionKind.WEIGHT_GRAD:
                 self._touch(cost.weight_peak_bytes)
@@ -265,6 +272,8 @@ def _duration_s(cost: StageCost, kind: ActionKind) -> float:
             return cost.weight_grad_s
         case ActionKind.RECOMPUTE:
             return cost.recompute_s
+        case ActionKind.HEAD:
+            return cost.head_s
         case ActionKind.GATHER:
             return 0.0
         case ActionKind.REDUCE:

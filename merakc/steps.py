@@ -5,46 +5,52 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batch_reads import BatchReads
 from merakc.batches import (
     batch_size_of,
     cast_floats,
-    join_results,
     named_tensors,
     signature,
     split_batch,
 )
 from merakc.compiled_step import CompiledStep
-from merakc.errors import MismatchError, PlanError
-from merakc.frontend.record import Recording
+from merakc.errors import PlanError
+from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
+from merakc.ir.batches import BatchLayout, ShareKind
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.knowledge import Knowledge
+from merakc.mirror import Settings
 from merakc.overlap import with_parts
+from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
-from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 from merakc.planner import Lowered, adapt_plan
 from merakc.recording import autocast_of, record_part
+from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
-from merakc.runtime.codegen import compile_graph
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.state import Placement, digest
+from merakc.runtime.shards import all_gather
+from merakc.runtime.state import Placement
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.unused import forget, without_unused
+from merakc.weights import joined
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -75,36 +81,58 @@ class Steps:
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
     reads: BatchReads = field(default_factory=BatchReads)
-    compared: bool = False  # whether the ranks of a dp replica were seen to be given one batch
 
     @cached_property
-    def modules(self) -> tuple[nn.Module, ...]:
-        """The model's own modules: to walk through them takes a step's time."""
-        return tuple(self.source.modules())
+    def settings(self) -> Settings:
+        """The modes and attributes of the model's own modules."""
+        return Settings(self.source)
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """What says at every step whether ranks train alike."""
+        made = Agreement(self.groups)
+        made.watch()
+        return made
+
+    def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
+        """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        open_dataclasses((args, kwargs))
+        own, group = batch_size_of(args, kwargs), self.groups.axis("dp")
+        plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
+        if group is None:
+            return BatchLayout((own,), plan.micro_batches)
+        sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
+        all_gather(sizes, torch.tensor([own], device=self.device), group).wait()
+        return BatchLayout(tuple(sizes.tolist()), plan.micro_batches, dp_rank)
 
     def key(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        *,
+        train: bool,
+        results: bool,
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
-        modes = tuple([m.training for m in self.modules])
-        return signature(args, kwargs), modes, autocast_of(self.device), train, results
+        modes = self.settings.modes(), self.settings.changed()
+        shape = signature(args, kwargs), layout.sizes
+        return shape, modes, autocast_of(self.device), train, results
 
     def add(
         self,
         key: Any,
-        recording: Recording,
+        recording: BatchRecording,
         lowered: Lowered,
         chunks: Mapping[int, Chunk],
+        layout: BatchLayout,
         *,
         train: bool,
     ) -> CompiledStep:
-        """Compiles this rank's chunks and keeps them under `key`, for batches that answer as the
-        recording's did.
+        """Compiles this rank's chunks, for batches that lie so and answer as the recording's did, and
+        keeps them under `key`.
         """
         key = self.reads.add(key, recording.reads)
-        counting = lowered.loss.counts
-        constants = counting.constants if counting else {}
-        state = self.state | {name: value.to(self.device) for name, value in constants.items()}
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -112,18 +140,32 @@ class Steps:
         executor = Executor(
             program,
             chunks,
-            state,
+            self.state,
             self.device,
             reduce=self._reducer(lowered) if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
             fuser=self.fuser if train else None,
+            head=self._head(lowered, layout, train=train),
+            late=lowered.loss.written,
         )
-        counts = compile_graph(counting, self.device) if counting else None
-        step = CompiledStep(recording, lowered, chunks, executor, state, counts)
+        known, group = lowered.loss.known, self.groups.axis("dp")
+        whole = partial(joined, self.state, self.placements, self.groups)
+        before = Knowledge(known, layout, whole, self.device, group) if known else None
+        step = CompiledStep(recording, layout, lowered, chunks, executor, before)
         self.compiled[key] = step
         return step
+
+    def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
+        """What couples the samples of the whole batch, where this rank runs it."""
+        head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
+        group = self.groups.axis("dp")  # made by all ranks
+        _, own, _ = self.groups.coordinates
+        if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
+            return None
+        fuser = self.fuser if train else None
+        return HeadRunner(head, chunk, layout, self.device, group, fuser)
 
     @few_collections()
     def compile(
@@ -132,9 +174,11 @@ class Steps:
         """The compiled step for this batch: recorded, adapted to the plan, and kept.
 
         Where the forward returns no loss for this batch, it gives the results and does not train.
-        No other rank takes part: ranks may meet a new shape at different times.
+        All dp ranks say how many samples they have; no other takes part in compiling: ranks may
+        meet a new shape at different times.
         """
-        key = self.key(args, kwargs, train=train, results=results)
+        layout = self.layout(args, kwargs)
+        key = self.key(args, kwargs, layout, train=train, results=results)
         known = self.reads.key(key, lambda: self._parts(args, kwargs))
         if known in self.compiled:
             self.compiled[known] = self.compiled.pop(known)  # the last used stand last
@@ -150,9 +194,12 @@ class Steps:
             del self.compiled[next(iter(self.compiled))]
         plan = self.planned.plan
 
-        def recorded(micro_batches: int) -> Recording:
-            source, precision = self.source, plan.precision
-            return record_part(source, args, kwargs, micro_batches, self.device, precision)
+        def recorded(micro_batches: int) -> BatchRecording:
+            return record_part(
+                self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
+                self.device, plan.precision, couplings=plan.couplings,
+                divided=bool(plan.sub_batches),
+            )  # fmt: skip
 
         recording = recorded(plan.micro_batches)
         has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
@@ -163,7 +210,7 @@ class Steps:
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)
-        return self.add(key, recording, lowered, chunks, train=train)
+        return self.add(key, recording, lowered, chunks, layout, train=train)
 
     def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensors]:
         """The tensors of each micro-batch, by name."""
@@ -191,6 +238,7 @@ class Steps:
 
     def close(self) -> None:
         """Forgets the compiled steps and the process groups; nothing runs any more."""
+        self.agreement.close()
         self.compiled.clear()
         self.groups.made.clear()
 
@@ -211,11 +259,11 @@ class Steps:
 
     def around(self, step: CompiledStep) -> None:
         """What a step does before and after its Program, on values of no meaning; collective."""
-        counting = step.lowered.loss.counts
-        wanted = (*step.brought[InputKind.BATCH], *(counting.inputs if counting else ()))
+        wanted = [*step.brought[InputKind.BATCH]]
+        if step.lowered.loss.known is not None:
+            wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
-        micro_batches = self.planned.plan.micro_batches
-        self._scalars(step, [batch] * micro_batches, micro_batches)
+        self._brought(step, [batch] * self.planned.plan.micro_batches)
         self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:
@@ -230,45 +278,33 @@ class Steps:
         parts = self._parts(args, kwargs)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, self.groups.axis("dp"))
-        if not self.compared:
-            self._compare_batches(args, kwargs)
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self._share_buffers()
-        scalars = self._scalars(step, batches, batch_size_of(args, kwargs))
-        inputs = [
-            {i.name: batch[i.target] for i in step.brought[InputKind.BATCH]} | scalar
-            for batch, scalar in zip(batches, scalars, strict=True)
-        ]
+        inputs, known = self._brought(step, batches)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
         forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
-            result = step.executor.run(inputs, record=self.recording)
+            result = step.executor.run(inputs, known, record=self.recording)
+        self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
         return result
 
-    def _compare_batches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compares the first batch over the ranks of a dp replica: a sampler that counts ranks
-        in place of dp ranks would train on garbage.
-        """
-        self.compared = True
-        group = self.groups.axis("model")
-        if group is None:
-            return
-        own = digest(named_tensors(args, kwargs).values())
-        digests = [""] * group.size()
-        dist.all_gather_object(digests, own, group=group)
-        odd = [r for r, d in zip(dist.get_process_group_ranks(group), digests, strict=True)
-               if d != digests[0]]  # fmt: skip
-        if odd:
-            raise MismatchError(
-                f"ranks {odd} were given another batch than rank "
-                f"{dist.get_process_group_ranks(group)[0]}, with which they form one data-parallel "
-                "replica; pick batches by model.data_parallel_rank, not by the global rank"
-            )
+    @torch.no_grad()
+    def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
+        """Writes the buffers that every part has read as they were before; collective over dp."""
+        group = self.groups.axis("dp")
+        for name, parts in sorted(result.written.items()):
+            value = parts[0]
+            if step.lowered.loss.written[name] is ShareKind.SUM:
+                value = torch.stack(parts).sum(0)
+                if group is not None:
+                    dist.all_reduce(value, group=group)
+            self.state[name].copy_(value)
 
     def gradients(self, step: CompiledStep, result: StepResult) -> Tensors:
         """The gradients of what the step used, without the scale of the loss; none, where a rank's
@@ -281,34 +317,46 @@ class Steps:
         return found if self.loss_scale.finite(found, world) else {}
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
-        """The loss of the whole batch, on every rank."""
+        """The loss of the whole batch, on every rank.
+
+        Raises `MismatchError` on every rank where those of a dp replica were given other batches,
+        or ranks with the same parameters train with other settings.
+        """
         _, _, tp = self.groups.coordinates
         own = result.loss if result.loss is not None and tp == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
-        shared = shared.reshape(()).clone()
-        world = self.groups.axis("world")
-        if world is not None:
-            dist.all_reduce(shared, group=world)
-        return shared
+        return self.agreement.share(shared.reshape(()), self.taken)
 
-    def share_results(self, step: CompiledStep, result: StepResult, size: int) -> Tensors:
-        """The results of all micro-batches of `size` samples, joined, on every rank of this dp
-        replica.
+    def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
+        """The results of all samples of this dp replica, and of what is of the whole batch, on
+        every rank.
         """
         dp, own, tp = self.groups.coordinates
-        group = self.groups.axis("pp")
+        group, replicas = self.groups.axis("pp"), self.groups.axis("dp")
         found: Tensors = {}
         for name, (owner, spec) in step.result_specs.items():
-            parts = [r[name] for r in result.results] if owner == own else []
+            kind, rows = step.lowered.loss.results.get(name, (ShareKind.CONSTANT, None))
+            whole = name in step.head_results
+            parts = [result.whole[name]] if whole and owner == own else []
+            if not whole and owner == own:
+                parts = [r[name] for r in result.results]
+            count = 1 if whole else step.layout.micro_batches
             if group is not None:
                 source = self.groups.mesh.rank(dp, owner, tp)
-                for k in range(len(result.results)):
+                for k in range(count):
                     if owner != own:
                         empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
                         parts.append(empty)
                     parts[k] = parts[k].contiguous()
                     dist.broadcast(parts[k], source, group=group)
-            found[name] = join_results(parts, size)
+            if kind is ShareKind.ROWS and rows is not None:
+                found[name] = rows.join(parts)
+            elif kind is ShareKind.SUM:
+                found[name] = torch.stack(parts).sum(0).to(spec.dtype)
+                if replicas is not None:
+                    dist.all_reduce(found[name], group=replicas)
+            else:
+                found[name] = parts[0]
         return found
 
     def _share_buffers(self) -> None:
@@ -323,47 +371,26 @@ class Steps:
                 dist.broadcast(self.state[name], source, group=group)
         self.stale.clear()
 
-    def _scalars(self, step: CompiledStep, batches: Sequence[Tensors], size: int) -> list[Tensors]:
-        """The numbers that the graph wants: loss weights over the whole batch, and the keys of
-        random numbers. `size` is the number of samples of this dp rank: of every one, it is held.
-        """
-        each = size // len(batches)
-        first = self.groups.coordinates[0] * size
-        numbers = self._loss_weights(step, batches)
-        numbers["seed"] = torch.tensor(step_seed(self.seed, self.taken))
-        found: list[Tensors] = []
-        for k in range(len(batches)):
-            numbers["first_sample"] = torch.tensor(first + k * each)
-            found.append(
-                {
-                    i.name: numbers[i.target].to(self.device, i.spec.dtype)
-                    for i in step.brought[InputKind.SCALAR]
-                }
-            )
-        return found
+    def _brought(
+        self, step: CompiledStep, batches: Sequence[Tensors]
+    ) -> tuple[list[Tensors], Tensors]:
+        """What a step reads: of each micro-batch, by input name, and of the whole batch.
 
-    def _loss_weights(self, step: CompiledStep, batches: Sequence[Tensors]) -> Tensors:
-        """One over the number of valid labels of the whole batch, dp ranks included."""
-        micro_batches = len(batches) * self.planned.plan.dp
-        weights = {MICRO_BATCH_SCALE: torch.tensor(1 / micro_batches, dtype=torch.float64)}
-        counting = step.lowered.loss.counts
-        if counting is None or step.counts is None:
-            return weights
-        counted = [
-            torch.stack(
-                step.counts(
-                    [b[i.target] if i.kind is InputKind.BATCH else step.state[i.target or i.name]
-                     for i in counting.inputs]
-                )
-            )
-            for b in batches
-        ]  # fmt: skip
-        total = torch.stack(counted).sum(0)
-        group = self.groups.axis("dp")
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        names = [o.name for o in counting.outputs]
-        return weights | {n: 1 / value for n, value in zip(names, total, strict=True)}
+        Beside the batch's tensors that is what is known of the whole batch before the step, and
+        the keys of random numbers.
+        """
+        known = step.knowledge.run(batches) if step.knowledge is not None else {}
+        seed = torch.tensor(step_seed(self.seed, self.taken))
+        found: list[Tensors] = []
+        for k, batch in enumerate(batches):
+            own = step.knowledge.of_part(known, k) if step.knowledge is not None else {}
+            numbers = {"seed": seed, "first_sample": torch.tensor(step.layout.first(k))}
+            found.append(
+                {i.name: (batch | own)[i.target] for i in step.brought[InputKind.BATCH]}
+                | {i.name: numbers[i.target].to(self.device, i.spec.dtype)
+                   for i in step.brought[InputKind.SCALAR]}
+            )  # fmt: skip
+        return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
 
     def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
         """Sums the gradients of a tied parameter over the ranks that share it."""

@@ -21,7 +21,11 @@ Work = tuple[int, int]  # stage, micro-batch
 
 
 def verify_programs(
-    programs: Sequence[Program], *, micro_batches: int = 0, training: bool = False
+    programs: Sequence[Program],
+    *,
+    micro_batches: int = 0,
+    training: bool = False,
+    head: int | None = None,
 ) -> None:
     """Checks that the Programs of all ranks run to their end together and miss no work.
 
@@ -32,6 +36,9 @@ def verify_programs(
     one recomputation in between; gradients are reduced after the last of them. What a compute reads
     is received before it, what it makes is sent after it, and every micro-batch of a stage
     exchanges the same values.
+
+    What couples the samples of the batch runs on one stage, once on each of its ranks, behind all
+    forwards and before all backwards of it: on the stage `head`, or where the Programs have it.
 
     With `training` every rank is to compute, backward too, and to reduce; there are to be at least
     `micro_batches`. Without, it is taken from the Programs what kind of step this is.
@@ -44,6 +51,7 @@ def verify_programs(
             raise ProgramError(f"rank {rank} has {count} programs; it needs exactly one")
     _verify_messages(programs)
     _verify_progress(programs)
+    _verify_head(programs, head)
     _verify_compute(programs, micro_batches, training)
 
 
@@ -193,7 +201,7 @@ def _verify_rank(program: Program) -> dict[Work, set[ActionKind]]:
     done: dict[Work, set[ActionKind]] = defaultdict(set)
     reduced: set[int] = set()
     for action in program.actions:
-        if action.kind.is_message or action.kind is ActionKind.GATHER:
+        if not (action.kind.is_compute or action.kind is ActionKind.REDUCE):
             continue
         if action.stage in reduced:
             raise ProgramError(
@@ -223,6 +231,39 @@ def _fault(kind: ActionKind, before: set[ActionKind]) -> str:
         return "its gradients are made by its backward already"
     if kind is ActionKind.BACKWARD and ActionKind.INPUT_GRAD in before:
         return "its gradients are made by its input and weight gradients already"
+    return ""
+
+
+def _verify_head(programs: Sequence[Program], stage: int | None) -> None:
+    """Checks that all ranks of one stage, and no others, run what couples samples, in its place."""
+    for program in programs:
+        heads = [k for k, a in enumerate(program.actions) if a.kind is ActionKind.HEAD]
+        for k in heads:
+            action = program.actions[k]
+            stage = action.stage if stage is None else stage
+            if fault := _head_fault(program, k, stage, again=k != heads[0]):
+                raise ProgramError(f"rank {program.rank}, {action}: {fault}")
+    for program in programs:
+        kinds = {a.kind for a in program.actions if a.stage == stage}
+        if ActionKind.FORWARD in kinds and ActionKind.HEAD not in kinds:
+            raise ProgramError(
+                f"rank {program.rank}, {Action(ActionKind.HEAD, stage or 0)}: is missing"
+            )
+
+
+def _head_fault(program: Program, position: int, stage: int, *, again: bool) -> str:
+    """What is wrong with the place of what couples the samples of the batch, if anything."""
+    own = program.actions[position].stage
+    if own != stage:
+        return f"the samples are coupled by {Action(ActionKind.HEAD, stage)}, once in a step"
+    if again:
+        return "runs a second time"
+    before = {a.kind for a in program.actions[:position] if a.stage == own}
+    after = {a.kind for a in program.actions[position:] if a.stage == own}
+    if ActionKind.FORWARD in after or ActionKind.FORWARD not in before:
+        return "stands before a forward of its stage, whose samples it reads too"
+    if not before.isdisjoint(GRADIENT_KINDS):
+        return "stands after a backward of its stage, whose gradient it makes"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import ConfigError
@@ -26,11 +27,11 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     """Where every parameter and buffer of the model lives, by its first name.
 
     What training does not read is on the stage of its module's other tensors, or on the last;
-    what counts labels is on all stages.
+    what is read before the step is on all stages.
     """
     graph, stages, sharding = lowered.loss.graph, lowered.stages.graphs, lowered.stages.sharding
-    counting = lowered.loss.counts
-    everywhere = {i.target for i in counting.inputs} if counting else set()
+    known = lowered.loss.known
+    everywhere = {i.target for i in known.part.inputs} if known else set()
     refs = {o.name: o.ref for o in graph.outputs if o.kind is OutputKind.BUFFER}
     refs |= {i.target: Ref(i.name) for i in graph.inputs if i.kind in STATE}
     holders: dict[str, set[int]] = {}
@@ -91,6 +92,22 @@ def take_over(
             state[name] = part
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     return state
+
+
+def joined(
+    state: Tensors, placements: Mapping[str, Placement], groups: Groups, name: str
+) -> torch.Tensor:
+    """A tensor that this pipeline rank holds, from its parts; collective over tp."""
+    own, layout, group = state[name], placements[name].layout, groups.axis("tp")
+    if group is None or not layout.is_split:
+        return own
+    (dp, pipeline_rank, rank), mesh = groups.coordinates, groups.mesh
+    parts = []
+    for tp in range(mesh.tp):
+        shape = layout.local_shape(mesh.tp, tp)
+        parts.append(own.contiguous() if tp == rank else own.new_empty(shape))
+        dist.broadcast(parts[-1], mesh.rank(dp, pipeline_rank, tp), group=group)
+    return layout.join(parts)
 
 
 def shard_state(

@@ -14,6 +14,7 @@ from merakc.carry import Degrees, carry_plan
 from merakc.cluster import Cluster
 from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
 from merakc.planner import Lowered, apply_plan
@@ -115,7 +116,8 @@ def changed_degrees(plan: Plan, changes: Changes) -> Degrees:
 
 def _record(source: Source, samples: int, plan: Plan) -> Recording:
     args, kwargs = call_arguments(source.batch(samples))
-    return record_part(source.model, args, kwargs, 1, torch.device("cpu"), plan.precision)
+    layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
+    return record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
 
 
 def _predicted(lowered: Lowered, cluster: Cluster) -> Plan:

@@ -10,7 +10,7 @@ by stage.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -20,6 +20,7 @@ from merakc.ir.graph import Input, InputKind
 from merakc.ir.program import Action, ActionKind, Chunk, CollectiveEvent, Event, Program
 from merakc.kernels.collectives import watched
 from merakc.runtime.fused import Fuser
+from merakc.runtime.head import HeadRunner
 from merakc.runtime.messages import Channels, Messages
 from merakc.runtime.pieces import Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
@@ -34,9 +35,11 @@ Value = tuple[int, str, bool]  # stage, name, whether its gradient is meant
 class StepResult:
     """What one step leaves on this rank.
 
-    `loss` is the sum over this rank's micro-batches, None on ranks without the loss. `gradients`
-    are by the parameter's name. `results` are the other outputs of each micro-batch, by name.
-    `collectives` are those of the computes' graphs, where they were to be recorded.
+    `loss` is the sum over this rank's micro-batches, or that of the whole batch on dp rank 0, None
+    on ranks without the loss. `gradients` are by the parameter's name. `results` are the other
+    outputs of each micro-batch, `whole` those of the whole batch, by name. `written` has what each
+    micro-batch gives for the buffers that are written once. `collectives` are those of the
+    computes' graphs, where they were to be recorded.
     """
 
     loss: torch.Tensor | None
@@ -44,6 +47,8 @@ class StepResult:
     results: list[Tensors]
     events: tuple[Event, ...]
     collectives: tuple[CollectiveEvent, ...] = ()
+    whole: Tensors = field(default_factory=dict)
+    written: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -68,7 +73,9 @@ class Executor:
     of the model; buffers are written in place. `reduce` is called once a step with the
     gradients that are whole; `sharded` holds the parameters that are not. `channels` are what
     messages are sent over. A message that does not come within `timeout_s` raises `StuckError`.
-    Gradients are those of the loss times `loss_scale`. With a `fuser` the graphs are fused.
+    Gradients are those of the loss times `loss_scale`. With a `fuser` the graphs are fused. `head`
+    runs what couples the samples of the whole batch, where that is on this rank; buffers that are
+    `late` are left to be written behind all micro-batches.
     """
 
     loss_scale = 1.0
@@ -85,8 +92,10 @@ class Executor:
         timeout_s: float = TIMEOUT_S,
         sharded: ShardedState | None = None,
         fuser: Fuser | None = None,
+        head: HeadRunner | None = None,
+        late: Collection[str] = (),
     ) -> None:
-        self.sharded = sharded
+        self.sharded, self.head, self.late = sharded, head, frozenset(late)
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
         self.stages = {
@@ -104,13 +113,20 @@ class Executor:
         last = [k for k, a in enumerate(program.actions) if a.kind is ActionKind.REDUCE]
         self.reduce_at = max(last, default=-1)
 
-    def run(self, micro_batches: Sequence[Tensors], *, record: bool = False) -> StepResult:
-        """One step. `micro_batches[j]` maps input names to the tensors of micro-batch j.
+    def run(
+        self,
+        micro_batches: Sequence[Tensors],
+        known: Tensors | None = None,
+        *,
+        record: bool = False,
+    ) -> StepResult:
+        """One step. `micro_batches[j]` maps input names to the tensors of micro-batch j; `known` is
+        what the head reads beside the waist, of the whole batch.
 
         With `record`, the collectives of the graphs are timed too, and on a GPU all times are those
         of its streams. Raises `StuckError` where a message does not come.
         """
-        step = Step(self, micro_batches, record=record)
+        step = Step(self, micro_batches, known, record=record)
         try:
             with torch.no_grad(), step.watching():
                 step.run()
@@ -119,8 +135,9 @@ class Executor:
             if self.sharded is not None:
                 self.sharded.end()
         return StepResult(
-            step.loss(), step.gradients, step.results, step.events(), step.collectives()
-        )
+            step.loss(), step.gradients, step.results, step.events(), step.collectives(),
+            step.whole, step.written,
+        )  # fmt: skip
 
 
 class Step:
@@ -132,6 +149,7 @@ class Step:
         self,
         executor: Executor,
         micro_batches: Sequence[Tensors],
+        known: Tensors | None = None,
         *,
         record: bool,
         program: Program | None = None,
@@ -150,6 +168,10 @@ class Step:
             executor.program, executor.specs, executor.device, executor.channels,
             executor.timeout_s,
         )  # fmt: skip
+        self.known = known or {}
+        self.waist: dict[str, dict[int, torch.Tensor]] = {}  # by micro-batch
+        self.whole: Tensors = {}
+        self.written: dict[str, list[torch.Tensor]] = {}
         self.handed: dict[object, torch.Tensor] = {}  # between two stages of this rank
         self.losses: dict[int, torch.Tensor] = {}
         self.gradients: Tensors = {}
@@ -184,6 +206,8 @@ class Step:
             elif action.kind is ActionKind.GATHER:
                 if self.of.sharded is not None:
                     self.of.sharded.follow(action.collectives)
+            elif action.kind is ActionKind.HEAD:
+                self.couple(action.stage)
             elif action.kind is not ActionKind.REDUCE:
                 self.compute(action)
             elif k == self.of.reduce_at:
@@ -227,9 +251,14 @@ class Step:
         for k, name in routes.results:
             self.results[action.micro_batch][name] = outs[k]
         for k, name in routes.buffers:
-            self.of.state[name].copy_(outs[k])
+            if name in self.of.late:
+                self.written.setdefault(name, []).append(outs[k])
+            else:
+                self.of.state[name].copy_(outs[k])
         for k, name in routes.saved:
             live.values[name] = outs[k]
+        for k, name in routes.waist:
+            self.waist.setdefault(name, {})[action.micro_batch] = outs[k]
         for k, name, is_grad in routes.sent:
             readers = self.of.readers[action.stage, name, is_grad]
             if readers:
@@ -237,6 +266,20 @@ class Step:
         gradients = [(target, outs[k], owned) for k, target, owned in routes.gradients]
         del outs
         self._accumulate(stage, gradients)
+
+    def couple(self, stage: int) -> None:
+        """Runs what couples the samples of the batch, on what all parts have made for it."""
+        head = self.of.head
+        assert head is not None, f"nothing couples samples on stage {stage}"
+        waist, self.waist = self.waist, {}
+        parts = {name: [of[j] for j in sorted(of)] for name, of in waist.items()}
+        waist.clear()
+        found = head.run(head.whole(parts), self.known, self.of.loss_scale)
+        if found.loss is not None and head.layout.dp_rank == 0:  # it counts once
+            self.losses[0] = found.loss
+        self.whole = found.results
+        for j, gradients in enumerate(found.gradients):
+            self.live[stage, j].values |= gradients
 
     def _given(self, stage: Stage, live: _Live, piece: Piece) -> list[torch.Tensor]:
         """The inputs of a piece; what no later one reads is held by nobody else from here on."""
@@ -264,8 +307,9 @@ class Step:
         return self.of.state[stage.targets[name] or name]
 
     def _tangent(self, stage: Stage, item: Input) -> torch.Tensor:
-        # The loss counts once; a sent value that no one differentiates counts nothing.
-        fill = 0.0 if item.target in stage.specs else self.of.loss_scale
+        # The loss counts once; what is handed on and no one differentiates counts nothing.
+        handed_on = item.target in stage.specs or item.target in stage.waist
+        fill = 0.0 if handed_on else self.of.loss_scale
         return torch.full(item.spec.shape, fill, dtype=item.spec.dtype, device=self.of.device)
 
     def _sum_tangents(self, live: _Live) -> None:

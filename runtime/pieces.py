@@ -30,6 +30,7 @@ class Routes:
     results: tuple[tuple[int, str], ...]
     buffers: tuple[tuple[int, str], ...]
     saved: tuple[tuple[int, str], ...]
+    waist: tuple[tuple[int, str], ...]
     sent: tuple[tuple[int, str, bool], ...]
     gradients: tuple[tuple[int, str, bool], ...]
 
@@ -79,6 +80,8 @@ class Stage:
         self.targets = {i.name: i.target for i in chunk.forward.inputs}
         self.constants = {name: c.to(device) for name, c in chunk.forward.constants.items()}
         self.specs = message_specs(chunk)
+        outputs = chunk.forward.outputs
+        self.waist = frozenset(o.name for o in outputs if o.kind is OutputKind.WAIST)
         mine = [a for a in program.actions if a.stage == number and a.kind.is_compute]
         orders: dict[int, list[ActionKind]] = {}
         for action in mine:
@@ -192,6 +195,7 @@ class Stage:
             tuple(places[OutputKind.RESULT]),
             tuple(places[OutputKind.BUFFER]),
             tuple(places[OutputKind.SAVED]),
+            tuple(places[OutputKind.WAIST]),
             tuple(sent),
             tuple(gradients),
         )

@@ -23,15 +23,16 @@ from merakc.runtime.messages import Messages
 
 # More are like the last of these.
 MICRO_BATCHES = 8
-BROUGHT = (InputKind.BATCH, InputKind.SCALAR)
-MESSAGES = (ActionKind.SEND, ActionKind.RECV)
+BROUGHT = (InputKind.BATCH, InputKind.SCALAR, InputKind.KNOWN)
+# What a rank alone runs too, in its way.
+KEPT = (ActionKind.SEND, ActionKind.RECV, ActionKind.HEAD)
 
 
 def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKind, float]]:
     """Mean seconds of each kind of compute of a micro-batch, by stage, on values of no meaning; of
-    a compute with the sends after it.
+    a compute with the sends after it. Of what couples the samples, those of the whole batch.
 
-    All ranks must call it together. Where it is `alone`, without messages and the reductions of dp,
+    All ranks must call it together. Where it is `alone`, without messages and what dp ranks share,
     for the first micro-batches: all ranks of a tp group, whose graphs hold their collectives, and
     those of dp, where parameters are gathered over it. Nothing that the rank holds is changed.
     """
@@ -51,7 +52,7 @@ def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKi
     found: dict[int, dict[ActionKind, list[float]]] = defaultdict(lambda: defaultdict(list))
     starts = [start for _, start, _ in step.done]
     for (action, start, end), follows in zip_longest(step.done, starts[1:]):
-        if action.kind.is_compute:
+        if action.kind.is_compute or action.kind is ActionKind.HEAD:
             took_s = seconds(follows or end) - seconds(start)
             found[action.stage][action.kind].append(took_s)
     return {s: {kind: fmean(each) for kind, each in own.items()} for s, own in found.items()}
@@ -68,21 +69,37 @@ def _step(executor: Executor, *, alone: bool) -> Step:
         if item.kind in BROUGHT
     }
     count = 1 + max(a.micro_batch for a in program.actions)
+    of_batch = executor.head.brought if executor.head is not None else ()
+    known = {item.name: zeros(item.spec, executor.device) for item in of_batch}
     if not alone:
-        return Step(executor, [brought] * count, record=True)
+        return Step(executor, [brought] * count, known, record=True)
     count = min(MICRO_BATCHES, count)
     program = Program(
         program.rank,
         tuple(
             replace(a, collectives=())
             for a in program.actions
-            if (a.kind.is_compute or a.kind in MESSAGES) and a.micro_batch < count
+            if (a.kind.is_compute or a.kind in KEPT) and a.micro_batch < count
         ),
     )
     messages = _NoMessages(
         program, executor.specs, executor.device, executor.channels, executor.timeout_s
     )
-    return Step(executor, [brought] * count, record=True, program=program, messages=messages)
+    return _AloneStep(
+        executor, [brought] * count, known, record=True, program=program, messages=messages
+    )
+
+
+class _AloneStep(Step):
+    """What couples samples waits for no other rank."""
+
+    def couple(self, stage: int) -> None:
+        """Runs it on zeros."""
+        head = self.of.head
+        assert head is not None, f"nothing couples samples on stage {stage}"
+        self.waist.clear()
+        waist = {s.name: zeros(s.spec, self.of.device) for s in head.head.waist}
+        head.run(waist, self.known, self.of.loss_scale)
 
 
 class _NoMessages(Messages):

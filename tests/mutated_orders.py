@@ -40,7 +40,10 @@ def mutate(actions: Sequence[Action], draw: random.Random) -> tuple[Action, ...]
 
 
 def mutated(
-    schedule: Schedule, transfers: Sequence[Transfer], draw: random.Random
+    schedule: Schedule,
+    transfers: Sequence[Transfer],
+    draw: random.Random,
+    head: int | None = None,
 ) -> list[Program]:
     """The Programs of a schedule with a fault in the order or in one of the Programs."""
     pp = schedule.ranks
@@ -48,8 +51,9 @@ def mutated(
     if draw.random() < 0.5:
         orders = list(schedule.orders)
         orders[rank] = mutate(orders[rank], draw)
-        return list(build_programs(Mesh(pp=pp), replace(schedule, orders=tuple(orders)), transfers))
-    programs = list(build_programs(Mesh(pp=pp), schedule, transfers))
+        schedule = replace(schedule, orders=tuple(orders))
+        return list(build_programs(Mesh(pp=pp), schedule, transfers, head=head))
+    programs = list(build_programs(Mesh(pp=pp), schedule, transfers, head=head))
     programs[rank] = Program(rank, mutate(programs[rank].actions, draw))
     return programs
 
@@ -61,8 +65,14 @@ class Faulty(AssertionError):
 class Walk:
     """Runs Programs with names in place of tensors, and frees what the executor frees."""
 
-    def __init__(self, programs: Sequence[Program], transfers: Sequence[Transfer]) -> None:
-        self.programs, self.transfers = programs, transfers
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        transfers: Sequence[Transfer],
+        head: int | None = None,
+    ) -> None:
+        self.programs, self.transfers, self.head = programs, transfers, head
+        self.waist: set[int] = set()  # the micro-batches that have handed over theirs
         self.values: dict[tuple[int, int], set[str]] = defaultdict(set)  # by stage, micro-batch
         self.outgoing: dict[tuple[int, int, str, bool], int] = {}
         self.again = {(a.stage, a.micro_batch) for p in programs for a in p.actions
@@ -72,8 +82,11 @@ class Walk:
 
     def run(self, stages: int, micro_batches: int) -> None:
         """Raises `Faulty` where a tensor would be missing, doubled or left over."""
+        self.micro_batches = micro_batches
         if run_programs(self.programs, self.post, self.receive, self.compute):
             raise Faulty("a rank waits for ever")
+        if self.waist:
+            raise Faulty("nothing reads the waist")
         wanted = {(s, j): 1 for s in range(stages) for j in range(micro_batches)}
         if dict(self.gradients) != wanted:
             raise Faulty(f"gradients: {dict(self.gradients)}")
@@ -110,10 +123,20 @@ class Walk:
             self.take(work, *arrived, keep=work in self.again)
             self.values[work].add("checkpoint" if work in self.again else "saved")
             self.send(action, out, is_grad=False)
+            if stage == self.head:
+                self.waist.add(action.micro_batch)
+        elif action.kind is ActionKind.HEAD:
+            if stage != self.head or self.waist != set(range(self.micro_batches)):
+                raise Faulty(f"{action} reads of micro-batches {self.waist}")
+            for j in self.waist:
+                self.values[stage, j].add("gradient of the waist")
+            self.waist.clear()
         elif action.kind is ActionKind.RECOMPUTE:
             self.take(work, "checkpoint", *arrived)
             self.values[work].add("saved")
         elif action.kind.sends_gradients:
+            if stage == self.head:
+                self.take(work, "gradient of the waist")
             self.take(work, "saved", *(f"grad {t.target_stage} {t.value}" for t in out if t.grad))
             self.send(action, [t for t in into if t.grad], is_grad=True)
             if action.kind is ActionKind.INPUT_GRAD:
@@ -130,10 +153,10 @@ class Walk:
             self.outgoing[key] = self.outgoing.get(key, 0) + 1
 
 
-def refused(programs: Sequence[Program], micro_batches: int) -> str:
+def refused(programs: Sequence[Program], micro_batches: int, head: int | None = None) -> str:
     """The check's complaint, or nothing."""
     try:
-        verify_programs(programs, micro_batches=micro_batches, training=True)
+        verify_programs(programs, micro_batches=micro_batches, training=True, head=head)
     except MerakError as error:
         return str(error)
     return ""

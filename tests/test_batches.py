@@ -8,16 +8,16 @@ import torch
 from merakc.batches import (
     batch_size_of,
     call_arguments,
-    doubled,
-    join_results,
     named_tensors,
-    sampled_names,
+    resized,
+    sample_rows,
     signature,
     split_batch,
     tensor_specs,
     with_tensor_specs,
 )
 from merakc.errors import ConfigError
+from merakc.ir.batches import Rows
 
 
 def test_call_arguments() -> None:
@@ -46,7 +46,7 @@ def test_split_and_join() -> None:
     parts = split_batch((fixed,), nested, 3)
     assert [p[1]["scale"] for p in parts] == [2.0] * 3
     assert all(p[0][0] is fixed for p in parts)
-    assert torch.equal(join_results([p[1]["x"] for p in parts], 2), nested["x"])
+    assert torch.equal(Rows().join([p[1]["x"] for p in parts]), nested["x"])
     assert torch.equal(parts[2][1]["more"]["y"], torch.tensor([4, 5]))
 
 
@@ -54,12 +54,6 @@ def test_split_and_join() -> None:
 def test_split_that_does_not_divide(parts: int) -> None:
     with pytest.raises(ConfigError, match=rf"{parts} micro-batches.*\[1, 2, 3, 6\]"):
         split_batch((torch.zeros(6),), {}, parts)
-
-
-def test_join_without_a_batch_dim() -> None:
-    scalars = [torch.tensor(1.0), torch.tensor(2.0)]
-    assert join_results(scalars, 4) == 1.5
-    assert join_results([torch.tensor(3), torch.tensor(4)], 4) == 3
 
 
 def test_names_are_paths() -> None:
@@ -105,9 +99,21 @@ def test_the_names_of_leaves() -> None:
 
 def test_samples_by_name() -> None:
     batch = {"a": torch.arange(4), "mask": torch.zeros(9, 9), "more": {"b": torch.arange(4)}}
-    names = sampled_names((), batch)
-    assert names == {"a", "more.b"}
-    _, twice = doubled((), batch, names)
-    assert twice["a"].tolist() == [0, 1, 2, 3] * 2
-    assert twice["more"]["b"].shape == (8,)
-    assert twice["mask"] is batch["mask"]
+    rows = sample_rows((), {**batch, "scalar": torch.tensor(4)})
+    assert rows == {"a": Rows(), "more.b": Rows()}
+
+
+@pytest.mark.parametrize("samples", [1, 3, 8])
+def test_the_batch_of_another_size(samples: int) -> None:
+    """Only the tensors of samples change, and nothing is in memory for them."""
+    views = torch.zeros(2, 12, dtype=torch.int32)
+    batch = {"a": torch.arange(4), "mask": torch.zeros(9, 9), "more": [views, 7]}
+    rows = {"a": Rows(), "more.0": Rows(1, 1, 3)}
+    args, now = resized((batch["mask"],), batch, rows, samples)
+    assert args[0] is now["mask"] is batch["mask"]
+    assert now["more"][1] == 7
+    assert signature((), {"a": now["a"], "v": now["more"][0]}) == signature(
+        (), {"a": torch.zeros(samples).long(), "v": torch.zeros(2, 3 * samples).int()}
+    )
+    assert now["a"].is_meta
+    assert now["more"][0].is_meta

@@ -19,7 +19,7 @@ from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.planner import make_plan
-from merakc.recording import record_part
+from tests.recorded import recorded as record_in_parts
 
 SAMPLES = 16
 
@@ -35,7 +35,7 @@ def recorded(parts: int) -> Recording:
     ids = torch.zeros(SAMPLES, 8, dtype=torch.long)
     with comparable(lift=True):
         batch = {"input_ids": ids, "labels": ids}
-        return record_part(model, (), batch, parts, torch.device("cpu"))
+        return record_in_parts(model, batch, parts, dp=2)
 
 
 @cache

@@ -18,6 +18,7 @@ from merakc.ir.costs import CostTable
 from merakc.ir.program import Mesh, Transfer
 from merakc.ir.state import StateShards
 from merakc.passes.schedule import build_programs
+from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.simulate import simulate
 
@@ -52,17 +53,28 @@ def test_recomputing_runs_the_blocks_again() -> None:
     assert full.peak_bytes[0] < 0.7 * none.peak_bytes[0]
 
 
+@pytest.mark.parametrize("whole_batch", [False, True])
 @pytest.mark.parametrize(("chunks", "name"), [(1, "1f1b"), (2, "interleaved-1f1b")])
-def test_the_pipeline_is_that_of_the_simulator(chunks: int, name: str) -> None:
+def test_the_pipeline_is_that_of_the_simulator(chunks: int, name: str, whole_batch: bool) -> None:
     degrees = Degrees(pp=4, micro_batches=8, chunks=chunks)
     free = tuple(replace(k, latency_s=0.0, bytes_per_s=1e30) for k in HARDWARE.links)
-    found = estimate_step(PIECES, degrees, replace(HARDWARE, links=free), Habits())
+    habits = Habits(whole_batch=whole_batch)
+    found = estimate_step(PIECES, degrees, replace(HARDWARE, links=free), habits)
     schedule = make_schedule(name, 4, 8, chunks=None if chunks == 1 else chunks)
+    schedule = forwards_first(schedule) if whole_batch else schedule
     transfers = [Transfer("x", s, s + 1, 1, grad=True) for s in range(schedule.stages - 1)]
     programs = build_programs(Mesh(1, 1, 4), schedule, tuple(transfers))
     table = CostTable(found.stages, 0.0, 1e30)
     assert found.pipeline_s == pytest.approx(simulate(programs, table).step_s, rel=1e-9)
     assert found.bubble_share > 0.1
+
+
+def test_all_micro_batches_are_held_where_the_loss_waits_for_them() -> None:
+    degrees = Degrees(pp=2, micro_batches=64)
+    own, whole = estimate(degrees), estimate(degrees, whole_batch=True)
+    kept = whole.stages[1].saved_bytes
+    assert whole.peak_bytes[1] - own.peak_bytes[1] == pytest.approx(63 * kept)
+    assert whole.pipeline_s == pytest.approx(own.pipeline_s, rel=0.01)
 
 
 MIXED = replace(HARDWARE, nodes=(Nodes(preset("h100").slowest, 2), Nodes(HARDWARE.slowest, 2)))

@@ -28,7 +28,7 @@ from merakc.passes.fused_products import FusedProducts, fuse_products
 from merakc.passes.subpipeline import stage_seconds
 from merakc.planner import Lowered, apply_plan, make_plan
 from merakc.predict import planned_costs, predict
-from merakc.recording import record_part
+from tests.recorded import recorded as record_in_parts
 
 # Samples of a dp rank's batch, of which a micro-batch has 4.
 SAMPLES, MICRO_BATCHES = 8, 2
@@ -42,7 +42,7 @@ SLOWEST, FAST = replace(SLOW, link_bytes_per_s=1e3), replace(SLOW, link_bytes_pe
 def recorded(name: str, micro_batches: int) -> Recording:
     case = MODELS[name]
     batch = case.batch(SAMPLES)
-    return record_part(case.model(), (), batch, micro_batches, torch.device("cpu"))
+    return record_in_parts(case.model(), batch, micro_batches, divided=True)
 
 
 TP_AND_PP = Mesh(tp=2, pp=2)
@@ -262,7 +262,7 @@ def wide_llama() -> Recording:
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16)
     ids = torch.zeros(1, 8192, dtype=torch.long)
-    return record_part(model, (), {"input_ids": ids, "labels": ids}, 1, torch.device("cpu"))
+    return record_in_parts(model, {"input_ids": ids, "labels": ids})
 
 
 def test_a_node_of_h100_fuses_the_products_of_wide_layers() -> None:

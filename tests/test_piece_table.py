@@ -14,10 +14,9 @@ from merakc.frontend.record import Recording
 from merakc.ir.program import Mesh
 from merakc.piece_table import PieceTable
 from merakc.planner import make_plan
-from merakc.recording import record_part
+from tests.coupled_models import TOWERS
+from tests.recorded import one_of_several
 from tests.small_source import Two
-
-CPU = torch.device("cpu")
 
 
 def llama(samples: int) -> Recording:
@@ -28,7 +27,7 @@ def llama(samples: int) -> Recording:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     ids = torch.zeros(samples, 16, dtype=torch.long)
-    return record_part(model, (), {"input_ids": ids, "labels": ids}, 1, CPU)
+    return one_of_several(model, {"input_ids": ids, "labels": ids})
 
 
 @pytest.mark.parametrize("form", [(1, False), (2, False), (2, True)])
@@ -63,7 +62,7 @@ def test_a_model_is_recorded_twice_for_all_forms() -> None:
 
 def test_a_form_that_cannot_be_is_refused_once() -> None:
     def record(samples: int) -> Recording:
-        return record_part(Two(16), (torch.ones(samples, 8), torch.ones(())), {}, 1, CPU)
+        return one_of_several(Two(16), (torch.ones(samples, 8), torch.ones(())))
 
     table = PieceTable(record, NOMINAL_GPU)
     assert len(table.pieces((1, False), 4)) > 1  # no blocks, but places to cut
@@ -71,3 +70,17 @@ def test_a_form_that_cannot_be_is_refused_once() -> None:
         with pytest.raises(MerakError):
             table.pieces((4096, False), 4)
     assert list(table.refused) == [(4096, False)]
+
+
+def test_it_knows_of_a_loss_that_couples_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def record(samples: int) -> Recording:
+        return TOWERS.record(TOWERS.batch(samples))
+
+    whole = record(8).graph
+    plain = PieceTable(llama, NOMINAL_GPU)
+    plain.pieces((1, False), 2)
+    assert not plain.couples
+    monkeypatch.setattr("merakc.planner.weigh_loss", lambda graph: TOWERS.cut(graph, whole))
+    table = PieceTable(record, NOMINAL_GPU)
+    assert table.pieces((1, False), 2)
+    assert table.couples

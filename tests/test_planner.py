@@ -12,8 +12,8 @@ import torch
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
 from merakc.costs.stage import stage_cost
-from merakc.errors import ConfigError, PlanError
-from merakc.frontend.record import Recording, record
+from merakc.errors import PlanError
+from merakc.frontend.record import Recording
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.program import ActionKind, Mesh
@@ -22,11 +22,11 @@ from merakc.planner import (
     adapt_plan,
     apply_plan,
     make_plan,
-    planned_schedule,
 )
 from merakc.predict import predict
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.text import format_schedule
+from tests.recorded import one_of_several
 
 LAYOUTS = (Mesh(), Mesh(tp=2), Mesh(pp=2), Mesh(pp=4), Mesh(2, 2, 2), Mesh(tp=3, pp=2))
 MICRO_BATCHES = 4
@@ -35,7 +35,7 @@ MICRO_BATCHES = 4
 @cache
 def recording(name: str = "gpt2", samples: int = 2) -> Recording:
     case = MODELS[name]
-    return record(case.model(), (), case.batch(samples))
+    return one_of_several(case.model(), case.batch(samples))
 
 
 def planned(mesh: Mesh, name: str = "gpt2", **options: str) -> tuple[Plan, Lowered]:
@@ -57,7 +57,7 @@ def test_a_saved_plan_gives_the_same_graphs(name: str, mesh: Mesh, tmp_path: Pat
 
 
 def test_the_same_recording_gives_the_same_plan() -> None:
-    fresh = record(MODELS["t5"].model(), (), MODELS["t5"].batch(2))
+    fresh = one_of_several(MODELS["t5"].model(), MODELS["t5"].batch(2))
     first, _ = planned(Mesh(1, 2, 2), "t5")
     second, _ = make_plan(fresh, Mesh(1, 2, 2), MICRO_BATCHES, NOMINAL_CPU)
     assert first.hash == second.hash
@@ -67,7 +67,7 @@ def test_drift_is_refused_with_the_first_module_that_differs() -> None:
     plan, _ = planned(Mesh(pp=2))
     model = MODELS["gpt2"].model()
     model.get_submodule("transformer.h.2.mlp").act = torch.nn.ReLU()
-    changed = record(model, (), MODELS["gpt2"].batch(2))
+    changed = one_of_several(model, MODELS["gpt2"].batch(2))
     with pytest.raises(PlanError, match=r"module 'transformer\.h\.2.*make the plan again"):
         apply_plan(plan, changed)
     with pytest.raises(PlanError, match="another graph"):
@@ -92,7 +92,7 @@ def test_ops_that_every_rank_computes_whole_are_named() -> None:
             return torch.renorm(self[1](self[0](x)), 2, 0, 1.0).sum()
 
     model = Clipped(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
-    clipped = record(model, (torch.randn(4, 4),), {})
+    clipped = one_of_several(model, (torch.randn(4, 4),))
     plan, _ = make_plan(clipped, Mesh(tp=2), MICRO_BATCHES, NOMINAL_CPU)
     assert [text.partition(" at ")[0] for text in plan.whole_ops] == ["aten.renorm.default"]
     assert planned(Mesh(tp=2))[0].whole_ops == ()
@@ -162,12 +162,6 @@ def test_an_order_of_the_users_own(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     again = apply_plan(load_plan(tmp_path / "plan.json"), recording())
     assert again.programs() == lowered.programs()
-    wrong = dataclasses.replace(plan, micro_batches=2)
-    with pytest.raises(ConfigError, match="'mine' is an order of 4 micro-batches on 2 ranks"):
-        planned_schedule(wrong)
-    again_text = format_schedule(make_schedule("gpipe", 2, MICRO_BATCHES, recompute="full"))
-    with pytest.raises(ConfigError, match="recomputes, and recompute is 'none'"):
-        planned_schedule(dataclasses.replace(plan, order=tuple(again_text.splitlines())))
 
 
 def test_each_stage_keeps_what_the_plan_lets_it() -> None:
@@ -197,7 +191,7 @@ def test_stages_that_are_compiled_keep_less(schedule: str) -> None:
 def test_a_plan_adapts_to_evaluation_and_to_other_shapes(name: str) -> None:
     _, lowered = planned(Mesh(1, 2, 4), name)
     model = MODELS[name].model().eval()
-    other = record(model, (), MODELS[name].batch(3))
+    other = one_of_several(model, MODELS[name].batch(3))
     adapted = adapt_plan(lowered, other, results=True)
     names = {o.name for g in adapted.stages.graphs for o in g.outputs
              if o.kind in (OutputKind.LOSS, OutputKind.RESULT)}  # fmt: skip

@@ -9,11 +9,12 @@ import pytest
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.planner import Lowered, make_plan
 from merakc.predict import predict
+from tests.recorded import one_of_several
 
 SLOW = replace(NOMINAL_CPU, op_overhead_s=0.0, link_latency_s=0.0, link_bytes_per_s=1e6)
 MICRO_BATCHES = 4
@@ -22,7 +23,7 @@ MICRO_BATCHES = 4
 @cache
 def recording() -> Recording:
     case = MODELS["gpt2"]
-    return record(case.model(), (), case.batch(2))
+    return one_of_several(case.model(), case.batch(2))
 
 
 def lowered(mesh: Mesh, *counts: int) -> Lowered:

@@ -9,9 +9,7 @@ from torch import nn
 import merakc
 from merakc.cluster import NOMINAL_CPU
 from merakc.kernels.draws import KEY_POSITION
-from merakc.recording import record_part
-
-CPU = torch.device("cpu")
+from tests.recorded import recorded
 
 
 class Averaged(nn.Module):
@@ -41,6 +39,6 @@ def test_the_number_of_samples_is_known_in_a_loss(micro_batches: int) -> None:
 @pytest.mark.parametrize("samples", [1, 3])
 def test_draws_are_keyed_by_the_samples(samples: int) -> None:
     x = torch.zeros(2 * samples, 3).double()
-    ops = [n.op for n in record_part(Averaged(), (), {"x": x}, 2, CPU).graph.nodes]
+    ops = [n.op for n in recorded(Averaged(), {"x": x}, 2).graph.nodes]
     (drawn,) = (op for op in ops if op.startswith("merakc."))
     assert drawn in KEY_POSITION

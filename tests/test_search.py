@@ -14,13 +14,13 @@ from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
 from merakc.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Sharing
 from merakc.errors import ConfigError, CutError, ProgramError, ShardError
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording
 from merakc.ir.buckets import plan_buckets
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.predict import predict
-from merakc.recording import record_part
 from merakc.search import SAME, Request, meshes, micro_batches_for, search, with_schedule
+from tests.recorded import one_of_several
 
 BATCH_SIZE = 8
 
@@ -28,7 +28,7 @@ BATCH_SIZE = 8
 @cache
 def recording(parts: int) -> Recording:
     case = MODELS["gpt2"]
-    return record(case.model(), (), case.batch(BATCH_SIZE // parts))
+    return one_of_several(case.model(), case.batch(BATCH_SIZE // parts))
 
 
 def test_all_meshes_of_the_world_multiply_to_it() -> None:
@@ -96,7 +96,7 @@ def test_sequences_are_split_where_gathers_are_as_fast_as_all_reduces(gather_sha
     training = Training(samples=8, layers=2)
     with torch.device("meta"):
         model = training.model()
-    wide = record_part(model, (), training.batch(0), 1, torch.device("cpu"), None)
+    wide = one_of_several(model, training.batch(0))
     cluster = replace(NOMINAL_CPU, gather_share=gather_share)
     request = Request(2, training.samples, dp=1, tp=2, pp=1, overlap=0)
     assert search(request, lambda _: wide, cluster)[0].sequence_parallel is (gather_share == 1.0)

@@ -11,6 +11,7 @@ import pytest
 from merakc.errors import ProgramError
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
 from merakc.passes.schedule import build_programs
+from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.text import parse_schedule
 from merakc.verify import verify_programs
@@ -23,7 +24,7 @@ F, B, I, W = (  # noqa: E741 - the field's own letters
     ActionKind.INPUT_GRAD,
     ActionKind.WEIGHT_GRAD,
 )
-R = ActionKind.RECOMPUTE
+R, HEAD = ActionKind.RECOMPUTE, ActionKind.HEAD
 
 
 def _programs() -> list[Program]:
@@ -153,6 +154,41 @@ def test_a_rank_that_waits_for_itself() -> None:
         verify_programs([Program(0, tuple(actions))])
 
 
+def _coupled(change: Callable[[list[Action]], None]) -> list[Program]:
+    schedule = forwards_first(make_schedule("1f1b", 2, 3))
+    transfers = [Transfer("a", 0, 1, 8, True)]
+    programs = list(build_programs(Mesh(pp=2), schedule, transfers, head=1))
+    actions = list(programs[1].actions)
+    change(actions)
+    return [programs[0], Program(1, tuple(actions))]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop("1head"), "rank 1, 1head: is missing"),
+        (_move("1head", before="1F2"), "rank 1, 1head: stands before a forward of its stage"),
+        (_move("1head", before="1B1"), "rank 1, 1head: stands after a backward of its stage"),
+        (lambda a: a.insert(-4, Action(HEAD, 1)), "rank 1, 1head: runs a second time"),
+        (_put("1head", stage=0), "rank 1, 0head: the samples are coupled by 1head, once"),
+    ],
+)
+def test_what_couples_samples_runs_once_in_its_place(
+    change: Callable[[list[Action]], None], message: str
+) -> None:
+    verify_programs(_coupled(lambda _: None), head=1)
+    with pytest.raises(ProgramError, match=message):
+        verify_programs(_coupled(change), head=1)
+
+
+def test_every_rank_of_the_stage_runs_what_couples_samples() -> None:
+    programs = list(build_programs(Mesh(dp=2), make_schedule("gpipe", 1, 2), (), head=0))
+    verify_programs(programs)
+    actions = [a for a in programs[1].actions if a.kind is not HEAD]
+    with pytest.raises(ProgramError, match="rank 1, 0head: is missing"):
+        verify_programs([programs[0], Program(1, tuple(actions))])
+
+
 def test_mutated_orders_are_refused_or_run_to_their_end() -> None:
     draw = random.Random(0)
     counts = {"refused": 0, "ran": 0}
@@ -165,13 +201,15 @@ def test_mutated_orders_are_refused_or_run_to_their_end() -> None:
             transfers.append(Transfer("mask", 0, len(rank_of) - 1, 8, False))
         micro_batches = draw.randint(1, 3)
         schedule = random_schedule(rank_of, micro_batches, transfers, draw)
-        programs = mutated(schedule, transfers, draw)
-        complaint = refused(programs, micro_batches)
+        head = draw.choice([None, *range(len(rank_of))])
+        schedule = schedule if head is None else forwards_first(schedule)
+        programs = mutated(schedule, transfers, draw, head)
+        complaint = refused(programs, micro_batches, head)
         if complaint:
             assert "rank" in complaint
             counts["refused"] += 1
         else:
-            Walk(programs, transfers).run(len(rank_of), micro_batches)
+            Walk(programs, transfers, head).run(len(rank_of), micro_batches)
             counts["ran"] += 1
     assert counts["refused"] > 500
     assert counts["ran"] > 50

@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from merakc.errors import ConfigError, FitError, MerakError, MerakWarning, failure
-from merakc.frontend.recorder import RECORDING_NOTE
+from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
 
 NO, UNUSABLE = 1, 2
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -45,12 +44,6 @@ def told(problem: Console) -> Iterator[None]:
             raise typer.Exit(NO if isinstance(error, FitError) else UNUSABLE) from error
         except OSError as error:  # a file that cannot be written
             _say(problem, f"{error}; give another path")
-            raise typer.Exit(UNUSABLE) from error
-        except Exception as error:
-            if RECORDING_NOTE not in getattr(error, "__notes__", ()):
-                raise
-            text = f"the model's forward fails on the batch: {failure(error)}"
-            _say(problem, f"RecordError: {text}; mend it, or the batch")
             raise typer.Exit(UNUSABLE) from error
 
 

@@ -55,7 +55,9 @@ def verify(
             plan, given, ranks=ranks, seed=seed, timeout_s=timeout_s, progress=tell
         )
     if as_json:
-        body = {**asdict(verdict), "checked": _degrees(verdict.checked), "equal": verdict.equal}
+        plans = {"checked": verdict.checked, "replicas": verdict.replicas}
+        shown = {name: _degrees(own) if own else None for name, own in plans.items()}
+        body = {**asdict(verdict), **shown, "equal": verdict.equal}
         Console().print_json(json.dumps(body, default=str))
     else:
         Console().print(verdict_table(plan, verdict))
@@ -68,6 +70,8 @@ def verdict_table(plan: Plan, verdict: Verdict) -> Group:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("plan", f"{plan.model}, {_text(plan)}")
     facts.add_row("checked", _text(verdict.checked))
+    if verdict.replicas is not None:
+        facts.add_row("", f"and, for want of ranks, {_text(verdict.replicas)}")
     small = f"{verdict.parameters:,} parameters"
     if verdict.lowered:
         lowered = (f"{name} {old} → {new}" for name, (old, new) in verdict.lowered.items())

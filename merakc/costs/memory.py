@@ -96,14 +96,15 @@ class ActionBytes:
 
     `peak_bytes` is its highest point over what was alive before, what it reads included there.
     After it, `held` are the pieces of memory alive for later computes of the micro-batch, received
-    values among them, `sent` those of its messages, by value, and `gradient_bytes` are gradients
-    of parameters.
+    values among them, `sent` those of its messages, by value, `waist` those that the head reads,
+    and `gradient_bytes` are gradients of parameters.
     """
 
     peak_bytes: int
     held: frozenset[Memory]
     sent: Mapping[str, Memory]
     gradient_bytes: int
+    waist: frozenset[Memory] = frozenset()
 
     @property
     def held_bytes(self) -> int:
@@ -139,7 +140,8 @@ def order_bytes(
     for kind, piece, leaves in zip(order, pieces, reversed(kept), strict=True):
         if kind.sends_gradients and piece is not None:
             whole = [*piece.inputs, *(chunk.weight_grad.inputs if chunk.weight_grad else ())]
-            received = {o.name for o in chunk.forward.outputs if o.kind is OutputKind.ACTIVATION}
+            handed_on = (OutputKind.ACTIVATION, OutputKind.WAIST)
+            received = {o.name for o in chunk.forward.outputs if o.kind in handed_on}
             tangents = (i for i in whole if i.kind is InputKind.TANGENT and i.target in received)
             held |= {i.key: _memory(i, "tangent") for i in tangents}
         beside: dict[str, tuple[int, int]] = {}
@@ -239,6 +241,7 @@ def _run_piece(
         return Memory(f"{kind} {owner}", specs[owner].size_bytes)
 
     sent: dict[str, Memory] = {}
+    waist: set[Memory] = set()
     gradient_bytes = 0
     received = {i.name for i in chunk.forward.inputs if _is_received(i)}
     for out in piece.outputs:
@@ -249,9 +252,12 @@ def _run_piece(
         elif out.kind is OutputKind.ACTIVATION or out.name in received:
             if own is not None:
                 sent[out.name] = own
+        elif out.kind is OutputKind.WAIST and own is not None:
+            waist.add(own)
         elif out.kind is OutputKind.GRADIENT:
             gradient_bytes += specs[out.ref].size_bytes
-    return ActionBytes(peak_bytes, frozenset(kept.values()), sent, gradient_bytes), kept
+    after = frozenset(kept.values())
+    return ActionBytes(peak_bytes, after, sent, gradient_bytes, frozenset(waist)), kept
 
 
 def _owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:

@@ -73,6 +73,7 @@ def stage_cost(
         weight_peak_bytes=split[2].peak_bytes if split else 0,
         static_bytes=static_bytes(chunk.forward, shards, precision, tied),
         reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied),
+        waist_bytes=sum(m.size_bytes for m in forward.waist - forward.held),
     )
 
 
@@ -85,6 +86,7 @@ def with_seconds(cost: StageCost, seconds: Mapping[ActionKind, float]) -> StageC
         input_grad_s=seconds.get(_I, cost.input_grad_s),
         weight_grad_s=seconds.get(_W, cost.weight_grad_s),
         recompute_s=seconds.get(_R, cost.recompute_s),
+        head_s=seconds.get(ActionKind.HEAD, cost.head_s),
     )
 
 

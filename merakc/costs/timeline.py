@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
+from merakc.costs.head import HeadBytes
 from merakc.costs.memory import ActionBytes, Sum, order_bytes
 from merakc.costs.sharded import SunkGradients
 from merakc.errors import ProgramError
@@ -78,15 +79,16 @@ def program_memory(
     sunk: Mapping[int, SunkGradients] | None = None,
     *,
     fused: bool = False,
+    head: HeadBytes | None = None,
 ) -> tuple[ActionMemory, ...]:
     """The memory of a rank action by action; without `times` messages leave at once.
 
     `static_bytes` are alive all the time: parameters, buffers, constants, optimizer state. The
     gradients of a stage are counted from its first backward on, until the end of the step; those
     that are `sunk` into buckets, by stage, as these take them. With `fused` computes they are made
-    anew by every micro-batch, and then added.
+    anew by every micro-batch, and then added. `head` is what couples the samples on this rank.
     """
-    return _Memory(program, chunks, static_bytes, times, sunk or {}, fused).run()
+    return _Memory(program, chunks, static_bytes, times, sunk or {}, fused, head).run()
 
 
 def verify_memory(rank: int, memory: Sequence[ActionMemory], capacity_bytes: int) -> None:
@@ -110,6 +112,8 @@ class _Memory:
     times: Times | None
     sunk: Mapping[int, SunkGradients]
     fused: bool
+    head: HeadBytes | None
+    waist: set[Place] = field(default_factory=set)  # what has been handed over to the head
     leaving: list[tuple[float, Place]] = field(default_factory=list)  # a heap
     sizes: dict[Place, int] = field(default_factory=dict)
     holders: Counter[Place] = field(default_factory=Counter)
@@ -150,6 +154,9 @@ class _Memory:
                 if is_first:
                     peak_bytes += self._begin(action.stage, effect)
                 self._compute(action, effect)
+            elif action.kind is ActionKind.HEAD and self.head is not None:
+                peak_bytes += self.head.peak_bytes
+                self._couple(action.stage, self.head)
             elif action.kind is ActionKind.REDUCE and self.sunk:
                 self._reduce(action.stage)
             peak_bytes = max(peak_bytes, self.live_bytes)
@@ -214,6 +221,10 @@ class _Memory:
             self.sizes.setdefault(found, size_bytes)
             return found
 
+        handed_over = {place(m.owner, m.size_bytes) for m in effect.waist} - self.waist
+        for own in handed_over:
+            self._take(own)
+        self.waist |= handed_over
         is_grad = action.kind.sends_gradients
         for value, memory in effect.sent.items():
             key = (*work, value, is_grad)
@@ -228,6 +239,22 @@ class _Memory:
             if (*work, owner.partition(" ")[0]) not in self.read:
                 after.add(early)
         self._hold(work, after)
+
+    def _couple(self, stage: int, head: HeadBytes) -> None:
+        """Lets go of what micro-batches have handed over, and gives each its gradients."""
+        trains = any(a.kind.sends_gradients for a in self.program.actions)
+        for work in [work for work in self.held if work[0] == stage] if trains else ():
+            places = self.held[work].copy()
+            for name, size_bytes in head.tangents.items():
+                owner = f"tangent {name}"
+                place = (stage, -1, owner) if name in head.shared else (*work, owner)
+                self.sizes[place] = size_bytes
+                self.arrived.setdefault(work, {})[owner] = place
+                places.add(place)
+            self._hold(work, places)
+        for place in self.waist:
+            self._drop(place)
+        self.waist.clear()
 
     def _begin(self, stage: int, first: ActionBytes) -> int:
         """Holds the gradients that a stage's first ones leave; what its buckets take beside."""

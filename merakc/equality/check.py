@@ -6,28 +6,28 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
+from itertools import product
 
 import torch
+from torch import nn
 
 from merakc.batches import call_arguments
 from merakc.carry import Degrees, carry_plan
-from merakc.cluster import NOMINAL_CPU
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
-from merakc.equality.lower import lost, lower_degrees
+from merakc.equality.lower import lost, lower_degrees, replicas
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.equality.references import yardstick
 from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink
-from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
+from merakc.equality.train import Case, comparable, train_on_rank
 from merakc.errors import ConfigError, MerakError, PlanError
 from merakc.frontend.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
-from merakc.ir.program import Mesh
-from merakc.passes.key_draws import has_draws
-from merakc.planner import Lowered, make_plan
 from merakc.recording import record_part
 from merakc.report.units import format_bytes
 from merakc.sources import Source
@@ -66,7 +66,8 @@ class Verdict:
 
     `checked` is the plan that was run. `lowered` holds the integers of the configuration that were
     lowered, `lost` what of the plan too few ranks leave out, `unlike` the tensors that are split
-    over tp along other dims than in the plan, `failed` why the ranks did not come to an end.
+    over tp along other dims than in the plan, `failed` why the ranks did not come to an end,
+    `replicas` the plan of dp ranks alone that was run where there were too few for all at once.
     """
 
     checked: Plan
@@ -79,6 +80,7 @@ class Verdict:
     rows: tuple[Row, ...]
     failed: str
     seconds: float
+    replicas: Plan | None = None
 
     @property
     def equal(self) -> bool:
@@ -109,36 +111,66 @@ def check_plan(
     progress(f"recording {source.name}")
     check_source(plan, source)
     degrees = lower_degrees(plan, ranks)
+    dp_alone = replicas(plan, degrees, ranks)
     found, lowered = _small_source(plan, source, degrees, progress)
     rows: list[Row] = []
-    compared_with, failed, checked = "", "", plan
-    for precision, limit, arithmetic in _comparisons(plan):
-        case = _case(plan, found, degrees, precision, seed)
-        checked = case.plan
-        progress(f"training on {checked.mesh.world_size} local ranks, {arithmetic}")
-        results, failed = _on_ranks(case, train, timeout_s)
+    checked: list[Plan] = []
+    compared_with, failed = "", ""
+    runs = [degrees] if dp_alone is None else [degrees, dp_alone]
+    for (precision, limit, arithmetic), run in product(_comparisons(plan), runs):
+        own = plan if run is degrees else replace(plan, schedule="1f1b", order=())
+        with drawn_model(found, seed) as model:
+            case = _case(own, found, model, run, precision, seed)
+            checked.append(case.plan)
+            what = f"{arithmetic}, dp={run.mesh.dp} alone" if run is dp_alone else arithmetic
+            progress(f"training on {run.mesh.world_size} local ranks, {what}")
+            differences, compared_with, failed = _compare(case, train, limit, timeout_s, progress)
+        rows += [
+            Row(LABELS[kind], what, worst.error, worst.name, limit)
+            for kind, worst in ((kind, differences.get(kind)) for kind in KINDS)
+            if worst is not None
+        ]
         if failed:
             break
-        progress("training in one process")
-        differences, compared_with = _differences(case, results, limit, timeout_s)
-        rows += [
-            Row(LABELS[kind], arithmetic, own.error, own.name, limit)
-            for kind, own in ((kind, differences.get(kind)) for kind in KINDS)
-            if own is not None
-        ]
     counts = parameter_count(source.model), parameter_count(found.model)
-    left_out = lost(plan, degrees), unlike_splits(plan, checked)
+    left_out = lost(plan, *runs), unlike_splits(plan, checked[0])
     wall_s = time.perf_counter() - start_s
-    return Verdict(checked, *counts, lowered, *left_out, compared_with, tuple(rows), failed, wall_s)
+    return Verdict(
+        checked[0], *counts, lowered, *left_out, compared_with, tuple(rows), failed, wall_s,
+        checked[1] if len(checked) > 1 and dp_alone is not None else None,
+    )  # fmt: skip
 
 
-def _on_ranks(case: Case, train: Train, timeout_s: float) -> tuple[list[Reference], str]:
+def _compare(
+    case: Case, train: Train, limit: float, timeout_s: float, progress: Callable[[str], None]
+) -> tuple[dict[str, Difference], str, str]:
+    """The largest differences of what each rank gave from one process, what in it they are from,
+    and why nothing could be compared.
+    """
+    results, failed = _on_ranks(case.plan.mesh.world_size, train, case, timeout_s)
+    if failed:
+        return {}, "", failed
+    reference = yardstick(case)
+    progress(f"training in {reference.what}")
+    plain, failed = _on_ranks(1, reference.train, case, timeout_s)
+    if failed:
+        return {}, reference.what, f"{reference.what}: {failed}"
+    ours, wanted = results[0], plain[0]
+    if not reference.buffers:
+        ours, wanted = replace(ours, buffers={}), replace(wanted, buffers={})
+    losses = [result.losses for result in results]
+    return worst_differences(ours, losses, wanted, limit), reference.what, ""
+
+
+def _on_ranks(
+    ranks: int, train: Train, case: Case, timeout_s: float
+) -> tuple[list[Reference], str]:
     """What each rank's training gave, or why they did not come to an end.
 
     Raises the `MerakError` of the first rank that raised one.
     """
     try:
-        return run_ranks(case.plan.mesh.world_size, train, case, timeout_s=timeout_s), ""
+        return run_ranks(ranks, train, case, timeout_s=timeout_s), ""
     except RankError as error:
         if isinstance(error.__cause__, MerakError):
             raise error.__cause__ from error
@@ -163,7 +195,9 @@ def check_source(plan: Plan, source: Source) -> None:
     """Raises `PlanError`, with the first difference, where a plan is not for this model."""
     samples = max(plan.batch_size // max(plan.micro_batches, 1), 1)
     args, kwargs = call_arguments(source.batch(samples))
-    recording = record_part(source.model, args, kwargs, 1, torch.device("cpu"), plan.precision)
+    several = plan.dp * plan.micro_batches > 1
+    layout = BatchLayout((samples, samples) if several else (samples,), 1)
+    recording = record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
     difference = first_difference(plan.graph, fingerprint(recording.graph))
     if difference:
         raise PlanError(
@@ -205,8 +239,9 @@ def _small_source(
         if 8 * small.numbers > MOST_BYTES:
             break
         try:
-            record = _recorder(small.source, degrees, None, 0, lift=True)
-            carry_plan(plan, degrees, record, None)
+            with drawn_model(small.source, 0) as model:
+                record = _recorder(small.source, model, plan, degrees, None, lift=True)
+                carry_plan(plan, degrees, record, None)
         except MerakError as error:
             refusal = refusal or error
             progress(f"trying a larger model: {error}")
@@ -222,80 +257,48 @@ def _small_source(
 
 
 def _case(
-    plan: Plan, source: Source, degrees: Degrees, precision: Precision | None, seed: int
+    plan: Plan,
+    source: Source,
+    model: nn.Module,
+    degrees: Degrees,
+    precision: Precision | None,
+    seed: int,
 ) -> Case:
+    """The training of a drawn model; from the second step on, texts that can be padded are."""
     lift = precision in (None, DOUBLE)
-    lowered = carry_plan(
-        plan, degrees, _recorder(source, degrees, precision, seed, lift=lift), precision
+    record = _recorder(source, model, plan, degrees, precision, lift=lift)
+    lowered = carry_plan(plan, degrees, record, precision)
+    parts = degrees.micro_batches * degrees.mesh.dp
+    batches = tuple(
+        drawn_batch(source, parts * degrees.samples, seed + 1 + k, parts=parts, padded=k > 0)
+        for k in range(STEPS)
     )
-    samples = degrees.micro_batches * degrees.samples * degrees.mesh.dp
-    batches = tuple(drawn_batch(source, samples, seed + 1 + step) for step in range(STEPS))
-    return Case(drawn_model(source, seed), lowered.plan, batches, lift)
+    return Case(model, lowered.plan, batches, lift)
 
 
 def _recorder(
-    source: Source, degrees: Degrees, precision: Precision | None, seed: int, *, lift: bool
+    source: Source,
+    model: nn.Module,
+    plan: Plan,
+    degrees: Degrees,
+    precision: Precision | None,
+    *,
+    lift: bool,
 ) -> Callable[[int], Recording]:
     """Records a dp rank's batch, in any number of micro-batches, as its ranks will."""
-    model = drawn_model(source, seed)
-    batch = drawn_batch(source, degrees.micro_batches * degrees.samples, seed + 1)
+    batch = drawn_batch(source, degrees.micro_batches * degrees.samples, 0)
+    sizes = (degrees.micro_batches * degrees.samples,) * degrees.mesh.dp
 
     @cache
     def recorded(parts: int) -> Recording:
         args, kwargs = call_arguments(batch)
         with comparable(lift=lift):
-            found = record_part(model, args, kwargs, parts, torch.device("cpu"), precision)
+            found = record_part(
+                model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"), precision,
+                couplings=plan.couplings, divided=degrees.mesh.tp > 1,
+            )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")
         return found
 
     return recorded
-
-
-def _differences(
-    case: Case, results: list[Reference], limit: float, timeout_s: float
-) -> tuple[dict[str, Difference], str]:
-    """The largest differences from one process, and from what in it.
-
-    Losses of micro-batches are averaged, which is what the batch gives at once but where it is
-    normalised over, or labels are many in one micro-batch and few in another. Then the nearer of
-    the two counts. Where a model draws random numbers, which torch and merakc do differently, the
-    one process runs merakc too.
-    """
-    plan = case.plan
-    losses = [result.losses for result in results]
-    compare = partial(worst_differences, results[0], losses, bound=limit)
-    if _draws(case):
-        alone = replace(case, plan=_alone(case).plan)
-        found = run_ranks(1, train_on_rank, alone, timeout_s=timeout_s)
-        return compare(reference=found[0]), "one process of merakc (the model draws numbers)"
-    parts = plan.dp * plan.micro_batches
-    near = compare(reference=train_in_one_process(case, parts))
-    what = "the plain model in one process, micro-batch by micro-batch"
-    if max(d.error for d in near.values()) > limit and parts > 1:
-        whole = compare(reference=train_in_one_process(case, 1))
-        if max(d.error for d in whole.values()) < max(d.error for d in near.values()):
-            return whole, "the plain model in one process, on the whole batch"
-    return near, what
-
-
-def _draws(case: Case) -> bool:
-    return has_draws(_whole_recording(case).graph)
-
-
-def _alone(case: Case) -> Lowered:
-    """A plan of one rank for the same micro-batches."""
-    plan = case.plan
-    parts = plan.dp * plan.micro_batches
-    made, lowered = make_plan(
-        _whole_recording(case), Mesh(), parts, NOMINAL_CPU, batch_size=plan.batch_size * plan.dp
-    )
-    return replace(lowered, plan=replace(made, precision=plan.precision))
-
-
-def _whole_recording(case: Case) -> Recording:
-    args, kwargs = call_arguments(case.batches[0])
-    parts = case.plan.dp * case.plan.micro_batches
-    device = torch.device("cpu")
-    with comparable(lift=case.lift):
-        return record_part(case.model, args, kwargs, parts, device, case.plan.precision)

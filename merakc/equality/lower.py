@@ -28,14 +28,13 @@ def lower_degrees(plan: Plan, ranks: int) -> Degrees:
             f"the plan's order of work is for {plan.pp} pipeline ranks, and there are {ranks}; "
             f"give --ranks {plan.pp} or more"
         )
-    levels = sorted({1, plan.dp, *(n for s in plan.state_shards for n in shard_counts(s))})
-    mesh = plan.mesh
+    levels, mesh = _levels(plan), plan.mesh
     if mesh.world_size > ranks:
         pp = plan.pp if plan.order else min(plan.pp, DEGREE)
-        mesh = Mesh(1 << (len(levels) - 1), min(plan.tp, DEGREE), pp)
+        mesh = Mesh(max(levels.values()), min(plan.tp, DEGREE), pp)
         while mesh.world_size > ranks:
             mesh = _fewer(mesh)
-        shards = {n: min(1 << k, mesh.dp) for k, n in enumerate(levels)}
+        shards = {n: min(own, mesh.dp) for n, own in levels.items()}
     else:
         shards = {n: n for n in levels}
     micro_batches = plan.micro_batches
@@ -49,14 +48,32 @@ def lower_degrees(plan: Plan, ranks: int) -> Degrees:
     return Degrees(mesh, micro_batches, samples, chunks, shards)
 
 
-def lost(plan: Plan, degrees: Degrees) -> tuple[str, ...]:
-    """What of a plan the check leaves out, because there are too few ranks for it."""
-    mesh = degrees.mesh
-    pairs = (("dp", plan.dp, mesh.dp), ("tp", plan.tp, mesh.tp), ("pp", plan.pp, mesh.pp))
-    found = [f"{name}={before}" for name, before, now in pairs if before > 1 and now == 1]
-    if mesh.dp > 1 and len(set(degrees.shards.values())) < len(degrees.shards):
-        found.append(f"shards of the state at more than {mesh.dp} ranks")
+def replicas(plan: Plan, degrees: Degrees, ranks: int) -> Degrees | None:
+    """Two dp ranks alone, where a plan has several and these degrees have no place for them."""
+    if plan.dp == 1 or degrees.mesh.dp > 1 or ranks < DEGREE:
+        return None
+    shards = {n: min(own, DEGREE) for n, own in _levels(plan).items()}
+    few = min(degrees.micro_batches, MICRO_BATCHES)
+    return Degrees(Mesh(dp=DEGREE), few, degrees.samples, 1, shards)
+
+
+def lost(plan: Plan, *runs: Degrees) -> tuple[str, ...]:
+    """What of a plan these runs leave out, because there are too few ranks for it."""
+    found = [
+        f"{axis}={getattr(plan, axis)}"
+        for axis in ("dp", "tp", "pp")
+        if getattr(plan, axis) > 1 and all(getattr(d.mesh, axis) == 1 for d in runs)
+    ]
+    widest = max(runs, key=lambda d: d.mesh.dp)
+    if widest.mesh.dp > 1 and len(set(widest.shards.values())) < len(widest.shards):
+        found.append(f"shards of the state at more than {widest.mesh.dp} ranks")
     return tuple(found)
+
+
+def _levels(plan: Plan) -> dict[int, int]:
+    """The numbers of shards that the plan has, each with its power of two."""
+    levels = sorted({1, plan.dp, *(n for s in plan.state_shards for n in shard_counts(s))})
+    return {n: 1 << k for k, n in enumerate(levels)}
 
 
 def _fewer(mesh: Mesh) -> Mesh:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +16,11 @@ from merakc.batches import call_arguments, split_batch
 from merakc.cluster import NOMINAL_CPU
 from merakc.equality.casts import lifted_casts, without_dropout
 from merakc.equality.compare import Reference, Tensors, optimizer_for, split_state
+from merakc.equality.norms import norms_by_parts
 from merakc.equality.plain import Call, train_plain
 from merakc.errors import ConfigError
 from merakc.frontend.results import find_loss
+from merakc.ir.batches import Rows
 from merakc.ir.plan import Plan
 
 
@@ -72,18 +73,25 @@ def train_on_rank(case: Case) -> Reference:
     return Reference(tuple(losses), tuple(gradients), weights, buffers)
 
 
-def train_in_one_process(case: Case, parts: int) -> Reference:
-    """The plain training of the same batches, each in `parts` parts of which losses are averaged.
+def train_in_one_process(
+    case: Case, norms: Mapping[str, Rows] | None = None, parts: int = 1
+) -> Reference:
+    """The plain training of the same batches; it trains the case's own model, as a copy may have
+    other hooks, so that it is run on a rank of its own.
 
-    Those of the first dp rank write the buffers. Raises `ConfigError` where the model gives no
-    loss.
+    `norms` are the batch norms, with where the samples stand in what they read, that normalise
+    each micro-batch of the plan by itself. Losses of `parts` parts of each batch are averaged.
+    Buffers are written by what the plan's first dp rank has. Raises `ConfigError` where the model
+    gives no loss.
     """
     steps = [_parts(batch, parts) for batch in case.batches]
     shares = [[1 / parts] * parts for _ in steps]
-    with comparable(lift=True):
-        return train_plain(
-            copy.deepcopy(case.model), steps, shares, writing_parts=max(parts // case.plan.dp, 1)
-        )
+    own = case.plan.micro_batches
+    with (
+        comparable(lift=True),
+        norms_by_parts(case.model, norms or {}, case.plan.dp * own, own),
+    ):
+        return train_plain(case.model, steps, shares, writing_parts=max(parts // case.plan.dp, 1))
 
 
 def _parts(batch: Any, parts: int) -> Sequence[Call]:

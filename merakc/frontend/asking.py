@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -9,13 +10,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from merakc.errors import RecordError
 from merakc.frontend import ragged
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.checks import asks_whether_finite, harmless_answer
 from merakc.frontend.finite import FiniteGuards
 from merakc.frontend.opaque import UntraceableError
+from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.source import user_line
 from merakc.frontend.symbols import SYMBOLIC, Answer, Number, number
 from merakc.ir.graph import Ref
@@ -45,16 +46,13 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     With `symbolic`, numbers and sizes that depend on values are symbols.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    def __init__(self, fake_mode: FakeTensorMode, told: Sequence[Answer]) -> None:
         GraphBuilder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.told = told
         self.guards = FiniteGuards(self.nodes)
         self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
         self.symbolic = fake_mode.shape_env is not None
-
-    def _error(self, what: str, remedy: str) -> RecordError:
-        module = self.modules[-1] if self.modules else ""
-        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
 
     def _untraceable(self, what: str, remedy: str) -> UntraceableError:
         text = str(self._error(what, remedy))
@@ -69,6 +67,16 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             if found is not None:
                 return found
         return bool(self.answer(Number(sympy.Ne(self._number_of(tensor).expression, 0))))
+
+    def _told(self, number: Number) -> Answer:
+        """What the batch says, or is said to."""
+        asked = len(self.reader.asked)
+        try:
+            return self.reader.number(number)
+        except ValuesNeededError:
+            if asked >= len(self.told):
+                raise
+            return self.told[asked]
 
     def _number_of(self, tensor: torch.Tensor) -> Number:
         """The number that a tensor holds."""
@@ -92,7 +100,9 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if fine is not None:
             return fine
         if self.reader.knows(number):
-            return self.reader.log(number, self.reader.number(number), user_line())
+            if not self.symbolic:
+                raise SymbolsNeededError
+            return self.reader.log(number, self._told(number), user_line())
         error = self._untraceable(DATA_FLOW, NO_DATA_FLOW)
         if number.expression.is_Symbol and asks_whether_finite():
             made = {n.name: n for n in self.nodes}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -13,10 +15,12 @@ from merakc.batches import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
+from merakc.frontend.python_state import tensors_in
 from merakc.frontend.reads import Reader
 from merakc.frontend.regions import with_regions
 from merakc.frontend.results import find_loss
 from merakc.frontend.source import user_line
+from merakc.frontend.structures import open_dataclasses
 from merakc.frontend.symbols import SYMBOLIC, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
@@ -39,6 +43,10 @@ class GraphBuilder:
         self.numbers: set[str] = set()  # the outputs that are numbers in Python
         self.sources: dict[str, tuple[Ref, int | None]] = {}  # of the symbols
         self.reader = Reader(self.inputs, self.nodes, self.constants, self.sources)
+        self.leaves: set[Ref] = set()  # of these, what a forward made its own leaves
+        # Fake tensors that an earlier forward left behind, by their ids, and those that were read.
+        self.leftovers: dict[int, torch.Tensor] = {}
+        self.read_leftovers: set[int] = set()
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -51,9 +59,15 @@ class GraphBuilder:
 
     def batch_input(self, path: Any, leaf: Any) -> Any:
         """A leaf of the batch: tensors become inputs, other values stay as they are."""
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
         target = path_name(path)
+        if not isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, np.ndarray) or any(True for _ in tensors_in(leaf)):
+                raise RecordError(
+                    f"'{target}' of the batch is of type {type(leaf).__name__}, which cannot be "
+                    "split into micro-batches; give tensors, in dicts, sequences or dataclasses "
+                    "(torch.utils._pytree.register_pytree_node makes others known)"
+                )
+            return leaf
         if leaf.requires_grad and torch.is_grad_enabled():
             raise RecordError(
                 f"tensor '{target}' of the batch requires a gradient, and merakc gives gradients "
@@ -69,8 +83,10 @@ class GraphBuilder:
 
     def finish(self, out: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
         """Makes the tensors of `out` and the written buffers outputs of the graph."""
+        open_dataclasses(out)
         leaves, structure = pytree.tree_flatten_with_path(out)
-        loss = find_loss(out)
+        grads = self.grads if torch.is_grad_enabled() else self._grads_if_enabled()
+        loss = find_loss(out, lambda x: self._ref(x) in grads)
         names: list[Any] = []
         for path, leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
@@ -104,6 +120,13 @@ class GraphBuilder:
             "aten.scalar_tensor.default", (number(leaf),), {"dtype": spec.dtype}, (spec,)
         )
 
+    def _grads_if_enabled(self) -> set[Ref]:
+        """The values that require a gradient where gradients are not switched off, as in eval."""
+        found = {Ref(i.name) for i in self.inputs if i.requires_grad}
+        for node in self.nodes:
+            found.update(replace(node, grad=True).grad_outputs(found))
+        return found
+
     def _state(self, slot: Slot, alias: Alias) -> Ref | None:
         """The new value of a buffer that the forward wrote or replaced."""
         now = slot.states.get(slot.key)
@@ -128,6 +151,15 @@ class GraphBuilder:
 
     # ------------------------------------------------------------------ pieces of a node
 
+    def _error(self, what: str, remedy: str) -> RecordError:
+        module = self.modules[-1] if self.modules else ""
+        return RecordError(f"{user_line()}: {what}, in module '{module}'; {remedy}")
+
+    def _owner(self, tensor: torch.Tensor) -> str:
+        """Which parameter or buffer a tensor is, for a message."""
+        alias = self.aliases.find(tensor)
+        return f", '{alias.storage.target}'" if alias and alias.storage.target else ""
+
     def _input(
         self, name: str, kind: InputKind, fake: torch.Tensor, target: str, grad: bool
     ) -> Ref:
@@ -147,11 +179,28 @@ class GraphBuilder:
         alias = self.aliases.find(tensor)
         if alias is not None:
             return self.aliases.ref(alias)
-        assert not isinstance(tensor, FakeTensor), "a tensor that no call made"
+        if isinstance(tensor, FakeTensor):
+            self._read_leftover(tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise self._error(
+                f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter "
+                "of the model",
+                "register it (nn.Parameter, nn.ParameterList), or detach it",
+            )
         ref = self._input("constant", InputKind.CONSTANT, tensor, "", False)
         self.constants[ref.node] = tensor
         self.aliases.add(tensor, ref)
         return ref
+
+    def _read_leftover(self, tensor: torch.Tensor) -> None:
+        """A tensor that no call of this forward made."""
+        if id(tensor) not in self.leftovers:
+            raise self._error(
+                f"a tensor of shape {tuple(tensor.shape)} is read that was made in another "
+                "recording and kept outside the model (by functools.lru_cache, in a global)",
+                "make it in the forward, or a buffer",
+            )
+        self.read_leftovers.add(id(tensor))
 
     def _args(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

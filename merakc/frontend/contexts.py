@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,30 +12,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
 from merakc.frontend.forms import make_fake
+from merakc.frontend.python_state import PythonState
 from merakc.frontend.source import user_line
 
 
 @contextlib.contextmanager
-def untouched(model: torch.nn.Module) -> Iterator[None]:
-    """Takes back what a forward does to the modules: attributes, and what lists and dicts hold."""
-    kept = [
-        (m.__dict__, dict(m.__dict__), [(c, copy.copy(c)) for c in _containers(m)])
-        for m in model.modules()
-    ]
+def untouched(model: torch.nn.Module) -> Iterator[PythonState]:
+    """Takes back what a forward does to the modules, and to what their Python holds."""
+    state = PythonState(model)
     try:
-        yield
+        yield state
     finally:
-        for attributes, before, containers in kept:
-            attributes.clear()
-            attributes.update(before)
-            for container, content in containers:
-                container.clear()
-                extend = container.extend if isinstance(container, list) else container.update
-                extend(content)
-
-
-def _containers(module: torch.nn.Module) -> list[Any]:
-    return [v for v in vars(module).values() if type(v) in (list, dict, set, OrderedDict)]
+        state.put_back()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +110,11 @@ def module_names(
 
 
 @contextlib.contextmanager
-def exporting() -> Iterator[None]:
-    """torch.compiler's flags as during export, so that libraries take their safe branches.
-
-    Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a kernel
-    for whole layers that runs on CPUs only.
+def recordable() -> Iterator[None]:
+    """Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a
+    kernel for whole layers that runs on CPUs only.
     """
-    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
     torch._check_tensor_all_with = _unchecked
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -140,6 +122,18 @@ def exporting() -> Iterator[None]:
     finally:
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._check_tensor_all_with = check
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """torch.compiler's flags as during export, so that libraries take their safe branches: in them,
+    no tensor's values are read. Not all compute what the others do, and some only nearly.
+    """
+    before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
@@ -169,22 +163,6 @@ def printable_numbers() -> Iterator[None]:
 
 def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
     """In the place of torch's, which reads whether all elements of `cond` are true."""
-
-
-@contextlib.contextmanager
-def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
-    """Calls `handle(cls, original, args, kwargs)` in place of a custom function's `apply`."""
-    base: Any = torch.autograd.Function
-    original = base.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return handle(cls, original.__func__, args, kwargs)
-
-    base.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        base.apply = original
 
 
 @contextlib.contextmanager

@@ -7,8 +7,9 @@ are seen by running it on random numbers.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from merakc.errors import RecordError
+from merakc.frontend.carried import CarriedError, check_repeats
+from merakc.frontend.communication import Silence
 from merakc.frontend.contexts import eager, untouched
 from merakc.kernels.opaque import Spec, autograd_reachable, drawing
 
@@ -151,6 +154,16 @@ class ModuleCall:
             ) from error
         return result.tensors
 
+    @contextlib.contextmanager
+    def holding(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Puts the parameters among `inputs` in their places in the module."""
+        last = len(inputs) - len(self.buffers)
+        held = inputs[last - len(self.parameters) : last]
+        pairs = zip(self.parameters, held, strict=True)
+        state = {name: x for names, x in pairs for name in names}
+        with torch.nn.utils.stateless._reparametrize_module(self.module, state):
+            yield
+
     def run(self, inputs: Sequence[Tensor]) -> Result:
         """Runs the forward. Raises `CannotBeNodeError` where it changes what a node must not."""
         given = list(inputs)
@@ -235,10 +248,15 @@ def try_out(
 def _observe(call: ModuleCall, inputs: Sequence[Tensor]) -> tuple[Result, int]:
     """One run, and its flops."""
     held = _held(call.module)
-    with untouched(call.module), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    counter = FlopCounterMode(display=False)
+    with untouched(call.module) as state, torch.no_grad():
         try:
-            result = call.run(inputs)
-        except CannotBeNodeError:
+            with Silence(), counter:  # type: ignore[no-untyped-call]
+                result = call.run(inputs)
+            check_repeats(state, lambda: call.run(inputs))
+        except CarriedError as error:
+            raise CannotBeNodeError(str(error)) from error
+        except RecordError:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"

@@ -27,6 +27,15 @@ Sources = Mapping[str, tuple[Ref, int | None]]
 """Where a symbol's value is from: the number that a value is, or its size along a dim."""
 
 
+# Calls that give an element, the largest or smallest one, or whether there is one.
+ELEMENTS = frozenset(
+    f"aten.{name}.default" for name in ("max", "min", "amax", "amin", "any", "all")
+) | {"aten.select.int", "aten.unbind.int"}  # fmt: skip
+VIEWS = frozenset({"aten.reshape.default", "aten.to.dtype", "aten.detach.default"})
+MORE = ("aten.gt.Scalar", "aten.ge.Scalar")
+COMPARED = (*MORE, "aten.lt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar")
+
+
 class Origin(IntEnum):
     """What a value follows from; of several, the last counts."""
 
@@ -93,11 +102,15 @@ def read_refs(node: Node, sources: Sources) -> list[Ref]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A number that Python was told, and the line that asked."""
+    """A number that Python was told, and the line that asked.
+
+    `of_whole` says that the whole batch answers so if all of its parts do.
+    """
 
     number: Number
     answer: Answer
     source: str
+    of_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -257,8 +270,25 @@ class Reader:
         """Notes what Python was told, if other batches may say something else."""
         refs = [self.sources[s][0] for s in number.symbols]
         if any(self._origin(ref) is Origin.BATCH for ref in refs):
-            self.asked.append(Read(number, answer, source))
+            whole = all(self._is_of_whole(s, answer) for s in number.symbols)
+            self.asked.append(Read(number, answer, source, whole))
         return answer
+
+    def _is_of_whole(self, symbol: str, answer: Answer) -> bool:
+        """Whether all parts of a batch that say so say it of the whole: of an element or a largest
+        one, of comparisons with such, and of a sum that is more than some bound in each.
+        """
+        ref, dim = self.sources[symbol]
+        node = self._node(ref.node)
+        if dim is not None or node is None:
+            return False
+        if node.op == ITEM:
+            node = self._node(node.refs[0].node)
+        if node is not None and node.op in COMPARED and len(node.refs) == 1:
+            more = node.op in MORE and bool(answer) and node.args[1] >= 0
+            made = self.maker(node.refs[0], VIEWS)
+            return made in ELEMENTS or (made == "aten.sum.default" and more)
+        return node is not None and self.maker(Ref(node.name), VIEWS) in ELEMENTS
 
     def reads(self) -> Reads | None:
         """What was read, with the graph that reads it again; None where that is nothing."""

@@ -6,6 +6,7 @@ is ever materialised.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
 from merakc.frontend.asking import SymbolsNeededError
-from merakc.frontend.contexts import put_fakes, untouched
+from merakc.frontend.carried import Leftovers
+from merakc.frontend.contexts import Slot, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
-from merakc.frontend.reads import Reads
+from merakc.frontend.reads import Reads, ValuesNeededError
 from merakc.frontend.recorder import Recorder
-from merakc.frontend.symbols import Symbols
+from merakc.frontend.refusals import check_modules
+from merakc.frontend.symbols import Answer, Symbols
 from merakc.ir.graph import Graph
 
 
@@ -52,73 +55,116 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     parameter_dtype: torch.dtype | None = None,
+    told: Sequence[Answer] = (),
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
-    Its floating parameters are recorded in `parameter_dtype`, if one is given. A module whose
+    Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
+    reads of a batch without values it is `told`, in the order in which it asks. A module whose
     control flow depends on the data becomes one node, which runs it as it is. Raises `RecordError`,
     with the user's line, where that would be the model itself, for random ops that cannot be
     reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
     gradients, higher-order ops.
     """
-    _check_modules(model)
+    check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    watched = symbolic = False
+    how = _How(fallbacks, parameter_dtype, tuple(told))
     while True:
         try:
-            return _record(model, args, kwargs, fallbacks, parameter_dtype, watched, symbolic)
+            return _record(model, args, kwargs, how)
         except DrawnError:
-            watched = True
-        except SymbolsNeededError:
-            symbolic = True
-        except UntraceableError as error:
-            fallbacks.add(error)
+            how.watched = True
+        except ValuesNeededError:
+            raise
+        except (SymbolsNeededError, RecordError) as error:
+            how.otherwise(error)
+
+
+@dataclass(slots=True)
+class _How:
+    """How a forward is recorded: which modules are kept whole, whether each is `watched` as it
+    draws, whether libraries are told that the model is `exported`, and whether Python may be
+    `reading` values.
+
+    They are not told at first: what a library does in eager is what is trained. Exported ones read
+    less: what follows from values is asked for where neither does without.
+    """
+
+    fallbacks: Fallbacks
+    parameter_dtype: torch.dtype | None
+    told: tuple[Answer, ...]
+    watched: bool = False
+    exported: bool = False
+    reading: bool = False
+    asked: bool = False
+
+    def otherwise(self, error: Exception) -> None:
+        """The next way, after an attempt that has failed. Raises the error where there is none."""
+        self.asked |= isinstance(error, SymbolsNeededError)
+        if not self.exported:
+            self.exported = True
+        elif self.asked and not self.reading:
+            self.reading, self.exported = True, False
+        elif isinstance(error, UntraceableError):
+            self.fallbacks.add(error)
+        else:
+            raise error
 
 
 def _record(
     model: torch.nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    fallbacks: Fallbacks,
-    parameter_dtype: torch.dtype | None,
-    watched: bool,
-    symbolic: bool,
+    how: _How,
 ) -> Recording:
-    """One attempt, with some modules kept whole; `watched` for which of them draw, `symbolic` with
-    symbols for numbers that depend on values.
-    """
-    env = Symbols(lambda number: recorder.answer(number)) if symbolic else None
+    """One attempt."""
+    env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    recorder = Recorder(fake_mode, watched=watched)
+    fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
+    first, second = (Recorder(fake_mode, **modes, told=how.told) for _ in range(2))
+    current = [first]
+    with untouched(model) as state:
+        slots = put_fakes(model, fake_mode, how.parameter_dtype)
+        outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
+        graph = first.graph().pruned()
+        changes = state.changes()
+        if changes:
+            state.forget()
+            leftovers = Leftovers(changes, first)
+            second.leftovers = leftovers.tensors
+            current.append(second)
+            _run(second, model, slots, args, kwargs, fallbacks)
+            again = second.graph().pruned()
+            leftovers.check(graph, again, state.changes(), second.read_leftovers)
+    aliases = _aliases(model)
+    graph.verify()
+    said = frozenset(first.numbers), first.reader.reads(), first.guards.lines(first.outputs)
+    return Recording(graph, outputs, structure, aliases, type(model).__name__, *said)
+
+
+def _run(
+    recorder: Recorder,
+    model: torch.nn.Module,
+    slots: Sequence[Slot],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fallbacks: Fallbacks,
+) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
+    """Runs the forward under a recorder; the outputs as in a `Recording`."""
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
-    with untouched(model):
-        for slot in put_fakes(model, fake_mode, parameter_dtype):
-            recorder.state_input(slot)
+    for slot in slots:
+        slot.states[slot.key] = slot.fake
+        recorder.state_input(slot)
+    with contextlib.ExitStack() as stack:
         for path, cause in fallbacks.causes.items():
-            recorder.keep_whole(path, fallbacks.modules[path], cause)
+            stack.enter_context(recorder.keeping_whole(path, fallbacks.modules[path], cause))
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):
             out = model(*fake_args, **fake_kwargs)
-        outputs, structure = recorder.finish(out)
-    aliases = _aliases(model)
+    found = recorder.finish(out)
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
-    reads, finite = recorder.reader.reads(), recorder.guards.lines(recorder.outputs)
-    graph = recorder.graph().pruned()
-    graph.verify()
-    said = frozenset(recorder.numbers), reads, finite
-    return Recording(graph, outputs, structure, aliases, type(model).__name__, *said)
-
-
-def _check_modules(model: torch.nn.Module) -> None:
-    for path, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise RecordError(f"module '{path}' is a ScriptModule; give merakc the Python module")
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise RecordError(
-                f"module '{path}' has backward hooks, which a recorded graph would not call; "
-                "remove them, or write an autograd.Function"
-            )
+    return found
 
 
 def _aliases(model: torch.nn.Module) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,20 +23,23 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from merakc.errors import RecordError
+from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise, ragged
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
 from merakc.frontend.checks import harmless_answer
+from merakc.frontend.communication import check_call, no_objects_sent
 from merakc.frontend.contexts import (
     exporting,
     fixed_dtypes,
-    function_calls,
     module_names,
     printable_numbers,
+    recordable,
 )
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
+from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch
+from merakc.frontend.history import HistoryRecorder
 from merakc.frontend.made import recorded_tensors
 from merakc.frontend.opaque import (
     CannotBeNodeError,
@@ -45,7 +48,7 @@ from merakc.frontend.opaque import (
     try_out,
 )
 from merakc.frontend.source import user_line
-from merakc.frontend.symbols import ITEM, SYMBOLIC, is_symbolic
+from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
@@ -55,22 +58,29 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 TRUTHS = ("aten.is_nonzero.default", ITEM)
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = (ITEM, "aten.equal.default")
-RECORDING_NOTE = (
-    "merakc was recording the model's forward: on tensors without data, and without autograd's "
-    "history (requires_grad is False, autograd.grad and tensor hooks do not work)"
-)
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(Asking):  # type: ignore[no-untyped-call]
-    """The mode that turns calls into nodes; `watched` says whether each module is seen to draw."""
+class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+    """The mode that turns calls into nodes.
+
+    `watched` says whether each module is seen to draw, `exported` whether libraries are told that
+    the model is exported; `told` is what Python is to be told that reads a batch without values.
+    """
 
     supports_higher_order_operators = True  # to refuse them by name
 
-    def __init__(self, fake_mode: FakeTensorMode, *, watched: bool = False) -> None:
-        super().__init__(fake_mode)
-        self.watched, self.paused = watched, False
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        *,
+        watched: bool = False,
+        exported: bool = False,
+        told: Sequence[Answer] = (),
+    ) -> None:
+        super().__init__(fake_mode, told)
+        self.watched, self.exported, self.paused = watched, exported, False
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
@@ -90,11 +100,14 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
                     watch.check(self.modules[-1], model)
 
             stack.enter_context(module_names(model, self.modules, passing))
-            stack.enter_context(exporting())
+            stack.enter_context(recordable())
+            stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
+            stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(recorded_tensors())
             stack.enter_context(printable_numbers())
+            stack.enter_context(self._answering())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
@@ -102,8 +115,12 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
                 yield
             except Exception as error:
                 self._finish(watch)
-                error.add_note(RECORDING_NOTE)
-                raise
+                if isinstance(error, (MerakError, DrawnError, SymbolsNeededError)):
+                    raise
+                raise ForwardError(
+                    f"the model's forward fails on the batch: {failure(error)}; mend it, or the "
+                    "batch (recorded, tensors have no values)"
+                ) from error
             self._finish(watch)
 
     def _finish(self, watch: GeneratorWatch) -> None:
@@ -115,9 +132,12 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
 
     # ------------------------------------------------------------------ modules as they are
 
-    def keep_whole(self, path: str, module: torch.nn.Module, cause: UntraceableError) -> None:
-        """Makes every call of a module one node; until its attributes are put back."""
-        forward = module.forward
+    @contextlib.contextmanager
+    def keeping_whole(
+        self, path: str, module: torch.nn.Module, cause: UntraceableError
+    ) -> Iterator[None]:
+        """Makes every call of a module one node while it is entered."""
+        before, forward = dict(vars(module)), module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.paused:
@@ -133,6 +153,12 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
                 self.paused = False
 
         module.forward = call
+        try:
+            yield
+        finally:
+            del module.forward
+            if "forward" in before:
+                module.forward = forward
 
     def _whole(
         self,
@@ -156,7 +182,8 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
         result, flops = try_out(call, specs, state)
         self.opaques += 1
         outputs = result.form[0]
-        entry = Call(call, outputs, path, cause.source, cause.reason, flops, self.opaques)
+        facts = path, cause.source, cause.reason, flops, self.opaques
+        entry = Call(call, outputs, *facts, holding=call.holding)
         key = enter(entry)
         self.functions[key] = entry  # held as long as the graph is
         outs = [torch.empty(shape, dtype=dtype) for shape, dtype in outputs]
@@ -193,6 +220,7 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
                 f"higher-order op {name}", "merakc records plain ops: torch.where, or attention "
                 "by scaled_dot_product_attention",
             )  # fmt: skip
+        check_call(func)
         if name in CONSTANT_VALUES and not isinstance(args[0], FakeTensor):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -273,6 +301,9 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
                 f"in-place call {func} on a tensor that is no part of the model",
                 "make it a buffer: of other tensors merakc takes the value as it is now",
             )
+        name = normalise.recorded_name(func, args)
+        if name == normalise.GROUPED:  # torch's knows no shapes for all dtypes
+            func = torch.ops.merakc.grouped_mm.default
         self.paused, before = True, self.paused
         try:
             if self.symbolic and is_symbolic((args, kwargs)):
@@ -293,7 +324,6 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
             return out
         if all(any(o is t for t in tensors) for o in outs):
             return out
-        name = normalise.recorded_name(func, args)
         if name.startswith("aten.lift_fresh"):
             self.aliases.add(out, self._ref(args[0]))
             return out
@@ -308,39 +338,6 @@ class Recorder(Asking):  # type: ignore[no-untyped-call]
             if is_symbolic(item):
                 self._name_sizes(item, Ref(ref.node, index))
         return out
-
-    def _function(self, cls: Any, original: Any, args: Any, kwargs: Any) -> Any:
-        """A custom `autograd.Function`: one node, which keeps its own backward."""
-        if self.paused or kwargs:
-            return original(cls, *args, **kwargs)
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            # It needs an input with a gradient; without one, eager gives its parameters none.
-            inputs = [a for a in args if isinstance(a, torch.Tensor)]
-            with torch.set_grad_enabled(any(self._ref(a) in self.grads for a in inputs)):
-                return args[0](*args[2:])
-        self.paused = True
-        try:
-            out = original(cls, *args)
-        finally:
-            self.paused = False
-        outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        ref = self._emit(
-            self._function_name(functools.partial(original, cls)), self._args(args), {}, outs
-        )
-        for index, item in enumerate(outs):
-            if isinstance(item, torch.Tensor):
-                self.aliases.add(item, Ref(ref.node, index))
-        return out
-
-    def _function_name(self, apply: functools.partial[Any]) -> str:
-        """The op name of a custom function; classes of one name are numbered."""
-        (cls,) = apply.args
-        base = name = f"function.{cls.__name__}.{cls.__module__}"
-        number = 1
-        while getattr(self.functions.setdefault(name, apply), "args", ()) != apply.args:
-            number += 1
-            name = f"{base}.{number}"
-        return name
 
     def _bind(
         self, op: str, ref: Ref, outs: list[Any], tensors: list[torch.Tensor], args: Any

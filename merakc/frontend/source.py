@@ -6,10 +6,16 @@ import sys
 from types import CodeType, FrameType
 
 import torch
+import typing_extensions
 
 # torch's own frames, and those of this package, are not the user's; nor are the modes and tensor
 # subclasses that stand between a call and torch.
-_OURS = (torch.__file__.rpartition("/")[0], __file__.rpartition("/")[0], "<")
+_OURS = (
+    torch.__file__.rpartition("/")[0],
+    __file__.rpartition("/")[0],
+    typing_extensions.__file__,  # which marks functions of torch's as deprecated
+    "<",
+)
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 

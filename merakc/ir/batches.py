@@ -8,13 +8,20 @@ the other (rows), they add up (a sum), or they are all the same (a constant).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, Literal
 
 import torch
 
 from merakc.ir.graph import Graph, TensorSpec
+
+# What samples that the loss couples are coupled with: those of the whole batch, as in one process,
+# or those of their micro-batch, which then counts as a batch of its own.
+Couplings = Literal["whole batch", "per micro-batch"]
+WHOLE_BATCH: Final = "whole batch"
+PER_MICRO_BATCH: Final = "per micro-batch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,8 @@ class Rows:
         return (*shape[: self.dim], now, *shape[self.dim + 1 :])
 
     def _parted(self, value: torch.Tensor) -> torch.Tensor:
-        return value.unflatten(self.dim, (self.outer, self.samples(value.shape), self.inner))
+        outer, inner = value.shape[: self.dim], value.shape[self.dim + 1 :]
+        return value.reshape(*outer, self.outer, self.samples(value.shape), self.inner, *inner)
 
 
 class ShareKind(StrEnum):
@@ -119,9 +127,9 @@ class BatchLayout:
 class Head:
     """The part of the forward that couples the samples of a batch; it runs once for all of them.
 
-    The parts end at the `waist`, outputs of kind `WAIST` of their graph. `graph` reads what they
-    make together, under the same names (inputs of kind `ACTIVATION`), and values of the batch
-    alone (`KNOWN`); it has no parameters. Its outputs are the loss, and other results of the
+    The parts end at the `waist`, outputs of their graph (of kind `WAIST`, in a step). `graph` reads
+    what they make together, under the same names (inputs of kind `ACTIVATION`), and values of the
+    batch alone (`KNOWN`); it has no parameters. Its outputs are the loss, and other results of the
     forward where they were asked for. `source` is the user's line that couples, `why` how.
     """
 
@@ -134,3 +142,36 @@ class Head:
     def size_bytes(self) -> int:
         """Bytes of the waist of the whole batch."""
         return sum(math.prod(s.spec.shape) * s.spec.dtype.itemsize for s in self.waist)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is computed before the step, of the batch alone.
+
+    Every part runs `part`, whose outputs are handed over to `whole`, which every rank runs on what
+    they make together, over all dp ranks. Its results are inputs of the step under their names;
+    `rows` says where the samples stand in each, of which a part reads its own, None where it reads
+    all.
+    """
+
+    part: Graph
+    whole: Head
+    rows: Mapping[str, Rows | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """A step in parts: the losses of the parts add up to that of the batch, and so do gradients.
+
+    `graph` is that of a part. `results` says of its other outputs how those of the parts make that
+    of the whole batch. `written` has the buffers that are written once, behind all parts, of which
+    every part reads what they were before, and how. `conventions` names, with its line, what holds
+    by convention alone.
+    """
+
+    graph: Graph
+    known: Known | None = None
+    head: Head | None = None
+    results: Mapping[str, tuple[ShareKind, Rows | None]] = field(default_factory=dict)
+    written: Mapping[str, ShareKind] = field(default_factory=dict)
+    conventions: tuple[str, ...] = ()

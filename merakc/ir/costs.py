@@ -14,7 +14,8 @@ from merakc.ir.program import ActionKind, CollectiveKind
 class StageCost:
     """Costs of one stage on one tp rank. Seconds are of one micro-batch, tp collectives included.
 
-    `reduce_s` is what adding up the gradients of parameters that other ranks hold too takes.
+    `reduce_s` is what adding up the gradients of parameters that other ranks hold too takes,
+    `head_s` what couples the samples of the batch, once a step, with its collective over dp.
 
     `saved_bytes` live from the forward of a micro-batch to the end of its backward;
     `forward_peak_bytes` and `backward_peak_bytes` are what an action allocates at its highest
@@ -25,6 +26,9 @@ class StageCost:
     the backward is split, `deferred_bytes` live from the input gradient to the weight gradient.
     `checkpoint_peak_bytes`, `recompute_peak_bytes` and `weight_peak_bytes` are the highest points
     of a forward that leaves a checkpoint, of a recomputation and of a weight gradient.
+
+    What couples the samples reads `waist_bytes` of a micro-batch, beside those that it saves, and
+    leaves it `tangent_bytes` until the end of its backward; `head_peak_bytes` is its highest point.
     """
 
     forward_s: float
@@ -33,6 +37,7 @@ class StageCost:
     weight_grad_s: float = 0.0
     recompute_s: float = 0.0
     reduce_s: float = 0.0
+    head_s: float = 0.0
     saved_bytes: int = 0
     checkpoint_bytes: int = 0
     deferred_bytes: int = 0
@@ -43,6 +48,9 @@ class StageCost:
     weight_peak_bytes: int = 0
     static_bytes: int = 0
     reduced_bytes: int = 0
+    waist_bytes: int = 0
+    tangent_bytes: int = 0
+    head_peak_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

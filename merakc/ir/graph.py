@@ -42,6 +42,11 @@ class OutputKind(StrEnum):
     SAVED = "saved"  # kept for a later piece of the same chunk
     WAIST = "waist"  # what the head, which runs once for the whole batch, reads of each part
 
+    @property
+    def begins_gradients(self) -> bool:
+        """Whether it is the loss, or what the loss of the whole batch is made of."""
+        return self in (OutputKind.LOSS, OutputKind.WAIST)
+
 
 # Calls that read an argument's shape and not its values.
 VALUELESS = frozenset(
@@ -137,6 +142,11 @@ class Node:
         first = self.outputs[0]
         assert first is not None, f"{self.name} has no tensor output"
         return first
+
+    @property
+    def made(self) -> tuple[Ref, ...]:
+        """The values made."""
+        return tuple(Ref(self.name, k) for k, o in enumerate(self.outputs) if o is not None)
 
     def grad_outputs(self, grads: Set[Ref]) -> list[Ref]:
         """The outputs that require a gradient where the values in `grads` do."""

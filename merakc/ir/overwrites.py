@@ -77,7 +77,7 @@ def _roots(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref], dict[Ref, int]]:
         if not trusted:
             continue
         if returns_view(node.op):
-            base = node.refs[0]
+            base = node.refs[0] if node.refs else None  # of a number, as `conj` of `1j`
             if base in roots:
                 roots |= {Ref(node.name, i): roots[base] for i in range(len(node.outputs))}
                 if base in whole and len(node.outputs) == 1 and _same_size(specs[base], node.spec):

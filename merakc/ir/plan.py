@@ -13,6 +13,7 @@ import pydantic
 
 from merakc.cluster import Cluster, Sharing
 from merakc.errors import MerakError, PlanError
+from merakc.ir.batches import WHOLE_BATCH, Couplings
 from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
@@ -106,13 +107,28 @@ class OpaqueModule:
 
 
 @dataclass(frozen=True, slots=True)
+class CoupledLoss:
+    """Why micro-batches wait for the whole batch: its loss couples the samples, behind a stage.
+
+    `source` is the line that does and `why` how; it reads `waist_bytes` of the whole batch.
+    """
+
+    stage: int
+    source: str
+    why: str
+    waist_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A way to train one model on one number of ranks.
 
     `splits` holds the layout (`merakc.ir.layout`) of each parameter and buffer that is split over
     tp; `parameters` the stages that hold each parameter. `collectives` counts the tp collectives
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
-    that each tp rank computes whole because there is no rule to split them. With
+    that each tp rank computes whole because there is no rule to split them, `head` tells of a loss
+    that couples samples: with those of the whole batch, or by `couplings` of their micro-batch.
+    `conventions` names what is of each micro-batch by convention, with its lines. With
     `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
     of parameters, gradients and optimizer state over dp, stage by stage; empty, none is sharded.
     Without a `precision` the model computes in its own dtypes.
@@ -147,6 +163,9 @@ class Plan:
     cut: CutReport
     whole_ops: tuple[str, ...] = ()
     opaque_modules: tuple[OpaqueModule, ...] = ()
+    head: CoupledLoss | None = None
+    couplings: Couplings = WHOLE_BATCH
+    conventions: tuple[str, ...] = ()
     sequence_parallel: bool = False
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None
@@ -193,6 +212,8 @@ class Plan:
         bare = dataclasses.replace(self, prediction=None, measured=None, report=None)
         body = dataclasses.asdict(bare)
         del body["measured"]  # plans that have never had it keep their hash
+        if self.head is None:
+            del body["head"]
         return _digest(body)
 
     def save(self, path: str | Path) -> None:

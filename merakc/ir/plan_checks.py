@@ -17,7 +17,7 @@ RECOMPUTE = ("none", "full", "selective", "solved")
 ASKED_RECOMPUTE = ("auto", "none", "full", "selective")  # what users may say
 # More ranks, or micro-batches, than anyone has: beyond, a plan is damaged, and takes hours to read.
 MOST = 1 << 20
-COMPUTES = ("F", "B", "I", "W", "R")  # `merakc.ir.program.ActionKind`
+COMPUTES = ("F", "B", "I", "W", "R", "head")  # `merakc.ir.program.ActionKind`
 EVERYTHING = -1  # of what a micro-batch may keep
 Values = Mapping[str, Any]
 
@@ -186,6 +186,11 @@ def _figures(plan: Values) -> Iterator[str]:
         if not 0 <= module["flops_share"] <= 1:
             share = module["flops_share"]
             yield f"opaque_modules.{k}.flops_share is {share}; it must be from 0 to 1"
+    head = plan["head"]
+    if head and not 0 <= head["stage"] < (len(plan["placement"]) or plan["pp"]):
+        yield f"head.stage is {head['stage']}; it must be one of the plan's stages"
+    if head and head["waist_bytes"] < 0:
+        yield f"head.waist_bytes is {head['waist_bytes']}; it must be 0 or more"
     for key, value in (plan["machines"] or {}).items():
         if isinstance(value, (int, float)) and not (math.isfinite(value) and value >= 0):
             yield f"machines.{key} is {value}; it must be finite, and 0 or more"

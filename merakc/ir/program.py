@@ -3,8 +3,9 @@
 The simulator and the runtime execute the same lists. Notation of an action, after
 `torch.distributed.pipelining`: `2F0` is the forward of stage 2 on micro-batch 0, `2B0` its
 backward, `2I0`/`2W0` its input- and weight-gradient halves, `2R0` its forward once more for what
-the backward reads, `send 2F0 add_7 -> 3` and `recv 1F0 add_3 <- 1` messages with a peer rank. A
-message of a rank to itself is handed over in memory, from one of its stages to another.
+the backward reads, `2head` what couples the samples of all micro-batches, `send 2F0 add_7 -> 3` and
+`recv 1F0 add_3 <- 1` messages with a peer rank. A message of a rank to itself is handed over in
+memory, from one of its stages to another.
 
 Collectives over dp run beside the computes that start them. `gather 2 [refresh 2:0]` starts them
 with the step, `2F0 [wait 2:0, gather 2:1 @ linear]` waits for a bucket before its first reader and
@@ -49,7 +50,8 @@ class ActionKind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether it runs a graph on a micro-batch."""
-        return not self.is_message and self not in (ActionKind.GATHER, ActionKind.REDUCE)
+        others = (ActionKind.HEAD, ActionKind.GATHER, ActionKind.REDUCE)
+        return not self.is_message and self not in others
 
     @property
     def sends_gradients(self) -> bool:
@@ -160,6 +162,8 @@ class Action:
     def __str__(self) -> str:
         if self.kind in (ActionKind.GATHER, ActionKind.REDUCE):
             return f"{self.kind} {self.stage}"
+        if self.kind is ActionKind.HEAD:
+            return f"{self.stage}{self.kind}"
         if self.kind.is_message:
             arrow = "->" if self.kind is ActionKind.SEND else "<-"
             phase = "B" if self.is_grad else "F"

@@ -205,6 +205,19 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadTimes:
+    """What it costs that micro-batches wait for the whole batch, whose samples the loss couples.
+
+    The step is `longer_s` longer, and the highest peak `more_bytes` higher, than if every
+    micro-batch went on by itself; `head_s` of that couple the samples, once.
+    """
+
+    head_s: float
+    longer_s: float
+    more_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What `merakc show` tells beside the decisions.
 
@@ -225,6 +238,7 @@ class Report:
     timeline: Timeline
     alternatives: Alternatives | None = None
     machines: str = ""
+    head: HeadTimes | None = None
 
     @property
     def limits_bytes(self) -> tuple[int, ...]:

@@ -113,7 +113,7 @@ def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketS
 
 def trained(graph: Graph) -> set[str]:
     """The names of the parameters that the loss gives a gradient to."""
-    needed = {o.ref.node for o in graph.outputs if o.kind is OutputKind.LOSS}
+    needed = {o.ref.node for o in graph.outputs if o.kind.begins_gradients}
     for node in reversed(graph.nodes):
         if node.name in needed and node.grad and ".detach" not in node.op:
             needed.update(r.node for r in node.refs)

@@ -19,6 +19,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from merakc.errors import RecordError
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.passes.algebra import fewer_passes
@@ -26,7 +27,7 @@ from merakc.passes.interpret import interpret
 from merakc.passes.simplify import simplify
 from merakc.passes.tracer import PLACES, Tracer
 
-ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION)
+ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION, OutputKind.WAIST)
 # Calls whose gradients are torch's formulas or ours, and those among them that run a user's module.
 OWN = ("aten.", "composite.", "merakc.")
 OPAQUES = "merakc.opaque"
@@ -35,8 +36,8 @@ OPAQUES = "merakc.opaque"
 def differentiate(graph: Graph) -> Chunk:
     """Forward and backward of a chunk.
 
-    Gradients are those of the `LOSS` and `ACTIVATION` outputs with respect to every input that
-    requires one; an input that reaches none of them gets no gradient output.
+    Gradients are those of the `LOSS`, `ACTIVATION` and `WAIST` outputs with respect to every input
+    that requires one; an input that reaches none of them gets no gradient output.
     """
     grads = graph.grad_values()
     wanted = [i for i in graph.inputs if i.requires_grad]
@@ -45,6 +46,7 @@ def differentiate(graph: Graph) -> Chunk:
     tangents = [Input(f"tangent:{o.name}", InputKind.TANGENT, specs[o.ref], o.name) for o in roots]
     found: list[str] = []
     joint, results = _trace(graph, wanted, roots, tangents, found)
+    _check_constants(joint)
     outputs = [
         Output(o.name, o.kind, ref)
         for o, ref in zip(graph.outputs, results[: len(graph.outputs)], strict=True)
@@ -55,6 +57,17 @@ def differentiate(graph: Graph) -> Chunk:
     ]
     whole = Graph(joint.inputs, joint.nodes, (*outputs, *gradients), joint.constants)
     return _partition(fewer_passes(simplify(whole)))
+
+
+def _check_constants(joint: Graph) -> None:
+    """Refuses a parameter that turned up while code of users was traced: it would never change."""
+    for value in joint.constants.values():
+        if isinstance(value, torch.nn.Parameter):
+            raise RecordError(
+                f"the backward of a custom autograd function reads a parameter of shape "
+                f"{tuple(value.shape)} that apply() was not given; give it as an argument, and "
+                "keep it by ctx.save_for_backward"
+            )
 
 
 def _trace(

@@ -1,15 +1,11 @@
-"""Says of every random draw which dim counts the samples, so that a sample draws by its number.
+"""Guesses of every random draw which dim counts the samples, so that a sample draws by its number.
 
 Samples keep their numbers however the batch is divided, so that micro-batches of any size on any
-number of data-parallel ranks draw what one process draws for the whole batch. The dim is found by
-the factors of the sharding rules: those of a tensor of the batch that is split into micro-batches
-reach a dropout through products and views, and a drop-path's mask through the product with the
-value that it masks.
-
-An op without a rule is taken to keep the samples where they are if it keeps the size of dim 0, or
-the shape. Where nothing leads to a sample dim, but the value depends on the batch, it is keyed by
-the number of the micro-batch's first sample: the same in layouts whose micro-batches are of one
-size.
+number of data-parallel ranks draw what one process draws for the whole batch. Of a tensor drawn
+from nothing, in which samples are joined with heads or views, what it meets says where they stand:
+the factors of the sharding rules reach a drop-path's mask through the product with the value that
+it masks. It is no more than a guess: the algebra of batches settles each draw, and where a value
+meets it otherwise, that couples (`merakc.passes.batches`).
 """
 
 from __future__ import annotations
@@ -33,33 +29,28 @@ def has_draws(graph: Graph) -> bool:
     return any(n.op in KEY_POSITION for n in graph.nodes)
 
 
-def key_draws(graph: Graph, sampled: Collection[str], wide: Graph | None = None) -> Graph:
+def key_draws(graph: Graph, sampled: Collection[str]) -> Graph:
     """The graph with the keying of its draws filled in.
 
-    `sampled` names the tensors of the batch that are split into micro-batches, along dim 0. Of
-    one sample, no dim can be told from another of size 1: `wide` is then the graph of a
-    micro-batch of more, or None where there is none, and every draw counts as the sample's own.
+    `sampled` names the tensors of the batch that are split into micro-batches, along dim 0, of two
+    samples and more.
     """
     if not has_draws(graph):
         return graph
     inputs = [i for i in graph.inputs if i.kind is InputKind.BATCH and i.target in sampled]
     size = inputs[0].spec.shape[0] if inputs else 0
-    if size == 1:
-        wider = key_draws(wide, sampled) if wide is not None else None
-        found = {n.name: _of_one_sample(n, wider) for n in _draws(graph)}
-    else:
-        dims = propagate(graph)
-        names = {i.name for i in inputs}
-        samples = sample_factors(dims, names)
-        depends = _depending(graph, names)
-        found = {
-            n.name: _keying(
-                [f for dim in dims.of[Ref(n.name)] for f in leaves(dim)],
-                samples, n.spec.shape, size, any(r.node in depends for r in n.refs),
-                from_nothing=n.op != "merakc.dropout.default",
-            )
-            for n in _draws(graph)
-        }  # fmt: skip
+    dims = propagate(graph)
+    names = {i.name for i in inputs}
+    samples = sample_factors(dims, names)
+    depends = _depending(graph, names)
+    found = {
+        n.name: _keying(
+            [f for dim in dims.of[Ref(n.name)] for f in leaves(dim)],
+            samples, n.spec.shape, size, any(r.node in depends for r in n.refs),
+            from_nothing=n.op != "merakc.dropout.default",
+        )
+        for n in _draws(graph)
+    }  # fmt: skip
     nodes = tuple(_keyed(n, found[n.name]) if n.name in found else n for n in graph.nodes)
     return replace(graph, nodes=nodes)
 
@@ -118,17 +109,6 @@ def _keying(
     if shape and shape[0] == size:
         return 0, (size, numel // size)
     return (0, (1, numel)) if depends else (-1, (numel,))
-
-
-def _of_one_sample(node: Node, wide: Graph | None) -> Keying:
-    """The keying of a draw for micro-batches of one sample."""
-    numel = node.spec.numel
-    key = node.args[KEY_POSITION[node.op]]
-    for other in _draws(wide) if wide is not None else ():
-        at = KEY_POSITION[other.op]
-        if other.op == node.op and other.args[at] == key and other.args[at + 1] < 0:
-            return -1, (numel,)
-    return 0, (1, numel)
 
 
 def _keyed(node: Node, keying: Keying) -> Node:

@@ -253,8 +253,8 @@ class Localiser:
         self.now[ref] = Ref(name)
 
     def output(self, out: Output) -> Output:
-        """An output; what the user reads is gathered whole."""
-        if out.kind is not OutputKind.RESULT:
+        """An output; what the user reads is gathered whole, and so is the waist."""
+        if out.kind not in (OutputKind.RESULT, OutputKind.WAIST):
             return out.at(self.now.get(out.ref, out.ref))
         if not self.is_split(out.ref):
             return out.at(self.read(out.ref))

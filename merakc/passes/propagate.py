@@ -45,11 +45,11 @@ def propagate(graph: Graph) -> Dims:
             opaque(dims, node)
         elif is_registered(node.op):
             try:
-                _apply(dims, node, row)
+                apply_row(dims, node, row)
             except (AssertionError, IndexError, TypeError, ValueError) as error:
                 raise _misfit(dims, node, row) from error
         else:
-            _apply(dims, node, row)
+            apply_row(dims, node, row)
     return dims
 
 
@@ -62,7 +62,8 @@ def _misfit(dims: Dims, node: Node, row: Row) -> RuleError:
     )
 
 
-def _apply(dims: Dims, node: Node, row: Row) -> None:
+def apply_row(dims: Dims, node: Node, row: Row) -> None:
+    """Gives the outputs of a node their dims, in terms of those of its arguments."""
     if row == POINTWISE:
         _pointwise(dims, node)
     elif isinstance(row, str):

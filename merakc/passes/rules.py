@@ -152,6 +152,7 @@ ROWS: Final[dict[str, Row]] = {
            "_ctc_loss _ctc_loss.Tensor"),
     **_all(Whole("which elements go where depends on all of the mask"),
            "masked_scatter masked_select nonzero nonzero_static"),
+    "merakc.counted.default": Whole("all of the mask is counted"),
     **_all(Whole("positions count through the whole tensor"),
            "take put trace bincount histc rot90"),
     **_all(Whole("strides see memory, not dims"),

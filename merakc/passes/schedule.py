@@ -28,13 +28,15 @@ def build_programs(
     *,
     forward_only: bool = False,
     ranks: Iterable[int] | None = None,
+    head: int | None = None,
 ) -> tuple[Program, ...]:
     """One Program per rank, in rank order, of all or of these; a rank runs the stages of its pp
     coordinate.
 
     Ranks that exchange messages share their dp and tp coordinates. Transfers may skip stages;
     those between two stages of one rank are messages of the rank to itself. With `forward_only`
-    there are no backwards, no gradients and no reduction.
+    there are no backwards, no gradients and no reduction. What couples the samples runs behind the
+    last forward of the stage `head`.
 
     Raises `ConfigError` where the schedule is for another number of ranks. Whether the Programs
     run to their end is for `verify_programs` to say.
@@ -47,6 +49,9 @@ def build_programs(
     if forward_only:
         orders = [[a for a in o if a.kind is ActionKind.FORWARD] for o in schedule.orders]
         schedule = replace(schedule, orders=tuple(map(tuple, orders)))
+    if head is not None:
+        orders = [_with_head(order, head) for order in schedule.orders]
+        schedule = replace(schedule, orders=tuple(map(tuple, orders)))
     routes = _Routes(schedule.rank_of, transfers)
     arriving = _arriving(schedule, routes)
     lists = []
@@ -58,6 +63,15 @@ def build_programs(
         lists.append(actions)
     wanted = range(mesh.world_size) if ranks is None else ranks
     return tuple(_placed(rank, mesh, lists) for rank in wanted)
+
+
+def _with_head(order: Sequence[Action], stage: int) -> list[Action]:
+    """A rank's compute with what follows the last forward of a stage, if it runs that."""
+    found = list(order)
+    forwards = [k for k, a in enumerate(order) if (a.kind, a.stage) == (ActionKind.FORWARD, stage)]
+    if forwards:
+        found.insert(forwards[-1] + 1, Action(ActionKind.HEAD, stage))
+    return found
 
 
 def _placed(rank: int, mesh: Mesh, lists: Sequence[Sequence[Action]]) -> Program:

@@ -26,7 +26,9 @@ from merakc.passes.sharding import Sharding
 # How many times larger than the parameters behind it a value is for stages to make it themselves.
 MIN_GROWTH = 4
 # Inputs that every stage can have for nothing.
-EVERYWHERE = (InputKind.BATCH, InputKind.BUFFER, InputKind.CONSTANT, InputKind.SCALAR)
+EVERYWHERE = (
+    InputKind.BATCH, InputKind.BUFFER, InputKind.CONSTANT, InputKind.SCALAR, InputKind.KNOWN,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,13 @@ class Stages:
     graphs: tuple[Graph, ...]
     transfers: tuple[Transfer, ...]
     sharding: Sharding  # with the layouts of what crosses, under its name at the receiver
+
+    @property
+    def head(self) -> int | None:
+        """The stage that hands the waist over to what runs once for the whole batch, if any."""
+        of_waist = (s for s, g in enumerate(self.graphs) for o in g.outputs
+                    if o.kind is OutputKind.WAIST)  # fmt: skip
+        return next(of_waist, None)
 
     @cached_property
     def local(self) -> tuple[Graph, ...]:
@@ -275,9 +284,14 @@ def _turns(graph: Graph) -> list[tuple[tuple[str, str, int], Node]]:
 def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sharding) -> Stages:
     """The graph of each stage, and the transfers between them.
 
+    The whole waist leaves the last stage that makes any of it, to which what others make travels.
+
     Raises `CutError` where one stage would write a buffer that another reads.
     """
     ends = {o: of.get(o.ref.node, stages - 1) for o in graph.outputs}
+    waist = [o for o in graph.outputs if o.kind is OutputKind.WAIST]
+    made = [of[o.ref.node] for o in waist if o.ref.node in of]
+    ends |= dict.fromkeys(waist, max(made, default=stages - 1))
     readers, kept = _reads(graph, of, ends, stages)
     _check_buffers(graph, ends, kept)
     specs, differentiated = graph.specs(), _differentiated(graph, of, ends)
@@ -356,7 +370,7 @@ def _differentiated(
 ) -> set[tuple[Ref, int]]:
     """The values that have a gradient, each with the stages whose own nodes give it a part."""
     grads = graph.grad_values()
-    found = {(o.ref, s) for o, s in ends.items() if o.kind is OutputKind.LOSS and o.ref in grads}
+    found = {(o.ref, s) for o, s in ends.items() if o.kind.begins_gradients and o.ref in grads}
     needed = {ref.node for ref, _ in found}
     for node in reversed(graph.nodes):
         if node.name in needed and node.grad and ".detach" not in node.op:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from merakc.errors import PlanError
+from merakc.ir.batches import Rows
 from merakc.ir.graph import (
     Graph,
     Input,
@@ -29,7 +30,6 @@ from merakc.passes.factors import leaves
 from merakc.passes.key_draws import sample_factors
 from merakc.passes.propagate import propagate
 from merakc.passes.stages import Stages, value_name
-from merakc.passes.weigh_loss import MICRO_BATCH_SCALE
 
 FIRST_SAMPLE = "first_sample"
 
@@ -48,11 +48,25 @@ class Parts:
     sample_dims: Mapping[str, int]
 
 
-def make_parts(whole: Graph, whole_stages: Stages, part: Graph, stages: Stages) -> Parts:
+def make_parts(
+    whole: Graph,
+    whole_stages: Stages,
+    part: Graph,
+    stages: Stages,
+    rows: Mapping[str, Rows | None],
+) -> Parts:
     """Compares the graph of a micro-batch with that of a part of one, both before sharding.
 
-    Raises `PlanError` where the batch is not divided.
+    `rows` says where the samples stand in what the step brings, by its target. Raises `PlanError`
+    where the batch is not divided, or not along dim 0.
     """
+    for item in part.inputs:
+        stand = rows.get(item.target) if item.kind is InputKind.BATCH else None
+        if stand not in (None, Rows()):
+            raise PlanError(
+                f"a micro-batch does not divide into parts: the samples of '{item.target}' are not "
+                "its dim 0"
+            )
     sizes = {i.name: i.spec.shape for i in part.inputs if i.kind is InputKind.BATCH}
     sampled = {
         i.name: (i.spec.shape[0], sizes[i.name][0])
@@ -156,11 +170,6 @@ class _Divider:
                 args = (Ref(item.name), j * self.parts.samples)
                 self.own[j].append(Node(name, "aten.add.Tensor", args, (), (item.spec,)))
                 self.now[j][Ref(item.name)] = Ref(name)
-        elif item.target == MICRO_BATCH_SCALE and item.kind is InputKind.SCALAR:
-            name, share = f"{item.name}@", (Ref(item.name), 1.0 / self.count)
-            self.before.append(Node(name, "aten.mul.Tensor", share, (), (item.spec,)))
-            for now in self.now:
-                now[Ref(item.name)] = Ref(name)
         elif full.spec != item.spec:
             self.cut(item, full)
 

@@ -16,7 +16,7 @@ from merakc.ir.alternatives import Alternatives
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.ir.program import ActionKind
-from merakc.ir.report import Origin, RankMemory, RankTimes, Report, StageTimes, Verdict
+from merakc.ir.report import HeadTimes, Origin, RankMemory, RankTimes, Report, StageTimes, Verdict
 from merakc.planner import Lowered
 from merakc.predict import planned_costs, predict, tied_bytes
 from merakc.report.annotation import source_files, top_nodes
@@ -64,6 +64,23 @@ def make_report(
         origins=_origins(cluster),
         timeline=pack(placed(simulation, {rank: k for k, rank in enumerate(own)})),
         alternatives=alternatives,
+        head=_head_times(lowered, cluster, costs, simulation),
+    )
+
+
+def _head_times(
+    lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...], simulation: Simulation
+) -> HeadTimes | None:
+    """The step beside that of the same stages whose micro-batches wait for nothing."""
+    if lowered.head_stage is None:
+        return None
+    alone = replace(lowered, loss=replace(lowered.loss, head=None))
+    plain = tuple(replace(c, waist_bytes=0, tangent_bytes=0) for c in costs)
+    other, _ = predict(alone, cluster, plain, dp_rank=0)
+    return HeadTimes(
+        costs[lowered.head_stage].head_s,
+        simulation.step_s - other.step_s,
+        max(simulation.peak_bytes) - max(other.peak_bytes),
     )
 
 
@@ -71,14 +88,16 @@ def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verd
     plan, graph = lowered.plan, lowered.loss.graph
     steps = plan.dp * plan.micro_batches
     work = graph_work(graph)
-    flops = sum(k.flops * n for own in (work.forward, work.backward) for k, n in own.items())
+    flops = steps * _flops(work)
+    if lowered.loss.head is not None:
+        flops += _flops(graph_work(lowered.loss.head.graph))
     rate, named = peak_rate(cluster, plan.mesh.world_size, main_dtype(work))
     peaks, memory = simulation.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
     tightest = least_spare(peaks, memory)
     return Verdict(
         step_s=simulation.step_s,
         bubble_share=simulation.bubble_share,
-        model_flops=flops * steps,
+        model_flops=flops,
         peak_flops_per_s=rate,
         peak_source=named,
         peak_bytes=peaks[tightest],
@@ -89,6 +108,10 @@ def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verd
         tokens=batch_tokens(graph) * steps,
         step_error=cluster.hardware.step_error if cluster.hardware else 0.0,
     )
+
+
+def _flops(work: Work) -> int:
+    return sum(k.flops * n for own in (work.forward, work.backward) for k, n in own.items())
 
 
 def peak_rate(cluster: Cluster, ranks: int, dtype: str) -> tuple[float, str]:

@@ -20,6 +20,7 @@ KEY = {
     ActionKind.INPUT_GRAD: "I input gradient",
     ActionKind.WEIGHT_GRAD: "W weight gradient",
     ActionKind.RECOMPUTE: "R forward again",
+    ActionKind.HEAD: "H coupled loss",
     ActionKind.REDUCE: "+ reduction",
 }
 # Where a peak takes less of the memory than this, bars show the peak alone.
@@ -77,7 +78,7 @@ def _letters(event: Event) -> str:
     label = parse_label(event.label)
     if isinstance(label, ComputeLabel):
         return f"{label.letter}{label.micro_batch}"
-    return "+"
+    return "H" if event.kind is ActionKind.HEAD else "+"
 
 
 def memory_chart(report: Report, width: int) -> list[str]:

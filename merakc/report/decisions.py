@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merakc.ir.plan import CutReport, OpaqueModule, Plan, Prediction
+from merakc.ir.plan import CoupledLoss, CutReport, OpaqueModule, Plan, Prediction
 from merakc.report.units import count_of, format_bytes, format_seconds, name_pattern
 
 
@@ -58,6 +58,8 @@ def plan_sections(plan: Plan) -> list[Section]:
         found.append(_collectives(plan.collectives))
     if plan.whole_ops:
         found.append(_whole_ops(plan.whole_ops))
+    if plan.head is not None:
+        found.append(_head(plan.head))
     if plan.opaque_modules:
         found.append(_opaque(plan.opaque_modules))
     if len(plan.rank_of) > 1:
@@ -180,6 +182,13 @@ def _opaque(modules: tuple[OpaqueModule, ...]) -> Section:
     ]
     columns = {"module": False, "at": False, "why": False, "count": True, "of all flops": True}
     return Section("Run as they are, whole on one stage: not recordable", columns, rows)
+
+
+def _head(head: CoupledLoss) -> Section:
+    columns = {"at": False, "why": False, "behind stage": True, "reads": True}
+    row = (head.source, head.why, str(head.stage), format_bytes(head.waist_bytes))
+    title = "Micro-batches wait for the whole batch: the loss couples samples"
+    return Section(title, columns, [row])
 
 
 def _cut(cut: CutReport, stages: int) -> Section:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from merakc.ir.alternatives import Alternative, Alternatives
-from merakc.ir.report import RankMemory, Report, SourceFile, Verdict
+from merakc.ir.report import HeadTimes, RankMemory, Report, SourceFile, Verdict
 from merakc.report.decisions import Section
 from merakc.report.labels import ComputeLabel, parse_label
 from merakc.report.units import bytes_unit, count_of, format_bytes, format_count, format_seconds
@@ -56,6 +56,8 @@ def report_sections(report: Report) -> dict[str, Section]:
     if report.alternatives is not None:
         found |= _alternatives(report.alternatives, report.verdict)
     found["stages"] = _stages(report)
+    if report.head is not None:
+        found["head"] = _head(report.head, report.verdict)
     found["ranks"] = _ranks(report)
     found["memory"] = _memory(report)
     if report.traffic:
@@ -141,6 +143,17 @@ def _stages(report: Report) -> Section:
     return Section("A micro-batch on each stage", columns, rows, "Of one tensor-parallel rank.")
 
 
+def _head(head: HeadTimes, verdict: Verdict) -> Section:
+    columns = {"longer": True, "of the step": True, "its own seconds": True, "higher peak": True}
+    share = head.longer_s / verdict.step_s if verdict.step_s else 0.0
+    row = (
+        format_seconds(head.longer_s), f"{share:.1%}", format_seconds(head.head_s),
+        format_bytes(max(head.more_bytes, 0)),
+    )  # fmt: skip
+    note = "Beside a step whose micro-batches go on by themselves."
+    return Section("Micro-batches wait for the whole batch", columns, [row], note)
+
+
 def _ranks(report: Report) -> Section:
     columns = {"rank": True, "computes": True, "waits for dp": True, "tied gradients": True,
                "warms up": True, "waits": True, "cools down": True}  # fmt: skip
@@ -196,7 +209,7 @@ def _peak_text(report: Report) -> str:
             f" While {most.action}: stage {label.stage}, {COMPUTES[label.letter]}, micro-batch "
             f"{label.micro_batch}."
         )
-    return text
+    return text + (" While the loss couples the samples." if most.action.endswith("head") else "")
 
 
 def _traffic(report: Report) -> Section:

@@ -19,6 +19,7 @@ KINDS = {
     ActionKind.INPUT_GRAD: ("input gradient", "i"),
     ActionKind.WEIGHT_GRAD: ("weight gradient", "w"),
     ActionKind.RECOMPUTE: ("recompute", "r"),
+    ActionKind.HEAD: ("coupled loss", "h"),
     ActionKind.GATHER: ("gather over dp", "g"),
     ActionKind.REDUCE: ("reduce", "d"),
 }

@@ -23,6 +23,7 @@ _KINDS = {
     ActionKind.INPUT_GRAD: ("input gradient", "#F0C75E"),
     ActionKind.WEIGHT_GRAD: ("weight gradient", "#009E73"),
     ActionKind.RECOMPUTE: ("recompute", "#0072B2"),
+    ActionKind.HEAD: ("coupled loss", "#F0E442"),
     ActionKind.GATHER: ("gather", "#8C6BB1"),
     ActionKind.REDUCE: ("reduce", "#CC79A7"),
 }

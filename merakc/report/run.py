@@ -26,6 +26,7 @@ NAMES = {
     ActionKind.INPUT_GRAD: "input gradients",
     ActionKind.WEIGHT_GRAD: "weight gradients",
     ActionKind.RECOMPUTE: "recomputation",
+    ActionKind.HEAD: "coupled loss",
     ActionKind.RECV: "waits for messages",
     ActionKind.REDUCE: "sums of gradients",
 }

@@ -9,6 +9,7 @@ import torch
 
 from merakc.cluster import Cluster
 from merakc.costs.buckets import tied_seconds
+from merakc.costs.head import gather_seconds, gathered_bytes
 from merakc.costs.kernels import Kernel
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.plan import Plan
@@ -44,6 +45,7 @@ def traffic(
         every.append(_busiest(_over_pp(lowered, cluster, steps, link)))
     if plan.dp > 1:
         every.append(_over_dp(lowered, simulation, list(steps)))
+        every += _for_head(lowered, cluster)
     return tuple(every)
 
 
@@ -125,6 +127,16 @@ def _over_dp(lowered: Lowered, simulation: Simulation, ranks: Sequence[int]) -> 
     what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
     exposed_s = simulation.exposed_s[place]
     return AxisTraffic("dp", plan.dp, what, place, round(sent), communication_s[place], exposed_s)
+
+
+def _for_head(lowered: Lowered, cluster: Cluster) -> list[AxisTraffic]:
+    """What dp ranks tell each other of their samples, where the loss couples them."""
+    plan, head, stage = lowered.plan, lowered.loss.head, lowered.head_stage
+    if head is None or stage is None:
+        return []
+    rank, seconds = plan.rank_of[stage], gather_seconds(head, plan.mesh, cluster)
+    sent = round(ring_bytes(gathered_bytes(head, plan.dp), plan.dp))
+    return [AxisTraffic("dp", plan.dp, "values of samples", rank, sent, seconds, seconds)]
 
 
 def bucket_bytes(

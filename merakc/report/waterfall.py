@@ -120,6 +120,8 @@ class _Walk:
                 case ActionKind.REDUCE:
                     self._hold("gradients_bytes", self.costs[action.stage].reduced_bytes)
                     self._touch(place, str(action), event.start_s)
+                case ActionKind.HEAD:
+                    self._couple(place, action, event, training)
                 case _:
                     is_again = (action.stage, action.micro_batch) in again
                     self._compute(place, action, event, is_again, training)
@@ -134,9 +136,10 @@ class _Walk:
             case ActionKind.FORWARD:
                 peak_bytes = cost.checkpoint_peak_bytes if is_again else cost.forward_peak_bytes
                 left_bytes = cost.checkpoint_bytes if is_again else cost.saved_bytes
-                left_bytes = left_bytes if training else 0
+                left_bytes = cost.waist_bytes + (left_bytes if training else 0)
             case ActionKind.RECOMPUTE:
-                peak_bytes, left_bytes = cost.recompute_peak_bytes, cost.saved_bytes
+                peak_bytes = cost.recompute_peak_bytes
+                left_bytes = cost.saved_bytes + cost.tangent_bytes
             case ActionKind.INPUT_GRAD:
                 peak_bytes, left_bytes = cost.backward_peak_bytes, cost.deferred_bytes
             case ActionKind.BACKWARD:
@@ -153,6 +156,16 @@ class _Walk:
         if action.kind is ActionKind.FORWARD or action.kind.sends_gradients:
             key = (*work, action.kind.sends_gradients)
             self._hold("messages_bytes", -self.received.pop(key, 0))
+
+    def _couple(self, place: int, action: Action, event: Event, training: bool) -> None:
+        """What micro-batches have handed over goes, and the gradients that they get come."""
+        cost = self.costs[action.stage]
+        self._touch(place, str(action), event.start_s, cost.head_peak_bytes)
+        more_bytes = (cost.tangent_bytes if training else 0) - cost.waist_bytes
+        for work in self.saved:
+            if work[0] == action.stage:
+                self.saved[work] += more_bytes
+                self._hold("activations_bytes", more_bytes)
 
     def _hold(self, part: str, size_bytes: int) -> None:
         self.totals[part] += size_bytes

@@ -28,7 +28,7 @@ from merakc.schedules.list_scheduler import Rules, list_schedule
 from merakc.schedules.placement import place
 from merakc.schedules.registry import KNOWN
 from merakc.schedules.timing import Pipeline, peak_bytes, with_recomputation
-from merakc.schedules.work import Work, decode
+from merakc.schedules.work import FORWARD, Work, decode
 
 Orders = list[list[Work]]
 
@@ -47,6 +47,8 @@ USABLE = (1.0, 0.8, 0.6, 0.5, 0.9, 0.7, 0.4, 0.3)
 # How micro-batches enter: how many at once beside the first, in those that the memory could hold
 # beyond what it must, and the pace of the others, in periods of the slowest rank; 0: at once.
 ENTRIES = ((0.0, 0.0), (1.0, 1.0), (2.0, 1.02), (0.0, 1.0), (0.5, 1.02), (1.5, 1.05))
+# Where backwards wait for all forwards, the shares of micro-batches that are recomputed.
+SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 # As many choices as this are scheduled with all micro-batches, fewer where that takes more works
 # than half of the effort, but so many of them at least, which are also improved.
 MAX_FULL = 16
@@ -138,6 +140,8 @@ def known_schedules(
         if place(known.placement, ranks, chunks) != pipeline.rank_of:
             continue
         plain = known.make(ranks, m, chunks)
+        if pipeline.head_s is not None:
+            plain = [sorted(order, key=lambda work: work[0] != FORWARD) for order in plain]
         for recomputed in (0, stages - 1, stages):
             orders = with_recomputation(plain, range(recomputed * m))
             if fits(pipeline, orders, capacity_bytes):
@@ -166,7 +170,8 @@ class _Search:
     def __post_init__(self) -> None:
         p = self.pipeline
         m = min(p.micro_batches, p.ranks + STEADY_MICRO_BATCHES)
-        self.short = replace(p, micro_batches=m)
+        # Where all micro-batches are alive at once, fewer say nothing of the memory.
+        self.short = replace(p, micro_batches=m) if p.head_s is None else p
 
     @property
     def best_s(self) -> float:
@@ -195,6 +200,10 @@ class _Search:
         stages = self.pipeline.stages
         for last in (0.0, 1.0):
             yield Choice(rules, 0.0, (1.0,) * (stages - 1) + (last,))
+        if self.pipeline.head_s is not None:
+            for share in SHARES:
+                yield Choice(rules, 0.0, (share,) * stages)
+            return
         plans = [least_recomputation(self.pipeline, self.capacity_bytes, u) for u in USABLE]
         for more, pace in ENTRIES:
             for plan in plans:

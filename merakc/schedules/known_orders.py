@@ -81,6 +81,13 @@ class KnownOrders:
             units.append(np.repeat(own_units, counts))
         return KnownOrders(self.rank_of, self.micro_batches, tuple(kinds), tuple(units), again)
 
+    def forwards_first(self) -> KnownOrders:
+        """The orders with each rank's forwards before all else."""
+        places = [np.argsort(own != FORWARD, kind="stable") for own in self.kinds]
+        kinds = tuple(own[at] for own, at in zip(self.kinds, places, strict=True))
+        units = tuple(own[at] for own, at in zip(self.units, places, strict=True))
+        return KnownOrders(self.rank_of, self.micro_batches, kinds, units, self.again)
+
     def _among(self, stages: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Whether each stage is one of these."""
         found = np.zeros(len(self.rank_of), dtype=np.bool_)
@@ -90,12 +97,21 @@ class KnownOrders:
 
 @lru_cache(maxsize=256)
 def known_orders(
-    name: str, ranks: int, micro_batches: int, chunks: int, again: tuple[int, ...] = ()
+    name: str,
+    ranks: int,
+    micro_batches: int,
+    chunks: int,
+    again: tuple[int, ...] = (),
+    *,
+    whole_batch: bool = False,
 ) -> KnownOrders:
-    """The orders of a known schedule with so many stages a rank, where these stages recompute.
+    """The orders of a known schedule with so many stages a rank, where these stages recompute; of a
+    loss that waits for the `whole_batch`, with all forwards first.
 
     Raises `ConfigError` as `make_schedule` does.
     """
+    if whole_batch:
+        return known_orders(name, ranks, micro_batches, chunks, again).forwards_first()
     if again:
         return known_orders(name, ranks, micro_batches, chunks).recomputing(again)
     rank_of, orders = make_orders(

@@ -54,7 +54,8 @@ def list_schedule(
     rules: Rules,
     recomputed: Collection[int] = (),
 ) -> list[list[Work]] | None:
-    """The orders of all ranks, or None where a rank cannot hold even one micro-batch.
+    """The orders of all ranks, or None where a rank cannot hold even one micro-batch, or, where
+    backwards wait for all forwards, cannot hold all.
 
     `recomputed` are the units whose forward keeps a checkpoint alone.
     """
@@ -86,6 +87,7 @@ class _Scheduler:
     ) -> None:
         p, m, costs = pipeline, pipeline.micro_batches, pipeline.costs
         self.m, self.last, self.rules, self.costs = m, p.stages - 1, rules, costs
+        self.head_s = p.head_s
         self.rank_of, self.link_s, self.seconds = p.rank_of, p.link_s, durations(costs)
         self.recomputed, self.remade = recomputed, set[int]()
         self.kept = [c.saved_bytes for c in costs]
@@ -230,6 +232,8 @@ class _Scheduler:
         held = rank.live_bytes - rank.pending_bytes + more_bytes
         if held > cap:
             return False
+        if self.head_s is not None:  # none is finished before all have begun
+            return True
         first = rank.stages[0]
         begun = self.forwards[first] + (forwarded == first)
         for j in range(self.gradients[first], begun):
@@ -260,8 +264,12 @@ class _Scheduler:
             rank.live_bytes += self._forward_bytes(unit)
             if stage < self.last:
                 self._arrive(self.input_s, stage + 1, j, end_s + self.link_s[stage])
-            else:
+            elif self.head_s is None:
                 self.gradient_s[stage][j] = end_s
+            elif self.forwards[stage] == self.m:
+                rank.free_s = end_s + self.head_s
+                self.gradient_s[stage] = [rank.free_s] * self.m
+                heapq.heappush(self.events, (rank.free_s, number))
         elif kind == RECOMPUTE:
             self.remade.add(unit)
             rank.live_bytes += self.kept[stage] - self.checkpoint[stage]

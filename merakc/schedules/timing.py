@@ -33,13 +33,15 @@ class Pipeline:
     """What the times of an order depend on.
 
     `link_s` are the seconds from each stage to the next, one fewer than there are stages; between
-    stages of one rank they must be 0.
+    stages of one rank they must be 0. Where `head_s` is not None, something that takes so long runs
+    behind all forwards of the last stage, and every backward waits for it.
     """
 
     rank_of: tuple[int, ...]
     costs: tuple[StageCost, ...]
     micro_batches: int
     link_s: Seconds
+    head_s: float | None = None
 
     @property
     def stages(self) -> int:
@@ -74,6 +76,7 @@ def make_pipeline(
     costs: Sequence[StageCost],
     micro_batches: int,
     latency_s: float | Sequence[float] = 0.0,
+    head_s: float | None = None,
 ) -> Pipeline:
     """The pipeline of these stages, with one latency for all links between ranks or one each."""
     stages = len(rank_of)
@@ -83,7 +86,7 @@ def make_pipeline(
     links = tuple(
         float(s) if a != b else 0.0 for s, a, b in zip(each, rank_of, rank_of[1:], strict=False)
     )
-    return Pipeline(tuple(rank_of), tuple(costs), micro_batches, links)
+    return Pipeline(tuple(rank_of), tuple(costs), micro_batches, links, head_s)
 
 
 def time_schedule(
@@ -157,7 +160,9 @@ def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
     m, last = pipeline.micro_batches, (pipeline.stages - 1) * pipeline.micro_batches
     seconds, links = durations(pipeline.costs), pipeline.link_s
     arrival = [[-1.0] * (last + m), [-1.0] * (last + m)]  # of a unit's input, and its gradient
-    arrival[0][:m] = arrival[1][last:] = [0.0] * m
+    arrival[0][:m] = [0.0] * m
+    arrival[1][last:] = [0.0 if pipeline.head_s is None else -1.0] * m
+    left = m  # forwards of the last stage
     waiting: dict[tuple[int, int], int] = {}
     ends: list[list[float]] = [[] for _ in orders]
     ready = list(range(len(orders)))
@@ -179,6 +184,10 @@ def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
                     arrival[0][unit + m] = now + links[stage]
                     if (0, unit + m) in waiting:
                         ready.append(waiting.pop((0, unit + m)))
+                elif pipeline.head_s is not None:
+                    left -= 1
+                    now += 0.0 if left else pipeline.head_s
+                    arrival[1][last:] = [-1.0 if left else now] * m
             elif kind <= INPUT_GRAD:
                 came = arrival[1][unit]
                 if came < 0.0:

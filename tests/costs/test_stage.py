@@ -24,18 +24,18 @@ from merakc.costs.stage import (
     with_seconds,
 )
 from merakc.costs.stages import rank_place
-from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
 from merakc.ir.precision import parse_precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.planner import Lowered, make_plan
+from tests.recorded import one_of_several
 
 
 @cache
 def lowered(schedule: str, recompute: str) -> Lowered:
     case = MODELS["gpt2"]
-    recording = record(case.model(), (), case.batch(2))
+    recording = one_of_several(case.model(), case.batch(2))
     return make_plan(recording, Mesh(pp=2), 4, NOMINAL_CPU, schedule=schedule, recompute=recompute)[
         1
     ]

@@ -15,7 +15,7 @@ from merakc.equality.train import Case, comparable, train_in_one_process, train_
 from merakc.errors import ConfigError
 from merakc.ir.program import Mesh
 from merakc.planner import make_plan
-from merakc.recording import record_part
+from tests.recorded import recorded
 
 
 class Words(nn.Module):
@@ -40,7 +40,7 @@ def _case(mesh: Mesh) -> Case:
     model = Words().double()
     with comparable(lift=True):
         local = _batch(0, 8 // mesh.dp)
-        recording = record_part(model, (local,), {}, 2, torch.device("cpu"))
+        recording = recorded(model, (local,), 2, dp=mesh.dp)
     plan, _ = make_plan(recording, mesh, 2, NOMINAL_CPU, batch_size=8 // mesh.dp)
     return Case(model, plan, (_batch(0), _batch(1)), lift=True)
 

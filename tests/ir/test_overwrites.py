@@ -157,3 +157,12 @@ def test_each_call_is_the_op_written_over_its_argument() -> None:
         assert call(own, *rest) is own
         assert torch.equal(own, wanted), op
         assert places == ((0, 1) if name in ("add", "mul") and overload == "Tensor" else (0,)), op
+
+
+def test_a_view_of_a_number_is_in_no_memory() -> None:
+    """The backward of `1j * x` conjugates `1j`."""
+    spec = TensorSpec((), torch.complex128)
+    node = Node("conj", "aten._conj.default", (1j,), (), (spec,))
+    double = Node("double", "aten.mul.Tensor", (Ref("conj"), 2.0), (), (spec,))
+    graph = Graph((), (node, double), (Output("out", OutputKind.RESULT, Ref("double")),))
+    assert overwrites(graph) == {}

@@ -10,7 +10,7 @@ import pytest
 
 from merakc.cluster import NOMINAL_GPU
 from merakc.errors import PlanError
-from merakc.ir.plan import OpaqueModule
+from merakc.ir.plan import CoupledLoss, OpaqueModule
 from merakc.ir.plan_checks import MOST, check_values, first_unlike
 from merakc.ir.state import StateShards
 from tests.ir.test_plan import PLAN
@@ -27,6 +27,7 @@ FULL = dataclasses.replace(
     overlap_gains=(0.1, -0.01),
     machines=NOMINAL_GPU,
     opaque_modules=(OpaqueModule("gate", "x.py:1", "control flow", 0.25),),
+    head=CoupledLoss(1, "x.py:2", "samples meet", 64),
 )
 
 
@@ -90,6 +91,8 @@ def test_sound_values_pass() -> None:
         (("prediction", "exposed_s"), (1.0,), "prediction.exposed_s has 1 entries"),
         (("prediction", "peak_bytes", 1), -1, "prediction.peak_bytes is -1"),
         (("opaque_modules", 0, "flops_share"), 2.0, "opaque_modules.0.flops_share is 2.0"),
+        (("head", "stage"), 2, "head.stage is 2; it must be one of the plan's stages"),
+        (("head", "waist_bytes"), -1, "head.waist_bytes is -1; it must be 0 or more"),
     ],
 )  # fmt: skip
 def test_each_fault_is_named(place: tuple[Any, ...], value: Any, text: str | None) -> None:

@@ -24,9 +24,9 @@ from merakc.passes.collective_matmul import RowChunks, chunk_rows
 from merakc.passes.differentiate import differentiate
 from merakc.passes.subpipeline import overlapped
 from merakc.planner import Lowered, make_plan
-from merakc.recording import record_part
 from merakc.runtime.codegen import compile_graph
 from tests.passes.lockstep import in_lockstep, relative_error
+from tests.recorded import recorded
 
 BOUND = 1e-10
 # Collectives take about half as long as the rest of these models; nothing waits but for bytes.
@@ -39,7 +39,7 @@ def lowered(name: str, tp: int, samples: int, *, sequence_parallel: bool) -> Low
     case = (MODELS | ZOO)[name]
     with lifted_casts():
         model = case.model(torch.float64, dropout=0.2)
-        recording = record_part(model, (), case.batch(samples, torch.float64), 1, CPU)
+        recording = recorded(model, case.batch(samples, torch.float64))
     mesh = Mesh(1, tp, 1)
     return make_plan(recording, mesh, 1, LINK, sequence_parallel=sequence_parallel)[1]
 

@@ -11,7 +11,6 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
-from merakc.frontend.record import record
 from merakc.ir.buckets import Held, plan_buckets
 from merakc.ir.program import Action, ActionKind, CollectiveKind, Mesh, Program
 from merakc.ir.state import StateShards, lattice
@@ -25,6 +24,7 @@ from merakc.passes.collectives import (
 )
 from merakc.planner import Lowered, make_plan
 from merakc.verify import verify_programs
+from tests.recorded import one_of_several
 
 F, B, I, W, R = (  # noqa: E741 - the field's own letters
     ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD,
@@ -112,7 +112,7 @@ def test_a_forward_alone_reduces_nothing() -> None:
 @cache
 def lowered(pp: int, shards: StateShards, schedule: str = "1f1b", dp: int = 4) -> Lowered:
     case = MODELS["gpt2"]
-    recording = record(case.model(), (), case.batch(2))
+    recording = one_of_several(case.model(), case.batch(2))
     plan, found = make_plan(recording, Mesh(dp=dp, pp=pp), 4, NOMINAL_CPU, schedule=schedule)
     plan = replace(plan, state_shards=(shards,) * len(plan.rank_of))
     return replace(found, plan=plan)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
+from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
@@ -178,3 +179,20 @@ def test_backward_formulas_that_write_in_place_are_made_pure() -> None:
     backward = differentiate(graph).backward
     assert backward is not None
     assert all(not n.op.split(".")[1].endswith("_") for n in backward.nodes)
+
+
+def test_a_parameter_that_only_a_backward_reads_is_refused() -> None:
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+            ctx.module = module
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0] * ctx.module.weight.sum(), None
+
+    model = Small(lambda s, x: Keeps.apply(s.layer(x), s.layer).sum(), layer=linear())
+    graph = record(model, (randn(4, 6),), {}).graph
+    with pytest.raises(RecordError, match=r"reads a parameter of shape \(6, 6\) that apply\(\)"):
+        differentiate(graph)

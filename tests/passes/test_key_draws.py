@@ -14,12 +14,14 @@ from benchmarks.models import MODELS
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Ref
 from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.batches.recorded import in_parts as step_in_parts
 from merakc.passes.interpret import interpret
 from merakc.passes.key_draws import has_draws, key_draws
 from merakc.passes.localise import localise
 from merakc.passes.shard import shard
 from merakc.planner import training_graph
 from tests.frontend.small import Small, linear, randn
+from tests.recorded import recorded as in_parts
 
 LENGTH, WIDTH = 5, 6
 COPY_TO = "merakc.copy_to.default"
@@ -77,8 +79,8 @@ DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, tuple[int, ...]]]]
     "noise for all": (lambda x: x + torch.randn(LENGTH, WIDTH), (-1, (30,))),
     "sum over samples": (lambda x: x + F.dropout(x.sum(0), 0.5), (0, (1, 30))),
 }  # fmt: skip
-# Drawn for a micro-batch, and so not for the same samples in all of them.
-PER_MICRO_BATCH = ("sum over samples",)
+# What no sample is alone in: a sum over them; a view of another form for another number.
+COUPLED = ("sum over samples", "samples in two dims")
 
 
 def model(name: str) -> nn.Module:
@@ -125,25 +127,32 @@ def by_sample(out: Tensor, name: str, samples: int) -> Tensor:
     return out.reshape(before, samples, -1).transpose(0, 1).flatten(1)
 
 
-@pytest.mark.parametrize("each", [1, 2])
-@pytest.mark.parametrize("name", [n for n in DRAWS if n not in PER_MICRO_BATCH])
-def test_samples_draw_alike_in_micro_batches_of_any_size(name: str, each: int) -> None:
+@pytest.mark.parametrize("name", [n for n in DRAWS if n not in COUPLED])
+def test_samples_draw_alike_in_micro_batches_of_any_size(name: str) -> None:
+    """By the algebra of batches, which settles what the factors guess."""
     module, x = model(name), randn(4, LENGTH, WIDTH)
-    whole = run(key_draws(recorded(module, 4), SAMPLED), module, x, 4)
-    other = run(key_draws(recorded(module, 4), SAMPLED), module, x, 5)
+    graph = in_parts(module, {"x": x}).graph
+    assert keyings(graph) == [DRAWS[name][1]]
+    whole, other = run(graph, module, x, 4), run(graph, module, x, 5)
     assert torch.equal(other, whole) == (DRAWS[name][1][0] == -1)
-    wide = recorded(module, 2) if each == 1 else None
-    graph = key_draws(recorded(module, each), SAMPLED, wide)
-    for first in range(0, 4, each):
-        part = run(graph, module, x[first : first + each], 4 + first)
-        wanted = by_sample(whole, name, 4)[first : first + each]
-        torch.testing.assert_close(by_sample(part, name, each), wanted, rtol=1e-12, atol=1e-14)
+    for each in (1, 2):
+        graph = in_parts(module, {"x": x}, 4 // each).graph
+        for first in range(0, 4, each):
+            part = run(graph, module, x[first : first + each], 4 + first)
+            wanted = by_sample(whole, name, 4)[first : first + each]
+            torch.testing.assert_close(by_sample(part, name, each), wanted, rtol=1e-12, atol=1e-14)
 
 
-def test_one_sample_of_a_model_that_takes_no_two_draws_for_itself() -> None:
-    graph = recorded(model("positions"), 1)
-    assert keyings(key_draws(graph, SAMPLED)) == [(0, (1, 30))]
-    assert keyings(key_draws(graph, SAMPLED, recorded(model("positions"), 2))) == [(-1, (30,))]
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_meets_all_samples_draws_once_for_all(name: str) -> None:
+    """In the head: the numbers of a whole batch, however many its parts."""
+    module, x = model(name), randn(4, LENGTH, WIDTH)
+    assert [sample for sample, _ in keyings(in_parts(module, {"x": x}).graph)] == [-1]
+    recording = in_parts(module, {"x": x}, 2)
+    step = step_in_parts(recording, 2)
+    assert not has_draws(step.graph)
+    assert step.head is not None
+    assert has_draws(step.head.graph)
 
 
 def test_tensors_that_are_not_split_hold_no_samples() -> None:

@@ -13,6 +13,7 @@ from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
 from merakc.cluster import NOMINAL_CPU
 from merakc.errors import PlanError
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.program import Mesh
 from merakc.kernels.draws import KEY_POSITION
@@ -20,9 +21,9 @@ from merakc.overlap import with_parts
 from merakc.passes.interpret import interpret
 from merakc.passes.sub_batches import divided, make_parts
 from merakc.planner import Lowered, make_plan
-from merakc.recording import record_part
+from tests.coupled_models import ROUTED
+from tests.recorded import recorded
 
-CPU = torch.device("cpu")
 SAMPLES = 4
 
 
@@ -32,13 +33,11 @@ def in_parts(
     """A micro-batch whole, and in parts."""
     with lifted_casts():
         whole = make_plan(
-            record_part(model, (), batch, 1, CPU), Mesh(1, 1, pp), 1, NOMINAL_CPU,
+            recorded(model, batch, divided=True), Mesh(1, 1, pp), 1, NOMINAL_CPU,
             batch_size=SAMPLES,
         )[1]  # fmt: skip
         plan = replace(whole.plan, sub_batches=(count,) * pp)
-        made = with_parts(
-            replace(whole, plan=plan), lambda parts: record_part(model, (), batch, parts, CPU)
-        )
+        made = with_parts(replace(whole, plan=plan), lambda parts: recorded(model, batch, parts))
     return whole, made
 
 
@@ -135,7 +134,7 @@ def test_the_graph_of_a_part_that_reads_otherwise_is_refused() -> None:
     with pytest.raises(PlanError, match=f"does not read {first}"):
         divided(local, replace(part, inputs=part.inputs[1:]), parts)
     with pytest.raises(PlanError, match="does not divide into equal parts"):
-        make_parts(whole.loss.graph, whole.stages, whole.loss.graph, whole.stages)
+        make_parts(whole.loss.graph, whole.stages, whole.loss.graph, whole.stages, {})
 
 
 def test_a_buffer_that_the_forward_writes_is_refused() -> None:
@@ -184,3 +183,14 @@ def test_samples_may_stand_in_any_dim() -> None:
     assert set(made.parts[0].sample_dims.values()) == {1}
     joins = [n for n in made.local(0, 0).nodes if n.op == "aten.cat.default"]
     assert [n.args[1] for n in joins] == [1]
+
+
+def test_a_stage_that_hands_values_to_the_head_runs_whole() -> None:
+    def planned(parts: int) -> Lowered:
+        recording = ROUTED.record(BatchLayout((8,), parts))
+        return make_plan(recording, Mesh(1, 1, 1), parts, NOMINAL_CPU)[1]
+
+    whole, part = planned(2), planned(4)
+    parts = make_parts(whole.loss.graph, whole.stages, part.loss.graph, part.stages, {})
+    with pytest.raises(PlanError, match=r"makes no waist share\..* give overlap=1"):
+        divided(whole.stages.local[0], part.stages.local[0], parts)

@@ -8,7 +8,8 @@ from functools import cache
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU, Cluster
 from merakc.cluster_files import preset
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.precision import parse_precision
 from merakc.ir.program import Mesh
@@ -17,6 +18,9 @@ from merakc.ir.state import StateShards
 from merakc.planner import Lowered, make_plan
 from merakc.predict import predict
 from merakc.report.analysis import make_report
+from tests.coupled_models import TOWERS
+from tests.coupled_steps import planned
+from tests.recorded import one_of_several
 
 MICRO_BATCHES, SAMPLES = 4, 2  # a micro-batch has so many
 SLOW = replace(NOMINAL_CPU, op_overhead_s=0.0, link_latency_s=0.0, link_bytes_per_s=1e6)
@@ -29,7 +33,7 @@ ALL_AXES = Mesh(2, 2, 2)
 @cache
 def recording() -> Recording:
     case = MODELS["gpt2"]
-    return record(case.model(), (), case.batch(SAMPLES))
+    return one_of_several(case.model(), case.batch(SAMPLES))
 
 
 @cache
@@ -52,6 +56,15 @@ def lowered(
     found = replace(found, plan=plan)
     prediction, _ = predict(found, cluster, dp_rank=0)
     return replace(found, plan=replace(plan, prediction=prediction))
+
+
+@cache
+def coupled(mesh: Mesh = Mesh(dp=2, pp=2)) -> Lowered:  # noqa: B008 - a value
+    """A plan for a loss that couples samples, with its prediction."""
+    found, _ = planned(TOWERS, mesh, BatchLayout((SAMPLES * MICRO_BATCHES,) * mesh.dp, 4), {})
+    prediction, _ = predict(found, SLOW, dp_rank=0)
+    size = SAMPLES * MICRO_BATCHES
+    return replace(found, plan=replace(found.plan, batch_size=size, prediction=prediction))
 
 
 _reports: dict[tuple[int, Cluster], tuple[Lowered, Report]] = {}

@@ -11,12 +11,24 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
 from merakc.cluster_files import preset
+from merakc.costs.head import gather_seconds
 from merakc.costs.kernels import graph_work
 from merakc.ir.alternatives import Alternatives
 from merakc.ir.program import Mesh
 from merakc.planner import Lowered
+from merakc.predict import planned_costs
 from merakc.report.analysis import batch_tokens, main_dtype, make_report, peak_rate
-from tests.report.made import ALL_AXES, H100, MICRO_BATCHES, SAMPLES, SLOW, lowered, report
+from tests.report.made import (
+    ALL_AXES,
+    BUSY,
+    H100,
+    MICRO_BATCHES,
+    SAMPLES,
+    SLOW,
+    coupled,
+    lowered,
+    report,
+)
 from tests.report.test_traffic import two_layers
 
 CASES = {
@@ -24,6 +36,7 @@ CASES = {
     "recomputed": lambda: lowered(Mesh(pp=4), recompute="full"),
     "halves of backwards": lambda: lowered(Mesh(pp=4), "zb-h1"),
     "sharded": lambda: lowered(Mesh(4, 1, 2), shards=(4, 4, 4)),
+    "coupled": lambda: coupled(),
 }
 
 
@@ -40,6 +53,21 @@ def test_its_verdict_is_the_prediction(case: Lowered) -> None:
     assert found.peak_bytes == max(expected.peak_bytes)
     assert expected.peak_bytes[found.peak_rank] == found.peak_bytes
     assert found.memory_bytes == SLOW.memory_bytes
+
+
+def test_what_coupling_samples_costs() -> None:
+    made = coupled()
+    found = report(made, BUSY)
+    assert found.head is not None
+    assert made.plan.head is not None
+    assert made.plan.head.waist_bytes == made.loss.head.size_bytes  # type: ignore[union-attr]
+    (stage,) = (s for s in (0, 1) if s == made.head_stage)
+    assert found.head.head_s == planned_costs(made, BUSY)[stage].head_s > 0
+    assert found.head.longer_s > 0.5 * found.head.head_s
+    assert found.head.more_bytes > 0
+    assert report(lowered()).head is None
+    gathers = [t for t in found.traffic if t.what == "values of samples"]
+    assert [t.exposed_s for t in gathers] == [gather_seconds(made.loss.head, made.plan.mesh, BUSY)]  # type: ignore[arg-type]
 
 
 def test_a_rank_is_weighed_against_its_own_memory() -> None:

@@ -10,7 +10,7 @@ import pytest
 from merakc.ir.program import Mesh
 from merakc.report.chart import LETTERS, memory_chart, schedule_chart
 from merakc.report.packing import pack
-from tests.report.made import BUSY, lowered, report
+from tests.report.made import BUSY, coupled, lowered, report
 from tests.report.test_packing import long_step
 
 
@@ -30,6 +30,13 @@ def test_the_first_rank_begins_and_the_last_one_waits() -> None:
     for line in lines[:2]:
         order = re.findall(r"[FB]\d", line)
         assert sorted(order) == [f"{k}{n}" for k in "BF" for n in range(4)]
+
+
+def test_what_couples_samples_stands_between_forwards_and_backwards() -> None:
+    lines = schedule_chart(report(coupled(), BUSY), 100)
+    assert re.search(r"F3-*\.*H-*\.*B0", lines[1])
+    assert "H" not in lines[0]
+    assert "H coupled loss" in " ".join(lines)
 
 
 def test_what_is_left_out_is_marked() -> None:

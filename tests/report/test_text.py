@@ -7,11 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.ir.plan import CutReport, GraphId, OpaqueModule, Plan, Prediction, StageRun
+from merakc.ir.plan import (
+    CoupledLoss,
+    CutReport,
+    GraphId,
+    OpaqueModule,
+    Plan,
+    Prediction,
+    StageRun,
+)
 from merakc.ir.state import StateShards
 from merakc.report.findings import verdict
 from merakc.report.text import format_bytes, format_seconds, plan_text, report_table
-from tests.report.made import BUSY, plan_with_report, report
+from tests.report.made import BUSY, coupled, plan_with_report, report
 
 LAYER_TENSORS = ("attn.qkv.weight", "mlp.up.weight", "norm.weight")
 
@@ -167,6 +175,16 @@ def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
     text = plan_text(replace(tiny_plan(), opaque_modules=modules))
     assert "Run as they are, whole on one stage" in text
     assert re.search(r"layers\.\*\.mlp +model.py:12 +depends on the data +2 +25%\n", text)
+
+
+def test_a_loss_that_couples_samples_is_named_with_its_line() -> None:
+    head = CoupledLoss(1, "model.py:12", "every sample meets every other", 2048)
+    assert "whole batch" not in plan_text(tiny_plan())
+    text = plan_text(replace(tiny_plan(), head=head))
+    assert "Micro-batches wait for the whole batch: the loss couples samples" in text
+    assert re.search(r"model.py:12 +every sample meets every other +1 +2.00 KiB\n", text)
+    text = plan_text(replace(coupled().plan, report=report(coupled(), BUSY)))
+    assert "Beside a step whose micro-batches go on by themselves." in text
 
 
 def test_all_stages_are_there_with_their_ranks() -> None:

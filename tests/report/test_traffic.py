@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 
 from merakc.cluster import Cluster
-from merakc.frontend.record import record
 from merakc.ir.program import Mesh
 from merakc.ir.report import AxisTraffic
 from merakc.planner import Lowered, make_plan
 from merakc.predict import predict
 from merakc.report.traffic import ring_bytes
+from tests.recorded import one_of_several
 from tests.report.made import MICRO_BATCHES, SLOW, lowered, report
 from tests.small_source import small
 
@@ -26,7 +26,7 @@ def over(axis: str, made: Lowered, cluster: Cluster = SLOW) -> AxisTraffic:
 def two_layers(mesh: Mesh) -> Lowered:
     """8 -> 16 -> 8 on four samples a micro-batch."""
     model, batch = small()
-    recording = record(model, (), batch)
+    recording = one_of_several(model, batch)
     return make_plan(recording, mesh, MICRO_BATCHES, SLOW, batch_size=4 * MICRO_BATCHES)[1]
 
 

@@ -8,7 +8,7 @@ from merakc.costs.sharded import graph_state_bytes
 from merakc.ir.program import Mesh
 from merakc.planner import Lowered
 from merakc.predict import predict
-from tests.report.made import ALL_AXES, SLOW, lowered, report
+from tests.report.made import ALL_AXES, SLOW, coupled, lowered, report
 
 CASES = {
     "all axes": lambda: lowered(),
@@ -17,6 +17,7 @@ CASES = {
     "halves of backwards": lambda: lowered(Mesh(pp=4), "zb-h1"),
     "two stages a rank": lambda: lowered(Mesh(pp=2), "zb-v"),
     "sharded": lambda: lowered(Mesh(4, 1, 2), shards=(4, 4, 4)),
+    "coupled": lambda: coupled(),
     "mixed": lambda: lowered(ALL_AXES, shards=(1, 2, 2), precision="bf16-mixed"),
 }
 

@@ -9,13 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merakc.errors import ConfigError
-from merakc.ir.costs import StageCost
-from merakc.ir.program import ActionKind
+from merakc.ir.costs import CostTable, StageCost
+from merakc.ir.program import ActionKind, Mesh, Transfer
+from merakc.passes.schedule import build_programs
 from merakc.schedules.check import check_schedule
 from merakc.schedules.generate import Generated, fits, generate, known_schedules
 from merakc.schedules.placement import place, split_stages
+from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.timing import make_pipeline, time_schedule
+from merakc.simulate import simulate
 from tests.schedules.test_list_scheduler import stage_costs
 from tests.schedules.unit_costs import KEPT, UNIT, peak, unit_costs, unit_time
 
@@ -146,3 +149,25 @@ def test_fits_asks_every_rank() -> None:
     assert fits(pipeline, orders, [KEPT, 9])
     assert not fits(pipeline, orders, [KEPT, 8])
     assert not fits(pipeline, orders, [KEPT - 1, 9])
+
+
+@pytest.mark.parametrize(("cap", "seconds"), [(8.0, 30.5), (4.5, 34.5), (2.0, 37.5)])
+def test_backwards_that_wait_for_all_forwards(cap: float, seconds: float) -> None:
+    pipeline = make_pipeline(range(4), unit_costs(4), 8, head_s=0.5)
+    found = generate([pipeline], [round(cap * KEPT)] * 4, effort=100_000)
+    assert found.bound_s <= found.makespan_s <= seconds
+    assert forwards_first(found.schedule) == found.schedule
+    assert peak(time_schedule(found.schedule, pipeline.costs)) <= cap
+    # The simulator, which runs the head as an action, comes to the same.
+    transfers = [Transfer(f"h{s}", s, s + 1, 0, True) for s in range(3)]
+    programs = build_programs(Mesh(pp=4), found.schedule, transfers, head=3)
+    costs = (*pipeline.costs[:3], replace(pipeline.costs[3], head_s=0.5))
+    simulated = simulate(programs, CostTable(costs, 0.0, float("inf")), head=3)
+    assert simulated.step_s == pytest.approx(found.makespan_s)
+
+
+def test_all_micro_batches_must_have_room_where_backwards_wait_for_all_forwards() -> None:
+    again = replace(UNIT, checkpoint_bytes=KEPT // 2)
+    assert generate([make_pipeline((0,), (again,), 8)], [2 * KEPT])
+    with pytest.raises(ConfigError, match="nothing fits"):
+        generate([make_pipeline((0,), (again,), 8, head_s=0.0)], [2 * KEPT])

@@ -10,6 +10,7 @@ from merakc.costs.keep import keep_bytes, shared_out
 from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
 from merakc.schedules.known_orders import known_orders
+from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.timing import make_pipeline, peak_bytes
 from merakc.schedules.work import encode
@@ -54,6 +55,17 @@ def test_what_is_in_flight_shares_the_memory_as_the_schedule_does(name: str, chu
     for capacity in (10**12, 5 * 10**12, 10**13, 10**14):
         own = shared_out(found.rank_of, found.in_flight, costs, [capacity] * 4)
         assert own == keep_bytes(schedule, costs, [capacity] * 4)
+
+
+@pytest.mark.parametrize(("name", "chunks"), CASES)
+@pytest.mark.parametrize("again", [(), (0, 2)])
+def test_forwards_come_first_where_a_loss_waits_for_the_batch(
+    name: str, chunks: int, again: tuple[int, ...]
+) -> None:
+    found = known_orders(name, 4, 8, chunks, again, whole_batch=True)
+    schedule = make_schedule(name, 4, 8, recompute=again, chunks=chunks if chunks > 1 else None)
+    assert found.works == encode(forwards_first(schedule))
+    assert set(found.in_flight) == {8}
 
 
 def test_they_are_made_once_and_as_a_schedule_is() -> None:

@@ -1,0 +1,210 @@
+"""`python -m benchmarks.losses`: whether any loss formula is silently another in some layout.
+
+Loss formulas as people write them, on a small model and eight samples with uneven labels, are run
+for one step in every layout: one rank with micro-batches, a pipeline, dp ranks with uneven numbers
+of samples, and, where it differs, tp with a pipeline. The loss and every gradient are compared in
+float64 with the plain model in one process on the whole batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.loss_cells import (
+    BOUND,
+    Cell,
+    Layout,
+    Verdict,
+    judge,
+    references,
+    run_layout,
+    warm_up,
+)
+from benchmarks.loss_formulas import FORMULAS
+from benchmarks.loss_formulas.formula import SAMPLES
+from benchmarks.reports import one_line, told_run
+from merakc.ir.program import Mesh
+
+# Where tp splits what the loss is made of: classes, words, features, parameters, similarities.
+TP_FORMULAS = """
+    ce ce_class_weight kl_batchmean bce_logits ce_flat nll2d triplet elbo focal uncertainty
+    tokens_by_count router_z orthogonality class_weight_by_frequency targets_standardised info_nce
+    clip nt_xent sup_con cox barlow_twins dice mmd imsat ohem balance_top2 balance_masked
+    square_parameter eight_features softmax_of_transposed_samples flatten_and_back rmse
+"""
+LAYOUTS = (
+    Layout("1 rank", Mesh(), 4),
+    Layout("pp=2", Mesh(pp=2), 4),
+    Layout("dp=2", Mesh(dp=2), 1, samples=(5, 3)),
+    Layout("tp=2 × pp=2", Mesh(tp=2, pp=2), 4),
+)
+PAGE = Path(__file__).parent.parent / "docs" / "losses.md"
+RED = (Verdict.WRONG, Verdict.CRASH)
+TABLE_WIDTH = 130  # four layouts with up to four counts each
+
+
+def cells_of(layout: Layout, names: Sequence[str]) -> list[str]:
+    """The formulas of a layout: under tp, those where it makes a difference."""
+    return [name for name in names if layout.mesh.tp == 1 or name in TP_FORMULAS.split()]
+
+
+def measure_all(names: Sequence[str], layouts: Sequence[Layout], limit_s: float) -> Iterator[Cell]:
+    """Every cell, layout by layout."""
+    wanted = references(names, limit_s)
+    for layout in layouts:
+        for name, records in run_layout(layout, cells_of(layout, names), limit_s):
+            yield judge(name, layout, records, wanted[name], limit_s)
+
+
+def passes(cells: Sequence[Cell]) -> bool:
+    """Whether no cell is wrong and none crashed."""
+    return not any(cell.verdict in RED for cell in cells)
+
+
+def summary(cells: Sequence[Cell]) -> str:
+    """How many cells there are of each kind."""
+    formulas = len({cell.formula for cell in cells})
+    found = Counter(cell.verdict for cell in cells)
+    counts = ", ".join(f"{found[v]} {v}" for v in Verdict)
+    share = 100 * found[Verdict.EQUAL] / max(len(cells), 1)
+    return f"{counts} of {len(cells)} cells of {formulas} formulas: {share:.1f} % equal"
+
+
+def count_rows(cells: Sequence[Cell]) -> list[list[str]]:
+    """The head of the table, a row for each family, and one for all."""
+    layouts = list(dict.fromkeys(cell.layout for cell in cells))
+    rows = [["family", "formulas", *layouts]]
+    for family in (*dict.fromkeys(cell.family for cell in cells), "all"):
+        own = [cell for cell in cells if family in (cell.family, "all")]
+        counts = [Counter(c.verdict for c in own if c.layout == layout) for layout in layouts]
+        texts = [", ".join(f"{n[v]} {v}" for v in Verdict if n[v]) for n in counts]
+        rows.append([family, str(len({cell.formula for cell in own})), *texts])
+    return rows
+
+
+def table(cells: Sequence[Cell]) -> Table:
+    """The counts by family and layout."""
+    head, *rows = count_rows(cells)
+    found = Table(*head, title="Loss and gradients against one process")
+    for row in rows:
+        found.add_row(*row)
+    return found
+
+
+def complaints(cells: Sequence[Cell]) -> list[str]:
+    """A line for each cell that is not equal; layouts of one formula and reason share theirs."""
+    lines: dict[tuple[str, Verdict, str], list[str]] = {}
+    for cell in sorted(cells, key=lambda c: list(reversed(Verdict)).index(c.verdict)):
+        if cell.verdict is not Verdict.EQUAL:
+            key = cell.formula, cell.verdict, one_line(cell.reason)
+            lines.setdefault(key, []).append(cell.layout)
+    return [
+        f"{formula} ({', '.join(layouts)}): {verdict}: {reason}"
+        for (formula, verdict, reason), layouts in lines.items()
+    ]
+
+
+def page(cells: Sequence[Cell], arguments: Sequence[str], wall_s: float) -> str:
+    """The page of the documentation."""
+    head, *rows = count_rows(cells)
+    lines = [head, ["---"] * len(head), *rows]
+    counts = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    others = "\n".join(f"- {line}" for line in complaints(cells)) or "Every cell is equal."
+    families = dict.fromkeys(cell.family for cell in cells)
+    names = "\n".join(
+        f"- {family}: "
+        + ", ".join(dict.fromkeys(f"`{c.formula}`" for c in cells if c.family == family))
+        for family in families
+    )
+    return f"""# Which losses are those of one process
+
+{told_run("benchmarks.losses", arguments)} {wall_s:.0f} s in all.
+
+{summary(cells)}.
+
+Each formula is a loss on the features of a small model, with a batch of {SAMPLES} samples whose
+labels, masks and weights lie unevenly: some micro-batches hold none. *Equal* are the loss on every
+rank and every gradient, in float64, to {BOUND:.0e} of the largest element, with those of the plain
+model in one process on the whole batch; where random numbers are drawn, with those of merakc on one
+rank in one micro-batch. *Refused* is an error of merakc's that says why. *Wrong* is another loss or
+gradient without a word, *crash* any other error, and a step that does not end. "1 rank" and "pp=2"
+run 4 micro-batches, the ranks of "dp=2" have 5 and 3 samples, and "tp=2 × pp=2" runs the formulas
+whose classes, words, features or parameters tp splits.
+
+{counts}
+
+## Cells that are not equal
+
+{others}
+
+## The formulas
+
+{names}
+"""
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Comma-separated formulas; all if empty.")] = "",
+    layouts: Annotated[str, typer.Option(help="Comma-separated layouts; all if empty.")] = "",
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the cells here.")
+    ] = None,
+    doc: Annotated[
+        Path | None,
+        typer.Option(help=f"Where the page goes; {PAGE.name} in docs if everything is run."),
+    ] = None,
+    limit_s: Annotated[float, typer.Option("--timeout", help="Seconds per cell.")] = 60.0,
+) -> None:
+    """Compares every formula with one process; exits with 1 where one is wrong or crashes."""
+    start_s = time.perf_counter()
+    torch.set_num_threads(1)
+    console = Console()
+    console.width = max(console.width, TABLE_WIDTH)
+    names = _known(only.split(",") if only else list(FORMULAS), FORMULAS, "--only")
+    by_name = {layout.name: layout for layout in LAYOUTS}
+    chosen = _known(layouts.split(",") if layouts else list(by_name), by_name, "--layouts")
+    if doc is None and (names, chosen) == (list(FORMULAS), list(by_name)):
+        doc = PAGE
+    warm_up()
+    cells = []
+    with console.status("") as status:
+        for cell in measure_all(names, [by_name[name] for name in chosen], limit_s):
+            cells.append(cell)
+            status.update(f"{len(cells)} cells, {cell.layout}: {cell.formula}")
+    wall_s = time.perf_counter() - start_s
+    console.print(table(cells))
+    for line in complaints(cells):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if doc is not None:
+        doc.write_text(page(cells, sys.argv[1:], wall_s))
+    if json_path is not None:
+        body = {"wall_s": wall_s, "cells": [dataclasses.asdict(cell) for cell in cells]}
+        json_path.write_text(json.dumps(body, indent=1) + "\n")
+    state = "passed" if passes(cells) else "FAILED"
+    console.print(f"{state}: {summary(cells)}, {wall_s:.0f} s", highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if passes(cells) else 1)
+
+
+def _known(names: list[str], known: Collection[str], option: str) -> list[str]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise typer.BadParameter(
+            f"{', '.join(unknown)} not known; choose of {', '.join(known)}", param_hint=option
+        )
+    return names
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,172 @@
+"""Custom `autograd.Function`s while a forward is recorded: each call is one node with its backward.
+
+Calls are seen where torch's own `apply` goes down to C++, which every way to call it passes:
+`MyFunction.apply`, an `apply` that was bound before the recording, one that a class overrides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.autograd.function import FunctionCtx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from merakc.errors import RecordError
+from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.writes import written
+from merakc.ir.graph import Ref
+
+# The class through which every `apply` of Python's goes on to C++'s.
+_BASE: Any = torch.autograd.function._SingleLevelFunction
+_APPLY = torch._C._FunctionBase.__dict__["apply"]
+
+
+def apply_plainly(cls: type[Any], *args: Any) -> Any:
+    """Torch's own `apply` of a custom function."""
+    return _APPLY.__get__(None, cls)(*args)
+
+
+@contextlib.contextmanager
+def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
+    """Calls `handle(cls, args)` in place of a custom function's `apply`, bound early or not."""
+    _BASE.apply = classmethod(lambda cls, *args: handle(cls, args))
+    try:
+        yield
+    finally:
+        del _BASE.apply
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Calls a custom function with the leaves of its arguments, as `structure` holds them."""
+
+    cls: type[Any]
+    structure: pytree.TreeSpec
+
+    def __call__(self, *leaves: Any) -> Any:
+        """What the function returns."""
+        return apply_plainly(self.cls, *pytree.tree_unflatten(leaves, self.structure))
+
+
+@contextlib.contextmanager
+def _without_derivative(found: list[torch.Tensor]) -> Iterator[None]:
+    """Adds to `found` what functions mark as not differentiable."""
+    original = FunctionCtx.mark_non_differentiable
+
+    def mark(ctx: Any, *tensors: torch.Tensor) -> None:
+        found.extend(tensors)
+        original(ctx, *tensors)
+
+    FunctionCtx.mark_non_differentiable = mark  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        FunctionCtx.mark_non_differentiable = original  # type: ignore[method-assign]
+
+
+class _Watch(TorchDispatchMode):
+    """Which of the tensors that were there before are read and written by the calls inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made: dict[int, torch.Tensor] = {}
+        self.read: list[torch.Tensor] = []
+        self.written: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.read += self._before((args, kwargs))
+        self.written += self._before(written(func, args, kwargs))
+        out = func(*args, **kwargs)
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, torch.Tensor) and not any(x is r for r in self.read):
+                self.made[id(x)] = x
+        return out
+
+    def _before(self, tree: Any) -> list[torch.Tensor]:
+        tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+        return [x for x in tensors if id(x) not in self.made]
+
+
+class FunctionRecorder(GraphBuilder):
+    """The part of the recorder that writes the nodes of custom functions."""
+
+    paused: bool
+
+    def _untraceable(self, what: str, remedy: str) -> RecordError:
+        raise NotImplementedError
+
+    def _function(self, cls: Any, args: Any) -> Any:
+        """A custom function's call, seen from C++'s `apply`."""
+        if self.paused:
+            return apply_plainly(cls, *args)
+        if cls is torch.utils.checkpoint.CheckpointFunction:
+            # It needs an input with a gradient; without one, eager gives its parameters none.
+            inputs = [a for a in args if isinstance(a, torch.Tensor)]
+            with torch.set_grad_enabled(any(self._ref(a) in self.grads for a in inputs)):
+                return args[0](*args[2:])
+        leaves, structure = pytree.tree_flatten(args)
+        given = [x for x in leaves if isinstance(x, torch.Tensor)]
+        self.paused, watch = True, _Watch()
+        constant: list[torch.Tensor] = []
+        try:
+            with watch, _without_derivative(constant):
+                out = apply_plainly(cls, *args)
+        finally:
+            self.paused = False
+        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        changed = self._check(cls, given, outs, watch)
+        refs = [self._given(x, changed) for x in leaves]
+        ref = self._emit(self._function_name(Apply(cls, structure)), tuple(refs), {}, outs)
+        for index, item in enumerate(outs):
+            if any(item is x for x in changed):
+                self.aliases.write(self._alias(item), Ref(ref.node, index), self.grads)
+            elif isinstance(item, torch.Tensor):
+                self.aliases.add(item, Ref(ref.node, index))
+            if any(item is x for x in constant):
+                self.grads.discard(Ref(ref.node, index))
+        return out
+
+    def _check(
+        self, cls: Any, given: Sequence[torch.Tensor], outs: Sequence[Any], watch: _Watch
+    ) -> list[torch.Tensor]:
+        """The arguments that a call has written to. Raises where a node would not be the call."""
+        called = f"custom function {cls.__name__}"
+        for x in watch.read:
+            if self.aliases.find(x) is not None and not any(x is g for g in given):
+                raise self._untraceable(
+                    f"{called} reads a tensor that it is not given{self._owner(x)}",
+                    "give it to apply() as an argument: autograd looks at those alone",
+                )
+        inner = [o for o in outs if not isinstance(o, torch.Tensor)]
+        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(inner)):
+            raise self._untraceable(
+                f"{called} returns tensors inside a container", "return them one by one"
+            )
+        for x in watch.written:
+            if not any(x is o for o in outs):
+                raise self._untraceable(
+                    f"{called} writes to a tensor that it does not return",
+                    "return it, and mark it by ctx.mark_dirty",
+                )
+        return watch.written
+
+    def _given(self, leaf: Any, changed: Sequence[torch.Tensor]) -> Any:
+        """An argument of the node: of a tensor that the call writes to, a copy."""
+        if any(leaf is x for x in changed):
+            return self._emit("aten.clone.default", (self._ref(leaf),), {}, (leaf,))
+        return self._args(leaf)
+
+    def _function_name(self, apply: Apply) -> str:
+        """The op name of a custom function; classes of one name are numbered."""
+        base = name = f"function.{apply.cls.__name__}.{apply.cls.__module__}"
+        number = 1
+        while self.functions.setdefault(name, apply) != apply:
+            number += 1
+            name = f"{base}.{number}"
+        return name

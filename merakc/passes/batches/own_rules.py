@@ -1,0 +1,293 @@
+"""Rules of nodes of which the sharding row says less of samples than can be known.
+
+Each takes the node's place and returns its outcome, or None where the row is to speak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from merakc.ir.graph import Graph, Node, Ref
+from merakc.passes.batches.normalise import CROSS_ENTROPY, MEAN, NLL
+from merakc.passes.batches.states import (
+    SAMPLES,
+    Dim,
+    Kind,
+    Outcome,
+    State,
+    coupled,
+    ends,
+    every,
+    size,
+    sums,
+)
+from merakc.passes.dims import given
+
+MARGIN = ("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default")
+SCATTERED = {"aten.scatter_add.default": "src", "aten.index_add.default": "source"}
+BATCH_NORM = "aten.batch_norm.default"
+COUNTS = "aten.arange.default"
+CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A node of the part's graph, its twin in the whole batch's, and what is known so far.
+
+    `states` are those of what it reads, as it sees them, `before` those of all values before it;
+    `samples` and `total` the numbers of samples.
+    """
+
+    part: Graph
+    node: Node
+    twin: Node
+    states: Mapping[Ref, State]
+    before: Mapping[Ref, State]
+    makers: Mapping[str, Node]
+    samples: int
+    total: int
+
+    def state(self, name: str) -> State:
+        """The state of a tensor argument, by its name in the schema."""
+        return self.states[given(self.node, name)]
+
+    def shape(self, ref: Ref) -> tuple[int, ...]:
+        """The shape of a value of the part."""
+        return self.part.specs()[ref].shape
+
+
+def own_rule(place: Place) -> Outcome | None:
+    """The outcome of a node that has a rule of its own; None where it has none for this call."""
+    rule = _RULES.get(place.node.op)
+    return rule(place) if rule is not None else None
+
+
+def _dims(state: State) -> tuple[Dim, ...]:
+    assert state.dims is not None
+    return state.dims
+
+
+def _with(dims: tuple[Dim, ...], k: int, dim: Dim) -> State:
+    return State(Kind.ROWS, (*dims[:k], dim, *dims[k + 1 :]))
+
+
+def _cat(place: Place) -> Outcome | None:
+    """Views of the samples, one behind the other."""
+    node = place.node
+    refs = [r for r in node.args[0] if math.prod(place.shape(r))]
+    dim = given(node, "dim") % len(node.spec.shape)
+    along = [_dims(place.states[r])[dim] for r in refs]
+    if not any(SAMPLES in d for d in along):
+        return None
+    if not all(SAMPLES in d for d in along) or len({ends(d)[1] for d in along}) > 1:
+        return coupled(node, "samples stand beside what are none")
+    dims = _dims(place.states[refs[0]])
+    others = [_dims(place.states[r]) for r in refs]
+    if any(SAMPLES in d for own in others for k, d in enumerate(own) if k != dim):
+        return coupled(node, "samples meet other samples")
+    outer = sum(ends(d)[0] for d in along)
+    return Outcome((_with(dims, dim, (outer, SAMPLES, ends(along[0])[1])),))
+
+
+def _slice(place: Place) -> Outcome | None:
+    """Whole views of the samples, of several that stand one behind the other."""
+    node = place.node
+    dims = _dims(place.states[node.refs[0]])
+    dim = given(node, "dim") % len(dims)
+    if SAMPLES not in dims[dim]:
+        return None
+    outer, inner = ends(dims[dim])
+
+    def views(of: Node, samples: int) -> tuple[int, int] | None:
+        each, full = samples * inner, samples * inner * outer
+        start = given(of, "start") or 0
+        start = max(start + full, 0) if start < 0 else start
+        size = of.spec.shape[dim]
+        fits = given(of, "step") == 1 and start % each == 0 and size % each == 0 and size
+        return (start // each, size // each) if fits else None
+
+    here, there = views(node, place.samples), views(place.twin, place.total)
+    if here is None or here != there:
+        return coupled(node, "some of the samples are taken")
+    return Outcome((_with(dims, dim, (here[1], SAMPLES, inner)),))
+
+
+def _labelled(place: Place) -> Outcome | None:
+    """A loss over classes: the dims of the scores but the classes are those of the labels."""
+    node = place.node
+    scores, labels = (place.states[r] for r in node.args[:2])
+    one, two = _dims(scores), _dims(labels)
+    if not scores.sampled and not labels.sampled:
+        return None
+    classes = 1 if len(one) > 1 else 0
+    alike = len(two) == len(one) and node.op == CROSS_ENTROPY  # probabilities of classes
+    rest = [d for k, d in enumerate(one) if k != classes]
+    own = [d for k, d in enumerate(two) if not (alike and k == classes)]
+    if node.op in MARGIN:
+        rest, own = list(one[:1]), list(two[:1])
+    weight = given(node, "weight") if node.op not in MARGIN[1:] else None
+    split = SAMPLES in one[classes] or (alike and SAMPLES in two[classes])
+    if split or (weight is not None and place.states[weight].sampled):
+        return coupled(node, "samples stand where the classes do")
+    if [_outer(d, place.samples) for d in rest] != [_outer(d, place.samples) for d in own]:
+        return coupled(node, "labels that are not those of their own samples")
+    code = given(node, "reduction")
+    if code == 0:
+        return Outcome(every(node, State(Kind.ROWS, tuple(rest))))
+    return sums(node, scaled=code == MEAN)
+
+
+def _outer(dim: Dim, samples: int) -> tuple[int, int | None]:
+    """The size of a dim, and what stands outside of its samples."""
+    return size(dim, samples), ends(dim)[0] if SAMPLES in dim else None
+
+
+def _batch_norm(place: Place) -> Outcome | None:
+    """By convention: each part is normalised by itself, as in all of data parallelism.
+
+    Where the samples are channels, as in an instance norm, each is normalised by itself anyhow.
+    """
+    node = place.node
+    x, training = place.states[node.args[0]], given(node, "training")
+    if not x.sampled:
+        return None
+    dims = _dims(x)
+    others = [place.states[r] for r in node.refs[1:] if place.states[r].sampled]
+    if x.rows is not None and x.rows.dim == 1 and all(s.dims == (dims[1],) for s in others):
+        return Outcome(every(node, State(Kind.ROWS, dims))) if len(node.outputs) == 1 else None
+    if others or SAMPLES in dims[1] or sum(SAMPLES in d for d in dims) > 1:
+        return coupled(node, "samples stand where the channels do")
+    told = "batch norm is over each micro-batch by itself" if training else ""
+    return Outcome(every(node, State(Kind.ROWS, dims)), assumed=told)
+
+
+def _scatter(place: Place) -> Outcome | None:
+    """Samples added into the places of a constant."""
+    node = place.node
+    base, index = place.state("self"), place.state("index")
+    source = place.state(SCATTERED[node.op])
+    dim = given(node, "dim") % max(len(_dims(base)), 1)
+    at = min(dim, len(_dims(index)) - 1)
+    if base.sampled or not _dims(source) or not _dims(index):
+        return None
+    first, second = _dims(index)[at], _dims(source)[dim]
+    elsewhere = [d for k, d in enumerate(_dims(source)) if k != dim]
+    elsewhere += [d for k, d in enumerate(_dims(index)) if k != at]
+    if SAMPLES not in first or SAMPLES not in second or any(SAMPLES in d for d in elsewhere):
+        return None
+    if _outer(first, place.samples) != _outer(second, place.samples):
+        return coupled(node, "samples in another order")
+    if not node.spec.dtype.is_floating_point:
+        return coupled(node, "whole numbers added up")
+    return sums(node, once=True)
+
+
+def _ctc(place: Place) -> Outcome | None:
+    """The alignments of a batch of padded targets, one a sample."""
+    node = place.node
+    log_probs, targets = (_dims(place.states[r]) for r in node.args[:2])
+    lengths = [place.states[r] for r in node.refs[2:]]
+    if [d == (SAMPLES,) for d in log_probs] != [False, True, False] or len(targets) != 2:
+        return None
+    if targets[0] != (SAMPLES,) or any(s.dims != ((SAMPLES,),) for s in lengths):
+        return None
+    states = [
+        State(Kind.ROWS, ((SAMPLES,), *((n,) for n in o.shape[1:]))) if o is not None else None
+        for o in node.outputs
+    ]
+    return Outcome(tuple(states))
+
+
+def _copies(place: Place) -> Outcome | None:
+    """What is no sample's, once for each sample."""
+    node, state = place.node, place.states[place.node.refs[0]]
+    mine, other = node.args[1], place.twin.args[1]
+    if mine == other:
+        return None
+    dims, repeats = _dims(state), "repeat" in node.op
+    if state.sampled:
+        own = dims[::-1]
+        kept = zip(mine[::-1], other[::-1], own, strict=False)
+        same = not repeats and len(mine) == len(dims)
+        fine = same and all(x == y or SAMPLES in d for x, y, d in kept)
+        return None if fine else coupled(node, "copies of samples for each sample")
+    grow = [(x, y) == (place.samples, place.total) for x, y in zip(mine, other, strict=True)]
+    if sum(grow) != 1 or any(not g and x != y for g, x, y in zip(grow, mine, other, strict=True)):
+        return coupled(node, "copies whose number grows otherwise than the samples")
+    if not repeats:
+        shape = zip(grow, node.spec.shape, strict=True)
+        return Outcome((State(Kind.ROWS, tuple((SAMPLES,) if g else (n,) for g, n in shape)),))
+    padded = ((1,),) * (len(mine) - len(dims)) + dims
+    now = tuple((SAMPLES if g else x, *d) for g, x, d in zip(grow, mine, padded, strict=True))
+    return Outcome((State(Kind.ROWS, now),))
+
+
+def _index(place: Place) -> Outcome | None:
+    """`x[arange(samples), which]`: of each sample its own."""
+    node = place.node
+    x, indices = place.states[node.args[0]], node.args[1]
+    picks = [(k, r) for k, r in enumerate(indices) if r is not None]
+    (k, first), *rest = picks
+    dims = _dims(x)
+    if dims[k] != (SAMPLES,) or not rest or not counts(place, first):
+        return None
+    if [j for j, _ in picks] != list(range(k, k + len(picks))):
+        return None
+    if any(place.states[r].dims != ((SAMPLES,),) for _, r in picks):
+        return None
+    if any(SAMPLES in d for j, d in enumerate(dims) if j != k):
+        return None
+    at = (*dims[:k], (SAMPLES,), *dims[k + len(picks) :])
+    return Outcome((State(Kind.ROWS, at),), places=node.refs.index(first))
+
+
+def counts(place: Place, ref: Ref) -> bool:
+    """Whether a value is 0, 1, 2, ... over the samples."""
+    node = place.makers.get(ref.node)
+    while node is not None and node.op in CASTS:
+        node = place.makers.get(node.refs[0].node)
+    return node is not None and node.op == COUNTS and place.states[ref].dims == ((SAMPLES,),)
+
+
+def _masked_scatter(place: Place) -> Outcome | None:
+    """Values put into the places of a mask: of each sample its own, where a part has as many."""
+    node = place.node
+    x, mask, source = (place.states[r] for r in node.refs)
+    shape, own = place.shape(node.refs[0]), place.shape(node.refs[1])
+    first = all(s.dims and s.dims[0][:1] == (SAMPLES,) for s in (x, mask, source))
+    values = math.prod(place.shape(node.refs[2])) * math.prod(own)
+    if not first or len(own) != len(shape) or values % (math.prod(shape) * place.samples):
+        return None
+    return Outcome((State(Kind.ROWS, x.dims),), filled=True)
+
+
+def _histogram(place: Place) -> Outcome | None:
+    """How many of all samples' elements lie in each of some fixed bins."""
+    node = place.node
+    fixed = given(node, "min") != given(node, "max")  # or else they are those of the values
+    return sums(node) if place.states[node.refs[0]].sampled and fixed else None
+
+
+def _embedding(place: Place) -> Outcome | None:
+    if given(place.node, "scale_grad_by_freq"):
+        return coupled(place.node, "gradients scaled by how often a word comes in the batch")
+    return None
+
+
+_RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
+    "aten.cat.default": _cat,
+    "aten.slice.Tensor": _slice,
+    CROSS_ENTROPY: _labelled,
+    **dict.fromkeys((*NLL, *MARGIN), _labelled),
+    BATCH_NORM: _batch_norm,
+    **dict.fromkeys(SCATTERED, _scatter),
+    "aten._ctc_loss.default": _ctc,
+    "aten.expand.default": _copies,
+    "aten.repeat.default": _copies,
+    "aten.index.Tensor": _index,
+    "aten.embedding.default": _embedding,
+    "aten.masked_scatter.default": _masked_scatter,
+    "aten.histc.default": _histogram,
+}

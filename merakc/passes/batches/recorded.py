@@ -1,0 +1,77 @@
+"""A recorded part of a batch, with what the recording of the whole batch says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from merakc.errors import ConfigError, RecordError
+from merakc.frontend.record import Recording
+from merakc.ir.batches import WHOLE_BATCH, BatchLayout, BatchSplit, Couplings, Rows
+from merakc.ir.graph import Graph, Output, OutputKind
+from merakc.passes.batches.analyse import Analysis
+from merakc.passes.batches.split import split
+
+
+@dataclass(frozen=True)
+class BatchRecording(Recording):
+    """The recording of one part of a batch that lies as `layout` says.
+
+    `found` is what the parts make of its values. Where the whole batch is one part it is None, or
+    says what parts of that one would make of them. `couplings` says what samples that are coupled
+    are coupled with: those of the whole batch, or of their micro-batch. `unchecked` says why the
+    parts were not compared with the whole batch by numbers, if they were not.
+    """
+
+    layout: BatchLayout = field(default=BatchLayout((1,), 1), kw_only=True)
+    found: Analysis | None = field(default=None, kw_only=True)
+    couplings: Couplings = field(default=WHOLE_BATCH, kw_only=True)
+    unchecked: str = field(default="", kw_only=True)
+
+
+def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = ()) -> BatchSplit:
+    """The step of a recorded part of a batch of so many, for outputs of these kinds, or all.
+
+    Raises `RecordError` where the batch cannot be in parts, `ConfigError` where its one sample
+    would have to be.
+    """
+    graph = recording.graph
+    outputs = tuple(o for o in graph.outputs if not kinds or o.kind in kinds)
+    found = recording.found if isinstance(recording, BatchRecording) else None
+    if parts == 1:
+        if found is not None and found.share == 1:
+            # Written as parts are, so that it can be run in parts of its own; a head needs none.
+            with suppress(RecordError):
+                alone = split(found, outputs)
+                if alone.head is None:
+                    return alone
+        return BatchSplit(with_outputs(graph, outputs))
+    if found is None:
+        raise ConfigError(
+            f"this forward of {recording.model_name} was recorded for a batch that is one part, "
+            f"and there are to be {parts}; record it for as many"
+        )
+    assert isinstance(recording, BatchRecording)
+    made = split(found, outputs, recording.couplings)
+    if not recording.unchecked:
+        return made
+    told = f"proved, and not compared by numbers: {recording.unchecked}"
+    return replace(made, conventions=(*made.conventions, told))
+
+
+def couplings_of(recording: Recording) -> Couplings:
+    """Which samples are coupled, where any are."""
+    return recording.couplings if isinstance(recording, BatchRecording) else WHOLE_BATCH
+
+
+def rows_of(recording: Recording, split: BatchSplit) -> dict[str, Rows | None]:
+    """Where the samples stand in what a step brings, by the target of the graph's input."""
+    found = recording.found if isinstance(recording, BatchRecording) else None
+    own: Mapping[str, Rows] = found.sampled if found is not None else {}
+    return {**own, **(split.known.rows if split.known is not None else {})}
+
+
+def with_outputs(graph: Graph, outputs: tuple[Output, ...]) -> Graph:
+    """The graph with these outputs, and nothing that they do not need."""
+    return replace(graph, outputs=outputs).pruned().without_unread_inputs()

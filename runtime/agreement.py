@@ -1,0 +1,202 @@
+"""Whether ranks that ought to train alike were given one batch and one optimizer, at every step.
+
+Each rank adds two numbers to a message that is sent anyway, the sum of the losses: hashes of its
+batch and of its optimizer's settings, times coefficients. Those of ranks that ought to agree add up
+to zero, so that equal hashes do. Of every set of such ranks the hashes are scrambled differently,
+lest values that were swapped between two sets cancel out.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from merakc.errors import MismatchError
+from merakc.ir.program import Mesh
+from merakc.runtime.groups import Groups
+from merakc.runtime.state import digest
+
+# Of a larger tensor, blocks of elements at even distances, others at every step: to hash a batch of
+# images takes a tenth of a millisecond then.
+MAX_BYTES, _BLOCK = 2**18, 256
+_BITS = 31  # of a hash: its multiples and their sums over ranks are exact in float64
+_ODD = 0x9E3779B97F4A7C15  # the fractional digits of the golden ratio, which scatter bits
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where Python put an object
+_BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
+
+
+@dataclass(eq=False)
+class Agreement:
+    """The numbers of one rank. `leaves` are those of the batch that is running, if one is.
+
+    `settings` are those of the optimizers of the rank's `parameters` that have taken a step since
+    the last loss, in words.
+    """
+
+    groups: Groups
+    parameters: Callable[[], Iterable[torch.Tensor]] = tuple
+    leaves: Sequence[Any] | None = None
+    compared: bool = False  # whether a batch was compared before it ran
+    settings: dict[int, str] = field(default_factory=dict)
+    _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
+    _hook: Any = None
+
+    def watch(self) -> None:
+        """Looks at the settings of optimizers whenever they take a step, until `close`."""
+        own = weakref.ref(self)
+
+        def seen(optimizer: Optimizer, *_: Any) -> None:
+            agreement = own()
+            if agreement is not None:
+                agreement.look(optimizer)
+
+        self._hook = register_optimizer_step_post_hook(seen)
+
+    def close(self) -> None:
+        """Looks no more."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Notes the settings of an optimizer, if it is of these parameters."""
+        if optimizer not in self._ours:
+            own = {id(p) for p in self.parameters()}
+            held = (id(p) for group in optimizer.param_groups for p in group["params"])
+            self._ours[optimizer] = not own.isdisjoint(held)
+        if self._ours[optimizer]:
+            self.settings[id(optimizer)] = _settings(optimizer)
+
+    def given(self, leaves: Sequence[Any]) -> None:
+        """Notes the batch that runs next; the first one is compared at once, lest ranks that are
+        given others wait for each other.
+        """
+        self.leaves = leaves
+        if not self.compared:
+            self.compared = True
+            self._compare_batches(leaves)
+
+    def _compare_batches(self, leaves: Sequence[Any]) -> None:
+        """Raises `MismatchError` where the ranks of this replica were given other leaves.
+
+        A sampler that counts ranks in place of dp ranks would train on garbage.
+        """
+        group = self.groups.axis("model")
+        if group is None:
+            return
+        digests = [""] * group.size()
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        others = [_told(x) for x in leaves if not isinstance(x, torch.Tensor)]
+        dist.all_gather_object(digests, f"{digest(tensors)} {others}", group=group)
+        ranks = dist.get_process_group_ranks(group)
+        odd = [r for r, d in zip(ranks, digests, strict=True) if d != digests[0]]
+        if odd:
+            raise MismatchError(
+                f"ranks {odd} were given another batch than rank {ranks[0]}, with which they form "
+                f"one data-parallel replica; {_BATCHES}"
+            )
+
+    def share(self, loss: torch.Tensor, step: int) -> torch.Tensor:
+        """The sum of all ranks' losses.
+
+        Raises `MismatchError` on every rank where ranks that ought to agree do not.
+        """
+        world = self.groups.axis("world")
+        if world is None:
+            return loss.clone()
+        mesh, rank = self.groups.mesh, self.groups.rank
+        leaves, self.leaves = self.leaves, None
+        told = "; ".join(sorted(self.settings.values()))
+        self.settings.clear()
+        marks = [batch_mark(leaves or (), mesh, rank, step), settings_mark(told, mesh, rank)]
+        sums = torch.tensor([0.0, *marks], dtype=torch.float64).to(loss.device)
+        sums[0] = loss
+        dist.all_reduce(sums, group=world)
+        batches, optimizers = sums[1:].tolist()
+        if batches:
+            self._compare_batches(leaves or ())
+            raise MismatchError(
+                f"ranks of another data-parallel replica were given different batches; {_BATCHES}"
+            )
+        if optimizers:
+            self._tell_optimizers(told, world)
+        return sums[0].to(loss.dtype)
+
+    def _tell_optimizers(self, told: str, world: dist.ProcessGroup) -> None:
+        everyone = [""] * world.size()
+        dist.all_gather_object(everyone, told, group=world)
+        first: dict[int, int] = {}
+        for rank, own in enumerate(everyone):
+            other = first.setdefault(self.groups.mesh.coordinates(rank)[1], rank)
+            if own != everyone[other]:
+                raise MismatchError(
+                    f"rank {rank} trains with other settings than rank {other}, which holds the "
+                    f"same parameters: {own or 'no optimizer'} in place of "
+                    f"{everyone[other] or 'no optimizer'}; give all ranks the same optimizer"
+                )
+
+
+def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float:
+    """What a rank adds for its batch, of these leaves; over the ranks of each replica the sum is
+    zero. Every rank gives the same `step`.
+    """
+    found = 0
+    for leaf in leaves:
+        data = _sample(leaf, step) if isinstance(leaf, torch.Tensor) else _told(leaf).encode()
+        found = zlib.crc32(data, found)
+    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
+    return _mark(found, dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
+
+
+def settings_mark(told: str, mesh: Mesh, rank: int) -> float:
+    """What a rank adds for its optimizers; over the ranks of each pipeline rank the sum is zero:
+    they hold the same parameters, or parts of them.
+    """
+    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
+    return _mark(zlib.crc32(told.encode()), pipeline_rank, mesh.dp * mesh.tp, dp == tp_rank == 0)
+
+
+def _mark(value: int, place: int, ranks: int, first: bool) -> float:
+    scrambled = (value + 1) * (2 * place + 1) * _ODD % 2**64 >> 64 - _BITS
+    return float(scrambled * (ranks - 1 if first else -1))
+
+
+def _told(value: Any) -> str:
+    """What is no tensor, in words that are the same on every rank."""
+    return _ADDRESS.sub("", repr(value))
+
+
+def _sample(tensor: torch.Tensor, step: int) -> Any:
+    """The bytes of a tensor on the CPU; of a large one, of some of its elements."""
+    flat = tensor.detach().reshape(-1)
+    stride = -(-flat.numel() * flat.element_size() // MAX_BYTES)
+    if stride > 1:
+        whole = flat.numel() // _BLOCK * _BLOCK
+        flat = flat[:whole].view(-1, _BLOCK)[step % stride :: stride]
+    return flat.cpu().contiguous().view(torch.uint8).numpy()
+
+
+def _settings(optimizer: Optimizer) -> str:
+    """The numbers that an optimizer works with, group by group."""
+    told = [
+        ", ".join(f"{k}={_number(v)}" for k, v in sorted(g.items()) if _number(v) is not None)
+        for g in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({' | '.join(dict.fromkeys(told))})"
+
+
+def _number(value: Any) -> Any:
+    """A setting that is a number or several; None of others."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, (tuple, list)) and value and all(_number(v) is not None for v in value):
+        return value
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None

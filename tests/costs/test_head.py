@@ -1,0 +1,66 @@
+"""The bytes of what couples samples, against those of a step that runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.ranks import run_ranks
+from merakc.cluster import NOMINAL_CPU
+from merakc.costs.head import compiled_head, gather_seconds, head_bytes
+from merakc.costs.timeline import program_memory
+from merakc.ir.program import Mesh
+from merakc.predict import planned_costs, predict
+from merakc.runtime.live_bytes import LiveBytes
+from tests.coupled_models import ROUTED, TOWERS, Coupled
+from tests.coupled_steps import prepared
+
+
+def peaks(case: Coupled, mesh: Mesh, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """The predicted and the measured peak of this rank's step, without its state."""
+    ready = prepared(case, mesh, sizes, 4, {})
+    head, executor = ready.executor.head, ready.executor
+    assert head is not None
+    found = head_bytes(head.head, head.chunk, head.layout)
+    chunks = {s: stage.chunk for s, stage in executor.stages.items()}
+    memory = program_memory(executor.program, chunks, 0, head=found)
+    executor.run(ready.inputs, ready.known)
+    with LiveBytes(()) as live:
+        executor.run(ready.inputs, ready.known)
+    return max(m.peak_bytes for m in memory), live.peak_bytes
+
+
+@pytest.mark.parametrize("case", [TOWERS, ROUTED], ids=["towers", "routed"])
+@pytest.mark.parametrize(("mesh", "sizes"), [(Mesh(), (64,)), (Mesh(dp=2), (64, 32))])
+def test_bytes_of_a_step(case: Coupled, mesh: Mesh, sizes: tuple[int, ...]) -> None:
+    for predicted, measured in run_ranks(mesh.world_size, peaks, case, mesh, sizes):
+        assert predicted == pytest.approx(measured, rel=0.01)
+
+
+def seconds_and_bytes() -> dict[str, float]:
+    """What a head costs from its forward alone over what its own graphs say, and in a step."""
+    mesh, cluster = Mesh(dp=2), replace(NOMINAL_CPU, link_latency_s=1e-3)
+    ready = prepared(TOWERS, mesh, (32, 32), 2, {})
+    head, lowered = ready.executor.head, ready.lowered
+    assert head is not None
+    (rough,) = planned_costs(lowered, cluster)
+    exact = compiled_head(rough, head.head, head.chunk, head.layout, mesh, cluster)
+    step, _ = predict(lowered, cluster, (exact,))
+    less, _ = predict(lowered, cluster, (replace(exact, head_s=0.0, head_peak_bytes=0),))
+    return {
+        "seconds": rough.head_s / exact.head_s,
+        "bytes": rough.head_peak_bytes / exact.head_peak_bytes,
+        "added_s": (step.step_s - less.step_s) / exact.head_s,
+        "added_bytes": step.peak_bytes[0] - less.peak_bytes[0],
+        "gather_s": gather_seconds(head.head, mesh, cluster),
+    }
+
+
+def test_seconds_and_bytes_of_a_step() -> None:
+    for found in run_ranks(2, seconds_and_bytes):
+        assert 0.5 < found["seconds"] < 2
+        assert 0.5 < found["bytes"] < 2
+        assert found["added_s"] == pytest.approx(1)
+        assert found["added_bytes"] > 0
+        assert found["gather_s"] > 1e-3

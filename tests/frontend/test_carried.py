@@ -1,0 +1,188 @@
+"""Forwards that leave something behind: caches are recorded, what the next one would see is not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from merakc.errors import RecordError
+from merakc.frontend.record import record
+from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph
+from tests.frontend.small import Small, linear, randn
+
+Forward = Callable[[Any, Tensor], Any]
+F64 = torch.float64
+
+
+def model(forward: Forward, **attributes: Any) -> nn.Module:
+    made = Small(forward, layer=linear())
+    made.register_buffer("table", torch.arange(6.0, dtype=F64))
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def cached(s: Any, x: Tensor) -> Any:
+    if s.cache is None or s.cache.shape[0] < len(x):
+        s.cache, s.length = torch.outer(torch.arange(len(x), dtype=F64), s.table).cos(), len(x)
+    return (s.layer(x) * s.cache[: len(x)]).square().sum()
+
+
+def flagged(s: Any, x: Tensor) -> Any:
+    s.width, s.seen = x.shape[-1], {"shape": tuple(x.shape)}
+    return s.layer(x).square().sum() * s.width
+
+
+def observed(s: Any, x: Tensor) -> Any:
+    y = s.layer(x)
+    s.last, s.lasts = y, [y.detach(), x]
+    return (s.last * s.lasts[0]).sum()
+
+
+def made_late(s: Any, x: Tensor) -> Any:
+    if not hasattr(s, "mask"):
+        s.register_buffer("mask", torch.ones(6, 6, dtype=F64).tril(), persistent=False)
+    return (s.layer(x) @ s.mask).square().sum()
+
+
+@functools.lru_cache
+def remembered(width: int) -> Tensor:
+    return torch.arange(width, dtype=F64)
+
+
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    "a cache": lambda: model(cached, cache=None, length=0),
+    "a cache that is filled": lambda: model(cached, cache=torch.eye(6, dtype=F64), length=0),
+    "sizes": lambda: model(flagged, width=0),
+    "what is only looked at": lambda: model(observed),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_the_next_forward_does_not_see(name: str) -> None:
+    made = KEPT[name]()
+    before = dict(vars(made))
+    check(made, randn(4, 6))
+    assert vars(made) == before
+
+
+def test_a_buffer_that_is_made_late() -> None:
+    made, x = model(made_late), randn(4, 6)
+    graph = record(made, (x,), {}).graph
+    found = run_graph(graph, inputs_of(graph, made, (x,), {}))
+    wanted = run_eager(made, (x,), {})
+    assert torch.equal(found.outputs["output"], wanted.outputs["output"])
+
+
+def counted(s: Any, x: Tensor) -> Any:
+    s.calls += 1
+    return s.layer(x).square().sum() / s.calls
+
+
+def recurrent(s: Any, x: Tensor) -> Any:
+    y = s.layer(x + s.memory)
+    s.memory = y.detach()
+    return y.square().sum()
+
+
+def averaged(s: Any, x: Tensor) -> Any:
+    s.memory = s.memory * 0.9
+    return (s.layer(x) * s.memory).square().sum()
+
+
+def initialised(s: Any, x: Tensor) -> Any:
+    if not s.ready:
+        s.ready = True
+        return s.layer(x).sum()
+    return s.layer(x).square().sum()
+
+
+def weights_kept(s: Any, x: Tensor) -> Any:
+    if s.memory is None:
+        s.memory = s.layer.weight * 2
+    return (x @ s.memory).square().sum()
+
+
+def grown(s: Any, x: Tensor) -> Any:
+    y = s.layer(x)
+    s.things.append(y.mean().detach())
+    return y.square().sum()
+
+
+def cycled(s: Any, x: Tensor) -> Any:
+    s.factors.append(s.factors.pop(0))
+    return s.layer(x).square().sum() * s.factors[0]
+
+
+ones = torch.ones(6, dtype=F64)
+CARRIED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "a counter": (lambda: model(counted, calls=0), r"every forward changes 'calls' \(from 1 to 2"),
+    "a memory": (lambda: model(recurrent, memory=ones), "in 'memory' a tensor that .* left there"),
+    "an average": (lambda: model(averaged, memory=ones), "'memory'"),
+    "a first time": (lambda: model(initialised, ready=False), "second forward .*'ready'"),
+    "weights": (lambda: model(weights_kept, memory=None), "in 'memory' a tensor"),
+    "a list": (lambda: model(grown, things=[]), r"every forward changes 'things\[1\]'"),
+    "an order": (lambda: model(cycled, factors=[1.0, 2.0, 3.0]), r"'factors\[0\]'"),
+}
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_what_the_next_forward_would_see_is_refused(name: str) -> None:
+    make, message = CARRIED[name]
+    inner = make()
+    outer = Small(lambda s, x: s.inner(x), inner=inner)
+    before = dict(vars(inner))
+    with pytest.raises(RecordError, match=message.replace("'", "'inner.", 1)):
+        record(outer, (randn(4, 6),), {})
+    assert vars(inner) == before
+
+
+def test_hooks_that_keep_what_they_see_are_refused() -> None:
+    found: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, args: Any, out: Tensor) -> None:
+        found["out"] = out
+
+    made = model(lambda s, x: s.layer(x).square().sum())
+    made.layer.register_forward_hook(look)
+    with pytest.raises(RecordError, match=r"keeps a tensor in 'found of .*look\['out'\]'"):
+        record(made, (randn(4, 6),), {})
+    assert not found
+
+
+def test_hooks_that_count_are_refused() -> None:
+    made, calls = model(lambda s, x: s.layer(x).square().sum()), [0]
+
+    def look(*_: Any) -> None:
+        calls[0] += 1
+
+    made.layer.register_forward_hook(look)
+    with pytest.raises(RecordError, match=r"every forward changes 'calls of .*look\[0\]'"):
+        record(made, (randn(4, 6),), {})
+    assert calls == [0]
+
+
+def test_a_function_that_remembers_what_it_made() -> None:
+    """What one recording leaves in its cache is no tensor of the next, nor of eager."""
+    made = model(lambda s, x: (s.layer(x) * remembered(6)).square().sum())
+    for samples in (4, 8):
+        check(made, randn(samples, 6))
+
+
+def branching(s: Any, x: Tensor) -> Any:
+    s.calls += 1
+    return s.layer(x) * 2 if x.sum() > 0 else s.layer(x)
+
+
+def test_a_module_that_counts_cannot_run_as_it_is() -> None:
+    inner = model(branching, calls=0)
+    outer = Small(lambda s, x: s.inner(s.layer(x)).sum(), layer=linear(), inner=inner)
+    with pytest.raises(RecordError, match="control flow depends on the data") as caught:
+        record(outer, (randn(4, 6),), {})
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("every forward changes 'calls'" in note for note in notes)

@@ -1,0 +1,114 @@
+"""Ranks that are given other batches or optimizers: seen at every step, on every rank."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.ranks import run_ranks
+from merakc.errors import MismatchError
+from merakc.ir.program import Mesh
+from merakc.runtime.agreement import MAX_BYTES, batch_mark, settings_mark
+from tests.battery.small_models import Words, first_part, parallel, words
+
+MESH = Mesh(2, 2, 2)
+
+
+def marks(batches: list[torch.Tensor], step: int = 0) -> float:
+    """The sum over ranks, each given the batch of its place."""
+    return sum(batch_mark([x, 1.5], MESH, r, step) for r, x in enumerate(batches))
+
+
+def test_equal_batches_of_replicas_add_up_to_nothing() -> None:
+    first, second = torch.arange(6), torch.arange(6) + 1
+    own = [first if MESH.coordinates(r)[0] == 0 else second for r in range(8)]
+    assert marks(own) == 0.0
+    for rank, other in product(range(8), (first * 2, first.flip(0), first.double())):
+        assert marks([*own[:rank], other, *own[rank + 1 :]]) != 0.0
+    assert marks([own[(r * 3) % 8] for r in range(8)]) != 0.0  # the same batches, dealt otherwise
+    swapped = [second if r in (1, 2) else first for r in range(4)]
+    mesh = Mesh(2, 1, 2)
+    assert sum(batch_mark([x], mesh, r, 0) for r, x in enumerate(swapped)) != 0.0
+
+
+def test_numbers_that_are_no_tensors_count() -> None:
+    x = torch.ones(2)
+    assert batch_mark([x, 1.5], MESH, 0, 0) != batch_mark([x, 2.5], MESH, 0, 0)
+    assert batch_mark([x.bfloat16()], MESH, 0, 0) == batch_mark([x.bfloat16()], MESH, 0, 1)
+
+
+def test_large_tensors_are_sampled_elsewhere_at_every_step() -> None:
+    x = torch.zeros(MAX_BYTES)  # four times as many bytes
+    y = x.clone()
+    y[MAX_BYTES // 2] = 1.0
+    seen = [batch_mark([x], MESH, 0, k) != batch_mark([y], MESH, 0, k) for k in range(4)]
+    assert sum(seen) == 1
+
+
+def test_settings_are_compared_where_parameters_are_the_same() -> None:
+    for pipeline_rank in range(2):
+        own = [r for r in range(8) if MESH.coordinates(r)[1] == pipeline_rank]
+        assert sum(settings_mark("a", MESH, r) for r in own) == 0.0
+        for odd in own:
+            assert sum(settings_mark("ab"[r == odd], MESH, r) for r in own) != 0.0
+
+
+def second_step(layout: dict[str, int]) -> str:
+    """The error of a second training step, behind an evaluation, for which rank 1 has another
+    batch of the same shape.
+    """
+    model = parallel(Words, words(0), micro_batches=2, **layout)
+    with torch.no_grad():
+        model.eval()(**words(0))
+    model.train()(**words(0))["loss"].backward()
+    with pytest.raises(MismatchError) as caught:
+        model(**words(int(model.rank == 1)))
+    model(**words(2))["loss"].backward()  # the ranks are still together
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}, {"dp": 2, "pp": 2}], ids=str)
+def test_every_step_is_looked_at(layout: dict[str, int]) -> None:
+    world = layout.get("dp", 1) * 2
+    found = run_ranks(world, second_step, layout)
+    named = [text for text in found if "ranks [1] were given another batch than rank 0" in text]
+    assert len(named) == 2
+    assert all("another data-parallel replica" in text for text in found if text not in named)
+
+
+def trained(layout: dict[str, int], options: list[dict[str, Any]]) -> str:
+    """The error of the second of two training steps, each rank with its own optimizer."""
+    model = parallel(Words, words(0), micro_batches=2, **layout)
+    batch = first_part(words(0), layout.get("dp", 1))
+    other = nn.Linear(1, 1)  # another model's optimizer is nobody's business
+    for rate, module in ((0.1 * model.rank, other), (None, model)):
+        own = {"lr": rate} if rate is not None else options[model.rank]
+        optimizer = torch.optim.AdamW(module.parameters(), **own)
+        if module is model:
+            model(**batch)["loss"].backward()
+        optimizer.step()
+    try:
+        model(**batch)
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}], ids=str)
+def test_optimizers_that_differ(layout: dict[str, int]) -> None:
+    rates: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.02}]
+    for text in run_ranks(2, trained, layout, rates):
+        assert "rank 1 trains with other settings than rank 0" in text
+        assert "lr=0.02" in text
+        assert "lr=0.01" in text
+    same: list[dict[str, Any]] = [{"lr": 0.01, "foreach": k == 0} for k in range(2)]
+    assert run_ranks(2, trained, layout, same) == ["", ""]
+
+
+def test_stages_may_have_optimizers_of_their_own() -> None:
+    rates: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.02}]
+    assert run_ranks(2, trained, {"pp": 2}, rates) == ["", ""]
