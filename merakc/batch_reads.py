@@ -9,8 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from merakc.batches import cast_floats, named_tensors, split_batch
 from merakc.errors import MismatchError
 from merakc.frontend.reads import Reads
+from merakc.ir.plan import Plan
+
+
+def micro_batches_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan
+) -> list[dict[str, torch.Tensor]]:
+    """The tensors of each micro-batch, by name."""
+    dtype = plan.precision.dtype("compute") if plan.precision else None
+    parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
+    return [named_tensors(*part) for part in parts]
 
 
 @dataclass(eq=False)

@@ -173,7 +173,7 @@ class ParallelModel(Mirror):
             book.write(result)
         if train:
             steps.taken += 1
-            loss = self._with_gradients(loss, steps.gradients(step, result))
+            loss = self._with_gradients(loss, steps.finite(result.gradients))
         return _outputs(step.recording, {_loss_name(step.recording): loss})
 
     def _with_gradients(self, loss: torch.Tensor, gradients: Tensors) -> torch.Tensor:

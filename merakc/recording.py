@@ -97,8 +97,8 @@ def record_part(
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
-        graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
+        graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
+        part.reads, part.finite, layout=layout, found=found, couplings=couplings, unchecked=unchecked,
     )  # fmt: skip
 
 

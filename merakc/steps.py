@@ -14,13 +14,10 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batch_reads import BatchReads
+from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import (
     batch_size_of,
-    cast_floats,
-    named_tensors,
     signature,
-    split_batch,
 )
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
@@ -47,10 +44,9 @@ from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
-from merakc.runtime.state import Placement
+from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
-from merakc.unused import forget, without_unused
-from merakc.weights import joined
+from merakc.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -129,9 +125,7 @@ class Steps:
         *,
         train: bool,
     ) -> CompiledStep:
-        """Compiles this rank's chunks, for batches that lie so and answer as the recording's did, and
-        keeps them under `key`.
-        """
+        """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
         key = self.reads.add(key, recording.reads)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
@@ -151,7 +145,7 @@ class Steps:
             late=lowered.loss.written,
         )
         known, group = lowered.loss.known, self.groups.axis("dp")
-        whole = partial(joined, self.state, self.placements, self.groups)
+        whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         step = CompiledStep(recording, layout, lowered, chunks, executor, before)
         self.compiled[key] = step
@@ -179,15 +173,14 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        known = self.reads.key(key, lambda: self._parts(args, kwargs))
+        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, self.planned.plan))
         if known in self.compiled:
             self.compiled[known] = self.compiled.pop(known)  # the last used stand last
             return self.compiled[known]
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, or numbers "
-                f"that its forward reads of batches, and keeps {MAX_SHAPES}; pad the batches to "
-                "fewer shapes, or keep the numbers in tensors, to save the time",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch or numbers that it "
+                f"reads of them, and keeps {MAX_SHAPES}; pad the batches to fewer to save the time",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
@@ -211,13 +204,6 @@ class Steps:
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)
         return self.add(key, recording, lowered, chunks, layout, train=train)
-
-    def _parts(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensors]:
-        """The tensors of each micro-batch, by name."""
-        plan = self.planned.plan
-        dtype = plan.precision.dtype("compute") if plan.precision else None
-        parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
-        return [named_tensors(*part) for part in parts]
 
     def _check_held(self, lowered: Lowered) -> None:
         """Refuses a recording that wants parameters elsewhere than they are."""
@@ -275,7 +261,7 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        parts = self._parts(args, kwargs)
+        parts = micro_batches_of(args, kwargs, self.planned.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, self.groups.axis("dp"))
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
@@ -288,6 +274,7 @@ class Steps:
         forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
+        drop_unused(result.gradients, step.doubtful, self.groups.axis("world"), self.device)
         self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:
@@ -306,15 +293,11 @@ class Steps:
                     dist.all_reduce(value, group=group)
             self.state[name].copy_(value)
 
-    def gradients(self, step: CompiledStep, result: StepResult) -> Tensors:
-        """The gradients of what the step used, without the scale of the loss; none, where a rank's
-        are not finite.
-        """
-        world = self.groups.axis("world")
-        found = without_unused(result.gradients, step.doubtful, world, self.device)
+    def finite(self, gradients: Tensors) -> Tensors:
+        """The gradients without the scale of the loss; none, where a rank's are not finite."""
         if self.loss_scale is None:
-            return found
-        return found if self.loss_scale.finite(found, world) else {}
+            return gradients
+        return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
         """The loss of the whole batch, on every rank.

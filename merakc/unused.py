@@ -40,23 +40,24 @@ def forget(uses: Uses) -> None:
         call.used.clear()
 
 
-def without_unused(
-    gradients: Mapping[str, torch.Tensor],
+def drop_unused(
+    gradients: dict[str, torch.Tensor],
     uses: Uses,
     group: dist.ProcessGroup | None,
     device: torch.device,
-) -> dict[str, torch.Tensor]:
-    """The gradients of a step but for parameters that no micro-batch of any rank used; collective,
-    where there is a `group` of all ranks and a doubt.
+) -> None:
+    """Takes the gradients of parameters that no micro-batch of any rank used out of those of a step
+    that trained; collective, where there is a `group` of all ranks and a doubt.
     """
     if not uses:
-        return dict(gradients)
+        return
     used = [any(place in call.used for call, place in places) for places in uses.values()]
     flags = torch.tensor(used, dtype=torch.int32, device=device)
     if group is not None:
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    unused = {name for name, flag in zip(uses, flags.tolist(), strict=True) if not flag}
-    return {name: value for name, value in gradients.items() if name not in unused}
+    for name, flag in zip(uses, flags.tolist(), strict=True):
+        if not flag:
+            gradients.pop(name, None)
 
 
 def _calls(uses: Uses) -> Iterable[Call]:

@@ -9,6 +9,7 @@ one mask have a region each.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -35,6 +36,7 @@ SIZED = frozenset(
     {"aten.nonzero.default", "aten.masked_select.default", "aten._unique2.default",
      "aten.unique_dim.default", "aten.unique_consecutive.default", "aten.repeat_interleave.Tensor"}
 )  # fmt: skip
+_SYMBOL = re.compile(r"\b(?:u|zuf|read)\d+\b")
 WHY = "shapes or numbers depend on the data"
 
 
@@ -92,6 +94,8 @@ class Region:
         text = "\n".join(
             str(replace(n, args=map_refs(n.args, lambda r: renamed.get(r, r)))) for n in self.nodes
         )
+        order: dict[str, str] = {}  # symbols are numbered through all recordings
+        text = _SYMBOL.sub(lambda m: order.setdefault(m[0], f"s{len(order)}"), text)
         return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
