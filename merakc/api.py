@@ -20,6 +20,7 @@ from torch import nn
 from merakc.batch_dims import GivenDims, parse_batch_dims
 from merakc.batches import (
     call_arguments,
+    tensors_of,
     with_tensor_specs,
 )
 from merakc.bookkeeping import Bookkeeper, make_header
@@ -28,7 +29,9 @@ from merakc.errors import MerakWarning
 from merakc.expected import expected
 from merakc.find_samples import find_samples
 from merakc.frontend.fingerprint import fingerprint
+from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.record import Recording
+from merakc.frontend.regions import WHY as DYNAMIC
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
@@ -57,6 +60,8 @@ from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
 
 _living: WeakSet[Steps] = WeakSet()
+# The share of the forward's arithmetic from which on it matters that a part runs as it is.
+WORTH_TELLING = 0.01
 
 
 def auto_parallel(
@@ -145,10 +150,11 @@ def _decide(
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan."""
     given, requests, specs = from_rank_0(lambda: requested(fixed, plan, batch))
+    tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
 
     @cache
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_tensor_specs(*call_arguments(batch), specs)
+        return with_tensor_specs(*call_arguments(batch), specs, tensors)
 
     likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
 
@@ -172,6 +178,11 @@ def _decide(
     def recorded(parts: int, dp: int = likely) -> BatchRecording:
         return with_loss(made(reading(), parts, dp))
 
+    if any(
+        together(lambda: any(_needs_values(lambda k=k: first(k)) for k in range(len(requests))))
+    ):
+        tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
+        example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))
     request, machines = requests[reading()], cluster or _nominal(device)
     lowered = _lowered(request, given, recorded, machines)
@@ -234,14 +245,18 @@ def _build(
 
 
 def _warn_of_opaque(plan: Plan) -> None:
-    """Says once for each module what runs as it is."""
+    """Says once for each module what runs as it is, where that is more than a sum over a mask."""
     for module in plan.opaque_modules:
+        where = f"module '{module.name}'" if module.name else "the model's own forward"
+        if module.reason == DYNAMIC:
+            where = f"a part of {where}"
+            if module.flops_share < WORTH_TELLING:
+                continue
         warnings.warn(
-            f"module '{module.name}' cannot be recorded and runs as it is, whole on one stage and "
+            f"{where} cannot be recorded and runs as it is, whole on one stage and "
             f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
             f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward; parameters that it does not use for a batch have gradients of zeros "
-            "where they would have none, which weight decay and momentum act on",
+            "the backward",
             MerakWarning,
             stacklevel=3,
         )
@@ -266,6 +281,17 @@ def _release_groups() -> None:
         steps.close()
     unbind_axes()
     gc.collect()
+
+
+def _needs_values(recorded: Callable[[], Recording]) -> bool:
+    """Whether the forward reads more of its batch than shapes; what else may fail, will again."""
+    try:
+        recorded()
+    except ValuesNeededError:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -246,9 +246,13 @@ def tensor_specs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpecs:
 
 
 def with_tensor_specs(
-    args: Sequence[Any], kwargs: Mapping[str, Any], specs: TensorSpecs
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: TensorSpecs,
+    tensors: Sequence[torch.Tensor] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same batch with tensors of other shapes and dtypes, on the meta device.
+    """The same batch with tensors of other shapes and dtypes, on the meta device; or with other
+    `tensors`, if there are any.
 
     Raises `ConfigError` where the batch holds another number of tensors.
     """
@@ -258,17 +262,23 @@ def with_tensor_specs(
             f"the example batch holds {found} tensors, rank 0's {len(specs)}; give all ranks "
             "batches of the same structure"
         )
-    now = iter(specs)
+    now = iter(tensors) if tensors else _on_meta(specs)
 
     def replaced(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape, dtype = next(now)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return next(now) if isinstance(leaf, torch.Tensor) else leaf
 
     made: tuple[tuple[Any, ...], dict[str, Any]]
     made = pytree.tree_map(replaced, (tuple(args), dict(kwargs)))
     return made
+
+
+def _on_meta(specs: TensorSpecs) -> Iterator[torch.Tensor]:
+    return (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in specs)
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    return _tensors(call_arguments(batch))
 
 
 def _kinds(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

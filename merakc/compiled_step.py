@@ -16,6 +16,7 @@ from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import trained
 from merakc.planner import Lowered
 from merakc.runtime.executor import Executor
+from merakc.unused import Uses, doubtful
 
 Tensors = dict[str, torch.Tensor]
 
@@ -38,6 +39,11 @@ class CompiledStep:
     def trained(self) -> frozenset[str]:
         """The names of the parameters that the loss gives a gradient to."""
         return frozenset(trained(self.lowered.loss.graph))
+
+    @cached_property
+    def doubtful(self) -> Uses:
+        """The parameters that a batch may leave unused."""
+        return doubtful(self.lowered.loss.graph)
 
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:

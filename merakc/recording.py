@@ -62,7 +62,8 @@ def record_part(
     def recorded(samples: int, some: Sequence[Any], named: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
-                made = record(model, some, named, dtype)
+                told = sized(layout.each).reads if samples != layout.each else None
+                made = record(model, some, named, dtype, told.answers if told else ())
             except ForwardError as error:
                 if samples == layout.own or _fails(model, args, kwargs, dtype):
                     raise
@@ -73,7 +74,12 @@ def record_part(
     @cache
     def sized(samples: int) -> Recording:
         if samples == layout.each:
-            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches, dims)[0])
+            first, *others = split_batch(args, kwargs, layout.micro_batches, dims)
+            made = recorded(samples, *first)
+            _check_parts(made, others, layout)
+            return made
+        if samples == layout.own:  # with its values
+            return recorded(samples, args, kwargs)
         return recorded(samples, *resized(args, kwargs, sampled, samples))
 
     part = sized(layout.each)
@@ -101,9 +107,33 @@ def record_part(
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
-        graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings, dims=dims, unchecked=unchecked,
+        graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
+        part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
+        unchecked=unchecked,
     )  # fmt: skip
+
+
+def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayout) -> None:
+    """Raises `RecordError` where Python reads something else of another micro-batch, or may of the
+    whole batch.
+    """
+    if recording.reads is None:
+        return
+    for number, (args, kwargs) in enumerate(others, 1):
+        difference = recording.reads.difference(named_tensors(args, kwargs))
+        if difference:
+            raise RecordError(
+                f"the forward reads other numbers of micro-batch {number} than of the first: "
+                f"{difference}; one graph runs all micro-batches: pad them alike, keep the number "
+                "in a tensor, or run the batch whole (micro_batches=1)"
+            )
+    unclear = [read for read in recording.reads.asked if not read.of_whole]
+    if unclear and layout.total != layout.own:
+        raise RecordError(
+            f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
+            "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
+            "tensor, or train with dp=1"
+        )
 
 
 def analysed(

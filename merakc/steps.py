@@ -15,12 +15,10 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batch_objects import check_objects
+from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import (
     batch_size_of,
-    cast_floats,
-    named_tensors,
     signature,
-    split_batch,
 )
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
@@ -49,6 +47,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -78,6 +77,7 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
+    reads: BatchReads = field(default_factory=BatchReads)
 
     @cached_property
     def settings(self) -> Settings:
@@ -127,6 +127,7 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
+        key = self.reads.add(key, recording.reads)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -173,14 +174,15 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        if key in self.compiled:
-            self.compiled[key] = self.compiled.pop(key)  # the last used stand last
-            return self.compiled[key]
+        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, self.planned.plan))
+        if known in self.compiled:
+            self.compiled[known] = self.compiled.pop(known)  # the last used stand last
+            return self.compiled[known]
         check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, and keeps "
-                f"{MAX_SHAPES}; pad the batches to fewer shapes to save the time",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch or numbers that "
+                f"it reads of them, and keeps {MAX_SHAPES}; pad the batches to fewer",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
@@ -261,11 +263,9 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        plan = self.planned.plan
-        dtype = plan.precision.dtype("compute") if plan.precision else None
-        args, kwargs = cast_floats(args, kwargs, dtype)
-        parts = split_batch(args, kwargs, plan.micro_batches, plan.batch_dims)
-        batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
+        parts = micro_batches_of(args, kwargs, self.planned.plan)
+        batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
+        self.reads.agree(step.recording.reads, self.groups.axis("dp"))
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self._share_buffers()
@@ -274,8 +274,10 @@ class Steps:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
+        forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
+        drop_unused(result.gradients, step.doubtful, self.groups.axis("world"), self.device)
         self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:
