@@ -135,7 +135,9 @@ class _Split:
         return out
 
     def of_norm(self, out: Output) -> bool:
-        """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
+        """Whether a buffer is a batch norm's, whose statistics are of each part by convention, as
+        is the number of batches that it has seen, by which these may be averaged.
+        """
         owner = out.name.rpartition(".")[0]
         waiting = [out.ref]
         while waiting:
@@ -145,8 +147,11 @@ class _Split:
                 if node is None or node.module != owner:
                     return False
                 waiting += node.refs
-        norms = {n.module for n in self.found.part.nodes if n.op == BATCH_NORM}
-        return owner in norms and self.states[out.ref].kind is Kind.COUPLED
+        outcomes = self.found.outcomes
+        return self.states[out.ref].kind is not Kind.SUM and any(
+            n.op == BATCH_NORM and n.module == owner and outcomes[n.name].assumed
+            for n in self.found.part.nodes
+        )
 
     # ------------------------------------------------------------------ the head
 
