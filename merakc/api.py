@@ -104,10 +104,10 @@ def auto_parallel(
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
-        couplings: "whole batch": samples that the loss couples are, as in one process, those of the
-            whole batch, for which micro-batches wait; "per micro-batch": of each micro-batch.
-        batch_dims: where samples stand in tensors of the batch, by name or pattern: the dim, (dim,
-            rows of each sample), or None for no samples; found by recordings where it is not given.
+        couplings: whether the samples that a loss couples are the "whole batch"'s, or each of them
+            "per micro-batch".
+        batch_dims: where samples stand in tensors of the batch, by name: a dim, (dim, rows of
+            each) or None; found if not given.
         compile: whether the graphs of stages become kernels of their own, by torch's compiler.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -118,10 +118,8 @@ def auto_parallel(
     open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    request = Request(
-        *given, state_shards, parse_precision(precision), overlap, couplings=couplings,
-        batch_dims=parse_batch_dims(batch_dims),
-    )  # fmt: skip
+    rest = state_shards, parse_precision(precision), overlap, None, couplings
+    request = Request(*given, *rest, parse_batch_dims(batch_dims))
     made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
@@ -178,9 +176,10 @@ def _decide(
     def recorded(parts: int, dp: int = likely) -> BatchRecording:
         return with_loss(made(reading(), parts, dp))
 
-    if any(
-        together(lambda: any(_needs_values(lambda k=k: first(k)) for k in range(len(requests))))
-    ):
+    def in_python() -> bool:
+        return any(_needs_values(partial(first, k)) for k in range(len(requests)))
+
+    if any(together(in_python)):
         tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))

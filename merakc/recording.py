@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -54,53 +53,21 @@ def record_part(
     the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
-    args, kwargs = cast_floats(args, kwargs, dtype)
-    sampled = sample_rows(args, kwargs, dims)
-    tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
-    taken = taken_dims({n: sampled.get(n) for n in tensors})
+    forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
+    part = forward.part()
 
-    def recorded(samples: int, some: Sequence[Any], named: Mapping[str, Any]) -> Recording:
-        with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
-            try:
-                told = sized(layout.each).reads if samples != layout.each else None
-                made = record(model, some, named, dtype, told.answers if told else ())
-            except ForwardError as error:
-                if samples == layout.own or _fails(model, args, kwargs, dtype):
-                    raise
-                cause = error.__cause__ or error
-                raise _other_size(samples, layout.own, taken, cause) from error
-        return replace(made, graph=with_known_masks(made.graph))
+    def sized(samples: int) -> Graph:
+        return part.graph if samples == layout.each else forward.sized(samples).graph
 
-    @cache
-    def sized(samples: int) -> Recording:
-        if samples == layout.each:
-            first, *others = split_batch(args, kwargs, layout.micro_batches, dims)
-            made = recorded(samples, *first)
-            _check_parts(made, others, layout)
-            return made
-        if samples == layout.own:  # with its values
-            return recorded(samples, args, kwargs)
-        return recorded(samples, *resized(args, kwargs, sampled, samples))
-
-    part = sized(layout.each)
-    if layout.each == 1 and layout.parts > 1:
-        two, wide = sized(2).graph, _wide(layout.total)
-        graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
-        part = part if graph is part.graph else replace(sized(2), graph=graph)
-
-    def graphs(samples: int) -> Graph:
-        return part.graph if samples == layout.each else sized(samples).graph
-
-    found: Analysis | None = None
-    unchecked = ""
+    found, unchecked = None, ""
     if layout.parts > 1:
-        found = analysed(graphs, sampled, layout.each, layout.total, layout.least)
+        found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
-            found = analysed(graphs, sampled, layout.each, 2 * layout.each, layout.each)
+            found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
             found = retaken(found, part.graph, part.graph, layout.each, layout.each)
     graph = part.graph
     if found is not None:
@@ -111,6 +78,77 @@ def record_part(
         part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
         unchecked=unchecked,
     )  # fmt: skip
+
+
+class _Forward:
+    """A model's forward of one batch, with any number of its samples, each recorded once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        dims: BatchDims,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
+        self.sampled = sample_rows(args, kwargs, dims)
+        tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
+        self.taken = taken_dims({n: self.sampled.get(n) for n in tensors})
+        self.known: dict[int, Recording] = {}
+
+    def part(self) -> Recording:
+        """The recording of the first part."""
+        layout = self.layout
+        part = self.sized(layout.each)
+        if layout.each > 1 or layout.parts == 1:
+            return part
+        two, wide = self.sized(2), _wide(layout.total)
+        graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
+        return part if graph is part.graph else replace(two, graph=graph)
+
+    def sized(self, samples: int) -> Recording:
+        """The recording for so many samples: a part and this rank's batch with their values."""
+        if samples not in self.known:
+            self.known[samples] = self._sized(samples)
+        return self.known[samples]
+
+    def _sized(self, samples: int) -> Recording:
+        layout = self.layout
+        if samples == layout.each:
+            parts = split_batch(self.args, self.kwargs, layout.micro_batches, self.dims)
+            made = self._recorded(samples, *parts[0])
+            _check_parts(made, parts[1:], layout)
+            return made
+        if samples == layout.own:
+            return self._recorded(samples, self.args, self.kwargs)
+        return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
+
+    def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+        layout = self.layout
+        with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
+            try:
+                told = self.sized(layout.each).reads if samples != layout.each else None
+                made = record(self.model, args, kwargs, self.dtype, told.answers if told else ())
+            except ForwardError as error:
+                if samples == layout.own or self._fails():
+                    raise
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, self.taken, cause) from error
+        return replace(made, graph=with_known_masks(made.graph))
+
+    def _fails(self) -> bool:
+        """Whether the forward fails for the batch as it was given."""
+        try:
+            record(self.model, self.args, self.kwargs, self.dtype)
+        except ForwardError:
+            return True
+        except RecordError:
+            return False
+        return False
 
 
 def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayout) -> None:
@@ -155,19 +193,6 @@ def analysed(
 def _wide(total: int) -> int:
     """A number of samples to compare two of them with, for a batch of `total`."""
     return total if total > 2 else 2 * total
-
-
-def _fails(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype | None
-) -> bool:
-    """Whether the forward fails for a batch."""
-    try:
-        record(model, args, kwargs, dtype)
-    except ForwardError:
-        return True
-    except RecordError:
-        return False
-    return False
 
 
 def _other_size(samples: int, own: int, taken: str, error: BaseException) -> RecordError:
