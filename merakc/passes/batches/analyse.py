@@ -17,7 +17,7 @@ from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.passes.batches.alike import check_alike
 from merakc.passes.batches.normalise import normalised
-from merakc.passes.batches.reader import MADE_DRAWS, Reader, seen_by_shape
+from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
     Outcome,
     State,
