@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -19,14 +19,14 @@ Tensors = dict[str, torch.Tensor]
 class Knowledge:
     """Runs a `Known` on batches that lie as `layout` says; `group` joins the dp ranks.
 
-    `state` holds the buffers that it reads, by the names of the model.
+    `state` gives the buffers that it reads, whole, by the names of the model; collective over tp.
     """
 
     def __init__(
         self,
         known: Known,
         layout: BatchLayout,
-        state: Mapping[str, torch.Tensor],
+        state: Callable[[str], torch.Tensor],
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -43,9 +43,14 @@ class Knowledge:
     def run(self, batches: Sequence[Tensors]) -> Tensors:
         """The values of the whole batch, by name, from this rank's micro-batches; collective."""
         parts: dict[str, list[torch.Tensor]] = {s.name: [] for s in self.known.whole.waist}
+        state = {
+            t: self.state(t)
+            for of_batch, t, constant in self.given
+            if constant is None and not of_batch
+        }
         for batch in batches:
             inputs = [
-                constant if constant is not None else batch[t] if of_batch else self.state[t]
+                (batch if of_batch else state)[t] if constant is None else constant
                 for of_batch, t, constant in self.given
             ]
             outs = self.part(inputs)

@@ -12,11 +12,12 @@ from torch import nn
 
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
+from merakc.mirror import Mirror, Part
 from merakc.norms import total_norm
 from merakc.runtime.state import gather_full
 from merakc.simulate import Simulation
@@ -46,7 +47,7 @@ class NotComputed:
         )
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Mirror):
     """One rank's part of a model under a plan.
 
     `parameters()`, `named_parameters()` and `state_dict()` are of this rank's shards, under the
@@ -61,7 +62,7 @@ class ParallelModel(nn.Module):
         simulation: Simulation | None,
         book: Bookkeeper | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(steps.source)
         keep = object.__setattr__  # nothing of ours may look like a child of the model
         keep(self, "_steps", steps)
         keep(self, "_aliases", dict(aliases))
@@ -81,7 +82,6 @@ class ParallelModel(nn.Module):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
         steps.agreement.parameters = self.parameters
-        super().train(steps.source.training)  # its modules keep the modes that they have
 
     @property
     def plan(self) -> Plan:
@@ -135,7 +135,8 @@ class ParallelModel(nn.Module):
         *path, leaf = name.split(".")
         for part in path:
             if part not in module._modules:
-                module._modules[part] = nn.Module()
+                source = module.__dict__["_source"].get_submodule(part)
+                module._modules[part] = Part(source)
             child = module._modules[part]
             assert child is not None
             module = child
@@ -146,12 +147,6 @@ class ParallelModel(nn.Module):
             owner = self._own("_steps").source.get_submodule(".".join(path))
             if leaf in owner._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
-
-    def train(self, mode: bool = True) -> ParallelModel:
-        """Training or evaluation mode, of the model's own modules too."""
-        super().train(mode)
-        self._own("_steps").source.train(mode)
-        return self
 
     # ------------------------------------------------------------------ calls
 
@@ -173,6 +168,7 @@ class ParallelModel(nn.Module):
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
         loss = steps.share_loss(step, result)
+        check_finite(step.recording, loss)
         if book is not None:
             book.write(result)
         if train:
@@ -212,7 +208,8 @@ class ParallelModel(nn.Module):
         result = steps.run(step, args, kwargs)
         found = steps.share_results(step, result)
         if step.has_loss:
-            found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            loss = found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            check_finite(step.recording, loss)
         return _outputs(step.recording, found)
 
     # ------------------------------------------------------------------ gradients and state
@@ -309,6 +306,16 @@ class _HandOut(torch.autograd.Function):
         return None, None, *handed
 
 
+def check_finite(recording: Recording, loss: torch.Tensor) -> None:
+    """Raises `RecordError` for a loss of which the forward was recorded as if it were finite."""
+    if recording.finite and not loss.isfinite():
+        raise RecordError(
+            f"the loss is {loss.item()}, and the forward asks for that at "
+            f"{', '.join(recording.finite)}: what it does then is not recorded; look for the cause "
+            "of the loss, or decide outside the forward what to do with the step"
+        )
+
+
 def _loss_name(recording: Recording) -> str:
     return next(o.name for o in recording.graph.outputs if o.kind is OutputKind.LOSS)
 
@@ -319,7 +326,9 @@ def _outputs(recording: Recording, found: Tensors) -> Any:
     leaves: list[Any] = []
     for leaf in recording.outputs:
         if isinstance(leaf, str) and leaf in names:
-            leaves.append(found[leaf] if leaf in found else NotComputed(leaf))
+            value = found.get(leaf, NotComputed(leaf))
+            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
+            leaves.append(value.item() if is_number else value)
         else:
             leaves.append(leaf if isinstance(leaf, PLAIN) else None)
     return pytree.tree_unflatten(leaves, recording.structure)

@@ -61,6 +61,22 @@ class Towers(nn.Module):
         return {"loss": (each * kept).sum() / kept.sum(), "logits": logits}
 
 
+class Wide(nn.Module):
+    """Samples meet at hidden units, which tensor parallelism splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
+        self.last = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss."""
+        z = F.gelu(self.last(x + self.block(x)))
+        return {"loss": (z @ z.T).logsumexp(-1).mean()}
+
+
 class Routed(nn.Module):
     """Layers whose gates are to be used evenly over the whole batch."""
 
@@ -115,6 +131,10 @@ def towers_batch(samples: int, width: int = WIDTH) -> Tensors:
     }
 
 
+def wide_batch(samples: int) -> Tensors:
+    return {"x": towers_batch(samples)["pixels"]}
+
+
 def routed_batch(samples: int) -> Tensors:
     generator = torch.Generator().manual_seed(2)
     x, y = torch.randn(2, samples, WIDTH, generator=generator).double()
@@ -123,5 +143,6 @@ def routed_batch(samples: int) -> Tensors:
 
 # Features of both kinds of input, and the scale of all; labels and masks are known before.
 TOWERS = Coupled(Towers, towers_batch, (ShareKind.CONSTANT, ShareKind.ROWS, ShareKind.ROWS))
+WIDE = Coupled(Wide, wide_batch, (ShareKind.ROWS,))
 # Of each layer how often every expert is chosen, and its chances; the loss of the samples.
 ROUTED = Coupled(Routed, routed_batch, (ShareKind.SUM,) * 9)

@@ -108,7 +108,7 @@ def prepared(
     known: Tensors = {}
     if lowered.loss.known is not None:
         buffers = dict(case.model().named_buffers())
-        knowledge = Knowledge(lowered.loss.known, layout, buffers, CPU, dp_group)
+        knowledge = Knowledge(lowered.loss.known, layout, buffers.__getitem__, CPU, dp_group)
         known = knowledge.run(parts)
         parts = [part | knowledge.of_part(known, j) for j, part in enumerate(parts)]
     names = {i.name: i.target for i in lowered.loss.graph.inputs if i.kind is InputKind.BATCH}

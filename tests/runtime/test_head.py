@@ -14,10 +14,10 @@ from merakc.ir.graph import Graph, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Mesh
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
-from tests.coupled_models import ROUTED, ROWS, SUM, TOWERS, Tensors
+from tests.coupled_models import ROUTED, ROWS, SUM, TOWERS, WIDE, Tensors
 from tests.coupled_steps import CPU, joined, prepared, reference, trained
 
-CASES = {"towers": TOWERS, "routed": ROUTED}
+CASES = {"towers": TOWERS, "routed": ROUTED, "wide": WIDE}
 STEPS = [
     ("towers", Mesh(), (8,), {}),
     ("towers", Mesh(pp=2), (8,), {}),
@@ -25,6 +25,8 @@ STEPS = [
     ("towers", Mesh(dp=2, pp=2), (4, 8), {}),
     ("towers", Mesh(tp=2), (8,), {}),
     ("towers", Mesh(tp=2, pp=2), (8,), {"sequence_parallel": True}),
+    ("wide", Mesh(tp=2), (8,), {}),
+    ("wide", Mesh(tp=2, dp=2), (4, 8), {"sequence_parallel": True}),
     ("routed", Mesh(pp=2), (8,), {}),
     ("routed", Mesh(dp=2, pp=2), (4, 12), {"recompute": "full"}),
     ("routed", Mesh(tp=2), (8,), {}),

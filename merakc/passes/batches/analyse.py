@@ -260,7 +260,7 @@ class _Reader:
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )  # fmt: skip
+        )
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
@@ -285,7 +285,7 @@ class _Reader:
             return self.drawn(place)
         if any(s.dims is None for s in states.values()):
             return coupled(node, "it is not known where the samples stand")
-        if node.op == OPAQUE or row_of(node.op) is None:
+        if row_of(node.op) is None and not node.op.startswith("aten."):
             return self.by_itself(place)
         own = own_rule(place)
         if own is not None:
@@ -333,17 +333,21 @@ class _Reader:
                     for o in node.outputs
                 )
             )
-        ins = [s for s in place.states.values() if s.sampled]
-        if any(s.dims is None or s.dims[0] != (SAMPLES,) or not s.rows for s in ins):
+        firsts = {
+            s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled
+        }
+        first = firsts.pop()
+        if firsts or first[:1] != (SAMPLES,):
             return coupled(node, "it is not seen what it does to samples")
         states: list[State | None] = []
         for spec, other in zip(node.outputs, place.twin.outputs, strict=True):
             if spec is None or other is None:
                 states.append(None)
                 continue
-            if spec.shape[:1] != (self.samples,) or other.shape[:1] != (self.total,):
+            ends = size(first, self.samples), size(first, self.total)
+            if (spec.shape[:1], other.shape[:1]) != ((ends[0],), (ends[1],)):
                 return coupled(node, "it is not seen what it does to samples")
-            states.append(State(Kind.ROWS, ((SAMPLES,), *plain(spec.shape[1:]))))
+            states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
         what = node.module if node.op == OPAQUE else node.op
         return Outcome(tuple(states), assumed=f"'{what}' computes each sample by itself")
 
@@ -354,6 +358,8 @@ class _Reader:
         node, twin = place.node, place.twin
         if (node.args, node.kwargs) == (twin.args, twin.kwargs) or node.op in KEY_POSITION:
             return False
+        if node.op == OPAQUE:  # the last is the name of the call
+            return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True
         types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]

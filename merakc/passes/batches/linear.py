@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from merakc.ir.graph import Node, Ref
+from merakc.ir.graph import Node, Ref, iter_refs
 from merakc.passes.batches.states import Kind, Outcome, State, coupled, sums
 
 
@@ -23,6 +23,8 @@ JOINT = _ops(
     "select_scatter slice_scatter index_put"
 )
 ADDED = _ops("add.Tensor sub.Tensor rsub.Tensor add.Scalar sub.Scalar rsub.Scalar")
+# The argument that says which of the others count, and where.
+CHOOSING = {"aten.where.self": 0, "aten.index_put.default": 1}
 # Linear in their first argument, whatever the others are.
 FIRST = _ops(
     "neg div.Tensor div.Scalar sum sum.dim_IntList mean mean.dim reshape expand transpose.int "
@@ -40,20 +42,18 @@ def of_sums(node: Node, states: Mapping[Ref, State]) -> Outcome:
     summed = [r for r in node.refs if states[r].kind is Kind.SUM]
     if any(states[r].sampled or states[r].kind is Kind.ROWS for r in node.refs):
         return coupled(node, "samples meet a sum over samples")
-    first = bool(node.refs) and node.args[0] in summed
-    if node.op == "aten.where.self" and first:
-        return coupled(node, "a condition on a sum over samples")
     if node.op in JOINT:
-        indices = node.args[1] if node.op == "aten.index_put.default" else ()
-        if any(r in summed for r in indices):
-            return coupled(node, "places that are a sum over samples")
+        choosing = node.args[CHOOSING[node.op]] if node.op in CHOOSING else ()
+        if any(r in summed for r in iter_refs((choosing,))):
+            return coupled(node, "a choice by a sum over samples")
         return sums(node, once=True) if _is_float(node) else coupled(node, "whole numbers added up")
     if node.op in PRODUCTS and len(summed) == 1:
         return sums(node)
     if node.op == LINEAR and summed == [node.args[0]] and (len(node.args) < 3 or not node.args[2]):
         return sums(node)
     linear = node.op in FIRST or (node.op in FILLED and node.args[2] == 0)
-    rounded = node.op.startswith("aten.to.") and not _is_float(node)
+    cast = node.op.startswith("aten.to.") or "dtype" in dict(node.kwargs)
+    rounded = cast and not _is_float(node)
     modes = node.op.startswith("aten.div.") and "rounding_mode" in dict(node.kwargs)
     if linear and summed == [node.args[0]] and not rounded and not modes:
         return sums(node)

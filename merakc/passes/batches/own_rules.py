@@ -145,13 +145,18 @@ def _outer(dim: Dim, samples: int) -> tuple[int, int | None]:
 
 
 def _batch_norm(place: Place) -> Outcome | None:
-    """By convention: each part is normalised by itself, as in all of data parallelism."""
+    """By convention: each part is normalised by itself, as in all of data parallelism.
+
+    Where the samples are channels, as in an instance norm, each is normalised by itself anyhow.
+    """
     node = place.node
     x, training = place.states[node.args[0]], given(node, "training")
     if not x.sampled:
         return None
     dims = _dims(x)
-    others = [r for r in node.refs[1:] if place.states[r].sampled]
+    others = [place.states[r] for r in node.refs[1:] if place.states[r].sampled]
+    if x.rows is not None and x.rows.dim == 1 and all(s.dims == (dims[1],) for s in others):
+        return Outcome(every(node, State(Kind.ROWS, dims))) if len(node.outputs) == 1 else None
     if others or SAMPLES in dims[1] or sum(SAMPLES in d for d in dims) > 1:
         return coupled(node, "samples stand where the channels do")
     told = "batch norm is over each micro-batch by itself" if training else ""

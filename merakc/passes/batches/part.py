@@ -23,7 +23,7 @@ from merakc.ir.graph import (
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import NUMBERS, Analysis
-from merakc.passes.batches.linear import ADDED
+from merakc.passes.batches.linear import ADDED, CHOOSING
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.states import SAMPLES, Kind
 
@@ -234,11 +234,9 @@ class PartWriter:
         states, specs = self.found.states, self.found.part.specs()
 
         def counts_once(ref: Ref) -> bool:
-            state, dtype = states[ref], specs[ref].dtype
+            state = states[ref]
             adds = state.kind is Kind.SUM and not (state.known and not self.before)
-            number = dtype.is_floating_point or dtype.is_complex
-            fits = number or (node.op in ADDED and dtype != torch.bool)
-            return not adds and not state.sampled and fits
+            return not adds and not state.sampled
 
         def now(ref: Ref) -> Ref:
             if not counts_once(ref):
@@ -247,11 +245,12 @@ class PartWriter:
             spec = TensorSpec(specs[ref].shape, node.spec.dtype)
             return self._shared(node, self.names.get(ref, ref), spec, name, specs[ref].dtype)
 
-        args: list[Any] = list(node.args)
+        args = [v if CHOOSING.get(node.op) == k else map_refs(v, now)
+                for k, v in enumerate(node.args)]  # fmt: skip
         for k, value in enumerate(args[:2] if node.op in ADDED else ()):
-            if isinstance(value, (int, float)):
+            if isinstance(value, (int, float, complex)):
                 args[k] = value * self.found.share
-        return replace(node, args=map_refs(tuple(args), now))
+        return replace(node, args=tuple(args))
 
     def _shared(
         self, node: Node, ref: Ref, spec: TensorSpec, name: str, dtype: torch.dtype | None = None

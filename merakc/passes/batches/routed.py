@@ -131,6 +131,9 @@ def _picked(place: Place, name: str, flat: Dim, each: int) -> Outcome | None:
     x, what = place.states[node.args[0]], place.states[node.args[1][0]].routed
     if x.routed[:1] == ("rows",) and what[:1] == ("back",):
         return Outcome((State(Kind.ROWS, (flat, *((n,) for n in node.spec.shape[1:]))),))
+    if what[:1] == ("sorted",):  # of each row its expert's own, from a table
+        table = x.kind is Kind.CONSTANT and not x.sampled and not x.routed
+        return Outcome((_made("rows", name),)) if table else None
     copies = int(str(what[2])) if what[:1] == ("source",) else 1
     if what[:1] not in (("order",), ("source",)) or x.routed or x.dims is None:
         return None
@@ -145,6 +148,7 @@ def _inverse(place: Place, name: str) -> Outcome | None:
     indices, values = node.args[1], node.args[2]
     maker = place.makers.get(values.node)
     ordered = len(indices) == 1 and place.states[indices[0]].routed[:1] == ("order",)
+    ordered = ordered and not given(node, "accumulate")
     if not ordered or maker is None or not _is_count(maker, place.shape(values)):
         return None
     return Outcome((_made("back", name),), places=node.refs.index(values))

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from merakc.batches import taken_dims
 from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
 from merakc.ir.batches import (
@@ -192,11 +193,13 @@ class _Split:
         if mine <= self.most * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
+        batch = [i.target for i in self.found.part.inputs if i.kind is InputKind.BATCH]
+        taken = taken_dims({name: self.found.sampled.get(name) for name in batch})
         raise RecordError(
             f"{why}: samples of the batch are coupled before {mine / every:.0%} of the layers' "
             "arithmetic, so that it cannot run in parts; train with dp=1 and micro_batches=1, or "
             'ask for couplings="per micro-batch", which takes each micro-batch for a batch of its '
-            "own there"
+            f"own there; {taken}"
         )
 
     # ------------------------------------------------------------------ before the step

@@ -1,0 +1,91 @@
+"""Decoders of transformers of other families: recurrences, parallel blocks, latent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.models import (
+    EVEN_VOCABULARY,
+    GROUPED,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    ODD_VOCABULARY,
+    SEQUENCE,
+    WIDE,
+    ModelCase,
+    causal_batch,
+    decoder,
+    shifted,
+    transformers_model,
+)
+
+_HEAD = HIDDEN // HEADS
+_WINDOW = 6
+
+
+def _case(name: str, build: Any, vocabulary: int = EVEN_VOCABULARY) -> ModelCase:
+    return ModelCase(name, build, causal_batch(vocabulary), shifted, casts_float32=True)
+
+
+def _like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> ModelCase:
+    return _case(name, decoder(class_name, dropouts=dropouts or ("attention_dropout",), **sizes))
+
+
+_IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+NEW_DECODERS = (
+    _like_llama("gemma", "Gemma", head_dim=_HEAD, **GROUPED),
+    _like_llama("glm", "Glm", head_dim=_HEAD, **GROUPED),
+    _like_llama("glm4", "Glm4", head_dim=_HEAD, **GROUPED),
+    _like_llama("smollm3", "SmolLM3", no_rope_layer_interval=2, **GROUPED),
+    _like_llama("starcoder2", "Starcoder2", sliding_window=_WINDOW, **GROUPED),
+    _like_llama("nemotron", "Nemotron", **GROUPED),
+    _like_llama("persimmon", "Persimmon", "attention_dropout", "hidden_dropout"),
+    _like_llama("phi", "Phi", "attention_dropout", "resid_pdrop", "embd_pdrop"),
+    _like_llama("cohere2", "Cohere2", sliding_window=_WINDOW, head_dim=_HEAD, **GROUPED),
+    _like_llama("exaone4", "Exaone4", sliding_window=_WINDOW, sliding_window_pattern=2, **GROUPED),
+    _like_llama("helium", "Helium", head_dim=_HEAD, **GROUPED),
+    _like_llama(
+        "deepseek_v2", "DeepseekV2", num_key_value_heads=HEADS, n_routed_experts=4, n_group=1,
+        topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
+        qk_nope_head_dim=4, v_head_dim=_HEAD, num_experts_per_tok=2, moe_intermediate_size=HIDDEN,
+        n_shared_experts=1, topk_method="greedy", head_dim=4,
+    ),
+    _like_llama(
+        "gemma3n", "Gemma3n", config="Gemma3nText", head_dim=_HEAD, sliding_window=_WINDOW,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+        num_kv_shared_layers=1, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=EVEN_VOCABULARY, laurel_rank=8, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0], **GROUPED,
+    ),
+    _case(
+        "mpt",
+        transformers_model(
+            "MptForCausalLM", "MptConfig", ("resid_pdrop", "emb_pdrop"), vocab_size=ODD_VOCABULARY,
+            d_model=HIDDEN, n_heads=HEADS, n_layers=LAYERS, max_seq_len=SEQUENCE, expansion_ratio=2,
+        ),
+        ODD_VOCABULARY,
+    ),
+    _case(
+        "ctrl",
+        transformers_model(
+            "CTRLLMHeadModel", "CTRLConfig", ("resid_pdrop", "embd_pdrop"),
+            vocab_size=ODD_VOCABULARY, n_positions=SEQUENCE, n_embd=HIDDEN, dff=WIDE,
+            n_layer=LAYERS, n_head=HEADS,
+        ),
+        ODD_VOCABULARY,
+    ),
+    _case(
+        "mamba2",
+        transformers_model(
+            "Mamba2ForCausalLM", "Mamba2Config", (), vocab_size=EVEN_VOCABULARY, hidden_size=HIDDEN,
+            num_heads=8, head_dim=8, state_size=8, n_groups=2, num_hidden_layers=LAYERS,
+            chunk_size=4, **_IDS,
+        ),
+    ),
+    _like_llama(
+        "recurrent_gemma", "RecurrentGemma", attention_window_size=_WINDOW, lru_width=HIDDEN,
+        block_types=["recurrent", "attention"], conv1d_width=2, head_dim=_HEAD, **GROUPED,
+    ),
+)  # fmt: skip

@@ -1,0 +1,133 @@
+"""Encoders and encoder-decoders of transformers for long texts, and with attention of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+
+from benchmarks.models import (
+    BERT_DROPOUTS,
+    EVEN_VOCABULARY,
+    HEADS,
+    HIDDEN,
+    LAYERS,
+    ODD_VOCABULARY,
+    SEQ2SEQ_DROPOUTS,
+    SEQUENCE,
+    WIDE,
+    ModelCase,
+    causal_batch,
+    masked_batch,
+    speech_and_text_sizes,
+    text_to_text_batch,
+    transformers_model,
+    unshifted,
+)
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": ODD_VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": SEQUENCE,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+
+
+def _case(
+    name: str, class_name: str, dropouts: tuple[str, ...] = BERT_DROPOUTS, **sizes: Any
+) -> ModelCase:
+    build = transformers_model(
+        f"{class_name}ForMaskedLM", f"{class_name}Config", dropouts, **_SIZES | sizes
+    )
+    return ModelCase(name, build, masked_batch(ODD_VOCABULARY), unshifted, casts_float32=True)
+
+
+def _like_bart(name: str, class_name: str, **sizes: Any) -> ModelCase:
+    build = transformers_model(
+        f"{class_name}ForConditionalGeneration",
+        f"{class_name}Config",
+        SEQ2SEQ_DROPOUTS,
+        **speech_and_text_sizes(vocab_size=EVEN_VOCABULARY, **_NO_LAYERDROP, **sizes),
+    )
+    return ModelCase(name, build, text_to_text_batch(EVEN_VOCABULARY), unshifted)
+
+
+def _like_t5(name: str, class_name: str, **sizes: Any) -> ModelCase:
+    build = transformers_model(
+        f"{class_name}ForConditionalGeneration", f"{class_name}Config", ("dropout_rate",),
+        vocab_size=EVEN_VOCABULARY, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=WIDE, num_layers=2,
+        num_decoder_layers=2, num_heads=HEADS, relative_attention_num_buckets=8,
+        relative_attention_max_distance=10, pad_token_id=0, decoder_start_token_id=0, **sizes,
+    )  # fmt: skip
+    return ModelCase(
+        name, build, text_to_text_batch(EVEN_VOCABULARY), unshifted, casts_float32=True
+    )
+
+
+def _bert_to_bert(dropout: float) -> nn.Module:
+    rates = dict.fromkeys(BERT_DROPOUTS, dropout)
+    encoder = transformers.BertConfig(**_SIZES | {"num_hidden_layers": 2}, **rates)
+    decoder = transformers.BertConfig(
+        **_SIZES | {"num_hidden_layers": 2}, **rates, is_decoder=True, add_cross_attention=True
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return transformers.EncoderDecoderModel(config)
+
+
+NEW_TEXTS = (
+    _case("longformer", "Longformer", attention_window=4, max_position_embeddings=SEQUENCE + 2),
+    _case("big_bird", "BigBird", attention_type="original_full"),
+    _case("fnet", "FNet", ("hidden_dropout_prob",), use_tpu_fourier_optimizations=False),
+    _case("convbert", "ConvBert", embedding_size=16, head_ratio=2, conv_kernel_size=3),
+    _case("mobilebert", "MobileBert", embedding_size=16, intra_bottleneck_size=16,
+          true_hidden_size=16, num_feedforward_networks=2, use_bottleneck=True),
+    _case("squeezebert", "SqueezeBert", embedding_size=HIDDEN, q_groups=2, k_groups=2, v_groups=2,
+          post_attention_groups=1, intermediate_groups=2, output_groups=2),
+    _case("rembert", "RemBert", input_embedding_size=16, output_embedding_size=24),
+    _case("roformer", "RoFormer", embedding_size=16),
+    _case("deberta", "Deberta", relative_attention=True, pos_att_type=["p2c", "c2p"],
+          max_relative_positions=4, position_biased_input=False),
+    _case("esm", "Esm", mask_token_id=3, position_embedding_type="rotary",
+          max_position_embeddings=SEQUENCE + 2),
+    _case("reformer", "Reformer",
+          ("hidden_dropout_prob", "local_attention_probs_dropout_prob"), is_decoder=False,
+          feed_forward_size=WIDE, attention_head_size=HIDDEN // HEADS, axial_pos_embds=True,
+          axial_pos_shape=[3, 4], axial_pos_embds_dim=[16, 16], attn_layers=["local"] * LAYERS,
+          local_attn_chunk_length=4, local_num_chunks_before=1, local_num_chunks_after=0),
+    ModelCase(
+        "flaubert",
+        transformers_model(
+            "FlaubertWithLMHeadModel", "FlaubertConfig", ("dropout", "attention_dropout"),
+            vocab_size=ODD_VOCABULARY, emb_dim=HIDDEN, n_layers=LAYERS, n_heads=HEADS,
+            max_position_embeddings=SEQUENCE, pad_index=0, bos_index=1, eos_index=2,
+        ),
+        masked_batch(ODD_VOCABULARY),
+        unshifted,
+    ),
+    ModelCase(
+        "xlnet",
+        transformers_model(
+            "XLNetLMHeadModel", "XLNetConfig", ("dropout",), vocab_size=ODD_VOCABULARY,
+            d_model=HIDDEN, n_layer=LAYERS, n_head=HEADS, d_inner=WIDE, pad_token_id=0,
+        ),
+        causal_batch(ODD_VOCABULARY),
+        unshifted,
+    ),
+    _like_bart("led", "LED", attention_window=4, max_encoder_position_embeddings=SEQUENCE,
+               max_decoder_position_embeddings=SEQUENCE),
+    _like_bart("pegasus_x", "PegasusX", block_size=4, num_global_tokens=2,
+               max_position_embeddings=SEQUENCE),
+    _like_bart("bigbird_pegasus", "BigBirdPegasus", attention_type="original_full",
+               max_position_embeddings=SEQUENCE),
+    _like_t5("umt5", "UMT5"),
+    _like_t5("longt5", "LongT5", encoder_attention_type="local", local_radius=3),
+    ModelCase("bert_to_bert", _bert_to_bert, text_to_text_batch(ODD_VOCABULARY), unshifted),
+)  # fmt: skip

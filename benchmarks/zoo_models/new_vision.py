@@ -1,0 +1,228 @@
+"""Vision models of transformers: convolutions of all families, pyramids, detection, depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.models import (
+    BERT_DROPOUTS,
+    CLASSES,
+    HEADS,
+    HIDDEN,
+    IMAGE,
+    LAYERS,
+    WIDE,
+    Batch,
+    ModelCase,
+    image_batch,
+    transformers_model,
+    unshifted,
+)
+from benchmarks.zoo_models.batches import images, samples
+
+_BIG_IMAGE = 32
+_VIDEO_FRAMES = 4
+
+
+def _case(
+    name: str,
+    class_name: str,
+    dropouts: tuple[str, ...] = (),
+    *,
+    image: int = IMAGE,
+    running_statistics: bool = False,
+    **sizes: Any,
+) -> ModelCase:
+    build = transformers_model(
+        f"{class_name}ForImageClassification", f"{class_name}Config", dropouts,
+        **{"image_size": image, "num_labels": CLASSES, **sizes},
+    )  # fmt: skip
+    make = image_batch if image == IMAGE else images(image)
+    return ModelCase(name, build, make, unshifted, running_statistics=running_statistics)
+
+
+_VIT: dict[str, Any] = {
+    "patch_size": 4,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+}
+
+
+def _videos(batch_size: int, generator: torch.Generator) -> Batch:
+    """Videos `[batch, frames, 3, height, width]` and their classes."""
+    shape = (batch_size, _VIDEO_FRAMES, 3, IMAGE, IMAGE)
+    return {
+        "pixel_values": torch.randn(shape, generator=generator),
+        "labels": torch.randint(0, CLASSES, (batch_size,), generator=generator),
+    }
+
+
+def _hidden_patches(batch_size: int, generator: torch.Generator) -> Batch:
+    """Images, and the numbers by which their patches are shuffled."""
+    return {
+        "pixel_values": torch.randn(batch_size, 3, IMAGE, IMAGE, generator=generator),
+        "noise": torch.rand(batch_size, (IMAGE // 4) ** 2, generator=generator),
+    }
+
+
+def _depths(batch_size: int, generator: torch.Generator) -> Batch:
+    return {
+        "pixel_values": torch.randn(batch_size, 3, _BIG_IMAGE, _BIG_IMAGE, generator=generator),
+        "labels": 1 + torch.rand(batch_size, _BIG_IMAGE, _BIG_IMAGE, generator=generator),
+    }
+
+
+def _depth_model(dropout: float) -> nn.Module:
+    rates = dict.fromkeys((*BERT_DROPOUTS, "drop_path_rate"), dropout)
+    return transformers.GLPNForDepthEstimation(
+        transformers.GLPNConfig(
+            num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
+            patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2],
+            decoder_hidden_size=16, max_depth=3, **rates,
+        )
+    )  # fmt: skip
+
+
+class Boxes(nn.Module):
+    """A detector that is given one box an image as tensors, and its labels as they want them."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(
+        self, pixel_values: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The loss of the boxes, matched to the queries of each image."""
+        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(pixel_values.dtype)  # in which the loss makes its tables
+        try:
+            return {"loss": self.inner(pixel_values=pixel_values, labels=labels).loss}
+        finally:
+            torch.set_default_dtype(before)
+
+
+def _boxes(image: int) -> Callable[[int, torch.Generator], Batch]:
+    def make(batch_size: int, generator: torch.Generator) -> Batch:
+        centres = 0.3 + 0.4 * torch.rand(batch_size, 2, 2, generator=generator)
+        sizes = 0.1 + 0.2 * torch.rand(batch_size, 2, 2, generator=generator)
+        return {
+            "pixel_values": torch.randn(batch_size, 3, image, image, generator=generator),
+            "classes": torch.randint(0, CLASSES, (batch_size, 2), generator=generator),
+            "boxes": torch.cat([centres, sizes], -1),
+        }
+
+    return make
+
+
+def _detr(dropout: float) -> nn.Module:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic",
+        out_features=["stage2"],
+    )  # fmt: skip
+    config = transformers.DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, num_labels=CLASSES, num_queries=6,
+        d_model=HIDDEN, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=WIDE,
+        decoder_ffn_dim=WIDE, encoder_attention_heads=HEADS, decoder_attention_heads=HEADS,
+        dropout=dropout,
+    )  # fmt: skip
+    return Boxes(transformers.DetrForObjectDetection(config))
+
+
+def _yolos(dropout: float) -> nn.Module:
+    config = transformers.YolosConfig(
+        **_VIT, image_size=[IMAGE, IMAGE], num_labels=CLASSES, num_detection_tokens=6,
+        use_mid_position_embeddings=True, **dict.fromkeys(BERT_DROPOUTS, dropout),
+    )  # fmt: skip
+    return Boxes(transformers.YolosForObjectDetection(config))
+
+
+NEW_VISION = (
+    _case("convnextv2", "ConvNextV2", ("drop_path_rate",), patch_size=2, num_stages=2,
+          depths=[2, 2], hidden_sizes=[16, 32]),
+    _case("regnet", "RegNet", image=_BIG_IMAGE, embedding_size=8, hidden_sizes=[8, 16],
+          depths=[2, 2], groups_width=4, running_statistics=True),
+    _case("mobilenet_v1", "MobileNetV1", ("classifier_dropout_prob",), image=_BIG_IMAGE,
+          depth_multiplier=0.05, min_depth=4, running_statistics=True),
+    _case("mobilenet_v2", "MobileNetV2", ("classifier_dropout_prob",), image=_BIG_IMAGE,
+          depth_multiplier=0.1, depth_divisible_by=4, min_depth=4, running_statistics=True),
+    _case("efficientnet", "EfficientNet", ("dropout_rate", "drop_connect_rate"), image=_BIG_IMAGE,
+          width_coefficient=0.1, depth_coefficient=0.1, depth_divisor=4, hidden_dim=128,
+          running_statistics=True),
+    _case("mobilevit", "MobileViT",
+          ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+          image=2 * _BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
+          neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4,
+          running_statistics=True),
+    _case("levit", "Levit", image=_BIG_IMAGE, hidden_sizes=[16, 24, 32],
+          num_attention_heads=[2, 3, 4], depths=[1, 1, 1], key_dim=[8, 8, 8], patch_size=16,
+          kernel_size=3, stride=2, padding=1, drop_path_rate=0, running_statistics=True),
+    _case("cvt", "Cvt", image=_BIG_IMAGE, embed_dim=[16, 32],
+          num_heads=[2, 4], depth=[1, 2], patch_sizes=[7, 3], patch_stride=[4, 2],
+          patch_padding=[2, 1], drop_rate=[0.0, 0.0], drop_path_rate=[0.0, 0.0],
+          attention_drop_rate=[0.0, 0.0], mlp_ratio=[2.0, 2.0], qkv_bias=[True, True],
+          cls_token=[False, True], qkv_projection_method=["dw_bn", "dw_bn"],
+          kernel_qkv=[3, 3], padding_kv=[1, 1], stride_kv=[2, 2], padding_q=[1, 1],
+          stride_q=[1, 1], running_statistics=True),
+    _case("pvt", "Pvt", (*BERT_DROPOUTS, "drop_path_rate"), image=_BIG_IMAGE,
+          num_encoder_blocks=2, depths=[1, 2], sequence_reduction_ratios=[2, 1],
+          hidden_sizes=[16, 32], patch_sizes=[4, 2], strides=[4, 2], num_attention_heads=[2, 4],
+          mlp_ratios=[2, 2]),
+    _case("pvt_v2", "PvtV2", (*BERT_DROPOUTS, "drop_path_rate"), image=_BIG_IMAGE,
+          num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
+          patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2]),
+    _case("focalnet", "FocalNet", ("hidden_dropout_prob", "drop_path_rate"), patch_size=2,
+          embed_dim=16, hidden_sizes=[16, 32], depths=[2, 2], focal_levels=[2, 2],
+          focal_windows=[3, 3], mlp_ratio=2.0),
+    _case("swiftformer", "SwiftFormer", ("drop_mlp_rate", "drop_conv_encoder_rate",
+          "drop_path_rate"), image=_BIG_IMAGE, depths=[1, 1], embed_dims=[16, 32], mlp_ratio=2,
+          downsamples=[True, True], running_statistics=True),
+    _case("hiera", "Hiera", ("drop_path_rate",), image=_BIG_IMAGE,
+          image_size=[_BIG_IMAGE, _BIG_IMAGE], patch_size=[7, 7],
+          patch_stride=[4, 4], patch_padding=[3, 3], embed_dim=16, depths=[2, 2],
+          num_heads=[1, 2], embed_dim_multiplier=2.0, num_query_pool=1, query_stride=[2, 2],
+          masked_unit_size=[4, 4], masked_unit_attention=[True, False], mlp_ratio=2.0),
+    _case("bit", "Bit", ("drop_path_rate",), image=_BIG_IMAGE, embedding_size=8,
+          hidden_sizes=[16, 32], depths=[2, 2], num_groups=4, layer_type="preactivation"),
+    _case("vit_msn", "ViTMSN", BERT_DROPOUTS, **_VIT),
+    _case("dinov2_registers", "Dinov2WithRegisters", (*BERT_DROPOUTS, "drop_path_rate"), **_VIT,
+          mlp_ratio=2, num_register_tokens=2),
+    _case("data2vec_vision", "Data2VecVision", (*BERT_DROPOUTS, "drop_path_rate"), **_VIT,
+          use_relative_position_bias=True),
+    ModelCase(
+        "vit_mae",
+        transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", BERT_DROPOUTS, image_size=IMAGE,
+                           decoder_num_attention_heads=HEADS, decoder_hidden_size=16,
+                           decoder_num_hidden_layers=2, decoder_intermediate_size=32,
+                           mask_ratio=0.5, **_VIT),
+        _hidden_patches,
+        samples,
+    ),
+    ModelCase(
+        "timesformer",
+        transformers_model("TimesformerForVideoClassification", "TimesformerConfig",
+                           BERT_DROPOUTS, image_size=IMAGE, drop_path_rate=0,
+                           num_frames=_VIDEO_FRAMES, num_labels=CLASSES, **_VIT),
+        _videos,
+        unshifted,
+    ),
+    ModelCase(
+        "videomae",
+        transformers_model("VideoMAEForVideoClassification", "VideoMAEConfig", BERT_DROPOUTS,
+                           image_size=IMAGE, num_frames=_VIDEO_FRAMES, tubelet_size=2,
+                           num_labels=CLASSES, **_VIT),
+        _videos,
+        unshifted,
+    ),
+    ModelCase("glpn", _depth_model, _depths, samples, running_statistics=True),
+    ModelCase("detr", _detr, _boxes(_BIG_IMAGE), samples),
+    ModelCase("yolos", _yolos, _boxes(IMAGE), samples),
+)  # fmt: skip

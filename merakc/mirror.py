@@ -1,0 +1,121 @@
+"""The modules of a parallel model: its parameters, under the names and in the tree of the user's.
+
+None of them computes anything: the step is compiled from the model's own modules. So what is set on
+a mirror goes on to the module that it stands for, and what would go unheard there is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Never, Self
+
+import numpy as np
+import torch
+from torch import nn
+
+from merakc.errors import ConfigError
+
+_HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
+# Values that are compared by more than equality, or are a module's parts.
+_UNCOMPARED = (torch.Tensor, nn.Module, np.ndarray)
+
+
+class Mirror(nn.Module):
+    """Stands for a module of the user's, the `source`."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "_source", source)  # it is no child
+        self.training = source.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Training or evaluation mode, of the source too."""
+        super().train(mode)
+        self.__dict__["_source"].train(mode)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets what the source has on the source, for the steps that come."""
+        source = self.__dict__.get("_source")
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            raise ConfigError(
+                f"'{name}' is set to a {type(value).__name__} after auto_parallel, whose steps are "
+                "compiled from the model that it was given; change the model before"
+            )
+        if source is not None and name != "training" and _has_setting(source, name):
+            setattr(source, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter or a part, or what the source holds that is neither."""
+        source = self.__dict__.get("_source")
+        if source is not None and _has_setting(source, name):
+            return getattr(source, name)
+        return super().__getattr__(name)
+
+
+class Part(Mirror):
+    """A module inside a parallel model."""
+
+    def _hooked(self, *_: Any, **__: Any) -> Never:
+        raise ConfigError(
+            f"a hook is registered on {type(self._source).__name__} after auto_parallel; "
+            f"{_HOOKS_REMEDY}"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _hooked
+    register_full_backward_hook = register_full_backward_pre_hook = _hooked
+    register_backward_hook = _hooked
+
+
+class Settings:
+    """The modes of a model's modules, and their attributes that are no tensors: what steps are
+    compiled with.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = tuple(model.modules())  # to walk through them takes a step's time
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        seen: set[int] = set()
+        for module in self._modules:
+            self._see(vars(module), seen, inside=False)
+        self._first = self._now()
+
+    def modes(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple([module.training for module in self._modules])
+
+    def changed(self) -> tuple[tuple[int, str], ...]:
+        """Which attributes are others than at first, and what they are."""
+        now = self._now()
+        if now == self._first:
+            return ()
+        pairs = enumerate(zip(now, self._first, strict=True))
+        return tuple((k, repr(new)) for k, (new, old) in pairs if new != old)
+
+    def _see(self, attributes: dict[str, Any], seen: set[int], *, inside: bool) -> None:
+        """The attributes of a module or, `inside`, of an object that it holds."""
+        if id(attributes) in seen:
+            return
+        seen.add(id(attributes))
+        for name, value in attributes.items():
+            if (name.startswith("_") and not inside) or name in ("training", "forward"):
+                continue
+            if isinstance(value, _UNCOMPARED) or callable(value):
+                continue
+            own = getattr(value, "__dict__", None)
+            if isinstance(own, dict) and not inside:
+                self._see(own, seen, inside=True)
+            else:
+                self._slots.append((attributes, name))
+
+    def _now(self) -> list[Any]:
+        return [attributes.get(name) for attributes, name in self._slots]
+
+
+def _has_setting(source: nn.Module, name: str) -> bool:
+    """Whether a module has an attribute of its own that is no tensor, module or function."""
+    if name.startswith("_") or isinstance(getattr(type(source), name, None), property):
+        return False
+    value = vars(source).get(name, _UNCOMPARED)
+    return value is not _UNCOMPARED and not isinstance(value, _UNCOMPARED) and not callable(value)
