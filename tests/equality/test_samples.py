@@ -16,9 +16,12 @@ from tests.small_source import small
 def test_weights_follow_from_the_seed_and_hide_nothing() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8)
     source = source_of("gpt2", config, 4)
-    with drawn_model(source, 0) as one, drawn_model(source, 0) as same:
-        with drawn_model(source, 1) as other:
-            _check_drawn(one, same, other)
+    with (
+        drawn_model(source, 0) as one,
+        drawn_model(source, 0) as same,
+        drawn_model(source, 1) as other,
+    ):
+        _check_drawn(one, same, other)
 
 
 def _check_drawn(one: nn.Module, same: nn.Module, other: nn.Module) -> None:

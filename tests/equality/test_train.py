@@ -14,7 +14,6 @@ from merakc.equality.compare import worst_difference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import ConfigError
-from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.planner import make_plan
 from tests.recorded import recorded
