@@ -87,9 +87,7 @@ class Steps:
     @cached_property
     def agreement(self) -> Agreement:
         """What says at every step whether ranks train alike."""
-        made = Agreement(self.groups)
-        made.watch()
-        return made
+        return Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
@@ -178,8 +176,8 @@ class Steps:
             return self.compiled[key]
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, and keeps "
-                f"{MAX_SHAPES}; pad the batches to fewer shapes to save the time",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, modes or "
+                f"attributes, and keeps {MAX_SHAPES}; pad the batches to fewer shapes",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
