@@ -21,7 +21,7 @@ from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
-from merakc.passes.batches.recorded import couplings_of, in_parts, with_outputs
+from merakc.passes.batches.recorded import couplings_of, dims_of, in_parts, with_outputs
 from merakc.passes.collective_matmul import chunk_rows
 from merakc.passes.collectives import (
     Touches,
@@ -247,6 +247,7 @@ def make_plan(
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
         couplings=couplings_of(recording),
+        batch_dims=dims_of(recording),
         conventions=loss.conventions,
         head=_coupled(loss, stages),
         sequence_parallel=bool(sharding.sequences),

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import cast_floats, resized, sample_rows, split_batch
+from merakc.batches import (
+    cast_floats,
+    named_tensors,
+    resized,
+    sample_rows,
+    split_batch,
+    taken_dims,
+)
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
-from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
+from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
@@ -35,35 +42,44 @@ def record_part(
     precision: Precision | None = None,
     *,
     couplings: Couplings = WHOLE_BATCH,
+    dims: BatchDims = BY_SIZE,
     divided: bool = False,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
     Where there are several parts, the whole batch is recorded beside it: the two say what the parts
-    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
-    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
-    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
-    `RecordError` as `record` and `analyse` do.
+    make of every value. `couplings` says which samples are coupled, where any are; `dims` where
+    they stand in the batch; `divided` that one part alone may be divided further. Random draws are
+    keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
+    the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     args, kwargs = cast_floats(args, kwargs, dtype)
-    sampled = sample_rows(args, kwargs)
+    sampled = sample_rows(args, kwargs, dims)
+    tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
+    taken = taken_dims({n: sampled.get(n) for n in tensors})
 
     def recorded(samples: int, some: Sequence[Any], named: Mapping[str, Any]) -> Recording:
         with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
             try:
-                made = record(model, some, named, dtype)
+                told = sized(layout.each).reads if samples != layout.each else None
+                made = record(model, some, named, dtype, told.answers if told else ())
             except ForwardError as error:
                 if samples == layout.own or _fails(model, args, kwargs, dtype):
                     raise
                 cause = error.__cause__ or error
-                raise _other_size(samples, layout.own, sampled, cause) from error
+                raise _other_size(samples, layout.own, taken, cause) from error
         return replace(made, graph=with_known_masks(made.graph))
 
     @cache
     def sized(samples: int) -> Recording:
         if samples == layout.each:
-            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches)[0])
+            first, *others = split_batch(args, kwargs, layout.micro_batches, dims)
+            made = recorded(samples, *first)
+            _check_parts(made, others, layout)
+            return made
+        if samples == layout.own:  # with its values
+            return recorded(samples, args, kwargs)
         return recorded(samples, *resized(args, kwargs, sampled, samples))
 
     part = sized(layout.each)
@@ -78,36 +94,61 @@ def record_part(
     found: Analysis | None = None
     unchecked = ""
     if layout.parts > 1:
-        found = analysed(graphs, sampled, layout.each, layout.total)
+        found = analysed(graphs, sampled, layout.each, layout.total, layout.least)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
-            found = analysed(graphs, sampled, layout.each, 2 * layout.each)
+            found = analysed(graphs, sampled, layout.each, 2 * layout.each, layout.each)
             found = retaken(found, part.graph, part.graph, layout.each, layout.each)
     graph = part.graph
     if found is not None:
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
-        graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
+        graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
+        part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
+        unchecked=unchecked,
     )  # fmt: skip
 
 
+def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayout) -> None:
+    """Raises `RecordError` where Python reads something else of another micro-batch, or may of the
+    whole batch.
+    """
+    if recording.reads is None:
+        return
+    for number, (args, kwargs) in enumerate(others, 1):
+        difference = recording.reads.difference(named_tensors(args, kwargs))
+        if difference:
+            raise RecordError(
+                f"the forward reads other numbers of micro-batch {number} than of the first: "
+                f"{difference}; one graph runs all micro-batches: pad them alike, keep the number "
+                "in a tensor, or run the batch whole (micro_batches=1)"
+            )
+    unclear = [read for read in recording.reads.asked if not read.of_whole]
+    if unclear and layout.total != layout.own:
+        raise RecordError(
+            f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
+            "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
+            "tensor, or train with dp=1"
+        )
+
+
 def analysed(
-    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int
+    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int, least: int
 ) -> Analysis:
     """What parts of so many samples make of the values of a forward; `sized` records it.
 
-    Of one sample, no dim can be told from another of size 1: what holds for parts of two holds for
-    it.
+    Every rank looks at parts of the `least` samples, so that all come to the same; of one sample,
+    no dim can be told from another of size 1: what holds for parts of two holds for it.
     """
-    if samples > 1:
-        return analyse(sized(samples), sized(total), sampled, samples, total)
-    wide = _wide(total)
-    found = analyse(sized(2), sized(wide), sampled, 2, wide)
+    least = max(least, 2)
+    wide = total if total > least else _wide(total)
+    found = analyse(sized(least), sized(wide), sampled, least, wide)
+    if (samples, total) == (least, wide):
+        return found
     return retaken(found, sized(samples), sized(total), samples, total)
 
 
@@ -129,15 +170,12 @@ def _fails(
     return False
 
 
-def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
-) -> RecordError:
+def _other_size(samples: int, own: int, taken: str, error: BaseException) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
-        f"({failure(error)}); {', '.join(sampled)} hold one sample for each place in dim 0, and "
-        "the rest of the batch is the same for all: where that is not so, or the model is for one "
-        "size of batch, train with dp=1 and micro_batches=1"
+        f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
+        "micro_batches=1"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import ConfigError
@@ -92,22 +91,6 @@ def take_over(
             state[name] = part
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
     return state
-
-
-def joined(
-    state: Tensors, placements: Mapping[str, Placement], groups: Groups, name: str
-) -> torch.Tensor:
-    """A tensor that this pipeline rank holds, from its parts; collective over tp."""
-    own, layout, group = state[name], placements[name].layout, groups.axis("tp")
-    if group is None or not layout.is_split:
-        return own
-    (dp, pipeline_rank, rank), mesh = groups.coordinates, groups.mesh
-    parts = []
-    for tp in range(mesh.tp):
-        shape = layout.local_shape(mesh.tp, tp)
-        parts.append(own.contiguous() if tp == rank else own.new_empty(shape))
-        dist.broadcast(parts[-1], mesh.rank(dp, pipeline_rank, tp), group=group)
-    return layout.join(parts)
 
 
 def shard_state(

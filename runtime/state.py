@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
+from merakc.runtime.groups import Groups
 
 Tensors = dict[str, torch.Tensor]
 
@@ -51,6 +52,25 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def joined(
+    local: Mapping[str, torch.Tensor],
+    placements: Mapping[str, Placement],
+    name: str,
+    groups: Groups,
+) -> torch.Tensor:
+    """A tensor that this pipeline rank holds, whole, on each of its tp ranks. Collective."""
+    own, layout, group = local[name], placements[name].layout, groups.axis("tp")
+    if group is None or not layout.is_split:
+        return own
+    (dp, pipeline_rank, rank), mesh = groups.coordinates, groups.mesh
+    parts = []
+    for tp in range(mesh.tp):
+        shape = layout.local_shape(mesh.tp, tp)
+        parts.append(own.contiguous() if tp == rank else own.new_empty(shape))
+        dist.broadcast(parts[-1], mesh.rank(dp, pipeline_rank, tp), group=group)
+    return layout.join(parts)
 
 
 def gather_full(

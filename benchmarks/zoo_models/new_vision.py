@@ -101,9 +101,7 @@ class Boxes(nn.Module):
         self, pixel_values: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The loss of the boxes, matched to the queries of each image."""
-        labels = [
-            {"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)
-        ]
+        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
         before = torch.get_default_dtype()
         torch.set_default_dtype(pixel_values.dtype)  # in which the loss makes its tables
         try:
@@ -161,7 +159,7 @@ NEW_VISION = (
           running_statistics=True),
     _case("mobilevit", "MobileViT",
           ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
-          image=_BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
+          image=2 * _BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
           neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4,
           running_statistics=True),
     _case("levit", "Levit", image=_BIG_IMAGE, hidden_sizes=[16, 24, 32],

@@ -333,7 +333,9 @@ class _Reader:
                     for o in node.outputs
                 )
             )
-        firsts = {s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled}
+        firsts = {
+            s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled
+        }
         first = firsts.pop()
         if firsts or first[:1] != (SAMPLES,):
             return coupled(node, "it is not seen what it does to samples")
@@ -356,6 +358,8 @@ class _Reader:
         node, twin = place.node, place.twin
         if (node.args, node.kwargs) == (twin.args, twin.kwargs) or node.op in KEY_POSITION:
             return False
+        if node.op == OPAQUE:  # the last is the name of the call
+            return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True
         types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
