@@ -87,9 +87,7 @@ class Steps:
     @cached_property
     def agreement(self) -> Agreement:
         """What says at every step whether ranks train alike."""
-        made = Agreement(self.groups)
-        made.watch()
-        return made
+        return Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
@@ -181,8 +179,8 @@ class Steps:
         check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch or numbers that "
-                f"it reads of them, and keeps {MAX_SHAPES}; pad the batches to fewer",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers that it "
+                f"reads of them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:

@@ -52,7 +52,7 @@ class Agreement:
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
 
-    def watch(self) -> None:
+    def __post_init__(self) -> None:
         """Looks at the settings of optimizers whenever they take a step, until `close`."""
         own = weakref.ref(self)
 
@@ -65,8 +65,7 @@ class Agreement:
 
     def close(self) -> None:
         """Looks no more."""
-        if self._hook is not None:
-            self._hook.remove()
+        self._hook.remove()
 
     def look(self, optimizer: Optimizer) -> None:
         """Notes the settings of an optimizer, if it is of these parameters."""
