@@ -1,8 +1,8 @@
 """The plain training that every layout is compared with: one process, eager, no merakc.
 
-It takes the same micro-batches in the same order, so that what normalises over the micro-batch
-(BatchNorm) normalises over the same samples, and weighs their losses so that the sum is the mean
-over the labels of the whole batch.
+It takes the whole batch at once. A model with BatchNorm, which by convention normalises over each
+micro-batch, takes the same micro-batches in the same order, and their losses are weighed so that
+the sum is the mean over the labels of the whole batch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def train_reference(
     dp: int = 1,
     clip_norm: float | None = None,
 ) -> Reference:
-    """Trains `case` for `steps` steps of `micro_batches` micro-batches of the whole batch.
+    """Trains `case` for `steps` steps, each of a whole batch, or of its `micro_batches` parts where
+    the model keeps running statistics.
 
     With `dp` > 1 only the micro-batches of dp rank 0, the first of each batch, write the buffers.
     Gradients are those after clipping.
@@ -62,7 +63,8 @@ def train_reference(
     model = case.model(dtype)
     calls, weights = [], []
     for step in range(steps):
-        parts = split_batch(step_batch(case, batch_size, dtype, step), micro_batches)
+        batch = step_batch(case, batch_size, dtype, step)
+        parts = split_batch(batch, micro_batches if case.running_statistics else 1)
         counts = [case.valid_labels(part) for part in parts]
         calls.append([((), part) for part in parts])
         weights.append([count / sum(counts) for count in counts])
