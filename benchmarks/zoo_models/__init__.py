@@ -7,6 +7,7 @@ from benchmarks.zoo_models.decoders import DECODERS
 from benchmarks.zoo_models.encoder_decoders import ENCODER_DECODERS
 from benchmarks.zoo_models.encoders import ENCODERS
 from benchmarks.zoo_models.experts import EXPERTS
+from benchmarks.zoo_models.families import NEW_FAMILIES
 from benchmarks.zoo_models.mixed import MIXED
 from benchmarks.zoo_models.new_decoders import NEW_DECODERS
 from benchmarks.zoo_models.new_mixed import NEW_MIXED
@@ -28,7 +29,7 @@ FAMILIES: dict[str, tuple[ModelCase, ...]] = {
     "encoder-decoders": ENCODER_DECODERS,
     "vision": VISION,
     "mixed": MIXED,
-    "plain PyTorch": PLAIN,
+    "plain PyTorch": (*PLAIN, *NEW_FAMILIES),
     "other packages": PACKAGES,
 }
 

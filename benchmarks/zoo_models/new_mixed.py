@@ -110,6 +110,18 @@ def _alt_clip(dropout: float) -> nn.Module:
     return Contrastive(transformers.AltCLIPModel(config))
 
 
+class _Frozen(Contrastive):
+    """With batch norms that keep their statistics, as in most fine-tuning."""
+
+    def train(self, mode: bool = True) -> _Frozen:
+        """The other modules are in training."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
 def _clap(dropout: float) -> nn.Module:
     rates = dict.fromkeys(BERT_DROPOUTS, dropout)
     text = {**_TEXT, **rates, "projection_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
@@ -124,7 +136,7 @@ def _clap(dropout: float) -> nn.Module:
     config = transformers.ClapConfig(
         text_config=text, audio_config=audio, projection_dim=HIDDEN, num_hidden_layers=2
     )
-    return Contrastive(transformers.ClapModel(config))
+    return _Frozen(transformers.ClapModel(config))
 
 
 def _vision_text(dropout: float) -> nn.Module:
@@ -310,10 +322,8 @@ NEW_MIXED = (
         shifted,
     ),
     _letters("wav2vec2_ctc", "Wav2Vec2"),
-    _letters("hubert_ctc", "Hubert"),
     _letters("wav2vec2_ctc_mean", "Wav2Vec2", ctc_loss_reduction="mean"),
     _hearing("wavlm", "WavLM", num_buckets=8, max_bucket_distance=16),
-    _hearing("unispeech", "UniSpeech", num_codevectors_per_group=4, codevector_dim=16),
     _hearing("sew", "SEW", squeeze_factor=2),
     _hearing("data2vec_audio", "Data2VecAudio", conv_pos_kernel_size=3),
     ModelCase(

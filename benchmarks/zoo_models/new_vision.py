@@ -72,24 +72,6 @@ def _hidden_patches(batch_size: int, generator: torch.Generator) -> Batch:
     }
 
 
-def _depths(batch_size: int, generator: torch.Generator) -> Batch:
-    return {
-        "pixel_values": torch.randn(batch_size, 3, _BIG_IMAGE, _BIG_IMAGE, generator=generator),
-        "labels": 1 + torch.rand(batch_size, _BIG_IMAGE, _BIG_IMAGE, generator=generator),
-    }
-
-
-def _depth_model(dropout: float) -> nn.Module:
-    rates = dict.fromkeys((*BERT_DROPOUTS, "drop_path_rate"), dropout)
-    return transformers.GLPNForDepthEstimation(
-        transformers.GLPNConfig(
-            num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
-            patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2],
-            decoder_hidden_size=16, max_depth=3, **rates,
-        )
-    )  # fmt: skip
-
-
 class Boxes(nn.Module):
     """A detector that is given one box an image as tensors, and its labels as they want them."""
 
@@ -222,7 +204,6 @@ NEW_VISION = (
         _videos,
         unshifted,
     ),
-    ModelCase("glpn", _depth_model, _depths, samples, running_statistics=True),
     ModelCase("detr", _detr, _boxes(_BIG_IMAGE), samples),
     ModelCase("yolos", _yolos, _boxes(IMAGE), samples),
 )  # fmt: skip
