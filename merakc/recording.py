@@ -98,7 +98,8 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
-        part.reads, part.finite, layout=layout, found=found, couplings=couplings, unchecked=unchecked,
+        part.reads, part.finite, layout=layout, found=found, couplings=couplings,
+        unchecked=unchecked,
     )  # fmt: skip
 
 
