@@ -43,7 +43,7 @@ class CompiledStep:
     @cached_property
     def doubtful(self) -> Uses:
         """The parameters that a batch may leave unused."""
-        return doubtful(self.lowered.loss.graph)
+        return doubtful(self.lowered.loss.graph, self.lowered.loss.head)
 
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:

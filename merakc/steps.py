@@ -172,20 +172,21 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, self.planned.plan))
+        plan = self.planned.plan
+        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, plan))
         if known in self.compiled:
-            self.compiled[known] = self.compiled.pop(known)  # the last used stand last
-            return self.compiled[known]
+            self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
+            return found
         check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers that it "
-                f"reads of them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers that "
+                f"it reads of them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to "
+                "fewer",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
-        plan = self.planned.plan
 
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from merakc.ir.batches import Head
 from merakc.ir.graph import Graph, InputKind
 from merakc.kernels.opaque import OPAQUE, Call, find
 
@@ -14,22 +15,25 @@ Uses = Mapping[str, tuple[tuple[Call, int], ...]]
 """By parameter: the calls that alone read it, each with its place among their inputs."""
 
 
-def doubtful(graph: Graph) -> Uses:
-    """The parameters that only modules and parts which run as they are read: what they use may
-    differ from batch to batch.
+def doubtful(graph: Graph, head: Head | None = None) -> Uses:
+    """The parameters that only modules and parts which run as they are read, in a part of the batch
+    or in the `head`: what they use may differ from batch to batch.
     """
-    users = graph.users()
+    behind = head.graph if head is not None else Graph((), (), ())
+    users, users_behind = graph.users(), behind.users()
     found: dict[str, tuple[tuple[Call, int], ...]] = {}
     for item in graph.inputs:
-        nodes = users[item.name]
         if item.kind is not InputKind.PARAMETER or not item.requires_grad:
             continue
-        if nodes and all(node.op == OPAQUE for node in nodes):
+        names = [o.name for o in graph.outputs if o.ref.node == item.name]
+        readers = [(node, item.name) for node in users[item.name]]
+        readers += [(node, name) for name in names for node in users_behind.get(name, ())]
+        if readers and all(node.op == OPAQUE for node, _ in readers):
             found[item.target] = tuple(
                 (find(node.args[-1]), place)
-                for node in nodes
+                for node, name in readers
                 for place, ref in enumerate(node.args[0])
-                if ref.node == item.name
+                if ref.node == name
             )
     return found
 
