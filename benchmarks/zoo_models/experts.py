@@ -1,4 +1,4 @@
-"""Mixtures of experts with the loss that spreads their load, which couples the samples of a batch."""
+"""Mixtures of experts with the loss that spreads their load, by which samples are coupled."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ EXPERTS = (
         transformers_model(
             "NllbMoeForConditionalGeneration", "NllbMoeConfig", SEQ2SEQ_DROPOUTS,
             output_router_logits=True, num_experts=4, expert_capacity=64, encoder_layerdrop=0.0,
-            encoder_sparse_step=2, decoder_sparse_step=2, decoder_layerdrop=0.0, moe_token_dropout=0.0,
+            encoder_sparse_step=2, decoder_sparse_step=2, decoder_layerdrop=0.0,
+            moe_token_dropout=0.0,
             **speech_and_text_sizes(vocab_size=EVEN_VOCABULARY, max_position_embeddings=SEQUENCE),
         ),
         text_to_text_batch(EVEN_VOCABULARY),

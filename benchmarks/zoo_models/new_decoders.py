@@ -34,7 +34,6 @@ def _like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> Mod
     return _case(name, decoder(class_name, dropouts=dropouts or ("attention_dropout",), **sizes))
 
 
-
 def _gemma3n(dropout: float) -> nn.Module:
     model = decoder(
         "Gemma3n", dropouts=("attention_dropout",), config="Gemma3nText", head_dim=_HEAD,

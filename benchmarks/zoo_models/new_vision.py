@@ -83,9 +83,7 @@ class Boxes(nn.Module):
         self, pixel_values: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The loss of the boxes, matched to the queries of each image."""
-        labels = [
-            {"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)
-        ]
+        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
         before = torch.get_default_dtype()
         torch.set_default_dtype(pixel_values.dtype)  # in which the loss makes its tables
         try:
