@@ -164,11 +164,9 @@ class Steps:
     def compile(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> CompiledStep:
-        """The compiled step for this batch: recorded, adapted to the plan, and kept.
-
-        Where the forward returns no loss for this batch, it gives the results and does not train.
-        All dp ranks say how many samples they have; no other takes part in compiling: ranks may
-        meet a new shape at different times.
+        """The compiled step for this batch: recorded, adapted to the plan, and kept; without a loss
+        it gives the results and does not train. All dp ranks say how many samples they have; no
+        other takes part in compiling: ranks may meet a new shape at different times.
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
@@ -180,9 +178,8 @@ class Steps:
         check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers that "
-                f"it reads of them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to "
-                "fewer",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, modes or "
+                f"attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
