@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Coup
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.batches.alike import of_one_sample
+from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
@@ -79,7 +79,8 @@ def record_part(
     part = sized(layout.each)
     if layout.each == 1 and layout.parts > 1:
         two, wide = sized(2).graph, _wide(layout.total)
-        graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
+        with _telling(taken):
+            graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
         part = part if graph is part.graph else replace(sized(2), graph=graph)
 
     def graphs(samples: int) -> Graph:
@@ -88,7 +89,8 @@ def record_part(
     found: Analysis | None = None
     unchecked = ""
     if layout.parts > 1:
-        found = analysed(graphs, sampled, layout.each, layout.total)
+        with _telling(taken):
+            found = analysed(graphs, sampled, layout.each, layout.total)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
@@ -119,6 +121,15 @@ def analysed(
     wide = _wide(total)
     found = analyse(sized(2), sized(wide), sampled, 2, wide)
     return retaken(found, sized(samples), sized(total), samples, total)
+
+
+@contextlib.contextmanager
+def _telling(taken: str) -> Iterator[None]:
+    """Adds to errors of other paths where samples were taken to stand."""
+    try:
+        yield
+    except OtherPathError as error:
+        raise RecordError(f"{error}; {taken}") from error
 
 
 def _wide(total: int) -> int:

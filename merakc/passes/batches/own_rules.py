@@ -208,15 +208,23 @@ def _copies(place: Place) -> Outcome | None:
         same = not repeats and len(mine) == len(dims)
         fine = same and all(x == y or SAMPLES in d for x, y, d in kept)
         return None if fine else coupled(node, "copies of samples for each sample")
-    grow = [(x, y) == (place.samples, place.total) for x, y in zip(mine, other, strict=True)]
-    if sum(grow) != 1 or any(not g and x != y for g, x, y in zip(grow, mine, other, strict=True)):
+    grown = [_times(place, x, y) if x != y else () for x, y in zip(mine, other, strict=True)]
+    if sum(map(bool, grown)) != 1 or None in grown:
         return coupled(node, "copies whose number grows otherwise than the samples")
     if not repeats:
-        shape = zip(grow, node.spec.shape, strict=True)
-        return Outcome((State(Kind.ROWS, tuple((SAMPLES,) if g else (n,) for g, n in shape)),))
+        shape = zip(grown, node.spec.shape, strict=True)
+        return Outcome((State(Kind.ROWS, tuple(g or (n,) for g, n in shape)),))
     padded = ((1,),) * (len(mine) - len(dims)) + dims
-    now = tuple((SAMPLES if g else x, *d) for g, x, d in zip(grow, mine, padded, strict=True))
+    now = tuple((*(g or (x,)), *d) for g, x, d in zip(grown, mine, padded, strict=True))
     return Outcome((State(Kind.ROWS, now),))
+
+
+def _times(place: Place, mine: int, other: int) -> Dim | None:
+    """The factors of a number of equal copies that grows with the samples, some for each."""
+    each, rest = divmod(mine, place.samples)
+    if rest or each * place.total != other:
+        return None
+    return (SAMPLES,) if each == 1 else (SAMPLES, each)
 
 
 def _index(place: Place) -> Outcome | None:
