@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from merakc.batches import batch_size_of, dims_key, named_tensors, shown_dims
+from merakc.batches import batch_size_of, dims_key, named_tensors, one_by_one, shown_dims
 from merakc.errors import ConfigError
 from merakc.ir.batches import BatchDims, Rows
 
@@ -66,9 +66,10 @@ def hypotheses(
     named = named_tensors(args, kwargs)
     size = batch_size_of(args, kwargs, dims)
     fixed = {n: dims[k] for n in named if (k := dims_key(n, dims)) is not None}
+    listed = one_by_one(named)
     kinds: dict[tuple[torch.Size, torch.dtype], list[str]] = {}
     for name, tensor in named.items():
-        if name not in fixed and tensor.dim():
+        if name not in fixed and tensor.dim() and name not in listed:
             kinds.setdefault((tensor.shape, tensor.dtype), []).append(name)
     sizes = [size]
     if all(rows is None for rows in fixed.values()):
@@ -99,10 +100,9 @@ def _places(shape: torch.Size, samples: int) -> list[tuple[int, Rows | None]]:
     """Where a tensor may hold so many samples, with how unlikely that is; likeliest first."""
     found: list[tuple[int, Rows | None]]
     found = [(dim, Rows(dim)) for dim, n in enumerate(shape) if n == samples]
-    several = not found and shape[0] > samples > 1 and shape[0] % samples == 0
-    if several:
+    found.append((NOT_SAMPLES if found else 0, None))
+    if shape[0] > samples > 1 and shape[0] % samples == 0:
         found.append((SEVERAL, Rows(0, 1, 0)))
-    found.append((NOT_SAMPLES if found and not several else 0, None))
     return sorted(found, key=lambda place: place[0])
 
 

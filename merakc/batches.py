@@ -42,15 +42,29 @@ def sample_rows(
     out.
     """
     named = named_tensors(args, kwargs)
-    size = _size(named, dims, args, kwargs)
+    size, listed = _size(named, dims, args, kwargs), one_by_one(named)
     found: dict[str, Rows] = {}
     for name, tensor in named.items():
         key = dims_key(name, dims)
-        by_size = Rows() if tensor.dim() and tensor.shape[0] == size else None
+        fits = tensor.dim() and tensor.shape[0] == size and name not in listed
+        by_size = Rows() if fits else None
         rows = dims[key] if key is not None else by_size
         if rows is not None:
             found[name] = _closed(name, tensor, rows, size)
     return found
+
+
+def one_by_one(named: Mapping[str, torch.Tensor]) -> set[str]:
+    """The tensors in sequences whose tensors are of unlike lengths, as the boxes of each image are:
+    dim 0 of one holds no samples.
+    """
+    lists: dict[str, list[str]] = {}
+    for name in named:
+        first, *rest = name.split(".")
+        stem = ".".join([first, *("*" if step.isdigit() else step for step in rest)])
+        lists.setdefault(stem, []).append(name)
+    unlike = (own for own in lists.values() if len({named[n].shape[:1] for n in own}) > 1)
+    return {name for own in unlike for name in own}
 
 
 def dims_key(name: str, dims: BatchDims) -> str | None:
@@ -84,7 +98,8 @@ def _size(
         )
     if sizes:
         return next(iter(sizes.values()))
-    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in said]
+    skipped = said.keys() | one_by_one(named)
+    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in skipped]
     if not firsts:
         raise ConfigError(
             f"the batch holds no tensor with a batch dim (dim 0): {_kinds(args, kwargs)}; give a "

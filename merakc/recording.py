@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Coup
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.batches.alike import of_one_sample
+from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
@@ -61,7 +61,8 @@ def record_part(
 
     found, unchecked = None, ""
     if layout.parts > 1:
-        found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
+        with _telling(forward.taken):
+            found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
@@ -107,7 +108,8 @@ class _Forward:
         if layout.each > 1 or layout.parts == 1:
             return part
         two, wide = self.sized(2), _wide(layout.total)
-        graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
+        with _telling(self.taken):
+            graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
         return part if graph is part.graph else replace(two, graph=graph)
 
     def sized(self, samples: int) -> Recording:
@@ -188,6 +190,15 @@ def analysed(
     if (samples, total) == (least, wide):
         return found
     return retaken(found, sized(samples), sized(total), samples, total)
+
+
+@contextlib.contextmanager
+def _telling(taken: str) -> Iterator[None]:
+    """Adds to errors of other paths where samples were taken to stand."""
+    try:
+        yield
+    except OtherPathError as error:
+        raise RecordError(f"{error}; {taken}") from error
 
 
 def _wide(total: int) -> int:

@@ -168,7 +168,9 @@ class _Split:
         ]
         read = [r for n in nodes for r in n.refs] + [o.ref for o in self.roots]
         for ref in dict.fromkeys(read):
-            if ref not in names and self.states[ref].known:
+            # of samples taken apart, the whole batch has more, which are as the first
+            state = self.states.get(ref) or self.states[Ref(ref.node)]
+            if ref not in names and state.known:
                 self.needed[ref] = None
                 names[ref] = Ref(known_name(ref))
                 inputs.append(Input(known_name(ref), InputKind.KNOWN, specs[ref], known_name(ref)))
