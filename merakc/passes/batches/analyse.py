@@ -333,7 +333,9 @@ class _Reader:
                     for o in node.outputs
                 )
             )
-        firsts = {s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled}
+        firsts = {
+            s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled
+        }
         first = firsts.pop()
         if firsts or first[:1] != (SAMPLES,):
             return coupled(node, "it is not seen what it does to samples")
