@@ -170,11 +170,11 @@ def document(cells: list[Cell], refusals: list[str], wall_s: float) -> str:
 torch {torch.__version__}, transformers {transformers.__version__}, {wall_s:.0f} s in all.
 
 The largest relative error in float64 of the loss of each step, every gradient of each step, and
-every weight and buffer after {STEPS} AdamW steps, against the plain model in one process that
-accumulates the same micro-batches ({BATCH_SIZE} samples in {MICRO_BATCHES}). Columns are
-dp·tp·pp. In brackets: with the casts to float32 that the model's own code makes; without brackets
-those casts are lifted to float64 on both sides. Every training ran twice and was compared bit by
-bit.
+every weight and buffer after {STEPS} AdamW steps, against the plain model in one process on the
+whole batch ({BATCH_SIZE} samples, trained in {MICRO_BATCHES} micro-batches; batch norms normalise
+over each of these in both, by convention). Columns are dp·tp·pp. In brackets: with the casts to
+float32 that the model's own code makes; without brackets those casts are lifted to float64 on both
+sides. Every training ran twice and was compared bit by bit.
 
 {table}
 

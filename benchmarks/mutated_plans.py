@@ -260,7 +260,7 @@ def error_of(plan: Plan, timeout_s: float = 120.0) -> float:
     batches = tuple(batch(SAMPLES * plan.dp, seed) for seed in (1, 2))
     case = Case(model(), plan, batches, lift=True)
     found = run_ranks(plan.mesh.world_size, train_on_rank, case, timeout_s=timeout_s)
-    reference = train_in_one_process(case, plan.dp * plan.micro_batches)
+    (reference,) = run_ranks(1, train_in_one_process, case)
     return worst_difference(found[0], [f.losses for f in found], reference, LIMIT).error
 
 

@@ -1,8 +1,7 @@
 """The plain training that every layout is compared with: one process, eager, no merakc.
 
-It takes the same micro-batches in the same order, so that what normalises over the micro-batch
-(BatchNorm) normalises over the same samples, and weighs their losses so that the sum is the mean
-over the labels of the whole batch.
+It takes the whole batch at once. Batch norms alone see each micro-batch by itself, as they do in
+every layout by convention.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.models import Batch, ModelCase
 from merakc.equality.casts import grouped_products, lifted_casts
@@ -21,7 +21,9 @@ from merakc.equality.compare import (
     optimizer_for,
     split_state,
 )
+from merakc.equality.norms import norms_by_parts
 from merakc.equality.plain import train_plain
+from merakc.ir.batches import Rows
 
 __all__ = [
     "ADAM_EPS",
@@ -54,22 +56,20 @@ def train_reference(
     dp: int = 1,
     clip_norm: float | None = None,
 ) -> Reference:
-    """Trains `case` for `steps` steps of `micro_batches` micro-batches of the whole batch.
+    """Trains `case` for `steps` steps of the whole batch.
 
-    With `dp` > 1 only the micro-batches of dp rank 0, the first of each batch, write the buffers.
-    Gradients are those after clipping.
+    Batch norms normalise each of its `micro_batches` by itself. Running statistics are those of the
+    first of `dp` ranks, whose micro-batches are the first of each batch. Gradients are those after
+    clipping.
     """
     model = case.model(dtype)
-    calls, weights = [], []
-    for step in range(steps):
-        parts = split_batch(step_batch(case, batch_size, dtype, step), micro_batches)
-        counts = [case.valid_labels(part) for part in parts]
-        calls.append([((), part) for part in parts])
-        weights.append([count / sum(counts) for count in counts])
-    with lifted_casts() if lift_casts else nullcontext():
-        return train_plain(
-            model, calls, weights, writing_parts=micro_batches // dp, clip_norm=clip_norm
-        )
+    calls = [[((), step_batch(case, batch_size, dtype, step))] for step in range(steps)]
+    norms = {n: Rows() for n, m in model.named_modules() if isinstance(m, _BatchNorm)}
+    with (
+        lifted_casts() if lift_casts else nullcontext(),
+        norms_by_parts(model, norms, micro_batches, micro_batches // dp),
+    ):
+        return train_plain(model, calls, [[1.0]] * steps, writing_parts=1, clip_norm=clip_norm)
 
 
 def split_batch(batch: Batch, parts: int) -> list[Batch]:

@@ -12,7 +12,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,8 +30,10 @@ class Call:
 
     `forward` computes tensors of the specs `outputs` from those that it is given, in order; `flops`
     is what it was seen to compute. `number` tells the calls of a recording apart. `source` is the
-    line that could not be recorded, `reason` says why. A backward runs in `holding`, which puts the
-    tensors where the module's parameters are: custom functions may look there.
+    line that could not be recorded, `reason` says why. A call of a part of a module has a `digest`
+    of what it computes. `used` are the places of the inputs that backwards have found to be used
+    since it was last cleared. A backward runs in `holding`, which puts the tensors where the
+    module's parameters are: custom functions may look there.
     """
 
     forward: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -41,6 +43,8 @@ class Call:
     reason: str = ""
     flops: int = 0
     number: int = 0
+    digest: str = ""
+    used: set[int] = field(default_factory=set)
     holding: Callable[[Sequence[Tensor]], AbstractContextManager[None]] = lambda _: nullcontext()
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -54,9 +58,9 @@ _calls: WeakValueDictionary[str, Call] = WeakValueDictionary()
 def enter(call: Call) -> str:
     """The key of a call, for as long as the call is held.
 
-    It is the module's name and, in the form of Python's `repr`, an address.
+    It is the module's name, the digest and, in the form of Python's `repr`, an address.
     """
-    key = f"{call.module} at {id(call):#x}"
+    key = f"{call.module} {call.digest}".strip() + f" at {id(call):#x}"
     _calls[key] = call
     return key
 
@@ -106,6 +110,9 @@ def opaque_backward(
     filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
     # What custom functions give by a backward() of their own, as reversible layers do.
     filled = [g if x.grad is None else g + x.grad for x, g in zip(leaves, filled, strict=True)]
+    places = [k for k, w in enumerate(wanted) if w]
+    made = zip(places, leaves, found, strict=True)
+    call.used.update(k for k, x, g in made if g is not None or x.grad is not None)
     return _apart(filled, [g for g in grads if g is not None])
 
 

@@ -17,6 +17,7 @@ from merakc.kernels import (
     grouped_mm,
     opaque,
     products,
+    ragged,
     vocabulary,
 )
 from merakc.kernels.bindings import BINDINGS
@@ -88,6 +89,8 @@ def resolve_op(op: str) -> Callable[..., Any]:
         return COMPOSITES[op]
     if op in _HALVES:
         return _HALVES[op]
+    if op in ragged.CALLS:
+        return ragged.CALLS[op]
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part)

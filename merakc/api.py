@@ -17,26 +17,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from merakc.batch_dims import GivenDims, parse_batch_dims
 from merakc.batches import (
-    TensorSpecs,
-    batch_size_of,
     call_arguments,
-    tensor_specs,
+    tensors_of,
     with_tensor_specs,
 )
 from merakc.bookkeeping import Bookkeeper, make_header
 from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import MerakWarning
 from merakc.expected import expected
+from merakc.find_samples import find_samples
 from merakc.frontend.fingerprint import fingerprint
+from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.record import Recording
+from merakc.frontend.regions import WHY as DYNAMIC
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
-from merakc.ir.plan import Plan, load_plan
-from merakc.ir.plan_checks import check_recompute
+from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision, parse_precision
-from merakc.ir.state import AUTO, ShardsGiven, parse_shards
+from merakc.ir.state import ShardsGiven
 from merakc.kernels import gemm
 from merakc.kernels.collectives import unbind_axes
 from merakc.model import ParallelModel
@@ -44,13 +45,14 @@ from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner import Lowered, apply_plan
 from merakc.recording import record_part, with_loss
+from merakc.requested import first_parts, requested
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
-from merakc.search import Request, meshes, micro_batches_for, search, with_schedule
+from merakc.search import Request, meshes, search
 from merakc.start import device_of, start_distributed
 from merakc.steps import Steps
 from merakc.trials import shared_cores
@@ -58,6 +60,8 @@ from merakc.version import __version__
 from merakc.weights import find_placements, shard_state, take_over
 
 _living: WeakSet[Steps] = WeakSet()
+# The share of the forward's arithmetic from which on it matters that a part runs as it is.
+WORTH_TELLING = 0.01
 
 
 def auto_parallel(
@@ -76,6 +80,7 @@ def auto_parallel(
     precision: str | Precision | None = None,
     overlap: int | None = None,
     couplings: Couplings = WHOLE_BATCH,
+    batch_dims: GivenDims | None = None,
     compile: bool = False,
     cluster: Cluster | None = None,
     device: torch.device | str | None = None,
@@ -99,8 +104,10 @@ def auto_parallel(
         state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
-        couplings: "whole batch": samples that the loss couples are, as in one process, those of the
-            whole batch, for which micro-batches wait; "per micro-batch": of each micro-batch.
+        couplings: whether the samples that a loss couples are the "whole batch"'s, or each of them
+            "per micro-batch".
+        batch_dims: where samples stand in tensors of the batch, by name: a dim, (dim, rows of
+            each) or None; found if not given.
         compile: whether the graphs of stages become kernels of their own, by torch's compiler.
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
@@ -111,9 +118,8 @@ def auto_parallel(
     open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    request = Request(
-        *given, state_shards, parse_precision(precision), overlap, couplings=couplings
-    )
+    rest = state_shards, parse_precision(precision), overlap, None, couplings
+    request = Request(*given, *rest, parse_batch_dims(batch_dims))
     made = _decide(model, batch, request, plan, cluster, device, seed)
     return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
@@ -141,32 +147,43 @@ def _decide(
     seed: int,
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan."""
-    given, request, first, specs = from_rank_0(lambda: _requested(fixed, plan, batch))
+    given, requests, specs = from_rank_0(lambda: requested(fixed, plan, batch))
+    tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
 
     @cache
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_tensor_specs(*call_arguments(batch), specs)
+        return with_tensor_specs(*call_arguments(batch), specs, tensors)
 
-    likely = given.dp if given is not None else max(m.dp for m in meshes(request))
+    likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
 
     @cache
-    def recorded(parts: int, dp: int = likely) -> BatchRecording:
+    def made(k: int, parts: int, dp: int) -> BatchRecording:
+        request = requests[k]
         layout = BatchLayout((request.batch_size,) * dp, parts)
-        divided = request.overlap != 0 and request.tp != 1
-        return with_loss(
-            record_part(
-                model,
-                *example(),
-                layout,
-                device,
-                request.precision,
-                couplings=request.couplings,
-                divided=divided,
-            )
-        )
+        return record_part(
+            model, *example(), layout, device, request.precision, couplings=request.couplings,
+            dims=request.batch_dims, divided=request.overlap != 0 and request.tp != 1,
+        )  # fmt: skip
 
-    agree(lambda: _facts(model, recorded(first), fixed, seed))
-    machines = cluster or _nominal(device)
+    def first(k: int) -> BatchRecording:
+        return made(k, first_parts(requests[k], given), likely)
+
+    @cache
+    def reading() -> int:
+        """Which request reads the batch as the forward does."""
+        return find_samples(range(len(requests)), first) if len(requests) > 1 else 0
+
+    def recorded(parts: int, dp: int = likely) -> BatchRecording:
+        return with_loss(made(reading(), parts, dp))
+
+    def in_python() -> bool:
+        return any(_needs_values(partial(first, k)) for k in range(len(requests)))
+
+    if any(together(in_python)):
+        tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
+        example.cache_clear()
+    agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))
+    request, machines = requests[reading()], cluster or _nominal(device)
     lowered = _lowered(request, given, recorded, machines)
     plan = lowered.plan
     recording = recorded(plan.micro_batches, plan.dp)
@@ -227,14 +244,18 @@ def _build(
 
 
 def _warn_of_opaque(plan: Plan) -> None:
-    """Says once for each module what runs as it is."""
+    """Says once for each module what runs as it is, where that is more than a sum over a mask."""
     for module in plan.opaque_modules:
+        where = f"module '{module.name}'" if module.name else "the model's own forward"
+        if module.reason == DYNAMIC:
+            where = f"a part of {where}"
+            if module.flops_share < WORTH_TELLING:
+                continue
         warnings.warn(
-            f"module '{module.name}' cannot be recorded and runs as it is, whole on one stage and "
+            f"{where} cannot be recorded and runs as it is, whole on one stage and "
             f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
             f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward; parameters that it does not use for a batch have gradients of zeros "
-            "where they would have none, which weight decay and momentum act on",
+            "the backward",
             MerakWarning,
             stacklevel=3,
         )
@@ -261,61 +282,15 @@ def _release_groups() -> None:
     gc.collect()
 
 
-def _requested(
-    fixed: Request, plan: Plan | str | Path | None, batch: Any
-) -> tuple[Plan | None, Request, int, TensorSpecs]:
-    """The plan that is given, the request, the micro-batches to record first, the batch's specs.
-
-    Everything that can be refused before the model is looked at is refused here.
-    """
-    check_recompute(fixed.recompute)
-    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
-        raise ConfigError(
-            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
-        )
-    if fixed.overlap is not None and fixed.overlap < 0:
-        raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
-    fixed = with_schedule(fixed)
-    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
-    args, kwargs = call_arguments(batch)
-    request = replace(fixed, batch_size=batch_size_of(args, kwargs))
-    specs = tensor_specs(args, kwargs)
-    if given is None:
-        return None, request, micro_batches_for(request, meshes(request)[0]), specs
-    _check_plan(fixed, given)
-    request = replace(request, precision=given.precision, couplings=given.couplings)
-    return given, request, given.micro_batches, specs
-
-
-def _check_plan(fixed: Request, given: Plan) -> None:
-    for name in (
-        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
-        "precision", "couplings",
-    ):  # fmt: skip
-        value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", (), WHOLE_BATCH, planned):
-            raise ConfigError(
-                f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
-            )
-    planned_parts = (*given.sub_batches, *given.row_chunks.values()) or (0,)
-    if fixed.overlap is not None and fixed.overlap not in planned_parts:
-        raise ConfigError(
-            f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
-            "one of the two"
-        )
-    asked = fixed.state_shards
-    stages = len(given.rank_of)
-    planned_shards = [given.shards(s) for s in range(stages)]
-    if asked not in (None, AUTO) and list(parse_shards(asked, given.dp, stages)) != planned_shards:
-        raise ConfigError(
-            f"state_shards={asked} contradicts the plan's state_shards="
-            f"{'; '.join(map(str, planned_shards))}; give one of the two"
-        )
-    if given.mesh.world_size != fixed.world_size:
-        raise ConfigError(
-            f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
-            f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
-        )
+def _needs_values(recorded: Callable[[], Recording]) -> bool:
+    """Whether the forward reads more of its batch than shapes; what else may fail, will again."""
+    try:
+        recorded()
+    except ValuesNeededError:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:

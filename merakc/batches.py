@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 
 from merakc.errors import ConfigError
-from merakc.ir.batches import Rows
+from merakc.ir.batches import BY_SIZE, BatchDims, Rows
 
+MOST_SHOWN = 12  # tensors of a batch in a message
 TensorSpecs = list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -23,38 +26,151 @@ def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (batch,), {}
 
 
-def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The number of samples of a batch: the commonest size of dim 0 of its tensors.
+def batch_size_of(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims = BY_SIZE) -> int:
+    """The number of samples of a batch, as `dims` say; where they do not, the commonest size of dim
+    0 of its tensors.
 
-    Raises `ConfigError` where the batch holds no tensor with dims.
+    Raises `ConfigError` where the batch holds no tensor with dims, and where `dims` do not fit it.
     """
-    sizes = [t.shape[0] for t in _tensors((tuple(args), dict(kwargs))) if t.dim()]
-    if not sizes:
+    return _size(named_tensors(args, kwargs), dims, args, kwargs)
+
+
+def sample_rows(
+    args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims = BY_SIZE
+) -> dict[str, Rows]:
+    """Where the samples stand in the tensors of a batch, by name; a tensor without any is left
+    out.
+    """
+    named = named_tensors(args, kwargs)
+    size, listed = _size(named, dims, args, kwargs), one_by_one(named)
+    found: dict[str, Rows] = {}
+    for name, tensor in named.items():
+        key = dims_key(name, dims)
+        fits = tensor.dim() and tensor.shape[0] == size and name not in listed
+        by_size = Rows() if fits else None
+        rows = dims[key] if key is not None else by_size
+        if rows is not None:
+            found[name] = _closed(name, tensor, rows, size)
+    return found
+
+
+def one_by_one(named: Mapping[str, torch.Tensor]) -> set[str]:
+    """The tensors in sequences whose tensors are of unlike lengths, as the boxes of each image are:
+    dim 0 of one holds no samples.
+    """
+    lists: dict[str, list[str]] = {}
+    for name in named:
+        first, *rest = name.split(".")
+        stem = ".".join([first, *("*" if step.isdigit() else step for step in rest)])
+        lists.setdefault(stem, []).append(name)
+    unlike = (own for own in lists.values() if len({named[n].shape[:1] for n in own}) > 1)
+    return {name for own in unlike for name in own}
+
+
+def dims_key(name: str, dims: BatchDims) -> str | None:
+    """The key of `dims` that says where a tensor's samples stand: its name, or the first pattern
+    that fits it.
+    """
+    if not dims or name in dims:
+        return name if dims else None
+    return next((key for key in dims if fnmatchcase(name, key)), None)
+
+
+def _size(
+    named: Mapping[str, torch.Tensor],
+    dims: BatchDims,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> int:
+    said = {n: dims[k] for n in named if (k := dims_key(n, dims)) is not None}
+    sizes = {
+        n: _said_size(n, named[n], rows)
+        for n, rows in said.items()
+        if rows is not None and rows.inner
+    }
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(
+            f"{n} in '{name}' of shape {list(named[name].shape)}" for name, n in sizes.items()
+        )
+        raise ConfigError(
+            f"batch_dims does not fit the batch: the samples are {listed}; give the dims that hold "
+            f"one sample in each place: batch_dims={shown_dims(said)}"
+        )
+    if sizes:
+        return next(iter(sizes.values()))
+    skipped = said.keys() | one_by_one(named)
+    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in skipped]
+    if not firsts:
         raise ConfigError(
             f"the batch holds no tensor with a batch dim (dim 0): {_kinds(args, kwargs)}; give a "
             "mapping of names to tensors, a sequence of tensors, or a tensor"
         )
-    return max(sizes, key=lambda s: (sizes.count(s), s))
+    return max(firsts, key=lambda s: (firsts.count(s), s))
 
 
-def sample_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Rows]:
-    """Where the samples stand in the tensors of a batch, by name; a tensor without any is left
-    out.
-    """
-    size = batch_size_of(args, kwargs)
-    named = named_tensors(args, kwargs)
-    return {n: Rows() for n, t in named.items() if t.dim() and t.shape[0] == size}
+def _closed(name: str, tensor: torch.Tensor, rows: Rows, samples: int) -> Rows:
+    """The place with the number of rows that each sample has; 0 stands for as many as there are."""
+    if rows.inner:
+        return rows
+    count = tensor.shape[rows.dim] if rows.dim < tensor.dim() else 0
+    if not count or count % samples:
+        raise ConfigError(
+            f"batch_dims says that dim {rows.dim} of '{name}' holds rows of {samples} samples; it "
+            f"is of shape {list(tensor.shape)}: give each sample as many rows as the others"
+        )
+    return replace(rows, inner=count // samples)
+
+
+def _said_size(name: str, tensor: torch.Tensor, rows: Rows) -> int:
+    shape, each = list(tensor.shape), rows.outer * rows.inner
+    if rows.dim >= len(shape):
+        raise ConfigError(
+            f"batch_dims says that the samples of '{name}' stand in dim {rows.dim}; it is of shape "
+            f"{shape}: give a dim of it, or None where it is the same for all samples"
+        )
+    if shape[rows.dim] % each:
+        raise ConfigError(
+            f"batch_dims says that dim {rows.dim} of '{name}' holds {each} rows for each sample; "
+            f"it is of shape {shape}, and {shape[rows.dim]} does not divide by {each}"
+        )
+    return rows.samples(shape)
+
+
+def shown_dims(dims: BatchDims) -> str:
+    """Where samples stand, as users write it."""
+
+    def shown(rows: Rows | None) -> object:
+        if rows is None:
+            return None
+        return rows.dim if rows.inner == 1 else (rows.dim, rows.inner or None)
+
+    return repr({name: shown(rows) for name, rows in dims.items()})
+
+
+def taken_dims(dims: BatchDims) -> str:
+    """That samples are taken to stand so in a batch, and how to say that they stand elsewhere."""
+    first = shown_dims(dict(list(dims.items())[:MOST_SHOWN]))
+    more = f" and None for {len(dims) - MOST_SHOWN} more" if len(dims) > MOST_SHOWN else ""
+    return (
+        f"samples are taken to stand at batch_dims={first}{more} (the dim of each tensor that "
+        "holds them, None where it is the same for all, or (dim, rows of a sample)): where they "
+        "stand elsewhere, give auto_parallel batch_dims that say so"
+    )
 
 
 def split_batch(
-    args: Sequence[Any], kwargs: Mapping[str, Any], micro_batches: int
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    micro_batches: int,
+    dims: BatchDims = BY_SIZE,
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments of each micro-batch.
 
-    Tensors that hold samples are split by them, in order; all others are given to every micro-batch
-    as they are. Raises `ConfigError` where the batch does not divide.
+    Tensors that hold samples, where `dims` or their sizes say, are split by them, in order; all
+    others are given to every micro-batch as they are. Raises `ConfigError` where the batch does not
+    divide.
     """
-    size, sampled = batch_size_of(args, kwargs), sample_rows(args, kwargs)
+    size, sampled = batch_size_of(args, kwargs, dims), sample_rows(args, kwargs, dims)
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
@@ -64,7 +180,7 @@ def split_batch(
     each = size // micro_batches
 
     def part(first: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return _changed(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
+        return with_samples(args, kwargs, sampled, lambda rows, leaf: rows.take(leaf, first, each))
 
     if micro_batches == 1:
         return [(tuple(args), dict(kwargs))]
@@ -75,7 +191,7 @@ def resized(
     args: Sequence[Any], kwargs: Mapping[str, Any], sampled: Mapping[str, Rows], samples: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The batch with so many samples; the tensors that hold them are on the meta device."""
-    return _changed(
+    return with_samples(
         args, kwargs, sampled,
         lambda rows, leaf: torch.empty(
             rows.sized(leaf.shape, samples), dtype=leaf.dtype, device="meta"
@@ -83,13 +199,13 @@ def resized(
     )  # fmt: skip
 
 
-def _changed(
+def with_samples(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     sampled: Mapping[str, Rows],
     change: Callable[[Rows, torch.Tensor], torch.Tensor],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with the tensors that hold samples changed."""
+    """The arguments with the tensors that hold samples, where `sampled` says, changed."""
 
     def changed(path: Any, leaf: Any) -> Any:
         rows = sampled.get(path_name(path)) if isinstance(leaf, torch.Tensor) else None
@@ -145,9 +261,13 @@ def tensor_specs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorSpecs:
 
 
 def with_tensor_specs(
-    args: Sequence[Any], kwargs: Mapping[str, Any], specs: TensorSpecs
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    specs: TensorSpecs,
+    tensors: Sequence[torch.Tensor] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same batch with tensors of other shapes and dtypes, on the meta device.
+    """The same batch with tensors of other shapes and dtypes, on the meta device; or with other
+    `tensors`, if there are any.
 
     Raises `ConfigError` where the batch holds another number of tensors.
     """
@@ -157,17 +277,23 @@ def with_tensor_specs(
             f"the example batch holds {found} tensors, rank 0's {len(specs)}; give all ranks "
             "batches of the same structure"
         )
-    now = iter(specs)
+    now = iter(tensors) if tensors else _on_meta(specs)
 
     def replaced(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        shape, dtype = next(now)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return next(now) if isinstance(leaf, torch.Tensor) else leaf
 
     made: tuple[tuple[Any, ...], dict[str, Any]]
     made = pytree.tree_map(replaced, (tuple(args), dict(kwargs)))
     return made
+
+
+def _on_meta(specs: TensorSpecs) -> Iterator[torch.Tensor]:
+    return (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in specs)
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in order."""
+    return _tensors(call_arguments(batch))
 
 
 def _kinds(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -8,14 +8,15 @@ from functools import cached_property
 
 import torch
 
-from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.knowledge import Knowledge
+from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import trained
 from merakc.planner import Lowered
 from merakc.runtime.executor import Executor
+from merakc.unused import Uses, doubtful
 
 Tensors = dict[str, torch.Tensor]
 
@@ -27,7 +28,7 @@ class CompiledStep:
     `layout` says how the samples of its batches lie; `knowledge` is what runs before it.
     """
 
-    recording: Recording
+    recording: BatchRecording
     layout: BatchLayout
     lowered: Lowered
     chunks: Mapping[int, Chunk]
@@ -38,6 +39,11 @@ class CompiledStep:
     def trained(self) -> frozenset[str]:
         """The names of the parameters that the loss gives a gradient to."""
         return frozenset(trained(self.lowered.loss.graph))
+
+    @cached_property
+    def doubtful(self) -> Uses:
+        """The parameters that a batch may leave unused."""
+        return doubtful(self.lowered.loss.graph, self.lowered.loss.head)
 
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:
@@ -57,6 +63,17 @@ class CompiledStep:
         """What a batch and its step bring, by kind."""
         found = self.lowered.loss.graph.inputs
         return {k: [i for i in found if i.kind is k] for k in (InputKind.BATCH, InputKind.SCALAR)}
+
+    @cached_property
+    def common(self) -> tuple[str, ...]:
+        """The tensors of a batch that it reads, and that are the same for all dp ranks' samples."""
+        loss, found = self.lowered.loss, self.recording.found
+        if found is None or len(self.layout.sizes) == 1:
+            return ()
+        read = [*loss.graph.inputs, *(loss.known.part.inputs if loss.known else ())]
+        names = {i.target for i in read if i.kind is InputKind.BATCH}
+        own = {i.target for i in found.part.inputs if i.kind is InputKind.BATCH}
+        return tuple(sorted(names & own - found.sampled.keys()))
 
     @cached_property
     def written(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
@@ -168,6 +168,7 @@ class ParallelModel(Mirror):
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
         loss = steps.share_loss(step, result)
+        check_finite(step.recording, loss)
         if book is not None:
             book.write(result)
         if train:
@@ -207,7 +208,8 @@ class ParallelModel(Mirror):
         result = steps.run(step, args, kwargs)
         found = steps.share_results(step, result)
         if step.has_loss:
-            found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            loss = found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            check_finite(step.recording, loss)
         return _outputs(step.recording, found)
 
     # ------------------------------------------------------------------ gradients and state
@@ -304,6 +306,16 @@ class _HandOut(torch.autograd.Function):
         return None, None, *handed
 
 
+def check_finite(recording: Recording, loss: torch.Tensor) -> None:
+    """Raises `RecordError` for a loss of which the forward was recorded as if it were finite."""
+    if recording.finite and not loss.isfinite():
+        raise RecordError(
+            f"the loss is {loss.item()}, and the forward asks for that at "
+            f"{', '.join(recording.finite)}: what it does then is not recorded; look for the cause "
+            "of the loss, or decide outside the forward what to do with the step"
+        )
+
+
 def _loss_name(recording: Recording) -> str:
     return next(o.name for o in recording.graph.outputs if o.kind is OutputKind.LOSS)
 
@@ -314,7 +326,9 @@ def _outputs(recording: Recording, found: Tensors) -> Any:
     leaves: list[Any] = []
     for leaf in recording.outputs:
         if isinstance(leaf, str) and leaf in names:
-            leaves.append(found[leaf] if leaf in found else NotComputed(leaf))
+            value = found.get(leaf, NotComputed(leaf))
+            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
+            leaves.append(value.item() if is_number else value)
         else:
             leaves.append(leaf if isinstance(leaf, PLAIN) else None)
     return pytree.tree_unflatten(leaves, recording.structure)

@@ -53,13 +53,14 @@ class Recordings:
         if samples not in self.known:
             self.progress(f"recording {self.source.name} with {samples} samples")
             args, kwargs = call_arguments(self.source.batch(samples))
-            assert batch_size_of(args, kwargs) == samples, "a source gives as many as it is asked"
+            dims = self.source.dims
+            assert batch_size_of(args, kwargs, dims) == samples, "a source gives as many as asked"
             cpu = torch.device("cpu")
             precision = self.request.precision
             layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
             found = record_part(
                 self.source.model, args, kwargs, layout, cpu, precision,
-                couplings=self.request.couplings,
+                couplings=self.request.couplings, dims=dims,
             )  # fmt: skip
             self.known[samples] = with_loss(found)
         return self.known[samples]

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from merakc.cluster import NOMINAL_GPU, Cluster
 from merakc.costs.flops import graph_flops
@@ -21,7 +22,7 @@ from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.program import ActionKind, Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
-from merakc.passes.batches.recorded import couplings_of, in_parts, with_outputs
+from merakc.passes.batches.recorded import couplings_of, dims_of, in_parts, with_outputs
 from merakc.passes.collective_matmul import chunk_rows
 from merakc.passes.collectives import (
     Touches,
@@ -246,9 +247,7 @@ def make_plan(
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
         opaque_modules=_opaque_modules(loss.graph),
-        couplings=couplings_of(recording),
-        conventions=loss.conventions,
-        head=_coupled(loss, stages),
+        **_of_batches(recording, loss, stages),
         sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),
         order=order,
@@ -336,6 +335,16 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+
+
+def _of_batches(recording: Recording, loss: BatchSplit, stages: Stages) -> dict[str, Any]:
+    """What the plan says of the batch and its parts."""
+    return {
+        "couplings": couplings_of(recording),
+        "batch_dims": dims_of(recording),
+        "conventions": loss.conventions,
+        "head": _coupled(loss, stages),
+    }
 
 
 def _coupled(loss: BatchSplit, stages: Stages) -> CoupledLoss | None:

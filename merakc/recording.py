@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from merakc.batches import cast_floats, resized, sample_rows, split_batch
+from merakc.batches import (
+    cast_floats,
+    named_tensors,
+    resized,
+    sample_rows,
+    split_batch,
+    taken_dims,
+)
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.frontend.record import Recording, record
-from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings, Rows
+from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
-from merakc.passes.batches.alike import of_one_sample
+from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
@@ -35,65 +41,139 @@ def record_part(
     precision: Precision | None = None,
     *,
     couplings: Couplings = WHOLE_BATCH,
+    dims: BatchDims = BY_SIZE,
     divided: bool = False,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
     Where there are several parts, the whole batch is recorded beside it: the two say what the parts
-    make of every value. `couplings` says which samples are coupled, where any are; `divided` that
-    one part alone may be divided further. Random draws are keyed by the samples. With a `precision`
-    the parameters and the batch's floating tensors are of the dtype that it computes in. Raises
-    `RecordError` as `record` and `analyse` do.
+    make of every value. `couplings` says which samples are coupled, where any are; `dims` where
+    they stand in the batch; `divided` that one part alone may be divided further. Random draws are
+    keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
+    the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
-    args, kwargs = cast_floats(args, kwargs, dtype)
-    sampled = sample_rows(args, kwargs)
+    forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
+    part = forward.part()
 
-    def recorded(samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-        with torch.autocast("cpu", *autocast_of(device)):  # fake tensors are of the CPU
-            try:
-                made = record(model, args, kwargs, dtype)
-            except ForwardError as error:
-                if samples == layout.own:
-                    raise
-                cause = error.__cause__ or error
-                raise _other_size(samples, layout.own, sampled, cause) from error
-        return replace(made, graph=with_known_masks(made.graph))
+    def sized(samples: int) -> Graph:
+        return part.graph if samples == layout.each else forward.sized(samples).graph
 
-    @cache
-    def sized(samples: int) -> Recording:
-        if samples == layout.each:
-            return recorded(samples, *split_batch(args, kwargs, layout.micro_batches)[0])
-        return recorded(samples, *resized(args, kwargs, sampled, samples))
-
-    part = sized(layout.each)
-    if layout.each == 1 and layout.parts > 1:
-        two, wide = sized(2).graph, _wide(layout.total)
-        graph = of_one_sample(part.graph, two, sized(wide).graph, wide)
-        part = part if graph is part.graph else replace(sized(2), graph=graph)
-
-    def graphs(samples: int) -> Graph:
-        return part.graph if samples == layout.each else sized(samples).graph
-
-    found: Analysis | None = None
-    unchecked = ""
+    found, unchecked = None, ""
     if layout.parts > 1:
-        found = analysed(graphs, sampled, layout.each, layout.total, layout.least)
+        with _telling(forward.taken):
+            found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
-            found = analysed(graphs, sampled, layout.each, 2 * layout.each, layout.each)
+            found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
             found = retaken(found, part.graph, part.graph, layout.each, layout.each)
     graph = part.graph
     if found is not None:
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
-        graph, part.outputs, part.structure, part.aliases, part.model_name,
-        layout=layout, found=found, couplings=couplings, unchecked=unchecked,
+        graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
+        part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
+        unchecked=unchecked,
     )  # fmt: skip
+
+
+class _Forward:
+    """A model's forward of one batch, with any number of its samples, each recorded once."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        dims: BatchDims,
+    ) -> None:
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
+        self.sampled = sample_rows(args, kwargs, dims)
+        tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
+        self.taken = taken_dims({n: self.sampled.get(n) for n in tensors})
+        self.known: dict[int, Recording] = {}
+
+    def part(self) -> Recording:
+        """The recording of the first part."""
+        layout = self.layout
+        part = self.sized(layout.each)
+        if layout.each > 1 or layout.parts == 1:
+            return part
+        two, wide = self.sized(2), _wide(layout.total)
+        with _telling(self.taken):
+            graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
+        return part if graph is part.graph else replace(two, graph=graph)
+
+    def sized(self, samples: int) -> Recording:
+        """The recording for so many samples: a part and this rank's batch with their values."""
+        if samples not in self.known:
+            self.known[samples] = self._sized(samples)
+        return self.known[samples]
+
+    def _sized(self, samples: int) -> Recording:
+        layout = self.layout
+        if samples == layout.each:
+            parts = split_batch(self.args, self.kwargs, layout.micro_batches, self.dims)
+            made = self._recorded(samples, *parts[0])
+            _check_parts(made, parts[1:], layout)
+            return made
+        if samples == layout.own:
+            return self._recorded(samples, self.args, self.kwargs)
+        return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
+
+    def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
+        layout = self.layout
+        with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
+            try:
+                told = self.sized(layout.each).reads if samples != layout.each else None
+                made = record(self.model, args, kwargs, self.dtype, told.answers if told else ())
+            except ForwardError as error:
+                if samples == layout.own or self._fails():
+                    raise
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, self.taken, cause) from error
+        return replace(made, graph=with_known_masks(made.graph))
+
+    def _fails(self) -> bool:
+        """Whether the forward fails for the batch as it was given."""
+        try:
+            record(self.model, self.args, self.kwargs, self.dtype)
+        except ForwardError:
+            return True
+        except RecordError:
+            return False
+        return False
+
+
+def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayout) -> None:
+    """Raises `RecordError` where Python reads something else of another micro-batch, or may of the
+    whole batch.
+    """
+    if recording.reads is None:
+        return
+    for number, (args, kwargs) in enumerate(others, 1):
+        difference = recording.reads.difference(named_tensors(args, kwargs))
+        if difference:
+            raise RecordError(
+                f"the forward reads other numbers of micro-batch {number} than of the first: "
+                f"{difference}; one graph runs all micro-batches: pad them alike, keep the number "
+                "in a tensor, or run the batch whole (micro_batches=1)"
+            )
+    unclear = [read for read in recording.reads.asked if not read.of_whole]
+    if unclear and layout.total != layout.own:
+        raise RecordError(
+            f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
+            "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
+            "tensor, or train with dp=1"
+        )
 
 
 def analysed(
@@ -112,20 +192,26 @@ def analysed(
     return retaken(found, sized(samples), sized(total), samples, total)
 
 
+@contextlib.contextmanager
+def _telling(taken: str) -> Iterator[None]:
+    """Adds to errors of other paths where samples were taken to stand."""
+    try:
+        yield
+    except OtherPathError as error:
+        raise RecordError(f"{error}; {taken}") from error
+
+
 def _wide(total: int) -> int:
     """A number of samples to compare two of them with, for a batch of `total`."""
     return total if total > 2 else 2 * total
 
 
-def _other_size(
-    samples: int, own: int, sampled: Mapping[str, Rows], error: BaseException
-) -> RecordError:
+def _other_size(samples: int, own: int, taken: str, error: BaseException) -> RecordError:
     """That a forward only takes the batch that was given."""
     return RecordError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
-        f"({failure(error)}); {', '.join(sampled)} hold one sample for each place in dim 0, and "
-        "the rest of the batch is the same for all: where that is not so, or the model is for one "
-        "size of batch, train with dp=1 and micro_batches=1"
+        f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
+        "micro_batches=1"
     )
 
 

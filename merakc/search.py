@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merakc.cluster import Cluster
@@ -14,7 +14,7 @@ from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import with_state
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
-from merakc.ir.batches import WHOLE_BATCH, Couplings
+from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
 from merakc.ir.costs import StageCost
 from merakc.ir.plan import Plan, Prediction
 from merakc.ir.precision import Precision
@@ -66,6 +66,7 @@ class Request:
     overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
     chunks: int | None = None  # stages a pipeline rank, of schedules that leave a choice
     couplings: Couplings = WHOLE_BATCH  # of the samples that the loss couples
+    batch_dims: BatchDims = field(default_factory=dict)  # where samples stand in the batch
     inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
 
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches import batch_size_of, call_arguments
+from merakc.batch_dims import check_batch_dims, parse_batch_dims
+from merakc.batches import call_arguments, sample_rows, with_samples
 from merakc.errors import ConfigError, MerakWarning, failure
 from merakc.garbage import few_collections
+from merakc.ir.batches import BY_SIZE, BatchDims
 
 # Published configurations, in the fields of transformers' configs.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -59,7 +60,7 @@ TASKS = {
 # Where configs say how long texts are, and how long those are of configs that do not.
 POSITIONS = ("n_positions", "max_position_embeddings", "max_target_positions")
 OPEN_LENGTH = 512
-HINT = "give MODULE:FUNCTION, a function that returns a model and a batch"
+HINT = "give MODULE:FUNCTION, a function that returns a model and a batch (and its batch_dims)"
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Source:
 
     Of a configuration, `config` is transformers' own and `sequence` the tokens of a text. `bounds`
     says of tensors of integers in the batch how many values they have, from 0; `example` is the
-    batch of a function of the user's.
+    batch of a function of the user's, and `dims` says where its samples stand.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Source:
     sequence: int = 0
     bounds: Mapping[str, int] = field(default_factory=dict)
     example: Any = None
+    dims: BatchDims = field(default_factory=dict)
 
 
 @few_collections()
@@ -119,25 +121,27 @@ def _from_function(text: str) -> Source:
         made = function()
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{text}() fails: {failure(error)}; {HINT}") from error
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
         what = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
         raise ConfigError(f"{text}() gave no model and batch, but {what}; {HINT}")
-    model, batch = made
+    model, batch, *more = made
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{text}() gave a {type(model).__name__} for a model; {HINT}")
-    return Source(text, model, lambda samples: resized(batch, samples), example=batch)
+    dims = parse_batch_dims(more[0] if more else None)
+    check_batch_dims(*call_arguments(batch), dims)
+    return Source(
+        text, model, lambda samples: resized(batch, samples, dims), example=batch, dims=dims
+    )
 
 
-def resized(batch: Any, samples: int) -> Any:
+def resized(batch: Any, samples: int, dims: BatchDims = BY_SIZE) -> Any:
     """The batch with another number of samples; their values are zeros."""
-    size = batch_size_of(*call_arguments(batch))
-
-    def resize(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == size:
-            return leaf.new_zeros((samples, *leaf.shape[1:]))
-        return leaf
-
-    return pytree.tree_map(resize, batch)
+    args, kwargs = call_arguments(batch)
+    args, kwargs = with_samples(
+        args, kwargs, sample_rows(args, kwargs, dims),
+        lambda rows, leaf: leaf.new_zeros(rows.sized(leaf.shape, samples)),
+    )  # fmt: skip
+    return kwargs or args
 
 
 def _from_file(path: Path, sequence: int | None) -> Source:

@@ -14,12 +14,11 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_objects import check_objects
+from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import (
     batch_size_of,
-    cast_floats,
-    named_tensors,
     signature,
-    split_batch,
 )
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
@@ -48,6 +47,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
@@ -77,6 +77,7 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
+    reads: BatchReads = field(default_factory=BatchReads)
 
     @cached_property
     def settings(self) -> Settings:
@@ -86,15 +87,13 @@ class Steps:
     @cached_property
     def agreement(self) -> Agreement:
         """What says at every step whether ranks train alike."""
-        made = Agreement(self.groups)
-        made.watch()
-        return made
+        return Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
         open_dataclasses((args, kwargs))
-        own, group = batch_size_of(args, kwargs), self.groups.axis("dp")
         plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
+        own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
         if group is None:
             return BatchLayout((own,), plan.micro_batches)
         sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
@@ -126,6 +125,7 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
+        key = self.reads.add(key, recording.reads)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -164,31 +164,31 @@ class Steps:
     def compile(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> CompiledStep:
-        """The compiled step for this batch: recorded, adapted to the plan, and kept.
-
-        Where the forward returns no loss for this batch, it gives the results and does not train.
-        All dp ranks say how many samples they have; no other takes part in compiling: ranks may
-        meet a new shape at different times.
+        """The compiled step for this batch: recorded, adapted to the plan, and kept; without a loss
+        it gives the results and does not train. All dp ranks say how many samples they have; no
+        other takes part in compiling: ranks may meet a new shape at different times.
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        if key in self.compiled:
-            self.compiled[key] = self.compiled.pop(key)  # the last used stand last
-            return self.compiled[key]
+        plan = self.planned.plan
+        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, plan))
+        if known in self.compiled:
+            self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
+            return found
+        check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, and keeps "
-                f"{MAX_SHAPES}; pad the batches to fewer shapes to save the time",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, modes or "
+                f"attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
-        plan = self.planned.plan
 
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
                 self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
-                self.device, plan.precision, couplings=plan.couplings,
+                self.device, plan.precision, couplings=plan.couplings, dims=plan.batch_dims,
                 divided=bool(plan.sub_batches),
             )  # fmt: skip
 
@@ -197,7 +197,7 @@ class Steps:
         train, results = train and has_loss, results or not has_loss
         lowered = adapt_plan(self.planned, recording, results=results)
         if train and not results:
-            lowered = with_parts(lowered, recorded, batch_size_of(args, kwargs))
+            lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
             chunks = lowered.chunks(self.groups.rank, train=train)
@@ -259,19 +259,21 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        plan = self.planned.plan
-        dtype = plan.precision.dtype("compute") if plan.precision else None
-        parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches)
-        batches = [{k: v.to(self.device) for k, v in named_tensors(*p).items()} for p in parts]
+        parts = micro_batches_of(args, kwargs, self.planned.plan)
+        batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
+        self.reads.agree(step.recording.reads, self.groups.axis("dp"))
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
+        self.agreement.common = {n: batches[0][n] for n in step.common}
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
             step.executor.loss_scale = self.loss_scale.scale
+        forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
+        drop_unused(result.gradients, step.doubtful, self.groups.axis("world"), self.device)
         self._write_buffers(step, result)
         self.stale |= step.written
         if self.kept is not None:

@@ -117,7 +117,10 @@ def changed_degrees(plan: Plan, changes: Changes) -> Degrees:
 def _record(source: Source, samples: int, plan: Plan) -> Recording:
     args, kwargs = call_arguments(source.batch(samples))
     layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
-    return record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
+    cpu = torch.device("cpu")
+    return record_part(
+        source.model, args, kwargs, layout, cpu, plan.precision, dims=plan.batch_dims
+    )
 
 
 def _predicted(lowered: Lowered, cluster: Cluster) -> Plan:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,7 +36,8 @@ _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 
 @dataclass(eq=False)
 class Agreement:
-    """The numbers of one rank. `leaves` are those of the batch that is running, if one is.
+    """The numbers of one rank. `leaves` are those of the batch that is running, if one is; `common`
+    are its tensors that are the same for all samples, by name.
 
     `settings` are those of the optimizers of the rank's `parameters` that have taken a step since
     the last loss, in words.
@@ -46,11 +47,12 @@ class Agreement:
     parameters: Callable[[], Iterable[torch.Tensor]] = tuple
     leaves: Sequence[Any] | None = None
     compared: bool = False  # whether a batch was compared before it ran
+    common: Mapping[str, torch.Tensor] = field(default_factory=dict)
     settings: dict[int, str] = field(default_factory=dict)
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
 
-    def watch(self) -> None:
+    def __post_init__(self) -> None:
         """Looks at the settings of optimizers whenever they take a step, until `close`."""
         own = weakref.ref(self)
 
@@ -63,8 +65,7 @@ class Agreement:
 
     def close(self) -> None:
         """Looks no more."""
-        if self._hook is not None:
-            self._hook.remove()
+        self._hook.remove()
 
     def look(self, optimizer: Optimizer) -> None:
         """Notes the settings of an optimizer, if it is of these parameters."""
@@ -113,14 +114,19 @@ class Agreement:
         if world is None:
             return loss.clone()
         mesh, rank = self.groups.mesh, self.groups.rank
-        leaves, self.leaves = self.leaves, None
+        leaves, common = self.leaves, self.common
+        self.leaves, self.common = None, {}
         told = "; ".join(sorted(self.settings.values()))
         self.settings.clear()
-        marks = [batch_mark(leaves or (), mesh, rank, step), settings_mark(told, mesh, rank)]
+        marks = [
+            batch_mark(leaves or (), mesh, rank, step),
+            settings_mark(told, mesh, rank),
+            common_mark(common.values(), mesh, rank, step),
+        ]
         sums = torch.tensor([0.0, *marks], dtype=torch.float64).to(loss.device)
         sums[0] = loss
         dist.all_reduce(sums, group=world)
-        batches, optimizers = sums[1:].tolist()
+        batches, optimizers, alike = sums[1:].tolist()
         if batches:
             self._compare_batches(leaves or ())
             raise MismatchError(
@@ -128,6 +134,8 @@ class Agreement:
             )
         if optimizers:
             self._tell_optimizers(told, world)
+        if alike:
+            self._tell_common(common, world)
         return sums[0].to(loss.dtype)
 
     def _tell_optimizers(self, told: str, world: dist.ProcessGroup) -> None:
@@ -143,17 +151,46 @@ class Agreement:
                     f"{everyone[other] or 'no optimizer'}; give all ranks the same optimizer"
                 )
 
+    def _tell_common(self, common: Mapping[str, torch.Tensor], world: dist.ProcessGroup) -> None:
+        """Names a tensor that is not the same for all. Those that are as long as a rank's texts
+        differ in shape, and are not compared then.
+        """
+        everyone: list[dict[str, tuple[torch.Size, str]]] = [{} for _ in range(world.size())]
+        own = {name: (x.shape, digest([x])) for name, x in common.items()}
+        dist.all_gather_object(everyone, own, group=world)
+        first: dict[tuple[str, torch.Size], tuple[int, str]] = {}
+        for rank, found in enumerate(everyone):
+            for name, (shape, value) in found.items():
+                other, expected = first.setdefault((name, shape), (rank, value))
+                if value != expected:
+                    raise MismatchError(
+                        f"tensor '{name}' of the batch, of shape {list(shape)}, is taken to be the "
+                        f"same for all samples, and differs between ranks {other} and {rank}; "
+                        "where it holds samples, say so: auto_parallel(..., "
+                        f"batch_dims={{{name!r}: (0, None)}}) has as many rows of dim 0 for each; "
+                        "or give all ranks the same"
+                    )
+
 
 def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float:
     """What a rank adds for its batch, of these leaves; over the ranks of each replica the sum is
     zero. Every rank gives the same `step`.
     """
+    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
+    return _mark(_hash(leaves, step), dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
+
+
+def common_mark(tensors: Iterable[torch.Tensor], mesh: Mesh, rank: int, step: int) -> float:
+    """What a rank adds for what is the same for all samples; over all ranks the sum is zero."""
+    return _mark(_hash(tensors, step), 0, mesh.world_size, rank == 0)
+
+
+def _hash(leaves: Iterable[Any], step: int) -> int:
     found = 0
     for leaf in leaves:
         data = _sample(leaf, step) if isinstance(leaf, torch.Tensor) else _told(leaf).encode()
         found = zlib.crc32(data, found)
-    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
-    return _mark(found, dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
+    return found
 
 
 def settings_mark(told: str, mesh: Mesh, rank: int) -> float:

@@ -15,6 +15,7 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from merakc.cluster import NOMINAL_CPU
+from merakc.errors import RecordError
 from tests.battery.small_models import (
     WIDTH,
     Tensors,
@@ -281,3 +282,28 @@ def test_a_stage_without_parameters_has_an_optimizer_all_the_same() -> None:
     assert first == {"first.weight", "first.bias"}
     assert second == {"no_parameters_on_this_rank"}
     assert full.keys() == first
+
+
+class Guarded(nn.Module):
+    """Gives up where its loss is no number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        loss = self.layer(x).square().mean()
+        if not torch.isfinite(loss):
+            return loss.detach() * 0
+        return loss
+
+
+def test_a_loss_that_is_not_finite_where_the_forward_asks_for_that() -> None:
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    model = parallel(Guarded, {"x": x}, micro_batches=2)
+    assert model(x=x).isfinite()
+    with pytest.raises(RecordError, match=r"the loss is nan, .*test_model.py:\d+: what it does"):
+        model(x=x * torch.nan)
+    with pytest.raises(RecordError, match="the loss is nan"):
+        model.eval()(x=x * torch.nan)

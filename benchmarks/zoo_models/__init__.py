@@ -7,8 +7,10 @@ from benchmarks.zoo_models.decoders import DECODERS
 from benchmarks.zoo_models.encoder_decoders import ENCODER_DECODERS
 from benchmarks.zoo_models.encoders import ENCODERS
 from benchmarks.zoo_models.experts import EXPERTS
+from benchmarks.zoo_models.families import NEW_FAMILIES
 from benchmarks.zoo_models.mixed import MIXED
 from benchmarks.zoo_models.new_decoders import NEW_DECODERS
+from benchmarks.zoo_models.new_mixed import NEW_MIXED
 from benchmarks.zoo_models.new_texts import NEW_TEXTS
 from benchmarks.zoo_models.new_vision import NEW_VISION
 from benchmarks.zoo_models.packages import PACKAGES
@@ -22,11 +24,12 @@ FAMILIES: dict[str, tuple[ModelCase, ...]] = {
     "experts": EXPERTS,
     "more texts": NEW_TEXTS,
     "more vision": NEW_VISION,
+    "more mixed": NEW_MIXED,
     "encoders": ENCODERS,
     "encoder-decoders": ENCODER_DECODERS,
     "vision": VISION,
     "mixed": MIXED,
-    "plain PyTorch": PLAIN,
+    "plain PyTorch": (*PLAIN, *NEW_FAMILIES),
     "other packages": PACKAGES,
 }
 

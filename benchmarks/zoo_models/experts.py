@@ -1,4 +1,4 @@
-"""Mixtures of experts with the loss that spreads their load, which couples the samples of a batch."""
+"""Mixtures of experts with the loss that spreads their load, which couples a batch's samples."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ EXPERTS = (
     _case("qwen2_moe_balanced", "Qwen2Moe", num_experts=4, moe_intermediate_size=HIDDEN,
           shared_expert_intermediate_size=WIDE),
     _case("granite_moe", "GraniteMoe", num_local_experts=4),
-    _case("phimoe", "Phimoe", num_local_experts=4),
     _case("gpt_oss", "GptOss", num_local_experts=4, head_dim=_HEAD, sliding_window=6),
     _case("minimax", "MiniMax", num_local_experts=4, head_dim=_HEAD, block_size=4),
     _case("jamba", "Jamba", num_experts=4, use_mamba_kernels=False, mamba_d_state=4,
@@ -77,7 +76,8 @@ EXPERTS = (
         transformers_model(
             "NllbMoeForConditionalGeneration", "NllbMoeConfig", SEQ2SEQ_DROPOUTS,
             output_router_logits=True, num_experts=4, expert_capacity=64, encoder_layerdrop=0.0,
-            encoder_sparse_step=2, decoder_sparse_step=2, decoder_layerdrop=0.0, moe_token_dropout=0.0,
+            encoder_sparse_step=2, decoder_sparse_step=2, decoder_layerdrop=0.0,
+            moe_token_dropout=0.0,
             **speech_and_text_sizes(vocab_size=EVEN_VOCABULARY, max_position_embeddings=SEQUENCE),
         ),
         text_to_text_batch(EVEN_VOCABULARY),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from benchmarks.models import (
     EVEN_VOCABULARY,
     GROUPED,
@@ -32,6 +34,20 @@ def _like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> Mod
     return _case(name, decoder(class_name, dropouts=dropouts or ("attention_dropout",), **sizes))
 
 
+def _gemma3n(dropout: float) -> nn.Module:
+    model = decoder(
+        "Gemma3n", dropouts=("attention_dropout",), config="Gemma3nText", head_dim=_HEAD,
+        sliding_window=_WINDOW, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+        num_kv_shared_layers=1, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=EVEN_VOCABULARY, laurel_rank=8, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0], **GROUPED,
+    )(dropout)  # fmt: skip
+    for module in model.modules():  # by which its forward would write to its parameters
+        if hasattr(module, "config"):
+            vars(module.config)["altup_coef_clip"] = None
+    return model
+
+
 _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 NEW_DECODERS = (
@@ -52,13 +68,7 @@ NEW_DECODERS = (
         qk_nope_head_dim=4, v_head_dim=_HEAD, num_experts_per_tok=2, moe_intermediate_size=HIDDEN,
         n_shared_experts=1, topk_method="greedy", head_dim=4,
     ),
-    _like_llama(
-        "gemma3n", "Gemma3n", config="Gemma3nText", head_dim=_HEAD, sliding_window=_WINDOW,
-        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
-        num_kv_shared_layers=1, hidden_size_per_layer_input=8,
-        vocab_size_per_layer_input=EVEN_VOCABULARY, laurel_rank=8, altup_num_inputs=2,
-        activation_sparsity_pattern=[0.5, 0.5, 0.0, 0.0], **GROUPED,
-    ),
+    _case("gemma3n", _gemma3n),
     _case(
         "mpt",
         transformers_model(

@@ -72,24 +72,6 @@ def _hidden_patches(batch_size: int, generator: torch.Generator) -> Batch:
     }
 
 
-def _depths(batch_size: int, generator: torch.Generator) -> Batch:
-    return {
-        "pixel_values": torch.randn(batch_size, 3, _BIG_IMAGE, _BIG_IMAGE, generator=generator),
-        "labels": 1 + torch.rand(batch_size, _BIG_IMAGE, _BIG_IMAGE, generator=generator),
-    }
-
-
-def _depth_model(dropout: float) -> nn.Module:
-    rates = dict.fromkeys((*BERT_DROPOUTS, "drop_path_rate"), dropout)
-    return transformers.GLPNForDepthEstimation(
-        transformers.GLPNConfig(
-            num_encoder_blocks=2, depths=[2, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
-            patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2],
-            decoder_hidden_size=16, max_depth=3, **rates,
-        )
-    )  # fmt: skip
-
-
 class Boxes(nn.Module):
     """A detector that is given one box an image as tensors, and its labels as they want them."""
 
@@ -101,9 +83,7 @@ class Boxes(nn.Module):
         self, pixel_values: torch.Tensor, classes: torch.Tensor, boxes: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The loss of the boxes, matched to the queries of each image."""
-        labels = [
-            {"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)
-        ]
+        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
         before = torch.get_default_dtype()
         torch.set_default_dtype(pixel_values.dtype)  # in which the loss makes its tables
         try:
@@ -161,7 +141,7 @@ NEW_VISION = (
           running_statistics=True),
     _case("mobilevit", "MobileViT",
           ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
-          image=_BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
+          image=2 * _BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
           neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4,
           running_statistics=True),
     _case("levit", "Levit", image=_BIG_IMAGE, hidden_sizes=[16, 24, 32],
@@ -224,7 +204,6 @@ NEW_VISION = (
         _videos,
         unshifted,
     ),
-    ModelCase("glpn", _depth_model, _depths, samples, running_statistics=True),
     ModelCase("detr", _detr, _boxes(_BIG_IMAGE), samples),
     ModelCase("yolos", _yolos, _boxes(IMAGE), samples),
 )  # fmt: skip

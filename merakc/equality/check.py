@@ -197,7 +197,10 @@ def check_source(plan: Plan, source: Source) -> None:
     args, kwargs = call_arguments(source.batch(samples))
     several = plan.dp * plan.micro_batches > 1
     layout = BatchLayout((samples, samples) if several else (samples,), 1)
-    recording = record_part(source.model, args, kwargs, layout, torch.device("cpu"), plan.precision)
+    cpu = torch.device("cpu")
+    recording = record_part(
+        source.model, args, kwargs, layout, cpu, plan.precision, dims=plan.batch_dims
+    )
     difference = first_difference(plan.graph, fingerprint(recording.graph))
     if difference:
         raise PlanError(
@@ -295,7 +298,7 @@ def _recorder(
         with comparable(lift=lift):
             found = record_part(
                 model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"), precision,
-                couplings=plan.couplings, divided=degrees.mesh.tp > 1,
+                couplings=plan.couplings, dims=plan.batch_dims, divided=degrees.mesh.tp > 1,
             )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")

@@ -47,7 +47,8 @@ class _Statistics:
         own: Forward = norm.forward
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            each = rows.samples(x.shape) // parts
+            each, rest = divmod(rows.samples(x.shape), parts)
+            assert not rest, f"{tuple(x.shape)} in {parts} parts"
             given = [rows.take(x, k * each, each) for k in range(parts)]
             self.calls.append((own, [part.detach() for part in given]))
             kept, norm._buffers = (

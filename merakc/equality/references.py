@@ -74,9 +74,8 @@ def yardstick(case: Case) -> Yardstick:
     if terms:
         return Yardstick(f"{PLAIN}, micro-batch by micro-batch, averaged{why}", parts=parts)
     if norms:
-        return Yardstick(
-            f"{PLAIN}, on the whole batch, its norms by micro-batches{why}", norms=norms
-        )
+        what = f"{PLAIN}, on the whole batch, its batch norms over each micro-batch{why}"
+        return Yardstick(what, norms=norms)
     return Yardstick(f"{PLAIN}, on the whole batch")
 
 

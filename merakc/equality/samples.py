@@ -11,7 +11,15 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches import batch_size_of, call_arguments, path_name
+from merakc.batches import (
+    batch_size_of,
+    call_arguments,
+    cast_floats,
+    named_tensors,
+    sample_rows,
+    with_samples,
+)
+from merakc.ir.batches import BatchDims
 from merakc.sources import Source, source_of
 from merakc.weights import initialise
 
@@ -84,7 +92,7 @@ def drawn_batch(
     function's own batch is repeated, from another sample on for each seed.
     """
     if source.example is not None:
-        return _repeated(source.example, samples, seed)
+        return _repeated(source.example, samples, seed, source.dims)
     generator = torch.Generator().manual_seed(seed)
     args, kwargs = call_arguments(source.batch(samples))
     assert not args, "batches of configurations are mappings"
@@ -120,16 +128,15 @@ def _uneven(labels: torch.Tensor, parts: int, generator: torch.Generator) -> tor
     return flat.masked_fill(order >= counts, IGNORED).reshape(labels.shape)
 
 
-def _repeated(batch: Any, samples: int, seed: int) -> Any:
-    size = batch_size_of(*call_arguments(batch))
-    rows = (torch.arange(samples) + seed) % size
-
-    def repeat(path: pytree.KeyPath, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        assert not leaf.is_meta, path_name(path)
-        if leaf.is_floating_point():
-            leaf = leaf.to(torch.float64)
-        return leaf.cpu()[rows] if leaf.dim() and leaf.shape[0] == size else leaf.cpu()
-
-    return pytree.tree_map_with_path(repeat, batch)
+def _repeated(batch: Any, samples: int, seed: int, dims: BatchDims) -> Any:
+    args, kwargs = call_arguments(batch)
+    size, sampled = batch_size_of(args, kwargs, dims), sample_rows(args, kwargs, dims)
+    for name, tensor in named_tensors(args, kwargs).items():
+        assert not tensor.is_meta, name
+    args, kwargs = cast_floats(args, kwargs, torch.float64)
+    order = [(k + seed) % size for k in range(samples)]
+    args, kwargs = with_samples(
+        args, kwargs, sampled, lambda rows, x: rows.join([rows.take(x, k, 1) for k in order])
+    )
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.cpu(), (args, kwargs))
+    return kwargs or args

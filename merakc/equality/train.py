@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from merakc.api import auto_parallel
-from merakc.batches import call_arguments, split_batch
+from merakc.batches import call_arguments, named_tensors, split_batch
 from merakc.cluster import NOMINAL_CPU
 from merakc.equality.casts import lifted_casts, without_dropout
 from merakc.equality.compare import Reference, Tensors, optimizer_for, split_state
@@ -20,7 +19,7 @@ from merakc.equality.norms import norms_by_parts
 from merakc.equality.plain import Call, train_plain
 from merakc.errors import ConfigError
 from merakc.frontend.results import find_loss
-from merakc.ir.batches import Rows
+from merakc.ir.batches import BatchDims, Rows
 from merakc.ir.plan import Plan
 
 
@@ -55,7 +54,9 @@ def train_on_rank(case: Case) -> Reference:
     losses: list[float] = []
     gradients: list[Tensors] = []
     with comparable(lift=case.lift):
-        calls = [split_batch(*call_arguments(b), plan.dp)[dp_rank] for b in case.batches]
+        calls = [
+            split_batch(*call_arguments(b), plan.dp, plan.batch_dims)[dp_rank] for b in case.batches
+        ]
         args, kwargs = calls[0]
         model = auto_parallel(
             case.model, kwargs or args, plan=plan, cluster=NOMINAL_CPU, device="cpu"
@@ -84,7 +85,7 @@ def train_in_one_process(
     Buffers are written by what the plan's first dp rank has. Raises `ConfigError` where the model
     gives no loss.
     """
-    steps = [_parts(batch, parts) for batch in case.batches]
+    steps = [_parts(batch, parts, case.plan.batch_dims) for batch in case.batches]
     shares = [[1 / parts] * parts for _ in steps]
     own = case.plan.micro_batches
     with (
@@ -94,8 +95,8 @@ def train_in_one_process(
         return train_plain(case.model, steps, shares, writing_parts=max(parts // case.plan.dp, 1))
 
 
-def _parts(batch: Any, parts: int) -> Sequence[Call]:
+def _parts(batch: Any, parts: int, dims: BatchDims) -> Sequence[Call]:
     args, kwargs = call_arguments(batch)
-    if any(isinstance(v, torch.Tensor) and v.is_meta for v in (*args, *kwargs.values())):
+    if any(tensor.is_meta for tensor in named_tensors(args, kwargs).values()):
         raise ConfigError("the batch is on the meta device and has no values; make it on the CPU")
-    return split_batch(args, kwargs, parts)
+    return split_batch(args, kwargs, parts, dims)

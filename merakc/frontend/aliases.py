@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from merakc.errors import RecordError
+from merakc.frontend.symbols import number
 from merakc.ir.graph import Ref, TensorSpec
 
 Emit = Callable[[str, tuple[Any, ...], TensorSpec], Ref]
@@ -160,8 +161,11 @@ class Aliases:
 
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
-    """The spec of a tensor of the recording."""
-    return TensorSpec(tuple(tensor.shape), tensor.dtype)
+    """The spec of a tensor of the recording; a size that follows from values is a `Number`."""
+    shape = tuple(tensor.shape)
+    if tensor._has_symbolic_sizes_strides:
+        shape = tuple(map(number, shape))
+    return TensorSpec(shape, tensor.dtype)
 
 
 def _single(

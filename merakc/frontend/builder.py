@@ -16,9 +16,12 @@ from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
 from merakc.frontend.python_state import tensors_in
+from merakc.frontend.reads import Reader
+from merakc.frontend.regions import with_regions
 from merakc.frontend.results import find_loss
 from merakc.frontend.source import user_line
 from merakc.frontend.structures import open_dataclasses
+from merakc.frontend.symbols import SYMBOLIC, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
 
@@ -37,6 +40,9 @@ class GraphBuilder:
         self.modules: list[str] = []
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
+        self.numbers: set[str] = set()  # the outputs that are numbers in Python
+        self.sources: dict[str, tuple[Ref, int | None]] = {}  # of the symbols
+        self.reader = Reader(self.inputs, self.nodes, self.constants, self.sources)
         self.leaves: set[Ref] = set()  # of these, what a forward made its own leaves
         # Fake tensors that an earlier forward left behind, by their ids, and those that were read.
         self.leftovers: dict[int, torch.Tensor] = {}
@@ -69,7 +75,10 @@ class GraphBuilder:
             )
         with self.fake_mode:
             fake = torch.empty(leaf.shape, dtype=leaf.dtype)
-        self.aliases.add(fake, self._input(target, InputKind.BATCH, fake, target, False))
+        ref = self._input(target, InputKind.BATCH, fake, target, False)
+        self.aliases.add(fake, ref)
+        if not leaf.is_meta and not isinstance(leaf, FakeTensor):
+            self.reader.given[ref] = leaf.detach()
         return fake
 
     def finish(self, out: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
@@ -80,10 +89,15 @@ class GraphBuilder:
         loss = find_loss(out, lambda x: self._ref(x) in grads)
         names: list[Any] = []
         for path, leaf in leaves:
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
                 names.append(leaf)
                 continue
             name = pytree.keystr(path).strip("[]'.") or "output"
+            if not isinstance(leaf, torch.Tensor):
+                self.numbers.add(name)
+                self.outputs.append(Output(name, OutputKind.RESULT, self._tensor_of(leaf)))
+                names.append(name)
+                continue
             kind = OutputKind.LOSS if leaf is loss else OutputKind.RESULT
             loss = None if leaf is loss else loss  # returned twice, it is still one loss
             self.outputs.append(Output(name, kind, self._ref(leaf)))
@@ -93,6 +107,18 @@ class GraphBuilder:
             if ref is not None:
                 self.outputs.append(Output(slot.name, OutputKind.BUFFER, ref))
         return tuple(names), structure
+
+    def _tensor_of(self, leaf: Any) -> Ref:
+        """A number that the forward returns, as a tensor."""
+        kinds = {
+            torch.SymInt: torch.int64,
+            torch.SymFloat: torch.float64,
+            torch.SymBool: torch.bool,
+        }
+        spec = TensorSpec((), kinds[type(leaf)])
+        return self._add(
+            "aten.scalar_tensor.default", (number(leaf),), {"dtype": spec.dtype}, (spec,)
+        )
 
     def _grads_if_enabled(self) -> set[Ref]:
         """The values that require a gradient where gradients are not switched off, as in eval."""
@@ -114,11 +140,14 @@ class GraphBuilder:
         return self._ref(now)
 
     def graph(self) -> Graph:
-        """What was recorded; parameters and buffers that nothing reads are left out."""
+        """What was recorded, in regions where shapes depend on values; parameters and buffers that
+        nothing reads are left out.
+        """
         read = {r.node for n in self.nodes for r in n.refs} | {o.ref.node for o in self.outputs}
         kept = tuple(i for i in self.inputs if i.name in read)
         constants = {name: value.detach().clone() for name, value in self.constants.items()}
-        return Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
+        graph = Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
+        return with_regions(graph, self.sources, len(self.functions))
 
     # ------------------------------------------------------------------ pieces of a node
 
@@ -180,7 +209,7 @@ class GraphBuilder:
             return tuple(self._args(v) for v in value)
         if isinstance(value, dict):
             return {k: self._args(v) for k, v in value.items()}
-        return value
+        return number(value)
 
     def _emit(self, op: str, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> Ref:
         specs = tuple(spec_of(o) if isinstance(o, torch.Tensor) else None for o in outs)

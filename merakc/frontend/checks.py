@@ -24,7 +24,16 @@ _BETWEEN = (
     _FRONTEND,
     *(
         f"{_TORCH}/{name}"
-        for name in ("_compile.py", "_dynamo/", "_ops.py", "_subclasses/", "overrides.py", "utils/")
+        for name in (
+            "__init__.py",
+            "_compile.py",
+            "_dynamo/",
+            "_ops.py",
+            "_subclasses/",
+            "fx/",
+            "overrides.py",
+            "utils/",
+        )
     ),
 )
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
@@ -33,6 +42,7 @@ _OTHER_USES = (
     ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr, ast.ListComp, ast.SetComp, ast.DictComp,
     ast.GeneratorExp, ast.Not, ast.In, ast.NotIn, ast.List, ast.Await, ast.Yield,
 )  # fmt: skip
+_MESSAGES = ("print", "debug", "info", "warning", "warn", "error", "critical", "exception", "log")
 _ASKING = ("all", "any", "bool", "filter", "max", "min", "sorted")
 
 
@@ -47,6 +57,48 @@ def harmless_answer() -> bool | None:
     return _answers(frame.f_code).get(frame.f_lineno) if frame else None
 
 
+def asks_whether_finite() -> bool:
+    """Whether a number is wanted for `math.isnan` and its like alone, in the line that runs."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_between(frame.f_code):
+        frame = frame.f_back
+    return frame is not None and frame.f_lineno in _finite_lines(frame.f_code)
+
+
+@functools.cache
+def _finite_lines(code: CodeType) -> frozenset[int]:
+    """The lines of tests in which all numbers go into questions of whether they are finite."""
+    tree, first = _tree(code)
+    found: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.If, ast.Assert)) and _only_asks_finite(node.test):
+            last = node.test.end_lineno or node.test.lineno
+            found |= set(range(first + node.test.lineno - 1, first + last))
+    return frozenset(found)
+
+
+def _only_asks_finite(test: ast.expr) -> bool:
+    if isinstance(test, ast.BoolOp):
+        return all(map(_only_asks_finite, test.values))
+    if isinstance(test, ast.UnaryOp):
+        return _only_asks_finite(test.operand)
+    if not isinstance(test, ast.Call) or len(test.args) != 1:
+        return False
+    name = test.func.attr if isinstance(test.func, ast.Attribute) else getattr(test.func, "id", "")
+    numbers = (ast.Attribute, ast.Name, ast.Call)
+    simple = all(isinstance(n, (*numbers, ast.Load)) for n in ast.walk(test.args[0]))
+    return name in ("isnan", "isinf", "isfinite") and simple
+
+
+def _tree(code: CodeType) -> tuple[ast.AST, int]:
+    """The source of some code, and its first line; nothing where it cannot be read."""
+    try:
+        lines, first = inspect.getsourcelines(code)
+        return ast.parse(textwrap.dedent("".join(lines))), first
+    except (OSError, SyntaxError):
+        return ast.Module([], []), 1
+
+
 def _is_between(code: CodeType) -> bool:
     return code.co_filename.startswith(_BETWEEN) or code.co_name in _HOOKS
 
@@ -54,11 +106,7 @@ def _is_between(code: CodeType) -> bool:
 @functools.cache
 def _answers(code: CodeType) -> dict[int, bool]:
     """Line -> the answer to every question asked on it, for the lines of checks."""
-    try:
-        lines, first = inspect.getsourcelines(code)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError):
-        return {}
+    tree, first = _tree(code)
     found: dict[int, bool] = {}
     for test, fine in _checks(tree, guarded=False):
         answer = _answer(test, fine)
@@ -76,10 +124,24 @@ def _checks(node: ast.AST, *, guarded: bool) -> Iterator[tuple[ast.expr, bool]]:
     guarded = guarded or (isinstance(node, ast.Try) and bool(node.handlers))
     if not guarded and isinstance(node, ast.Assert):
         yield node.test, True
-    if not guarded and isinstance(node, ast.If) and [type(n) for n in node.body] == [ast.Raise]:
+    if not guarded and isinstance(node, ast.If) and _only_tells(node.body):
         yield node.test, False
     for child in ast.iter_child_nodes(node):
         yield from _checks(child, guarded=guarded)
+
+
+def _only_tells(body: list[ast.stmt]) -> bool:
+    """Whether statements raise an exception, or warn and then raise one."""
+    return isinstance(body[-1], ast.Raise) and all(map(_is_message, body[:-1]))
+
+
+def _is_message(node: ast.stmt) -> bool:
+    """Whether a statement writes text: `print(...)`, `logger.error(...)`, `warnings.warn(...)`."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    func = node.value.func
+    name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
+    return name in _MESSAGES
 
 
 def _answer(test: ast.expr, wanted: bool) -> bool | None:

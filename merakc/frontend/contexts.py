@@ -148,6 +148,19 @@ def eager() -> Iterator[None]:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = before
 
 
+@contextlib.contextmanager
+def printable_numbers() -> Iterator[None]:
+    """Lets numbers that are not known be put into texts, as for a log, by their names."""
+    kinds = (torch.SymFloat, torch.SymInt)
+    for kind in kinds:
+        kind.__format__ = lambda number, spec: str(number)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            del kind.__format__
+
+
 def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
     """In the place of torch's, which reads whether all elements of `cond` are true."""
 

@@ -132,6 +132,8 @@ class Forms:
             view = source is not None and bool(own == source.untyped_storage()._cdata)
             if any(item is t for t in given) or item.is_conj() or item.is_neg():
                 return None
+            if item._has_symbolic_sizes_strides:  # of values, of which the next call has others
+                return None
             if own in memory and not (view and self._views):
                 return None
             offset = int(item.storage_offset())

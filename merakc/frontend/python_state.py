@@ -150,7 +150,7 @@ class PythonState:
             function = function.fget if isinstance(function, property) else function.__wrapped__
         if not isinstance(function, FunctionType) or id(function) in self._held:
             return
-        if function.__module__.startswith("torch."):
+        if (function.__module__ or "").startswith("torch."):
             return
         self._hold(_Held(function, "", {}, True))
         name = function.__qualname__
@@ -162,7 +162,7 @@ class PythonState:
             self._see(default, f"a default of {name}", True)
         self._see(vars(function), name, True)
         names, space = _global_names(function.__code__), function.__globals__
-        self._see(_Names(space, names), function.__module__, True)
+        self._see(_Names(space, names), function.__module__ or "globals", True)
         for used in names:
             helper = space.get(used)
             found = [vars(helper).get(n) for n in names] if isinstance(helper, ModuleType) else []

@@ -16,12 +16,15 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
+from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
+from merakc.frontend.reads import Reads, ValuesNeededError
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.refusals import check_modules
+from merakc.frontend.symbols import Answer, Symbols
 from merakc.ir.graph import Graph
 
 
@@ -30,8 +33,11 @@ class Recording:
     """A recorded forward.
 
     `outputs` are the leaves of what the forward returned: the name of a graph output, or the
-    plain value where the leaf is no tensor; `structure` puts them together again. `aliases` maps
-    each further name of a tied parameter to the name that the graph uses.
+    plain value where the leaf is no tensor; `structure` puts them together again; `numbers` are the
+    outputs that are numbers in Python and tensors in the graph. `aliases` maps each further name of
+    a tied parameter to the name that the graph uses. The graph is right for batches that answer
+    what it `reads` as this one did, and for losses that are finite where lines ask whether numbers
+    are: the lines `finite`.
     """
 
     graph: Graph
@@ -39,6 +45,9 @@ class Recording:
     structure: pytree.TreeSpec
     aliases: Mapping[str, str]
     model_name: str
+    numbers: frozenset[str] = frozenset()
+    reads: Reads | None = None
+    finite: tuple[str, ...] = ()
 
 
 def record(
@@ -46,10 +55,12 @@ def record(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     parameter_dtype: torch.dtype | None = None,
+    told: Sequence[Answer] = (),
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
-    Its floating parameters are recorded in `parameter_dtype`, if one is given. A module whose
+    Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
+    reads of a batch without values it is `told`, in the order in which it asks. A module whose
     control flow depends on the data becomes one node, which runs it as it is. Raises `RecordError`,
     with the user's line, where that would be the model itself, for random ops that cannot be
     reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
@@ -57,33 +68,47 @@ def record(
     """
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    how = _How(fallbacks, parameter_dtype)
+    how = _How(fallbacks, parameter_dtype, tuple(told))
     while True:
         try:
             return _record(model, args, kwargs, how)
         except DrawnError:
             how.watched = True
-        except RecordError as error:
-            if not how.exported:
-                how.exported = True
-            elif isinstance(error, UntraceableError):
-                fallbacks.add(error)
-            else:
-                raise
+        except ValuesNeededError:
+            raise
+        except (SymbolsNeededError, RecordError) as error:
+            how.otherwise(error)
 
 
 @dataclass(slots=True)
 class _How:
     """How a forward is recorded: which modules are kept whole, whether each is `watched` as it
-    draws, and whether libraries are told that the model is `exported`.
+    draws, whether libraries are told that the model is `exported`, and whether Python may be
+    `reading` values.
 
-    They are not told at first: what a library does in eager is what is trained.
+    They are not told at first: what a library does in eager is what is trained. Exported ones read
+    less: what follows from values is asked for where neither does without.
     """
 
     fallbacks: Fallbacks
     parameter_dtype: torch.dtype | None
+    told: tuple[Answer, ...]
     watched: bool = False
     exported: bool = False
+    reading: bool = False
+    asked: bool = False
+
+    def otherwise(self, error: Exception) -> None:
+        """The next way, after an attempt that has failed. Raises the error where there is none."""
+        self.asked |= isinstance(error, SymbolsNeededError)
+        if not self.exported:
+            self.exported = True
+        elif self.asked and not self.reading:
+            self.reading, self.exported = True, False
+        elif isinstance(error, UntraceableError):
+            self.fallbacks.add(error)
+        else:
+            raise error
 
 
 def _record(
@@ -93,9 +118,11 @@ def _record(
     how: _How,
 ) -> Recording:
     """One attempt."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    watched, exported, fallbacks = how.watched, how.exported, how.fallbacks
-    first, second = (Recorder(fake_mode, watched=watched, exported=exported) for _ in range(2))
+    env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+    fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
+    first, second = (Recorder(fake_mode, **modes, told=how.told) for _ in range(2))
+    current = [first]
     with untouched(model) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
         outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
@@ -105,12 +132,14 @@ def _record(
             state.forget()
             leftovers = Leftovers(changes, first)
             second.leftovers = leftovers.tensors
+            current.append(second)
             _run(second, model, slots, args, kwargs, fallbacks)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
     aliases = _aliases(model)
     graph.verify()
-    return Recording(graph, outputs, structure, aliases, type(model).__name__)
+    said = frozenset(first.numbers), first.reader.reads(), first.guards.lines(first.outputs)
+    return Recording(graph, outputs, structure, aliases, type(model).__name__, *said)
 
 
 def _run(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,18 +21,26 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import ForwardError, MerakError, RecordError, failure
-from merakc.frontend import composites, normalise
+from merakc.frontend import composites, normalise, ragged
+from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.communication import check_call, no_objects_sent
-from merakc.frontend.contexts import exporting, fixed_dtypes, module_names, recordable
+from merakc.frontend.contexts import (
+    exporting,
+    fixed_dtypes,
+    module_names,
+    printable_numbers,
+    recordable,
+)
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch
 from merakc.frontend.history import HistoryRecorder
+from merakc.frontend.made import recorded_tensors
 from merakc.frontend.opaque import (
     CannotBeNodeError,
     UntraceableError,
@@ -40,33 +48,38 @@ from merakc.frontend.opaque import (
     try_out,
 )
 from merakc.frontend.source import user_line
+from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
 from merakc.kernels.opaque import OPAQUE, Call, enter
 
 # Calls that ask for a tensor's truth; the second also for numbers.
-TRUTHS = ("aten.is_nonzero.default", "aten._local_scalar_dense.default")
+TRUTHS = ("aten.is_nonzero.default", ITEM)
 # Calls whose answer is known where the tensor was made outside the forward.
-CONSTANT_VALUES = ("aten._local_scalar_dense.default", "aten.equal.default")
+CONSTANT_VALUES = (ITEM, "aten.equal.default")
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
-    the model is exported.
+    the model is exported; `told` is what Python is to be told that reads a batch without values.
     """
 
     supports_higher_order_operators = True  # to refuse them by name
 
     def __init__(
-        self, fake_mode: FakeTensorMode, *, watched: bool = False, exported: bool = False
+        self,
+        fake_mode: FakeTensorMode,
+        *,
+        watched: bool = False,
+        exported: bool = False,
+        told: Sequence[Answer] = (),
     ) -> None:
-        FunctionRecorder.__init__(self, fake_mode)
-        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        super().__init__(fake_mode, told)
         self.watched, self.exported, self.paused = watched, exported, False
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
@@ -92,6 +105,8 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             stack.enter_context(fixed_dtypes())
             stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
+            stack.enter_context(recorded_tensors())
+            stack.enter_context(printable_numbers())
             stack.enter_context(self._answering())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
@@ -100,7 +115,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 yield
             except Exception as error:
                 self._finish(watch)
-                if isinstance(error, (MerakError, DrawnError)):
+                if isinstance(error, (MerakError, DrawnError, SymbolsNeededError)):
                     raise
                 raise ForwardError(
                     f"the model's forward fails on the batch: {failure(error)}; mend it, or the "
@@ -156,6 +171,10 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
     ) -> Any:
         """Tries a module's call out, and writes its node."""
         call, given = module_call(module, forward, args, kwargs)
+        if is_symbolic((given, call.leaves)):
+            raise CannotBeNodeError(
+                "it is given tensors or numbers that depend on the data in shape"
+            )
         real = {id(slot.fake): slot.real for slot, _ in self.states}
         held = given[len(given) - len(call.parameters) - len(call.buffers) :]
         state = [(real[id(t)] if id(t) in real else t.to("meta"), t.dtype) for t in held]
@@ -164,7 +183,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
         self.opaques += 1
         outputs = result.form[0]
         facts = path, cause.source, cause.reason, flops, self.opaques
-        entry = Call(call, outputs, *facts, call.holding)
+        entry = Call(call, outputs, *facts, holding=call.holding)
         key = enter(entry)
         self.functions[key] = entry  # held as long as the graph is
         outs = [torch.empty(shape, dtype=dtype) for shape, dtype in outputs]
@@ -187,18 +206,12 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
         try:
             return self._dispatch(func, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise self._untraceable(
-                f"the model's control flow depends on the data ({error})",
-                "merakc compiles one graph for all batches: compute the value from shapes, or use "
-                "torch.where",
-            ) from error
+            if not self.symbolic:
+                raise SymbolsNeededError from error
+            raise self._untraceable(f"{DATA_FLOW} ({error})", NO_DATA_FLOW) from error
         except UnsupportedOperatorException as error:
             remedy = "give the op a fake kernel"
             raise self._untraceable(f"no shape rule for {error}", remedy) from error
-
-    def _untraceable(self, what: str, remedy: str) -> UntraceableError:
-        text = str(self._error(what, remedy))
-        return UntraceableError(text, self.modules, user_line(), what)
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = str(func)
@@ -213,7 +226,7 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
                 return func(*args, **kwargs)
         if self.paused or name in QUESTIONS:
             return func(*args, **kwargs)
-        if name in ASKED:
+        if name in ASKED or name in TRUTHS:
             outcome = self.draws.answer(name, self._args(tuple(args)))
             if outcome is not None:
                 with unset_fake_temporarily():
@@ -222,10 +235,21 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             answer = harmless_answer()
             if answer is not None:
                 return answer
+            if isinstance(args[0], FakeTensor):
+                return self._truth(args[0])
+        if name in ragged.RULES:
+            return self._ragged(name, args, kwargs)
+        if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):
+            return self.answer(self._number_of(args[0]))
         parts = composites.part_by_part(name, args)
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
+        if self.symbolic and is_symbolic((args, kwargs)):
+            if name == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
+                with self:  # one by one: the size is wanted
+                    args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
+            args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
         if reason:
             raise self._error(*reason)
@@ -266,6 +290,8 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
         if torch.Tag.nondeterministic_seeded in func.tags:
+            if self.symbolic and is_symbolic((args, kwargs)):
+                raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
             with self:
                 return self.draws.call(func, args, kwargs)
@@ -280,7 +306,10 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             func = torch.ops.merakc.grouped_mm.default
         self.paused, before = True, self.paused
         try:
-            out = self.forms.run(func, args, kwargs)
+            if self.symbolic and is_symbolic((args, kwargs)):
+                out = func(*args, **kwargs)
+            else:
+                out = self.forms.run(func, args, kwargs)
         finally:
             self.paused = before
         if targets:
@@ -288,6 +317,9 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             return out
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        if isinstance(out, SYMBOLIC):
+            self._name_symbols(out.node.expr, self._add(ITEM, (self._ref(args[0]),), {}, (None,)))
+            self.items[str(out)] = self._snapshot(args[0])
         if not any(isinstance(o, torch.Tensor) for o in outs):
             return out
         if all(any(o is t for t in tensors) for o in outs):
@@ -302,6 +334,9 @@ class Recorder(FunctionRecorder, HistoryRecorder, TorchDispatchMode):  # type: i
             name, self._args(tuple(args)), self._args(normalise.device_free(kwargs)), outs
         )
         self._bind(name, ref, outs, tensors, args)
+        for index, item in enumerate(outs):
+            if is_symbolic(item):
+                self._name_sizes(item, Ref(ref.node, index))
         return out
 
     def _bind(

@@ -61,6 +61,13 @@ class Rows:
         return value.reshape(*outer, self.outer, self.samples(value.shape), self.inner, *inner)
 
 
+# Where the samples of the batch's tensors stand, by the names of these or patterns of them
+# ("targets.*"); None where a tensor is the same for all samples. `inner` is 0 where each sample has
+# as many rows as there are. Of all other tensors the sizes tell.
+BatchDims = Mapping[str, Rows | None]
+BY_SIZE: Final[BatchDims] = {}
+
+
 class ShareKind(StrEnum):
     """How the value of the whole batch follows from those of its parts."""
 

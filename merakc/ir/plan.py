@@ -13,7 +13,7 @@ import pydantic
 
 from merakc.cluster import Cluster, Sharing
 from merakc.errors import MerakError, PlanError
-from merakc.ir.batches import WHOLE_BATCH, Couplings
+from merakc.ir.batches import WHOLE_BATCH, Couplings, Rows
 from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
@@ -128,7 +128,8 @@ class Plan:
     of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
     that each tp rank computes whole because there is no rule to split them, `head` tells of a loss
     that couples samples: with those of the whole batch, or by `couplings` of their micro-batch.
-    `conventions` names what is of each micro-batch by convention, with its lines. With
+    `conventions` names what is of each micro-batch by convention, with its lines. `batch_dims` says
+    where the samples of the batch's tensors stand, by name or pattern, where sizes do not. With
     `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
     of parameters, gradients and optimizer state over dp, stage by stage; empty, none is sharded.
     Without a `precision` the model computes in its own dtypes.
@@ -166,6 +167,7 @@ class Plan:
     head: CoupledLoss | None = None
     couplings: Couplings = WHOLE_BATCH
     conventions: tuple[str, ...] = ()
+    batch_dims: dict[str, Rows | None] = dataclasses.field(default_factory=dict)
     sequence_parallel: bool = False
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None
@@ -212,8 +214,9 @@ class Plan:
         bare = dataclasses.replace(self, prediction=None, measured=None, report=None)
         body = dataclasses.asdict(bare)
         del body["measured"]  # plans that have never had it keep their hash
-        if self.head is None:
-            del body["head"]
+        for name in ("head", "batch_dims"):
+            if not body[name]:
+                del body[name]
         return _digest(body)
 
     def save(self, path: str | Path) -> None:

@@ -95,6 +95,9 @@ def _stage_problems(plan: Values) -> Iterator[str]:
         yield f"stages are not the {stages} that there are, from 0, each with nodes"
     if plan["order"] and len(plan["order"]) != pp:
         yield f"order has {len(plan['order'])} entries; it must have one for each of {pp} ranks"
+    for name, rows in plan["batch_dims"].items():
+        if rows is not None and (rows["dim"] < 0 or rows["outer"] < 1 or rows["inner"] < 0):
+            yield f"batch_dims.{name} is {rows}; dims and numbers of rows are not negative"
     for name, held in plan["parameters"].items():
         if not held or list(held) != sorted({s for s in held if 0 <= s < stages}):
             yield (

@@ -35,10 +35,32 @@ from merakc.passes.factors import (
 def _reshape(dims: Dims, node: Node) -> None:
     own = dims.of[node.refs[0]]
     found = regroup(own, node.spec.shape)
-    if found is None:
+    if found is None and not node.spec.numel:
         opaque(dims, node)
     else:
-        dims.put(node, found)
+        dims.put(node, found or _by_groups(own, node))
+
+
+def _by_groups(own: list[Dim], node: Node) -> list[Dim]:
+    """The dims of a reshape, where only neighbours that do not divide are needed whole."""
+    why = f"{node.op} at {node.source}"
+    found: list[Dim] = []
+    rest, shape = list(own), list(node.spec.shape)
+    while rest or shape:
+        into, out = rest[:1], shape[:1]
+        del rest[:1], shape[:1]
+        while (have := math.prod(map(size, into))) != (want := math.prod(out)):
+            if have < want:
+                into.append(rest.pop(0))
+            else:
+                out.append(shape.pop(0))
+        made = regroup(into, tuple(out))
+        if made is None:
+            for dim in into:
+                block(dim, why)
+            made = [new_dim(n, why) for n in out]
+        found += made
+    return found
 
 
 def _expand(dims: Dims, node: Node) -> None:

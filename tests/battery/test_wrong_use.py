@@ -176,8 +176,8 @@ def other_error() -> tuple[str, str]:
 def test_a_rank_that_fails_with_an_error_of_its_own() -> None:
     first, second = run_ranks(2, other_error, timeout_s=TIMEOUT_S)
     assert first[0] == "MismatchError"
-    assert "rank 1 could not take part: RecordError: the model's forward fails" in first[1]
-    assert second[0] == "RecordError"
+    assert "rank 1 could not take part: ForwardError: the model's forward fails" in first[1]
+    assert second[0] == "ForwardError"
     assert all("ValueError: a bug of the user's, at " in text for _, text in (first, second))
 
 

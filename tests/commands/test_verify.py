@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +42,10 @@ def test_a_right_plan_is_equal(file: str) -> None:
     body = json.loads(found.stdout)
     assert body["equal"] is True
     assert body["checked"]["tp"] == 2
-    assert body["lost"] == ["dp=2"]
+    assert body["checked"]["dp"] == 1
+    assert body["replicas"]["dp"] == 2
+    assert body["lost"] == []
+    assert body["compared_with"] == "the plain model in one process, on the whole batch"
     assert {row["quantity"] for row in body["rows"]} == {"loss", "gradients", "weights"}
 
 
@@ -55,6 +59,11 @@ def test_what_differs_is_exit_code_1(file: str, monkeypatch: pytest.MonkeyPatch)
     assert "1.0e-03" in printed
     assert "first.weight" in printed
     assert "along other dims than in the plan: 1 tensors (first.weight)" in printed
+    assert "for want of ranks" not in printed
+    apart = replace(wrong, checked=replace(plan, dp=1), replicas=replace(plan, tp=1))
+    monkeypatch.setattr(module, "check_plan", lambda *_, **__: apart)
+    words = " ".join(run("verify", file, SOURCE, code=1).split())
+    assert re.search(r"checked dp 1 x tp 2 .* and, for want of ranks, dp 2 x tp 1 ", words)
     torn = replace(wrong, rows=(), failed="rank 1 failed: RuntimeError: torn")
     monkeypatch.setattr(module, "check_plan", lambda *_, **__: torn)
     assert "failed: rank 1 failed: RuntimeError: torn" in run("verify", file, SOURCE, code=1)

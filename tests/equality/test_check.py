@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 
 from merakc.cluster import NOMINAL_GPU
 from merakc.equality import check
@@ -17,11 +18,14 @@ from merakc.equality.check import check_plan, unlike_splits
 from merakc.equality.compare import Reference
 from merakc.equality.train import Case, train_on_rank
 from merakc.errors import ConfigError, PlanError
+from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, Couplings
 from merakc.ir.plan import Plan
 from merakc.ir.precision import parse_precision
+from merakc.ir.program import Mesh
 from merakc.kernels import collectives
 from merakc.offline import plan_offline
 from merakc.runtime import executor
+from merakc.runtime.head import HeadRunner
 from merakc.search import Request
 from merakc.sources import Source, resized, source_of
 
@@ -113,7 +117,11 @@ def test_a_fault_of_a_hundred_millionth_is_seen(fault: Callable[[], None], kinds
     verdict = check_plan(flat(), llama(), ranks=2, train=partial(_broken, fault))
     assert not verdict.equal
     assert kinds <= {row.quantity for row in verdict.rows if not row.passed}
-    assert verdict.lost == ("dp=2",)
+    assert {row.arithmetic for row in verdict.rows} == {"float64", "float64, dp=2 alone"}
+    assert verdict.checked.mesh == Mesh(tp=2)
+    assert verdict.replicas is not None
+    assert verdict.replicas.mesh == Mesh(dp=2)
+    assert verdict.lost == ()
 
 
 def test_ranks_that_fail_are_no_equality() -> None:
@@ -123,7 +131,7 @@ def test_ranks_that_fail_are_no_equality() -> None:
 
 
 class Normed(nn.Module):
-    """Normalised over the micro-batch, with labels that one half of the batch lacks."""
+    """A batch norm or another, with labels that one half of the batch lacks."""
 
     def __init__(self, *, normed: bool) -> None:
         super().__init__()
@@ -134,12 +142,11 @@ class Normed(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(self.up(x))), labels)
 
 
-@pytest.mark.parametrize("normed", [True, False], ids=["batch norm", "uneven labels"])
+@pytest.mark.parametrize("normed", [True, False], ids=["batch norm", "layer norm"])
 def test_a_function_of_the_users_runs_as_it_is(normed: bool) -> None:
     torch.manual_seed(0)
     x, labels = torch.randn(8, 6), torch.arange(8) % 3
-    if not normed:
-        labels[:3] = -100
+    labels[:3] = -100
     batch = {"x": x, "labels": labels}
     source = Source(
         "mine", Normed(normed=normed), lambda samples: resized(batch, samples), example=batch
@@ -148,8 +155,96 @@ def test_a_function_of_the_users_runs_as_it_is(normed: bool) -> None:
     verdict = check_plan(plan, source, ranks=4)
     assert verdict.equal, verdict
     assert verdict.parameters == verdict.checked_parameters
-    assert ("micro-batch by micro-batch" in verdict.compared_with) is normed
+    assert "the plain model in one process, on the whole batch" in verdict.compared_with
+    assert ("batch norm is over each micro-batch" in verdict.compared_with) is normed
     assert any(row.quantity == "buffers" for row in verdict.rows) is normed
+
+
+class Pairs(nn.Module):
+    """In-batch negatives: each row of one kind is to be told from all others of the batch.
+
+    A parameter that a hook alone knows of, as a closure, scales the one kind.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = (
+            nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2)
+        )
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.one.register_forward_hook(lambda _, __, out: out * self.scale)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        scores = self.one(x) @ self.two(y).T
+        return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+def _pairs(couplings: Couplings = WHOLE_BATCH) -> tuple[Source, Plan]:
+    x, y = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
+    batch = {"x": x, "y": y}
+    source = Source("pairs", Pairs(), lambda samples: resized(batch, samples), example=batch)
+    fixed = {"dp": 2, "pp": 2, "micro_batches": 2, "couplings": couplings}
+    return source, plan_of(source, 4, 16, **fixed)
+
+
+def test_what_couples_the_batch_is_equal_with_its_hooks() -> None:
+    source, plan = _pairs()
+    assert plan.head is not None
+    verdict = check_plan(plan, source, ranks=4)
+    assert verdict.equal, verdict
+    assert verdict.compared_with == "the plain model in one process, on the whole batch"
+
+
+def _scale_heads() -> None:
+    plain = HeadRunner._parted
+    HeadRunner._parted = lambda own, gradients: plain(  # type: ignore[method-assign]
+        own, {name: g * (1 + 1e-8) for name, g in gradients.items()}
+    )
+
+
+def _swap_parts() -> None:
+    plain = HeadRunner._parted
+    HeadRunner._parted = lambda *a: plain(*a)[::-1]  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [_scale_heads, _swap_parts])
+def test_a_fault_of_what_couples_is_seen(fault: Callable[[], None]) -> None:
+    source, plan = _pairs()
+    verdict = check_plan(plan, source, ranks=4, train=partial(_broken, fault))
+    assert not verdict.equal
+    assert not verdict.failed
+    assert {row.quantity for row in verdict.rows if not row.passed} >= {"gradients"}
+    assert all(row.passed for row in verdict.rows if row.name.startswith("loss of step 0"))
+
+
+@pytest.mark.filterwarnings("ignore:by convention")  # as is looked at here
+def test_a_coupling_of_each_micro_batch_is_named() -> None:
+    source, plan = _pairs(PER_MICRO_BATCH)
+    assert (plan.couplings, plan.head) == (PER_MICRO_BATCH, None)
+    verdict = check_plan(plan, source, ranks=4)
+    assert verdict.equal, verdict
+    assert "micro-batch by micro-batch, averaged, as the plan says: each" in verdict.compared_with
+    assert "test_check.py" in verdict.compared_with
+
+
+def test_a_plain_model_that_fails_is_no_equality() -> None:
+    class Late(Normed):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if len(x) > 2 and not is_fake(x):  # which no micro-batch is
+                raise RuntimeError("torn")
+            return super().forward(x, labels)
+
+    batch = {"x": torch.randn(8, 6), "labels": torch.arange(8) % 3}
+    source = Source(
+        "mine", Late(normed=False), lambda samples: resized(batch, samples), example=batch
+    )
+    plan = plan_of(source, 2, 8, dp=1, pp=2, micro_batches=2)
+    verdict = check_plan(plan, source, ranks=2)
+    assert not verdict.equal
+    assert verdict.failed == (
+        "the plain model in one process, on the whole batch: rank 0 failed: RuntimeError: torn"
+    )
 
 
 def test_numbers_drawn_are_compared_with_one_process_of_merakc() -> None:
@@ -164,7 +259,7 @@ def test_numbers_drawn_are_compared_with_one_process_of_merakc() -> None:
     plan = plan_of(source, 2, 8, dp=1, pp=2, micro_batches=2)
     verdict = check_plan(plan, source, ranks=2)
     assert verdict.equal, verdict
-    assert "one process of merakc" in verdict.compared_with
+    assert "one process of merakc, on the whole batch (the model draws" in verdict.compared_with
 
 
 def test_a_large_function_is_refused_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

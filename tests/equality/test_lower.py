@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from merakc.equality.lower import lost, lower_degrees
+from merakc.equality.lower import lost, lower_degrees, replicas
 from merakc.errors import ConfigError
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
@@ -58,3 +58,18 @@ def test_an_order_of_work_needs_its_ranks() -> None:
         lower_degrees(plan, 1)
     degrees = lower_degrees(plan, 2)
     assert (degrees.mesh, degrees.micro_batches) == (Mesh(1, 1, 2), 8)
+
+
+def test_dp_is_run_alone_where_it_has_no_place_beside_the_others() -> None:
+    shards = (StateShards(1, 4, 4), StateShards(1, 1, 1))
+    plan = _large(dp=4, tp=2, pp=2, state_shards=shards)
+    few = lower_degrees(plan, 4)
+    assert few.mesh.dp == 1
+    alone = replicas(plan, few, 4)
+    assert alone is not None
+    assert (alone.mesh, alone.micro_batches, alone.stages) == (Mesh(2, 1, 1), 2, 1)
+    assert alone.shards == {1: 1, 4: 2}
+    assert lost(plan, few, alone) == ()
+    assert replicas(plan, lower_degrees(plan, 16), 16) is None
+    assert replicas(plan, lower_degrees(plan, 1), 1) is None
+    assert replicas(replace(plan, dp=1), few, 4) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,6 +18,7 @@ from merakc.planner import make_plan
 from merakc.recording import record_part
 
 PARTS, SAMPLES = 4, 16
+NAMED = pytest.mark.filterwarnings("ignore:by convention")  # as is looked at here
 
 
 class Pieces(nn.Module):
@@ -97,6 +99,7 @@ def test_a_batch_norm_keeps_its_micro_batch_and_labels_do_not() -> None:
     check(case("norm", "contrast", "both"), "on the whole batch, its batch norms over each")
 
 
+@NAMED
 def test_a_coupling_of_each_micro_batch_is_named() -> None:
     tried = case("contrast", couplings=PER_MICRO_BATCH)
     found = check(
@@ -109,6 +112,7 @@ def test_a_coupling_of_each_micro_batch_is_named() -> None:
     assert yardstick(case(couplings=PER_MICRO_BATCH)).parts == 1
 
 
+@NAMED
 def test_what_no_plain_model_can_do_at_once_is_left_to_merakc_and_said() -> None:
     both = check(
         case("contrast", "both", couplings=PER_MICRO_BATCH),

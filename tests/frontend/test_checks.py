@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -25,6 +26,13 @@ def raise_unless(s: Any, y: Tensor) -> Tensor:
         raise ValueError
     else:
         y = y * 2
+    return y
+
+
+def raise_with_a_message(s: Any, y: Tensor) -> Tensor:
+    if y.isnan().any():
+        logging.getLogger("tests").error("not a number")
+        raise ValueError
     return y
 
 
@@ -52,7 +60,16 @@ def distribution(s: Any, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "forward", [raise_if, raise_unless, raise_in_an_elif, assertion, by_item, distribution]
+    "forward",
+    [
+        raise_if,
+        raise_unless,
+        raise_with_a_message,
+        raise_in_an_elif,
+        assertion,
+        by_item,
+        distribution,
+    ],
 )
 def test_checks_are_passed(forward: Any) -> None:
     torch.manual_seed(0)

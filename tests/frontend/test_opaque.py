@@ -43,12 +43,13 @@ def branches(s: Any, x: Tensor) -> Tensor:
 def picks(s: Any, x: Tensor) -> Tensor:
     y = s.layer(x)
     out = torch.zeros_like(y)
-    out[y > 0] = y[y > 0] * 2
+    for row in range(max(1, len(y[y.sum(-1) > 0]))):
+        out[row] = y[row] * 2
     return out
 
 
 def reads(s: Any, x: Tensor) -> Tensor:
-    return s.layer(x) * float(len(x.flatten()[:3].tolist())) * x.max().item()
+    return s.layer(x) * sum(map(float, x.flatten()[:3].tolist())) * x.max().item()
 
 
 def several(s: Any, x: Tensor, scale: float, more: dict[str, Tensor]) -> dict[str, Any]:
@@ -157,7 +158,7 @@ def without_a_forward(model: nn.Module) -> bool:
 
 
 def ragged(s: Any, x: Tensor) -> Any:
-    return s.layer(x[x.sum(-1) > 0])
+    return s.layer(x[: 1 + int(x.sum(-1).argmax())])
 
 
 def keeps(s: Any, x: Tensor) -> Any:
@@ -166,7 +167,7 @@ def keeps(s: Any, x: Tensor) -> Any:
 
 
 def number(s: Any, x: Tensor) -> Any:
-    return s.layer(x), x.sum().item()
+    return s.layer(x), float(x.detach().sum())
 
 
 def writes(s: Any, x: Tensor) -> Any:
@@ -176,7 +177,7 @@ def writes(s: Any, x: Tensor) -> Any:
 
 
 def thing(s: Any, x: Tensor) -> Any:
-    return s.layer(x) * x.sum().item(), object()
+    return s.layer(x) * float(x.detach().sum()), object()
 
 
 WHY: dict[str, tuple[Forward, str]] = {
@@ -225,7 +226,7 @@ def test_a_module_that_is_given_an_object() -> None:
     def with_cache(s: Any, x: Tensor, cache: Any) -> Tensor:
         return branches(s, x)
 
-    model = wrapped(with_cache, lambda s, x: s.inner(x, Cache()).sum())
+    model = wrapped(with_cache, lambda s, x: s.inner(s.before(x), Cache()).sum())
     with pytest.raises(RecordError, match="depends on the data") as caught:
         record(model, (randn(4, 6),), {})
     assert any("an object of type Cache" in note for note in caught.value.__notes__)

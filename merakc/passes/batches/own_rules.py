@@ -213,15 +213,23 @@ def _copies(place: Place) -> Outcome | None:
         same = not repeats and len(mine) == len(dims)
         fine = same and all(x == y or SAMPLES in d for x, y, d in kept)
         return None if fine else coupled(node, "copies of samples for each sample")
-    grow = [(x, y) == (place.samples, place.total) for x, y in zip(mine, other, strict=True)]
-    if sum(grow) != 1 or any(not g and x != y for g, x, y in zip(grow, mine, other, strict=True)):
+    each = [_each(place, x, y) for x, y in zip(mine, other, strict=True)]
+    if sum(x != y for x, y in zip(mine, other, strict=True)) != 1 or not any(each):
         return coupled(node, "copies whose number grows otherwise than the samples")
     if not repeats:
-        shape = zip(grow, node.spec.shape, strict=True)
-        return Outcome((State(Kind.ROWS, tuple((SAMPLES,) if g else (n,) for g, n in shape)),))
+        shape = zip(each, node.spec.shape, strict=True)
+        return Outcome((State(Kind.ROWS, tuple(k or (n,) for k, n in shape)),))
     padded = ((1,),) * (len(mine) - len(dims)) + dims
-    now = tuple((SAMPLES if g else x, *d) for g, x, d in zip(grow, mine, padded, strict=True))
-    return Outcome((State(Kind.ROWS, now),))
+    copies = zip(each, mine, padded, strict=True)
+    return Outcome((State(Kind.ROWS, tuple((*(k or (x,)), *d) for k, x, d in copies)),))
+
+
+def _each(place: Place, mine: int, whole: int) -> Dim:
+    """The factors of a number of copies that grows with the samples; none where it does not."""
+    each, rest = divmod(mine, place.samples)
+    if mine == whole or rest or each * place.total != whole:
+        return ()
+    return (SAMPLES,) if each == 1 else (SAMPLES, each)
 
 
 def _index(place: Place) -> Outcome | None:

@@ -22,9 +22,10 @@ from merakc.ir.graph import (
 )
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
-from merakc.passes.batches.analyse import NUMBERS, Analysis
+from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.linear import ADDED, CHOOSING
 from merakc.passes.batches.own_rules import BATCH_NORM
+from merakc.passes.batches.reader import NUMBERS
 from merakc.passes.batches.states import SAMPLES, Kind
 
 MUL, CAST, COUNTED = "aten.mul.Tensor", "aten.to.dtype", "merakc.counted.default"

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field, replace
 
 from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording
-from merakc.ir.batches import WHOLE_BATCH, BatchLayout, BatchSplit, Couplings, Rows
+from merakc.ir.batches import (
+    WHOLE_BATCH,
+    BatchDims,
+    BatchLayout,
+    BatchSplit,
+    Couplings,
+    Rows,
+)
 from merakc.ir.graph import Graph, Output, OutputKind
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.split import split
@@ -20,13 +27,15 @@ class BatchRecording(Recording):
 
     `found` is what the parts make of its values. Where the whole batch is one part it is None, or
     says what parts of that one would make of them. `couplings` says what samples that are coupled
-    are coupled with: those of the whole batch, or of their micro-batch. `unchecked` says why the
-    parts were not compared with the whole batch by numbers, if they were not.
+    are coupled with: those of the whole batch, or of their micro-batch. `dims` says where samples
+    stand in the batch, where sizes do not. `unchecked` says why the parts were not compared with
+    the whole batch by numbers, if they were not.
     """
 
     layout: BatchLayout = field(default=BatchLayout((1,), 1), kw_only=True)
     found: Analysis | None = field(default=None, kw_only=True)
     couplings: Couplings = field(default=WHOLE_BATCH, kw_only=True)
+    dims: BatchDims = field(default_factory=dict, kw_only=True)
     unchecked: str = field(default="", kw_only=True)
 
 
@@ -63,6 +72,11 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
 def couplings_of(recording: Recording) -> Couplings:
     """Which samples are coupled, where any are."""
     return recording.couplings if isinstance(recording, BatchRecording) else WHOLE_BATCH
+
+
+def dims_of(recording: Recording) -> dict[str, Rows | None]:
+    """Where samples stand in the batch, where sizes do not say."""
+    return dict(recording.dims) if isinstance(recording, BatchRecording) else {}
 
 
 def rows_of(recording: Recording, split: BatchSplit) -> dict[str, Rows | None]:

@@ -40,7 +40,7 @@ def routed_rule(place: Place) -> Outcome | None:
         return _sort(place)
     if node.op == UNBIND:
         x = place.states[node.refs[0]]
-        apart = x.dims is not None and x.dims[given(node, "dim")] == (SAMPLES,)
+        apart = x.dims is not None and x.dims[given(node, "dim")][:1] == (SAMPLES,)
         return Outcome(every(node, _made("sample", node.name))) if apart else None
     states = [place.states[r] for r in node.refs]
     names = {s.routed[1] for s in states if s.routed}
@@ -79,13 +79,14 @@ def _together(place: Place) -> Outcome:
     mine = tuple(Ref(apart.name, k) for k in range(len(apart.outputs)))
     x = place.before[apart.refs[0]]
     first = given(node, "dim") == 0 and given(apart, "dim") == 0 if node.op in JOINS else False
-    every = tuple(Ref(apart.name, k) for k in range(place.total))
+    count = len(mine) * place.total // place.samples  # each sample may have several
+    every = tuple(Ref(apart.name, k) for k in range(count))
     every_one = first and node.args[0] == mine and place.twin.args[0] == every
     if not every_one or x.dims is None:
         return coupled(node, "some of the samples, each by itself")
     if "stack" in node.op:
         return Outcome((State(Kind.ROWS, x.dims),))
-    return Outcome((State(Kind.ROWS, ((SAMPLES, *x.dims[1]), *x.dims[2:])),))
+    return Outcome((State(Kind.ROWS, ((*x.dims[0], *x.dims[1]), *x.dims[2:])),))
 
 
 def _flat(place: Place, name: str) -> Dim:

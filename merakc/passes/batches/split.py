@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from merakc.batches import taken_dims
 from merakc.costs.flops import node_flops
 from merakc.errors import RecordError
 from merakc.ir.batches import (
@@ -134,7 +135,9 @@ class _Split:
         return out
 
     def of_norm(self, out: Output) -> bool:
-        """Whether a buffer is a batch norm's, whose statistics are of each part by convention."""
+        """Whether a buffer is a batch norm's, whose statistics are of each part by convention, as
+        is the number of batches that it has seen, by which these may be averaged.
+        """
         owner = out.name.rpartition(".")[0]
         waiting = [out.ref]
         while waiting:
@@ -144,8 +147,11 @@ class _Split:
                 if node is None or node.module != owner:
                     return False
                 waiting += node.refs
-        norms = {n.module for n in self.found.part.nodes if n.op == BATCH_NORM}
-        return owner in norms and self.states[out.ref].kind is Kind.COUPLED
+        outcomes = self.found.outcomes
+        return self.states[out.ref].kind is not Kind.SUM and any(
+            n.op == BATCH_NORM and n.module == owner and outcomes[n.name].assumed
+            for n in self.found.part.nodes
+        )
 
     # ------------------------------------------------------------------ the head
 
@@ -162,7 +168,9 @@ class _Split:
         ]
         read = [r for n in nodes for r in n.refs] + [o.ref for o in self.roots]
         for ref in dict.fromkeys(read):
-            if ref not in names and self.states[ref].known:
+            # of samples taken apart, the whole batch has more, which are as the first
+            state = self.states.get(ref) or self.states[Ref(ref.node)]
+            if ref not in names and state.known:
                 self.needed[ref] = None
                 names[ref] = Ref(known_name(ref))
                 inputs.append(Input(known_name(ref), InputKind.KNOWN, specs[ref], known_name(ref)))
@@ -187,11 +195,13 @@ class _Split:
         if mine <= self.most * every:
             return
         why = next((s.why for o in self.roots if (s := self.states[o.ref]).why), "")
+        batch = [i.target for i in self.found.part.inputs if i.kind is InputKind.BATCH]
+        taken = taken_dims({name: self.found.sampled.get(name) for name in batch})
         raise RecordError(
             f"{why}: samples of the batch are coupled before {mine / every:.0%} of the layers' "
             "arithmetic, so that it cannot run in parts; train with dp=1 and micro_batches=1, or "
             'ask for couplings="per micro-batch", which takes each micro-batch for a batch of its '
-            "own there"
+            f"own there; {taken}"
         )
 
     # ------------------------------------------------------------------ before the step

@@ -1,0 +1,369 @@
+"""Models of transformers that see, hear and read, and those that forecast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from benchmarks.models import (
+    BERT_DROPOUTS,
+    CLASSES,
+    EVEN_VOCABULARY,
+    HEADS,
+    HIDDEN,
+    IMAGE,
+    LAYERS,
+    SEQUENCE,
+    WIDE,
+    Batch,
+    ModelCase,
+    shifted,
+    transformers_model,
+    unshifted,
+)
+from benchmarks.zoo_models.batches import (
+    IMAGE_WORD,
+    PATCHES,
+    images_and_text,
+    images_in_text,
+    samples,
+    sounds,
+)
+from benchmarks.zoo_models.mixed import _TEXT, _TOWER, _VISION, Contrastive, _two_towers
+
+_WAVE = 400
+_LABELS = 4  # of a sound's 39 frames
+_CONTEXT, _AHEAD, _LAGS = 12, 4, [1, 2, 3]
+
+
+def _spoken(batch_size: int, generator: torch.Generator) -> Batch:
+    """Waves, and the letters spoken, of which samples have unequal numbers."""
+    letters = torch.randint(1, EVEN_VOCABULARY, (batch_size, _LABELS), generator=generator)
+    lengths = torch.randint(2, _LABELS + 1, (batch_size, 1), generator=generator)
+    return {
+        "input_values": torch.randn(batch_size, _WAVE, generator=generator),
+        "labels": letters.masked_fill(torch.arange(_LABELS) >= lengths, -100),
+    }
+
+
+_SOUND: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "conv_dim": [16, 16],
+    "conv_stride": [5, 2],
+    "conv_kernel": [10, 3],
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "classifier_proj_size": 16,
+    "apply_spec_augment": False,
+    "mask_time_prob": 0.0,
+    "layerdrop": 0.0,
+}
+_SOUND_DROPOUTS = (
+    "hidden_dropout", "activation_dropout", "attention_dropout", "feat_proj_dropout",
+    "final_dropout",
+)  # fmt: skip
+
+
+def _letters(name: str, class_name: str, **sizes: Any) -> ModelCase:
+    """A model that is trained on alignments of letters with sounds."""
+    build = transformers_model(
+        f"{class_name}ForCTC", f"{class_name}Config", _SOUND_DROPOUTS, vocab_size=EVEN_VOCABULARY,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, **_SOUND, **sizes,
+    )  # fmt: skip
+    return ModelCase(name, build, _spoken, samples)
+
+
+def _hearing(name: str, class_name: str, **sizes: Any) -> ModelCase:
+    build = transformers_model(
+        f"{class_name}ForSequenceClassification", f"{class_name}Config", _SOUND_DROPOUTS,
+        num_labels=CLASSES, **_SOUND, **sizes,
+    )  # fmt: skip
+    return ModelCase(name, build, sounds(_WAVE), unshifted)
+
+
+def _spectra(batch_size: int, generator: torch.Generator) -> Batch:
+    return {
+        "input_values": torch.randn(batch_size, 32, 16, generator=generator),
+        "labels": torch.randint(0, CLASSES, (batch_size,), generator=generator),
+    }
+
+
+def _sounds_and_text(batch_size: int, generator: torch.Generator) -> Batch:
+    batch = images_and_text(EVEN_VOCABULARY, IMAGE, labels=False)(batch_size, generator)
+    del batch["pixel_values"]
+    return {**batch, "input_features": torch.randn(batch_size, 1, 64, 16, generator=generator)}
+
+
+def _alt_clip(dropout: float) -> nn.Module:
+    rates = dict.fromkeys(BERT_DROPOUTS, dropout)
+    text = {**_TEXT, **rates, "project_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
+    config = transformers.AltCLIPConfig(
+        text_config=text, vision_config={**_VISION, "attention_dropout": dropout}
+    )
+    return Contrastive(transformers.AltCLIPModel(config))
+
+
+class _Frozen(Contrastive):
+    """With batch norms that keep their statistics, as in most fine-tuning."""
+
+    def train(self, mode: bool = True) -> _Frozen:
+        """The other modules are in training."""
+        super().train(mode)
+        for module in self.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+
+def _clap(dropout: float) -> nn.Module:
+    rates = dict.fromkeys(BERT_DROPOUTS, dropout)
+    text = {**_TEXT, **rates, "projection_dim": HIDDEN, "max_position_embeddings": SEQUENCE + 2}
+    audio = {
+        "window_size": 4, "num_mel_bins": 16, "spec_size": 64, "patch_size": 4,
+        "patch_stride": [4, 4], "num_classes": CLASSES, "hidden_size": HIDDEN,
+        "patch_embeds_hidden_size": 8, "depths": [1, 1, 1], "num_attention_heads": [2, 2, 4],
+        "enable_fusion": False, "num_hidden_layers": 3, "drop_path_rate": 0.0,
+        "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout,
+        "projection_hidden_size": HIDDEN, "projection_dim": HIDDEN, "mlp_ratio": 2.0,
+    }  # fmt: skip
+    config = transformers.ClapConfig(
+        text_config=text, audio_config=audio, projection_dim=HIDDEN, num_hidden_layers=2
+    )
+    return _Frozen(transformers.ClapModel(config))
+
+
+def _vision_text(dropout: float) -> nn.Module:
+    rates = dict.fromkeys(BERT_DROPOUTS, dropout)
+    text = transformers.BertConfig(**_TEXT, **rates)
+    vision = transformers.ViTConfig(**_VISION, **rates)
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(
+        vision, text, projection_dim=HIDDEN
+    )
+    return Contrastive(transformers.VisionTextDualEncoderModel(config))
+
+
+_LLAMA: dict[str, Any] = {
+    **_TEXT,
+    "num_key_value_heads": HEADS // 2,
+    "use_cache": False,
+}
+
+
+def _vlm(name: str, **sizes: Any) -> Callable[[float], nn.Module]:
+    """Images whose features stand in the places that the text has for them."""
+
+    def build(dropout: float) -> nn.Module:
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        config.text_config.attention_dropout = dropout
+        model: nn.Module = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+        return model
+
+    return build
+
+
+def _two_images_in_text(batch_size: int, generator: torch.Generator) -> Batch:
+    """Two images for each text, all images behind one another."""
+    batch = images_in_text(EVEN_VOCABULARY, IMAGE)(batch_size, generator)
+    batch["input_ids"][:, PATCHES : 2 * PATCHES] = IMAGE_WORD
+    batch["attention_mask"][:, : 2 * PATCHES + 2] = 1
+    batch["labels"][:, : 2 * PATCHES] = -100
+    batch["labels"][:, 2 * PATCHES : 2 * PATCHES + 2] = IMAGE_WORD + 2
+    shape = (2 * batch_size, 3, IMAGE, IMAGE)
+    return {**batch, "pixel_values": torch.randn(shape, generator=generator)}
+
+
+def _patched_images(patch: int) -> Callable[[int, torch.Generator], Batch]:
+    """Images as rows of patches, and how many patches each has."""
+
+    def make(batch_size: int, generator: torch.Generator) -> Batch:
+        batch = images_in_text(EVEN_VOCABULARY, IMAGE)(batch_size, generator)
+        rows = 4 * PATCHES  # four patches make one word
+        pixels = torch.randn(batch_size * rows, 3 * 2 * patch * patch, generator=generator)
+        grid = torch.tensor([[1, 4, 4]]).repeat(batch_size, 1)
+        types = (batch["input_ids"] == IMAGE_WORD).long()
+        return {**batch, "pixel_values": pixels, "image_grid_thw": grid,
+                "mm_token_type_ids": types}  # fmt: skip
+
+    return make
+
+
+_QWEN_TEXT: dict[str, Any] = {
+    **_LLAMA,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4},
+}
+_QWEN_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE_WORD,
+    "video_token_id": EVEN_VOCABULARY - 1,
+    "vision_start_token_id": EVEN_VOCABULARY - 2,
+    "vision_end_token_id": EVEN_VOCABULARY - 3,
+}
+_CLIP_VISION: dict[str, Any] = {**_VISION, "model_type": "clip_vision_model"}
+_SIGLIP_VISION: dict[str, Any] = {**_VISION, "model_type": "siglip_vision_model"}
+
+
+def _series(batch_size: int, generator: torch.Generator) -> Batch:
+    """Numbers of the past, of which some were not observed, those to come, and their times."""
+    past = _CONTEXT + max(_LAGS)
+    values = torch.randn(batch_size, past, generator=generator).cumsum(1)
+    return {
+        "past_values": values,
+        "past_time_features": torch.randn(batch_size, past, 2, generator=generator),
+        "past_observed_mask": (torch.rand(batch_size, past, generator=generator) < 0.9).float(),
+        "future_values": torch.randn(batch_size, _AHEAD, generator=generator),
+        "future_time_features": torch.randn(batch_size, _AHEAD, 2, generator=generator),
+    }
+
+
+def _forecasting(name: str, class_name: str, **sizes: Any) -> ModelCase:
+    build = transformers_model(
+        f"{class_name}ForPrediction", f"{class_name}Config",
+        ("dropout", "attention_dropout", "activation_dropout"),
+        prediction_length=_AHEAD, context_length=_CONTEXT, lags_sequence=_LAGS,
+        num_time_features=2, d_model=16, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=32,
+        decoder_ffn_dim=32, encoder_layerdrop=0.0, decoder_layerdrop=0.0, scaling="mean", **sizes,
+    )  # fmt: skip
+    return ModelCase(name, build, _series, samples)
+
+
+def _windows(batch_size: int, generator: torch.Generator) -> Batch:
+    return {
+        "past_values": torch.randn(batch_size, 16, 3, generator=generator),
+        "future_values": torch.randn(batch_size, _AHEAD, 3, generator=generator),
+    }
+
+
+def _sentences(batch_size: int, generator: torch.Generator) -> Batch:
+    """Images, and captions whose words are to be predicted."""
+    return images_and_text(EVEN_VOCABULARY, IMAGE, labels=True)(batch_size, generator)
+
+
+NEW_MIXED = (
+    ModelCase("altclip", _alt_clip, images_and_text(EVEN_VOCABULARY, IMAGE, labels=False), samples),
+    ModelCase(
+        "chinese_clip",
+        _two_towers("ChineseCLIP", BERT_DROPOUTS),
+        images_and_text(EVEN_VOCABULARY, IMAGE, labels=False),
+        samples,
+    ),
+    ModelCase("vision_text_dual_encoder", _vision_text,
+              images_and_text(EVEN_VOCABULARY, IMAGE, labels=False), samples),
+    ModelCase("clap", _clap, _sounds_and_text, samples),
+    ModelCase(
+        "llava_two_images",
+        _vlm("Llava", text_config={**_LLAMA, "model_type": "llama"}, vision_config=_CLIP_VISION,
+             image_token_index=IMAGE_WORD, image_seq_length=4),
+        _two_images_in_text,
+        shifted,
+    ),
+    ModelCase(
+        "paligemma",
+        _vlm("PaliGemma",
+             text_config={**_LLAMA, "model_type": "gemma", "head_dim": HIDDEN // HEADS},
+             vision_config=_SIGLIP_VISION, image_token_index=IMAGE_WORD, projection_dim=HIDDEN),
+        images_in_text(EVEN_VOCABULARY, IMAGE),
+        shifted,
+        casts_float32=True,
+    ),
+    ModelCase(
+        "internvl",
+        _vlm("InternVL", text_config={**_LLAMA, "model_type": "qwen2"},
+             vision_config={**_TOWER, "image_size": [IMAGE, IMAGE], "patch_size": [4, 4]},
+             image_token_id=IMAGE_WORD, image_seq_length=4),
+        images_in_text(EVEN_VOCABULARY, IMAGE),
+        shifted,
+    ),
+    ModelCase(
+        "qwen2_vl",
+        _vlm("Qwen2VL", text_config=_QWEN_TEXT, **_QWEN_IDS,
+             vision_config={"depth": 2, "embed_dim": HIDDEN, "hidden_size": HIDDEN,
+                            "num_heads": HEADS, "mlp_ratio": 2, "patch_size": 4}),
+        _patched_images(4),
+        shifted,
+    ),
+    ModelCase(
+        "qwen2_5_vl",
+        _vlm("Qwen2_5_VL", text_config=_QWEN_TEXT, **_QWEN_IDS,
+             vision_config={"depth": 2, "hidden_size": HIDDEN, "out_hidden_size": HIDDEN,
+                            "num_heads": HEADS, "intermediate_size": WIDE, "patch_size": 4,
+                            "window_size": 16, "fullatt_block_indexes": [1]}),
+        _patched_images(4),
+        shifted,
+    ),
+    ModelCase(
+        "vilt",
+        transformers_model(
+            "ViltForQuestionAnswering", "ViltConfig", BERT_DROPOUTS, vocab_size=EVEN_VOCABULARY,
+            hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
+            intermediate_size=WIDE, image_size=IMAGE, patch_size=4, max_image_length=-1,
+            max_position_embeddings=SEQUENCE, num_labels=CLASSES,
+        ),
+        lambda size, generator: {
+            **images_and_text(EVEN_VOCABULARY, IMAGE, labels=False)(size, generator),
+            "labels": torch.rand(size, CLASSES, generator=generator),
+        },
+        samples,
+    ),
+    ModelCase(
+        "git",
+        transformers_model(
+            "GitForCausalLM", "GitConfig", BERT_DROPOUTS,
+            **{**_TEXT, "num_hidden_layers": LAYERS, "max_position_embeddings": 2 * SEQUENCE},
+            vision_config=_VISION,
+        ),
+        _sentences,
+        shifted,
+    ),
+    _letters("wav2vec2_ctc", "Wav2Vec2"),
+    _letters("wav2vec2_ctc_mean", "Wav2Vec2", ctc_loss_reduction="mean"),
+    _hearing("wavlm", "WavLM", num_buckets=8, max_bucket_distance=16),
+    _hearing("sew", "SEW", squeeze_factor=2),
+    _hearing("data2vec_audio", "Data2VecAudio", conv_pos_kernel_size=3),
+    ModelCase(
+        "audio_spectrogram_transformer",
+        transformers_model(
+            "ASTForAudioClassification", "ASTConfig", BERT_DROPOUTS, hidden_size=HIDDEN,
+            num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=WIDE,
+            patch_size=4, frequency_stride=4, time_stride=4, max_length=32, num_mel_bins=16,
+            num_labels=CLASSES,
+        ),
+        _spectra,
+        unshifted,
+    ),
+    _forecasting("informer", "Informer", attention_type="full", distil=False),
+    _forecasting("informer_sparse", "Informer", attention_type="prob", sampling_factor=2,
+                 distil=False),
+    _forecasting("autoformer", "Autoformer", label_length=4, moving_average=3,
+                 autocorrelation_factor=1),
+    _forecasting("time_series_transformer", "TimeSeriesTransformer"),
+    ModelCase(
+        "patchtst",
+        transformers_model(
+            "PatchTSTForPrediction", "PatchTSTConfig",
+            ("attention_dropout", "ff_dropout", "path_dropout"), num_input_channels=3,
+            context_length=16, patch_length=4, patch_stride=4, prediction_length=_AHEAD,
+            d_model=16, num_attention_heads=2, num_hidden_layers=LAYERS, ffn_dim=32,
+            loss="mse", norm_type="layernorm",
+        ),
+        _windows,
+        samples,
+    ),
+    ModelCase(
+        "patchtsmixer",
+        transformers_model(
+            "PatchTSMixerForPrediction", "PatchTSMixerConfig", ("dropout", "head_dropout"),
+            context_length=16, patch_length=4, patch_stride=4, num_input_channels=3,
+            prediction_length=_AHEAD, d_model=16, num_layers=LAYERS, loss="mse",
+            norm_mlp="LayerNorm",
+        ),
+        _windows,
+        samples,
+    ),
+)  # fmt: skip

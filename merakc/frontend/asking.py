@@ -1,0 +1,193 @@
+"""What Python asks of values while a forward is recorded, and what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from merakc.frontend import ragged
+from merakc.frontend.aliases import spec_of
+from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.checks import asks_whether_finite, harmless_answer
+from merakc.frontend.finite import FiniteGuards
+from merakc.frontend.opaque import UntraceableError
+from merakc.frontend.reads import ValuesNeededError
+from merakc.frontend.source import user_line
+from merakc.frontend.symbols import SYMBOLIC, Answer, Number, number
+from merakc.ir.graph import Ref
+
+# Calls that count, and those that a count passes on its way to Python.
+COUNTS = ("aten.sum.default", "aten.count_nonzero.default")
+PASSING = frozenset(
+    {"aten.to.dtype", "aten.reshape.default", "aten.detach.default", "aten.clone.default",
+     "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.clamp.default",
+     "aten.clamp_min.default"}
+)  # fmt: skip
+DATA_FLOW = "the model's control flow depends on the data"
+NO_DATA_FLOW = (
+    "merakc compiles one graph for all batches: compute the value from shapes, or use torch.where"
+)
+
+UNDRAWN = "numbers are drawn for shapes that all batches share: set dropout=0, or pad and mask"
+
+
+class SymbolsNeededError(Exception):
+    """A forward asks for what depends on values, and is to be recorded with symbols."""
+
+
+class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A graph that is written as calls pass, and what stands behind the numbers that Python reads.
+
+    With `symbolic`, numbers and sizes that depend on values are symbols.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, told: Sequence[Answer]) -> None:
+        GraphBuilder.__init__(self, fake_mode)
+        TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        self.told = told
+        self.guards = FiniteGuards(self.nodes)
+        self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
+        self.symbolic = fake_mode.shape_env is not None
+
+    def _untraceable(self, what: str, remedy: str) -> UntraceableError:
+        text = str(self._error(what, remedy))
+        return UntraceableError(text, self.modules, user_line(), what)
+
+    def _truth(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of one number is true, which Python wants to know."""
+        ref = self._ref(tensor)
+        if not self.reader.is_known(ref) and harmless_answer() is None:
+            error = self._untraceable(DATA_FLOW, NO_DATA_FLOW)
+            found = self.guards.answer(ref, error, user_line())
+            if found is not None:
+                return found
+        return bool(self.answer(Number(sympy.Ne(self._number_of(tensor).expression, 0))))
+
+    def _told(self, number: Number) -> Answer:
+        """What the batch says, or is said to."""
+        asked = len(self.reader.asked)
+        try:
+            return self.reader.number(number)
+        except ValuesNeededError:
+            if asked >= len(self.told):
+                raise
+            return self.told[asked]
+
+    def _number_of(self, tensor: torch.Tensor) -> Number:
+        """The number that a tensor holds."""
+        symbol = sympy.Symbol(f"read{len(self.sources)}", integer=True)
+        self.sources[symbol.name] = self._ref(tensor), None
+        return Number(symbol)
+
+    def _is_structure(self, tensor: torch.Tensor) -> bool:
+        """Whether an integer of the batch is one of its elements, or the largest of them: a length
+        or a place, with which Python will do more than arithmetic. What counts samples or tokens
+        is not: it is another one in each batch, and is kept as a symbol.
+        """
+        ref = self._ref(tensor)
+        if tensor.dtype.is_floating_point or not self.reader.is_known(ref):
+            return False
+        return self.reader.maker(ref, PASSING) not in COUNTS
+
+    def answer(self, number: Number) -> Answer:
+        """A number that Python wants to know, if the batch alone says it."""
+        fine = harmless_answer() if number.is_truth else None
+        if fine is not None:
+            return fine
+        if self.reader.knows(number):
+            if not self.symbolic:
+                raise SymbolsNeededError
+            return self.reader.log(number, self._told(number), user_line())
+        error = self._untraceable(DATA_FLOW, NO_DATA_FLOW)
+        if number.expression.is_Symbol and asks_whether_finite():
+            made = {n.name: n for n in self.nodes}
+            source, _ = self.sources[number.symbols[0]]
+            self.guards.assume(made[source.node].refs, error, user_line())
+            return 0.0
+        raise error
+
+    def _ragged(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A call on sequences of several lengths."""
+        if not self.symbolic:
+            raise SymbolsNeededError
+        if name in ragged.RECURRENTS and args[5] > 1 and args[6] > 0.0 and args[7]:
+            raise self._error("dropout between layers over packed sequences", UNDRAWN)
+
+        def emit(op: str, given: tuple[Any, ...], outs: tuple[torch.Tensor, ...]) -> None:
+            ref = self._emit(op, self._args(given), {}, outs)
+            for index, out in enumerate(outs):
+                self.aliases.add(out, Ref(ref.node, index))
+                self._name_sizes(out, Ref(ref.node, index))
+
+        with self.fake_mode:
+            return ragged.RULES[name](emit, self._first, *args, **kwargs)
+
+    def _first(self, sizes: torch.Tensor) -> int:
+        """The first of the numbers of a tensor, which Python wants to know."""
+        with self:
+            return int(sizes[0])
+
+    def _settled(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call: sizes that the batch alone says in numbers, numbers that are
+        added or multiplied as tensors.
+        """
+
+        def settled(value: Any, kind: str) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [settled(v, kind) for v in value]
+            if isinstance(value, SYMBOLIC) and kind == "Tensor" and others:
+                return self._as_tensor(value, others[0])
+            if (
+                isinstance(value, torch.SymInt)
+                and "int" in kind
+                and isinstance(found := number(value), Number)
+                and self.reader.knows(found)
+            ):
+                return int(value)
+            return value
+
+        kinds = {a.name: str(a.type) for a in func._schema.arguments}
+        others = [a for a in args if isinstance(a, torch.Tensor)]
+        if str(func).startswith("aten.arange"):
+            kinds = dict.fromkeys(kinds, "int")
+        given = [settled(a, k) for a, k in zip(args, kinds.values(), strict=False)]
+        return tuple(given), {n: settled(v, kinds[n]) for n, v in kwargs.items()}
+
+    def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What a tensor of one number is now, of which no gradient is known."""
+        with self.fake_mode:
+            found = torch.empty((), dtype=tensor.dtype)
+        whole = self._emit("aten.detach.default", (self._ref(tensor),), {}, (tensor,))
+        self.aliases.add(
+            found, self._add("aten.reshape.default", (whole, ()), {}, (spec_of(found),))
+        )
+        return found
+
+    def _as_tensor(self, value: Any, other: torch.Tensor) -> torch.Tensor:
+        """A number in arithmetic with a tensor, as a tensor that gives the same."""
+        found = self.items.get(str(value))
+        if found is None:
+            ref = self._tensor_of(value)
+            with self.fake_mode:
+                found = torch.empty((), dtype=self.nodes[-1].spec.dtype)
+            self.aliases.add(found, ref)
+        scalar = {torch.SymInt: 1, torch.SymFloat: 1.0, torch.SymBool: True}[type(value)]
+        wanted = torch.result_type(other, scalar)
+        with self:
+            return found if torch.result_type(other, found) == wanted else found.to(wanted)
+
+    def _name_sizes(self, tensor: torch.Tensor, ref: Ref) -> None:
+        """Notes what the symbols in a shape that are new stand for."""
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(found := number(size), Number) and found.expression.is_Symbol:
+                self._name_symbols(found.expression, ref, dim)
+
+    def _name_symbols(self, expression: sympy.Basic, ref: Ref, dim: int | None = None) -> None:
+        """Notes what the symbols of a number that is new stand for."""
+        for symbol in expression.free_symbols:
+            self.sources.setdefault(str(symbol), (ref, dim))

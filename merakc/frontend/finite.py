@@ -1,0 +1,122 @@
+"""Guards against numbers that are not finite: `if torch.isnan(loss): ...`.
+
+They are recorded as for finite numbers, whatever stands in their branch, where a loss that is
+finite proves that what they ask about was: then whoever runs the step can check that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isinf
+
+from merakc.frontend.opaque import UntraceableError
+from merakc.ir.graph import Node, Output, OutputKind, Ref
+
+# What they say of finite numbers; and comparisons of a value with itself, and with infinity.
+TESTS = {"aten.isnan.default": False, "aten.isinf.default": False, "aten.isfinite.default": True}
+ITSELF = {"aten.ne.Tensor": False, "aten.eq.Tensor": True}
+INFINITE = {"aten.ne.Scalar": True, "aten.eq.Scalar": False}
+KEPT = frozenset({"aten.any.default", "aten.all.default", "aten.reshape.default",
+                  "aten.detach.default", "aten.squeeze.default"})  # fmt: skip
+NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
+EITHER = ("aten.logical_or.default", "aten.bitwise_or.Tensor")
+BOTH = ("aten.logical_and.default", "aten.bitwise_and.Tensor", "aten.mul.Tensor")
+# Calls whose result is not finite where the values here are not; of a quotient, the first.
+PASSING = frozenset(
+    f"aten.{name}"
+    for name in (
+        "add.Tensor", "sub.Tensor", "neg.default", "sum.default", "mean.default", "reshape.default",
+        "clone.default", "detach.default", "to.dtype", "stack.default", "unsqueeze.default",
+        "squeeze.default", "alias.default", "abs.default",
+    )
+)  # fmt: skip
+# Calls whose result is finite where what they are of is.
+SAME = ("aten.detach.default", "aten.abs.default", "aten.reshape.default")
+SCALED = ("aten.mul.Tensor", "aten.div.Tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """A value that was taken for finite, and the error that says where it was asked about."""
+
+    ref: Ref
+    error: UntraceableError
+    source: str
+
+
+@dataclass(eq=False)
+class FiniteGuards:
+    """The guards of one recording."""
+
+    nodes: Sequence[Node]
+    assumed: list[Assumed] = field(default_factory=list)
+
+    def answer(self, ref: Ref, error: UntraceableError, source: str) -> bool | None:
+        """What a question of whether numbers are finite says of those that are; None of others."""
+        asked: list[Ref] = []
+        found = self._truth(ref, {n.name: n for n in self.nodes}, asked)
+        if found is not None:
+            self.assume(asked, error, source)
+        return found
+
+    def assume(self, refs: Sequence[Ref], error: UntraceableError, source: str) -> None:
+        """Takes values for finite."""
+        self.assumed += [Assumed(ref, error, source) for ref in refs]
+
+    def _truth(self, ref: Ref, made: Mapping[str, Node], asked: list[Ref]) -> bool | None:
+        """What a value is where those that are `asked` about are finite."""
+        node = made.get(ref.node)
+        if node is None:
+            return None
+        known = TESTS.get(node.op)
+        if known is None and len(set(node.refs)) == 1:
+            bound = node.args[1] if len(node.args) > 1 else None
+            infinite = isinstance(bound, float) and isinf(bound)
+            known = INFINITE.get(node.op) if infinite else None
+            known = ITSELF.get(node.op) if len(node.refs) == 2 else known
+        if known is not None:
+            asked.append(node.refs[0])
+            return known
+        inner = [self._truth(r, made, asked) for r in node.refs]
+        if not inner or None in inner:
+            return None
+        if node.op in NOT:
+            return not inner[0]
+        if node.op in BOTH or (node.op in KEPT and len(inner) == 1):
+            return all(inner)
+        return any(inner) if node.op in EITHER else None
+
+    def lines(self, outputs: Sequence[Output]) -> tuple[str, ...]:
+        """The lines that rely on a finite loss. Raises the error of a guard that such a loss does
+        not prove.
+        """
+        if not self.assumed:
+            return ()
+        made = {n.name: n for n in self.nodes}
+        proven = _behind([o.ref for o in outputs if o.kind is OutputKind.LOSS], made)
+        for item in self.assumed:
+            ref = item.ref
+            while ref not in proven and ref.node in made and made[ref.node].op in SAME:
+                ref = made[ref.node].refs[0]
+            if ref not in proven:
+                raise item.error
+        return tuple(dict.fromkeys(item.source for item in self.assumed))
+
+
+def _behind(losses: Sequence[Ref], made: Mapping[str, Node]) -> set[Ref]:
+    """The values that a finite loss proves to be finite."""
+    found: set[Ref] = set()
+    waiting = list(losses)
+    while waiting:
+        ref = waiting.pop()
+        node = made.get(ref.node)
+        if ref in found or node is None:
+            continue
+        found.add(ref)
+        if node.op in PASSING:
+            waiting += node.refs
+        elif node.op in SCALED and isinstance(node.args[0], Ref):
+            # Zero times what is not finite is no number; what divides may be infinite.
+            waiting += node.refs if node.op == SCALED[0] else [node.args[0]]
+    return found
