@@ -15,10 +15,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batch_reads import BatchReads, micro_batches_of
-from merakc.batches import (
-    batch_size_of,
-    signature,
-)
+from merakc.batches import batch_size_of, signature
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
 from merakc.frontend.structures import open_dataclasses
