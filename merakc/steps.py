@@ -16,10 +16,7 @@ from torch import nn
 
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
-from merakc.batches import (
-    batch_size_of,
-    signature,
-)
+from merakc.batches import batch_size_of, signature
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
 from merakc.frontend.structures import open_dataclasses
