@@ -246,10 +246,7 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             with self:
                 return parts(*args, **kwargs)
         if self.symbolic and is_symbolic((args, kwargs)):
-            if name == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
-                with self:  # one by one: the size is wanted
-                    args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
-            args, kwargs = self._settled(func, args, kwargs)
+            args, kwargs = self._settled(func, self._counted(name, args), kwargs)
         reason = normalise.refused(name, args)
         if reason:
             raise self._error(*reason)
@@ -264,6 +261,13 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
+
+    def _counted(self, name: str, args: Any) -> Any:
+        """The arguments; of a tensor that is taken apart one by one, with a number for its size."""
+        if name != "aten.unbind.int" or not is_symbolic(args[0].shape[(*args, 0)[1]]):
+            return args
+        with self:
+            return args[0].reshape([int(size) for size in args[0].shape]), *args[1:]
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
