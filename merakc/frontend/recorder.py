@@ -246,7 +246,7 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             with self:
                 return parts(*args, **kwargs)
         if self.symbolic and is_symbolic((args, kwargs)):
-            args, kwargs = self._settled(func, self._counted(name, args), kwargs)
+            args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
         if reason:
             raise self._error(*reason)
@@ -261,13 +261,6 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
-
-    def _counted(self, name: str, args: Any) -> Any:
-        """The arguments; of a tensor that is taken apart one by one, with a number for its size."""
-        if name != "aten.unbind.int" or not is_symbolic(args[0].shape[(*args, 0)[1]]):
-            return args
-        with self:
-            return args[0].reshape([int(size) for size in args[0].shape]), *args[1:]
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
@@ -338,9 +331,7 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             name, self._args(tuple(args)), self._args(normalise.device_free(kwargs)), outs
         )
         self._bind(name, ref, outs, tensors, args)
-        for index, item in enumerate(outs):
-            if is_symbolic(item):
-                self._name_sizes(item, Ref(ref.node, index))
+        self._name_sizes(outs, ref)
         return out
 
     def _bind(
