@@ -70,7 +70,7 @@ def _dims(state: State) -> tuple[Dim, ...]:
 
 
 def _with(dims: tuple[Dim, ...], k: int, dim: Dim) -> State:
-    return State(Kind.ROWS, (*dims[:k], dim, *dims[k + 1 :]))
+    return State(Kind.ROWS, (*dims[:k], tuple(f for f in dim if f != 1), *dims[k + 1 :]))
 
 
 def _cat(place: Place) -> Outcome | None:

@@ -256,7 +256,10 @@ def difference(case: Case) -> tuple[list[Kind], float]:
     for name in trained:
         state[name] = state[name].clone().requires_grad_()
     batch = {n: v for n, v in values.items() if n in whole.sampled}
-    (plain,) = interpret(whole.graph, {**state, **batch})
+    try:
+        (plain,) = interpret(whole.graph, {**state, **batch})
+    except RuntimeError as error:  # a sum is no probability
+        raise Unfit from error
     wanted = gradients(plain, state, trained)
     ours = replay(splits, SIZES, state, batch, whole.sampled)
     got = gradients(ours, state, trained)

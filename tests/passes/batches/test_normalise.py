@@ -1,14 +1,77 @@
-"""Graphs written so that their samples can be seen: no copies, nothing joined that is empty."""
+"""Forwards are written so that what depends on the batch alone stands apart."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from merakc.frontend.record import record
 from merakc.passes.batches.normalise import COPIES, normalised
+from merakc.passes.interpret import interpret
+from tests.passes.batches.forwards import Loss, Small, make_batch, recorded
 from tests.passes.batches.modules import compare
+
+FORWARDS: dict[str, tuple[Loss, str]] = {
+    "mean over labels": (lambda m, z, b: F.cross_entropy(z, b["missing"]), "cross_entropy_loss"),
+    "weighed classes": (
+        lambda m, z, b: F.cross_entropy(z, b["missing"], weight=m.weights, label_smoothing=0.1),
+        "cross_entropy_loss"),
+    "an ignored class": (
+        lambda m, z, b: F.cross_entropy(z, b["label"], ignore_index=2), "cross_entropy_loss"),
+    "probabilities": (
+        lambda m, z, b: F.cross_entropy(z, b["target"].softmax(1)), "cross_entropy_loss"),
+    "negative likelihood": (
+        lambda m, z, b: F.nll_loss(z.log_softmax(1), b["missing"], weight=m.weights),
+        "nll_loss_forward"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_mean_over_labels_is_a_sum_over_their_count(name: str) -> None:
+    loss, op = FORWARDS[name]
+    model, batch = Small(loss), make_batch()
+    graph = recorded(model, batch, 8)
+    made = normalised(graph)
+    made.verify()
+    (summed,) = [n for n in made.nodes if n.op.split(".")[1] == op]
+    (quotient,) = [n for n in made.nodes if n.op == "aten.div.Tensor"]
+    assert summed.name == f"{quotient.name}.summed"
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
+    values = [
+        interpret(g, {i.name: state[i.target] for i in g.inputs})[0].detach() for g in (graph, made)
+    ]
+    torch.testing.assert_close(values[1], values[0], rtol=1e-12, atol=0)
+    grads = [n.name for n in made.nodes if n.name.startswith(f"{quotient.name}.") and n.grad]
+    assert grads == [summed.name], "counts have no gradient"
+
+
+def test_sums_and_single_losses_stay() -> None:
+    for reduction in ("sum", "none"):
+        graph = recorded(
+            Small(lambda m, z, b: F.cross_entropy(z, b["label"], reduction=reduction).sum()),
+            make_batch(), 8,
+        )  # fmt: skip
+        assert normalised(graph) == graph
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (lambda z: z.new_zeros(len(z)), 0), (lambda z: torch.ones_like(z[:, 0]), 1),
+        (lambda z: torch.full_like(z[:, 0], 2.5), 2.5), (lambda z: z.new_full((3,), 7), 7),
+        (lambda z: torch.zeros_like(z[:, 0], dtype=torch.bool), False),
+    ],
+)  # fmt: skip
+def test_what_is_made_in_the_shape_of_another_reads_nothing(make: object, value: object) -> None:
+    graph = recorded(Small(lambda m, z, b: z.sum() + make(z).sum()), make_batch(), 8)  # type: ignore[operator]
+    assert any("like" in n.op or "new_" in n.op for n in graph.nodes)
+    (filled,) = [n for n in normalised(graph).nodes if n.op == "aten.full.default"]
+    assert not filled.refs
+    assert filled.args[1] == value
+    assert type(filled.args[1]) is type(value)
+
 
 X = torch.randn(4, 6, dtype=torch.float64)
 

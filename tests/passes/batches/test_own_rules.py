@@ -1,65 +1,116 @@
-"""Rules of single calls: values put into places, and copies for each sample."""
+"""Calls of which more is known than their sharding rows say: losses, scatters, views, copies."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
 
-from merakc.errors import RecordError
-from tests.passes.batches.modules import compare
+from merakc.passes.batches.states import SAMPLES, Kind
+from tests.passes.batches.forwards import CLASSES, WORDS, Loss, check, in_parts, make_batch
 
-LENGTH, WIDTH = 4, 3
+SUMS: dict[str, Loss] = {
+    "cross-entropy": lambda m, z, b: F.cross_entropy(z, b["label"]),
+    "missing labels": lambda m, z, b: F.cross_entropy(z, b["missing"]),
+    "class weights": lambda m, z, b: F.cross_entropy(z, b["missing"], weight=m.weights),
+    "ignored class": lambda m, z, b: F.cross_entropy(z, b["label"], ignore_index=1),
+    "smoothing and weights": lambda m, z, b: F.cross_entropy(
+        z, b["missing"], weight=m.weights, label_smoothing=0.2),
+    "probabilities": lambda m, z, b: F.cross_entropy(z, b["target"].softmax(1), weight=m.weights),
+    "probabilities of the model": lambda m, z, b: F.cross_entropy(z, m.other(b["x"]).softmax(1)),
+    "one at a time": lambda m, z, b: (
+        F.cross_entropy(z, b["label"], reduction="none") * b["weight"]).sum(),
+    "words": lambda m, z, b: F.cross_entropy(
+        (z[:, None] * m.table.weight).flatten(0, 1),
+        b["missing"][:, None].expand(-1, WORDS).flatten()),
+    "words in dim 2": lambda m, z, b: F.cross_entropy(
+        (z[:, None] * m.table.weight).transpose(1, 2), b["missing"][:, None].expand(-1, WORDS)),
+    "negative likelihood": lambda m, z, b: F.nll_loss(
+        z.log_softmax(1), b["missing"], weight=m.weights),
+    "images": lambda m, z, b: F.nll_loss(
+        z[:, :, None, None].expand(-1, -1, 2, 2).log_softmax(1),
+        b["missing"][:, None, None].expand(-1, 2, 2)),
+    "margins": lambda m, z, b: F.multi_margin_loss(z, b["label"], weight=m.weights),
+    "margins of many": lambda m, z, b: F.multilabel_margin_loss(
+        z, F.pad(b["label"][:, None], (0, CLASSES - 1), value=-1)),
+    "scattered": lambda m, z, b: (
+        m.table.weight[:3].index_add(0, b["label"], z) * m.vector).sum(),
+    "scattered with a place each": lambda m, z, b: m.vector.scatter_add(0, b["label"], z[:, 0]).sum(),
+    "the like": lambda m, z, b: (z[torch.arange(len(z)), b["label"]] * b["weight"]).mean(),
+    "views": lambda m, z, b: (torch.cat([z, m.other(b["x"])]).tanh()[len(z):] * b["target"]).sum(),
+    "both views": lambda m, z, b: (
+        torch.cat([z, m.other(b["x"])]).tanh() * torch.cat([b["target"], z])).sum(),
+    "copies of a row": lambda m, z, b: (m.vector.expand(len(z), -1) * z.square()).sum(),
+    "repeated": lambda m, z, b: (m.vector.repeat(len(z), 1) * z).sum(),
+    "repeated views": lambda m, z, b: (z.repeat(2, 1) * torch.cat([b["target"], z])).sum(),
+    "a row of each sample twice": lambda m, z, b: (
+        z.repeat_interleave(2, 0) * b["target"].repeat_interleave(2, 0)).sum(),
+    "words of a table": lambda m, z, b: (m.table(b["label"]) * z).sum(),
+}  # fmt: skip
+COUPLED: dict[str, Loss] = {
+    "scattered, then squared": lambda m, z, b: (
+        torch.zeros(CLASSES, CLASSES).double().index_add(0, b["label"], z).square().sum()),
+    "counts by label": lambda m, z, b: (
+        torch.zeros(CLASSES).long().scatter_add(0, b["label"], (z[:, 0] > 0).long()) * z.sum(0)
+    ).sum(),
+    "labels of others": lambda m, z, b: F.cross_entropy(z, b["label"].flip(0)).square(),
+    "a part of the samples": lambda m, z, b: z[: len(z) // 2].sum(),
+    "neighbours": lambda m, z, b: (z[1:] - z[:-1]).square().sum(),
+    "every second": lambda m, z, b: z[::2].sum(),
+    "the last": lambda m, z, b: z[-1].sum(),
+    "the like of another": lambda m, z, b: z[torch.arange(len(z)).flip(0), b["label"]].mul(
+        m.other(b["x"])[:, 0]).mean(),
+    "copies of all for each": lambda m, z, b: (z[None].expand(len(z), -1, -1) * z[:, None]).sum(),
+    "samples beside a parameter": lambda m, z, b: torch.cat([z, m.table.weight]).logsumexp(0).sum(),
+    "samples as classes": lambda m, z, b: F.cross_entropy(z @ z.T, torch.arange(len(z))),
+    "gradients by frequency": lambda m, z, b: (
+        F.embedding(b["label"], m.table.weight, scale_grad_by_freq=True) * z).sum(),
+}  # fmt: skip
 
 
-class Filled(nn.Module):
-    """Texts in whose places the features of an image stand, two for each sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image = nn.Linear(5, 2 * WIDTH, dtype=torch.float64)
-        self.words = nn.Parameter(torch.ones(LENGTH, WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """`x` [n, 5], `mask` [n, LENGTH]."""
-        texts = self.words.expand(len(x), LENGTH, WIDTH)
-        features = self.image(x).reshape(-1, WIDTH)
-        filled = texts.masked_scatter(mask.unsqueeze(-1), features)
-        return {"loss": (filled * torch.arange(LENGTH)[:, None]).pow(2).mean()}
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_over_samples(name: str) -> None:
+    step = check(SUMS[name])
+    assert step.loss.kind is Kind.SUM
+    assert step.splits[0].head is None
 
 
-def _batch(rows: list[list[int]]) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(len(rows), 5, dtype=torch.float64, generator=generator)
-    return {"x": x, "mask": torch.tensor(rows, dtype=torch.bool)}
+@pytest.mark.parametrize("name", COUPLED)
+def test_couplings(name: str) -> None:
+    step = check(COUPLED[name])
+    assert step.loss.kind is Kind.COUPLED
+    assert "test_own_rules.py:" in step.loss.why
 
 
-@pytest.mark.parametrize("parts", [2, 4])
-def test_values_are_put_into_the_places_of_their_own_samples(parts: int) -> None:
-    rows = [[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 1, 1]]
-    split = compare(Filled(), _batch(rows), parts)
-    assert split.head is None
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 7), (5, 3, 2)])
+def test_labels_may_all_be_missing_in_a_part(sizes: tuple[int, ...]) -> None:
+    batch = make_batch(sum(sizes))
+    batch["missing"][: sizes[0]] = -100
+    check(lambda m, z, b: F.cross_entropy(z, b["missing"]), batch, sizes)
 
 
-def test_a_part_with_places_for_the_values_of_another_is_refused() -> None:
-    rows = [[1, 1, 1, 0], [0, 1, 1, 1], [1, 0, 0, 0], [0, 0, 1, 0]]
-    with pytest.raises(RecordError, match="has 6 places, and values for 4"):
-        compare(Filled(), _batch(rows), 2)
+def test_views_stand_outside_of_the_samples_and_copies_inside() -> None:
+    views = in_parts(lambda m, z, b: torch.cat([z, z, z]).sin().sum())
+    assert views.state("cat").dims == ((3, SAMPLES), (CLASSES,))
+    turns = in_parts(lambda m, z, b: z.repeat_interleave(2, 0).sin().sum())
+    assert turns.state("sin").dims == ((SAMPLES, 2), (CLASSES,))
 
 
-class Heads(nn.Module):
-    """A table that is copied for each sample and each of its two heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(1, WIDTH, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        """`x` [n, 2, WIDTH]."""
-        copies = self.table.expand(2 * len(x), WIDTH)
-        return {"loss": (x.flatten(0, 1) * copies).pow(2).mean()}
+def test_the_places_of_a_part_are_its_own() -> None:
+    step = check(SUMS["the like"])
+    (counted,) = [n for n in step.graph.nodes if n.op == "aten.arange.default"]
+    assert counted.args[0] == step.sizes[0]
 
 
-def test_copies_may_be_several_for_each_sample() -> None:
-    split = compare(Heads(), {"x": torch.randn(4, 2, WIDTH, dtype=torch.float64)}, 2)
-    assert split.head is None
+def test_batch_norm_is_of_each_micro_batch_by_convention() -> None:
+    """As in all of data parallelism; the plan names it."""
+    step = in_parts(lambda m, z, b: (m.norm(z) * b["target"]).sum())
+    assert step.loss.kind is Kind.SUM
+    (told,) = step.splits[0].conventions
+    assert told.startswith("batch norm is over each micro-batch by itself, at ")
+
+
+def test_an_instance_norm_is_of_each_sample() -> None:
+    step = check(lambda m, z, b: m.instance(z[:, :, None] * torch.arange(1.0, 5.0)).sin().sum())
+    assert step.loss.kind is Kind.SUM
+    assert not step.splits[0].conventions
