@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
-SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, WITH_PLAN = PYTHON_BLOCKS
+SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, PLACES, WITH_PLAN = PYTHON_BLOCKS
 CALL = "model = merakc.auto_parallel(model, batch(0))  # the one line"
 
 
