@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from merakc.ir.graph import Node, Ref
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.own_rules import COUNTS, Place
 from merakc.passes.batches.states import SAMPLES, Dim, Kind, Outcome, State, coupled, every
 from merakc.passes.dims import given
+from merakc.passes.interpret import run_node
 from merakc.passes.rows import POINTWISE
 from merakc.passes.rules import row_of
 
@@ -31,6 +34,9 @@ DIVISIONS = ("aten.floor_divide.default", "aten.div.Tensor_mode")
 KEPT = ("aten.unsqueeze.default", "aten.split.Tensor", "aten.slice.Tensor")
 UNBIND = "aten.unbind.int"
 GROUPED = "merakc.grouped_mm.default"
+ATTEMPTS = (
+    3  # draws of experts: a function that agrees on all of them by chance is none that is met
+)
 
 
 def routed_rule(place: Place) -> Outcome | None:
@@ -114,6 +120,7 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
     if node.op == GROUPED and states[0].routed[:1] == ("rows",):
         by_counts = states[2].routed[:1] == ("counts",)
         fine = by_counts and states[1].kind is Kind.CONSTANT and not states[1].routed
+        fine = fine and _end_where_experts_do(place, Ref(name), node.refs[2])
         return Outcome(every(node, _made("rows", name))) if fine else None
     if tags <= {"rows", "sorted"} and all(
         s.routed or (s.kind is Kind.CONSTANT and not s.sampled) for s in states
@@ -124,6 +131,48 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
         keeps = (row_of(node.op) == POINTWISE and not drawn) or node.op in KEPT
         return Outcome(every(node, _made("rows", name))) if same and keeps else None
     return None
+
+
+def _end_where_experts_do(place: Place, ids: Ref, ends: Ref) -> bool:
+    """Whether the groups of a product end where the rows of each expert do, for any `ids` in order.
+
+    Only then is a row multiplied with its own expert's matrix, whichever others there are; where a
+    capacity cuts groups short, say, it is not. It is computed, for numbers of experts at random.
+    """
+    specs, groups = place.part.specs(), place.shape(ends)[0]
+    chain: list[Node] = []
+    waiting, seen = [ends], {ids}
+    while waiting:
+        ref = waiting.pop()
+        maker = place.makers.get(ref.node)
+        if ref in seen or ref.node in place.part.constants:
+            continue
+        if maker is None:
+            return False
+        seen.add(ref)
+        chain.append(maker)
+        waiting += maker.refs
+    needed = {n.name for n in chain}
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(ATTEMPTS):
+        values = {Ref(name): value for name, value in place.part.constants.items()}
+        drawn = torch.randint(groups, specs[ids].shape, generator=draw).to(specs[ids].dtype)
+        sort = place.makers[ids.node]
+        values[sort.refs[0]] = drawn
+        try:
+            run_node(place.part, sort, values)
+            for node in place.part.nodes:
+                if node.name in needed:
+                    run_node(place.part, node, values)
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        drawn = values[ids].contiguous()  # where the last expert's come first, in no such order
+        wanted = torch.searchsorted(drawn, torch.arange(groups), right=True)
+        if not torch.equal(drawn, drawn.sort().values):
+            return False
+        if not torch.equal(values[ends].long(), wanted):
+            return False
+    return True
 
 
 def _picked(place: Place, name: str, flat: Dim, each: int) -> Outcome | None:

@@ -1,0 +1,145 @@
+"""Rows in the order of their experts, and samples taken apart, are rows again behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from merakc.errors import RecordError
+from merakc.kernels import grouped_mm  # noqa: F401  registers the op
+from merakc.passes.batches.states import SAMPLES, Kind
+from tests.passes.batches.forwards import CLASSES, Batch, Loss, Small, Step, check, in_parts
+
+EXPERTS, COPIES = 3, 2
+Ends = Callable[[Tensor], Tensor]
+
+
+def ends(ids: Tensor) -> Tensor:
+    """The last row of each expert, of sorted numbers of experts."""
+    counts = torch.histc(ids.double(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    return counts.cumsum(0).to(torch.int32)
+
+
+def ends_by_marks(ids: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(ids, EXPERTS).sum(0).cumsum(0)
+
+
+def experts(
+    m: Small, z: Tensor, *, of: Ends = ends, copies: int = COPIES, descending: bool = False
+) -> Tensor:
+    """Each sample's rows by the experts that it chooses, weighed and added up."""
+    chances, ids = z.softmax(1).topk(copies, 1)
+    sorted_ids, order = ids.flatten().sort(descending=descending)
+    rows = z[order // copies]
+    weights = m.table.weight[:CLASSES].expand(EXPERTS, -1, -1) * m.vector[:, None, None]
+    made = torch.ops.merakc.grouped_mm(rows, weights, of(sorted_ids))
+    made = made.tanh() * chances.flatten()[order][:, None] + m.vector
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order))
+    return made[back].view(len(z), copies, CLASSES).sum(1)
+
+
+@pytest.mark.parametrize("copies", [1, COPIES])
+@pytest.mark.parametrize("of", [ends, ends_by_marks])
+def test_a_mixture_of_experts_makes_rows(of: Ends, copies: int) -> None:
+    step = check(lambda m, z, b: (experts(m, z, of=of, copies=copies) * b["target"]).sum())
+    assert step.loss.kind is Kind.SUM
+    assert step.state("index").dims is not None
+    assert step.state("index").dims[0][0] == SAMPLES  # type: ignore[index]
+    (back,) = [n for n in step.graph.nodes if n.op == "aten.index_put.default"]
+    counted = [n for n in step.graph.nodes if n.op == "aten.arange.default"]
+    assert counted[-1].args[0] == copies * step.sizes[0]
+    assert back.refs[-1].node == counted[-1].name
+
+
+def refused_or_exact(forward: Loss) -> Step | None:
+    """A step that is right, or none: layers behind what couples are refused."""
+    try:
+        in_parts(forward)
+    except RecordError as error:
+        assert "samples of the batch are coupled" in str(error)
+        return None
+    return check(forward)
+
+
+OTHER_ENDS: dict[str, Ends] = {
+    "one group further": lambda ids: ends(ids).roll(1).clamp(max=4),
+    "of those that fit": lambda ids: torch.histc(
+        ids.double(), bins=EXPERTS, min=0, max=EXPERTS - 1).clamp(max=2).cumsum(0).to(torch.int32),
+    "by the number of rows": lambda ids: (torch.arange(1, EXPERTS + 1) * len(ids) // EXPERTS),
+    "by values": lambda ids: (ids[:EXPERTS] * 2).cumsum(0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_ENDS)
+def test_groups_that_are_not_those_of_the_experts_are_no_rows(name: str) -> None:
+    """Where a group ends decides for each row which expert it is given: of others, if not of it."""
+    found = refused_or_exact(
+        lambda m, z, b: (experts(m, z, of=OTHER_ENDS[name]) * b["target"]).sum()
+    )
+    assert found is None or found.loss.kind is Kind.COUPLED
+
+
+def test_experts_from_the_last_on_do_not_end_where_those_from_the_first_do() -> None:
+    found = refused_or_exact(lambda m, z, b: (experts(m, z, descending=True) * b["target"]).sum())
+    assert found is None or found.loss.kind is Kind.COUPLED
+
+
+def sorted_rows(m: Small, z: Tensor) -> tuple[Tensor, Tensor]:
+    order = z.argmax(1).argsort(stable=True)
+    return z[order], order
+
+
+NO_ROWS: dict[str, Loss] = {
+    "added up in their order": lambda m, z, b: sorted_rows(m, z)[0].cumsum(0).sin().sum(),
+    "beside rows": lambda m, z, b: (sorted_rows(m, z)[0] * b["target"]).sum(),
+    "weighed by their place": lambda m, z, b: (
+        sorted_rows(m, z)[0] * torch.arange(len(z))[:, None]).sum(),
+    "the first of them": lambda m, z, b: sorted_rows(m, z)[0][:2].sum(),
+    "the order": lambda m, z, b: (sorted_rows(m, z)[1] * m.other(b["x"])[:, 0]).sum(),
+    "two sorts": lambda m, z, b: (
+        sorted_rows(m, z)[0] * sorted_rows(m, m.other(b["x"]))[0]).sum(),
+    "back by another sort": lambda m, z, b: (
+        sorted_rows(m, z)[0][sorted_rows(m, m.other(b["x"]))[1]] * b["target"]).sum(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_the_order_of_experts_itself_couples(name: str) -> None:
+    assert check(NO_ROWS[name]).loss.kind is Kind.COUPLED
+
+
+def put_back(m: Small, z: Tensor, b: Batch, *, added: bool) -> Tensor:
+    rows, order = sorted_rows(m, z)
+    places = torch.arange(len(order))
+    back = torch.zeros_like(order).index_put((order,), places, accumulate=added)
+    return (rows.sin()[back] * b["target"]).sum()
+
+
+def test_rows_are_back_in_their_order_by_the_inverse_permutation() -> None:
+    assert check(lambda m, z, b: put_back(m, z, b, added=False)).loss.kind is Kind.SUM
+    assert check(lambda m, z, b: put_back(m, z, b, added=True)).loss.kind is Kind.COUPLED
+
+
+def test_samples_that_are_taken_apart_and_put_together_are_rows() -> None:
+    """As a model does with images of one size each; uneven parts take other paths."""
+    sizes = (4, 4)
+    stacked = check(lambda m, z, b: torch.stack(list(z.unbind())).square().sum(), sizes=sizes)
+    assert stacked.loss.kind is Kind.SUM
+    joined = check(lambda m, z, b: torch.cat(list(z[:, None].unbind())).square().sum(), sizes=sizes)
+    assert joined.loss.kind is Kind.SUM
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda m, z, b: (torch.stack(list(z.unbind())[::-1]) * b["target"]).sum(),
+        lambda m, z, b: torch.stack(list(z.unbind()), 1).softmax(1).square().sum(),
+        lambda m, z, b: z.unbind()[0].sum(),
+    ],
+)
+def test_some_of_them_or_in_another_order_couple(loss: Loss) -> None:
+    assert check(loss, sizes=(4, 4)).loss.kind is Kind.COUPLED
