@@ -18,7 +18,8 @@ LINEAR: dict[str, Loss] = {
     "times a parameter": lambda m, z, b: (z.sum(0) * m.vector).sum(),
     "times a function of parameters": lambda m, z, b: (z.sum(0) * m.vector.exp() / m.scale).sum(),
     "dot": lambda m, z, b: z.sum(0) @ m.vector,
-    "matrices": lambda m, z, b: (m.table.weight @ z.sum(0)).sum() + (z.sum(0) @ m.layer.weight).sum(),
+    "matrices": lambda m, z, b: (
+        (m.table.weight @ z.sum(0)).sum() + (z.sum(0) @ m.layer.weight).sum()),
     "views": lambda m, z, b: z.sum(0).unsqueeze(0).expand(4, -1).reshape(-1).flip(0)[:5].sum(),
     "plus a parameter": lambda m, z, b: (z.sum(0) + m.vector).sum(),
     "plus a number": lambda m, z, b: (z.sum(0) + 3).sum() + 2.0,
@@ -32,12 +33,14 @@ LINEAR: dict[str, Loss] = {
     "joined with integers": lambda m, z, b: (
         torch.cat([z.sum(0), m.table.weight.argmax(0)]).sum() * m.scale),
     "chosen": lambda m, z, b: torch.where(m.vector > 0, z.sum(0), m.scale).sum(),
-    "chosen or a number": lambda m, z, b: (torch.where(m.vector > 0, z.sum(0), 2.0) * m.scale).sum(),
+    "chosen or a number": lambda m, z, b: (
+        torch.where(m.vector > 0, z.sum(0), 2.0) * m.scale).sum(),
     "put into a parameter": lambda m, z, b: (
         m.vector.index_put((torch.tensor([0, 2]),), z.sum(0)[:2]).sum()),
     "filled with nothing": lambda m, z, b: z.sum(0).masked_fill(m.vector > 0, 0.0).sum(),
     "a penalty": lambda m, z, b: z.sum() + sum(p.square().sum() for p in m.parameters()),
-    "a complex constant": lambda m, z, b: torch.view_as_real((z.sum() + 1j) * (2 - 1j))[1] * m.scale,
+    "a complex constant": lambda m, z, b: (
+        torch.view_as_real((z.sum() + 1j) * (2 - 1j))[1] * m.scale),
     "known": lambda m, z, b: z.sum() * b["weight"].sum() + b["weight"].sum(),
 }  # fmt: skip
 COUPLED: dict[str, Loss] = {

@@ -35,7 +35,8 @@ SUMS: dict[str, Loss] = {
         z, F.pad(b["label"][:, None], (0, CLASSES - 1), value=-1)),
     "scattered": lambda m, z, b: (
         m.table.weight[:3].index_add(0, b["label"], z) * m.vector).sum(),
-    "scattered with a place each": lambda m, z, b: m.vector.scatter_add(0, b["label"], z[:, 0]).sum(),
+    "scattered with a place each": lambda m, z, b: (
+        m.vector.scatter_add(0, b["label"], z[:, 0]).sum()),
     "the like": lambda m, z, b: (z[torch.arange(len(z)), b["label"]] * b["weight"]).mean(),
     "views": lambda m, z, b: (torch.cat([z, m.other(b["x"])]).tanh()[len(z):] * b["target"]).sum(),
     "both views": lambda m, z, b: (
