@@ -81,7 +81,9 @@ def opaque(inputs: Sequence[Tensor], seeds: Sequence[Tensor], key: str) -> list[
     call = find(key)
     with torch.no_grad(), drawing(seeds, call.number, inputs), autograd_reachable():
         found = call([x.detach() for x in inputs])
-    assert [(tuple(x.shape), x.dtype) for x in found] == list(call.outputs), call.module
+    # A check of the graph may run it in another precision.
+    made = [(tuple(x.shape), x.dtype.is_floating_point) for x in found]
+    assert made == [(s, d.is_floating_point) for s, d in call.outputs], call.module
     return _apart(found, inputs)
 
 

@@ -158,12 +158,7 @@ def _decide(
 
     @cache
     def made(k: int, parts: int, dp: int) -> BatchRecording:
-        request = requests[k]
-        layout = BatchLayout((request.batch_size,) * dp, parts)
-        return record_part(
-            model, *example(), layout, device, request.precision, couplings=request.couplings,
-            dims=request.batch_dims, divided=request.overlap != 0 and request.tp != 1,
-        )  # fmt: skip
+        return _recorded(model, example(), requests[k], parts, dp, device)
 
     def first(k: int) -> BatchRecording:
         return made(k, first_parts(requests[k], given), likely)
@@ -280,6 +275,22 @@ def _release_groups() -> None:
         steps.close()
     unbind_axes()
     gc.collect()
+
+
+def _recorded(
+    model: nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    request: Request,
+    parts: int,
+    dp: int,
+    device: torch.device,
+) -> BatchRecording:
+    """The recording of a part of a batch of so many, on each of `dp` ranks."""
+    layout = BatchLayout((request.batch_size,) * dp, parts)
+    return record_part(
+        model, *example, layout, device, request.precision, couplings=request.couplings,
+        dims=request.batch_dims, divided=request.overlap != 0 and request.tp != 1,
+    )  # fmt: skip
 
 
 def _needs_values(recorded: Callable[[], Recording]) -> bool:

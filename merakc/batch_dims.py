@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
-from merakc.batches import batch_size_of, dims_key, named_tensors, one_by_one, shown_dims
+from merakc.batches import (
+    batch_size_of,
+    dims_key,
+    named_tensors,
+    one_by_one,
+    sample_rows,
+    shown_dims,
+)
 from merakc.errors import ConfigError
 from merakc.ir.batches import BatchDims, Rows
 
@@ -54,7 +61,7 @@ def check_batch_dims(args: Sequence[Any], kwargs: Mapping[str, Any], dims: Batch
             raise ConfigError(
                 f"batch_dims names {key!r}; the batch's tensors are {', '.join(named) or 'none'}"
             )
-    batch_size_of(args, kwargs, dims)
+    sample_rows(args, kwargs, dims)
 
 
 def hypotheses(

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +16,7 @@ from torch import nn
 
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
-from merakc.batches import (
-    batch_size_of,
-    signature,
-)
+from merakc.batches import batch_size_of, signature
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
 from merakc.frontend.structures import open_dataclasses
@@ -77,17 +74,13 @@ class Steps:
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
+    settings: Settings = field(init=False)  # modes and attributes of the model's own modules
+    agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
 
-    @cached_property
-    def settings(self) -> Settings:
-        """The modes and attributes of the model's own modules."""
-        return Settings(self.source)
-
-    @cached_property
-    def agreement(self) -> Agreement:
-        """What says at every step whether ranks train alike."""
-        return Agreement(self.groups)
+    def __post_init__(self) -> None:
+        """Looks at the model's own modules, and at optimizers from here on."""
+        self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
@@ -178,8 +171,8 @@ class Steps:
         check_objects((args, kwargs))
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, modes or "
-                f"attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
+                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
                 stacklevel=2,
             )
         if len(self.compiled) == MAX_SHAPES:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tests.batch_models import TimeFirst
+
 
 class Two(nn.Module):
     """Two layers, and a loss."""
@@ -59,8 +61,13 @@ def fails() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     return Two(sizes["width"]), {}
 
 
-def three() -> tuple[int, int, int]:
-    return 1, 2, 3
+def four() -> tuple[int, int, int, int]:
+    return 1, 2, 3, 4
+
+
+def time_first() -> tuple[nn.Module, dict[str, torch.Tensor], dict[str, int]]:
+    batch = {"x": torch.ones(5, 8, 6), "y": torch.arange(8) % 3}
+    return TimeFirst(), batch, {"x": 1}
 
 
 def misfit() -> tuple[nn.Module, dict[str, torch.Tensor]]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 
+from merakc.equality.samples import drawn_batch
 from merakc.errors import ConfigError, MerakWarning
+from merakc.ir.batches import Rows
 from merakc.sources import PRESETS, load_source, resized
 
 # From the reports that describe them, in billions.
@@ -83,7 +85,7 @@ def test_functions() -> None:
             "tests.small_source:fails",
             r"small_source:fails\(\) fails: KeyError: 'width', at .*:\d+;",
         ),
-        ("tests.small_source:three", "gave no model and batch, but 3 values"),
+        ("tests.small_source:four", "gave no model and batch, but 4 values"),
         ("lost.json", "there is no such file"),
         ("tests.small_source:no_model", "gave a int for a model"),
         ("tests.small_source:nothing", "gave no model and batch"),
@@ -92,6 +94,13 @@ def test_functions() -> None:
 def test_what_is_no_source(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_source(text)
+
+
+def test_a_function_says_where_samples_stand() -> None:
+    source = load_source("tests.small_source:time_first")
+    assert source.dims == {"x": Rows(1)}
+    assert source.batch(6)["x"].shape == (5, 6, 6)
+    assert drawn_batch(source, 3, 1)["x"].shape == (5, 3, 6)
 
 
 @pytest.mark.parametrize("text", ["raise RuntimeError('no GPU')", "def model(:", "exit(3)"])

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
-from torch import nn
-
 from benchmarks.models import (
     BERT_DROPOUTS,
     EVEN_VOCABULARY,
@@ -71,17 +68,6 @@ def _like_t5(name: str, class_name: str, **sizes: Any) -> ModelCase:
     )
 
 
-def _bert_to_bert(dropout: float) -> nn.Module:
-    rates = dict.fromkeys(BERT_DROPOUTS, dropout)
-    encoder = transformers.BertConfig(**_SIZES | {"num_hidden_layers": 2}, **rates)
-    decoder = transformers.BertConfig(
-        **_SIZES | {"num_hidden_layers": 2}, **rates, is_decoder=True, add_cross_attention=True
-    )
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    return transformers.EncoderDecoderModel(config)
-
-
 NEW_TEXTS = (
     _case("longformer", "Longformer", attention_window=4, max_position_embeddings=SEQUENCE + 2),
     _case("big_bird", "BigBird", attention_type="original_full"),
@@ -129,5 +115,4 @@ NEW_TEXTS = (
                max_position_embeddings=SEQUENCE),
     _like_t5("umt5", "UMT5"),
     _like_t5("longt5", "LongT5", encoder_attention_type="local", local_radius=3),
-    ModelCase("bert_to_bert", _bert_to_bert, text_to_text_batch(ODD_VOCABULARY), unshifted),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from merakc.frontend.finite import FiniteGuards
 from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.source import user_line
-from merakc.frontend.symbols import SYMBOLIC, Answer, Number, number
+from merakc.frontend.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
 from merakc.ir.graph import Ref
 
 # Calls that count, and those that a count passes on its way to Python.
@@ -122,7 +122,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             ref = self._emit(op, self._args(given), {}, outs)
             for index, out in enumerate(outs):
                 self.aliases.add(out, Ref(ref.node, index))
-                self._name_sizes(out, Ref(ref.node, index))
+            self._name_sizes(outs, ref)
 
         with self.fake_mode:
             return ragged.RULES[name](emit, self._first, *args, **kwargs)
@@ -151,6 +151,9 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return int(value)
             return value
 
+        if str(func) == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
+            with self:  # one by one: the size is wanted
+                args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
         kinds = {a.name: str(a.type) for a in func._schema.arguments}
         others = [a for a in args if isinstance(a, torch.Tensor)]
         if str(func).startswith("aten.arange"):
@@ -181,11 +184,12 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self:
             return found if torch.result_type(other, found) == wanted else found.to(wanted)
 
-    def _name_sizes(self, tensor: torch.Tensor, ref: Ref) -> None:
-        """Notes what the symbols in a shape that are new stand for."""
-        for dim, size in enumerate(tensor.shape):
-            if isinstance(found := number(size), Number) and found.expression.is_Symbol:
-                self._name_symbols(found.expression, ref, dim)
+    def _name_sizes(self, outs: Sequence[Any], ref: Ref) -> None:
+        """Notes what the symbols in the shapes of a node's results that are new stand for."""
+        for index, item in enumerate(outs):
+            for dim, size in enumerate(item.shape if is_symbolic(item) else ()):
+                if isinstance(found := number(size), Number) and found.expression.is_Symbol:
+                    self._name_symbols(found.expression, Ref(ref.node, index), dim)
 
     def _name_symbols(self, expression: sympy.Basic, ref: Ref, dim: int | None = None) -> None:
         """Notes what the symbols of a number that is new stand for."""

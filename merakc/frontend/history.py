@@ -7,6 +7,7 @@ knows all the same, and what it cannot say it refuses: nobody is answered as if 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.source import is_users, user_line
 
 _NO_HISTORY = "a recorded graph is differentiated later, and as a whole"
 # Methods of tensors that act on a history, and what to do in their place.
@@ -47,6 +49,9 @@ class HistoryRecorder(GraphBuilder):
     """The part of the recorder that answers for autograd; not while it is `paused`."""
 
     paused: bool
+
+    def _untraceable(self, what: str, remedy: str) -> RecordError:
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -106,7 +111,8 @@ class HistoryRecorder(GraphBuilder):
         def refuse(*args: Any, **kwargs: Any) -> Any:
             if self.paused or _has_history(args):
                 return original(*args, **kwargs)
-            raise self._refused(f"{called} is called", "take the derivative by torch.func.grad")
+            what = f"{called} is called in the forward, and {_NO_HISTORY}"
+            raise self._untraceable(what, "take the derivative by torch.func.grad")
 
         return refuse
 
@@ -170,6 +176,39 @@ def _has_history(args: tuple[Any, ...]) -> bool:
     history: Any = torch.Tensor.grad_fn
     outputs = args[0] if args else ()
     return any(isinstance(x, torch.Tensor) and history.__get__(x) is not None for x in outputs)
+
+
+@contextlib.contextmanager
+def unasked() -> Iterator[None]:
+    """Raises `AskedError` where code of the user's asks for gradients: of a module that runs as it
+    is, the forward runs without any.
+    """
+    plain: Any = torch.Tensor.requires_grad
+    enabled = torch.is_grad_enabled
+
+    def requires_grad(x: torch.Tensor) -> bool:
+        _check_asking("whether a tensor requires a gradient")
+        return bool(plain.__get__(x))
+
+    def is_grad_enabled() -> bool:
+        _check_asking("whether gradients are on")
+        return enabled()
+
+    answers = property(requires_grad, plain.__set__)
+    with (
+        _replaced(torch.Tensor, "requires_grad", answers),
+        _replaced(torch, "is_grad_enabled", is_grad_enabled),
+    ):
+        yield
+
+
+class AskedError(RecordError):
+    """A question about gradients that has no true answer."""
+
+
+def _check_asking(what: str) -> None:
+    if is_users(sys._getframe(2).f_code):
+        raise AskedError(f"it asks {what}, at {user_line()}")
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from merakc.errors import RecordError
 from merakc.frontend.carried import CarriedError, check_repeats
 from merakc.frontend.communication import Silence
 from merakc.frontend.contexts import eager, untouched
+from merakc.frontend.history import AskedError, unasked
 from merakc.kernels.opaque import Spec, autograd_reachable, drawing
 
 # Arguments and results of a module that are no tensors, and can be kept as they are.
@@ -251,10 +252,10 @@ def _observe(call: ModuleCall, inputs: Sequence[Tensor]) -> tuple[Result, int]:
     counter = FlopCounterMode(display=False)
     with untouched(call.module) as state, torch.no_grad():
         try:
-            with Silence(), counter:  # type: ignore[no-untyped-call]
+            with Silence(), counter, unasked():  # type: ignore[no-untyped-call]
                 result = call.run(inputs)
             check_repeats(state, lambda: call.run(inputs))
-        except CarriedError as error:
+        except (CarriedError, AskedError) as error:
             raise CannotBeNodeError(str(error)) from error
         except RecordError:
             raise

@@ -246,9 +246,6 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             with self:
                 return parts(*args, **kwargs)
         if self.symbolic and is_symbolic((args, kwargs)):
-            if name == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
-                with self:  # one by one: the size is wanted
-                    args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
             args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
         if reason:
@@ -334,9 +331,7 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             name, self._args(tuple(args)), self._args(normalise.device_free(kwargs)), outs
         )
         self._bind(name, ref, outs, tensors, args)
-        for index, item in enumerate(outs):
-            if is_symbolic(item):
-                self._name_sizes(item, Ref(ref.node, index))
+        self._name_sizes(outs, ref)
         return out
 
     def _bind(

@@ -27,5 +27,10 @@ def user_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
+def is_users(code: CodeType) -> bool:
+    """Whether code is neither torch's nor of this package."""
+    return not _passes_on(code)
+
+
 def _passes_on(code: CodeType) -> bool:
     return code.co_filename.startswith(_OURS) or code.co_name in _HOOKS

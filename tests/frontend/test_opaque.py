@@ -259,3 +259,20 @@ def test_what_no_trial_did_is_an_error() -> None:
     model.inner.function = lambda s, x: s.layer(x[(x < 1e6).all(-1)])
     with pytest.raises(RecordError, match=r"Small runs as it is .* it returns other shapes"):
         call([x, *state])
+
+
+def asks_a_tensor(s: Any, x: Tensor) -> Tensor:
+    y = branches(s, x)
+    return y * 3 if y.requires_grad else y
+
+
+def asks_for_the_mode(s: Any, x: Tensor) -> Tensor:
+    return branches(s, x) * (3 if torch.is_grad_enabled() else 1)
+
+
+@pytest.mark.parametrize("forward", [asks_a_tensor, asks_for_the_mode])
+def test_a_module_that_asks_for_gradients_cannot_be_a_node(forward: Forward) -> None:
+    """Its forward runs without any, and would take another branch than its backward."""
+    with pytest.raises(RecordError) as caught:
+        record(wrapped(forward), (randn(4, 6),), {})
+    assert any("it asks whether" in note for note in caught.value.__notes__)

@@ -10,6 +10,7 @@ import pytest
 
 from merakc.cluster import NOMINAL_GPU
 from merakc.errors import PlanError
+from merakc.ir.batches import Rows
 from merakc.ir.plan import CoupledLoss, OpaqueModule
 from merakc.ir.plan_checks import MOST, check_values, first_unlike
 from merakc.ir.state import StateShards
@@ -23,6 +24,7 @@ FULL = dataclasses.replace(
     keep_bytes=(-1, 4096),
     sub_batches=(2, 1),
     row_chunks={"head.bias": 2},
+    batch_dims={"x": Rows(1), "w": None},
     fused_products=("embed.weight",),
     overlap_gains=(0.1, -0.01),
     machines=NOMINAL_GPU,
@@ -55,6 +57,8 @@ def test_sound_values_pass() -> None:
         (("parameters", "head.bias"), (2,), r"parameters.head.bias is \(2,\); it must be stages"),
         (("parameters", "head.bias"), (), r"parameters.head.bias is \(\)"),
         (("parameters", "head.bias"), (1, 0), r"parameters.head.bias is \(1, 0\).* in order"),
+        (("batch_dims", "x", "dim"), -1, "batch_dims.x is .* not negative"),
+        (("batch_dims", "x", "inner"), 0, None),
         (("state_shards",), (), None),
         (("state_shards",), ({"optimizer": 2},), "state_shards has 1 entries; it must have none"),
         (("state_shards", 0, "optimizer"), 3, "state_shards.0.optimizer is 3; it must divide dp=2"),

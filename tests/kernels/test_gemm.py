@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from merakc.equality.casts import lifted_casts
 from merakc.kernels import gemm
 from tests.passes.lockstep import relative_error
 
@@ -65,6 +66,12 @@ def test_the_ops_are_these_functions() -> None:
         assert torch.ops.merakc.linear(torch.empty(3, M, K), torch.empty(N, K)).shape == (3, M, N)
         out = torch.ops.merakc.addmm(torch.empty(N), torch.empty(M, K), torch.empty(K, N))
         assert out.shape == (M, N)
+
+
+def test_it_is_measured_in_whatever_mode_a_user_is() -> None:
+    gemm.gain.cache_clear()
+    with lifted_casts():
+        assert gemm.gain() > 0
 
 
 def test_it_is_used_where_it_is_clearly_faster(monkeypatch: pytest.MonkeyPatch) -> None:

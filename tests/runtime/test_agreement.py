@@ -12,7 +12,7 @@ from torch import nn
 from benchmarks.ranks import run_ranks
 from merakc.errors import MismatchError
 from merakc.ir.program import Mesh
-from merakc.runtime.agreement import MAX_BYTES, batch_mark, settings_mark
+from merakc.runtime.agreement import MAX_BYTES, batch_mark, common_mark, settings_mark
 from tests.battery.small_models import Words, first_part, parallel, words
 
 MESH = Mesh(2, 2, 2)
@@ -55,6 +55,13 @@ def test_settings_are_compared_where_parameters_are_the_same() -> None:
         assert sum(settings_mark("a", MESH, r) for r in own) == 0.0
         for odd in own:
             assert sum(settings_mark("ab"[r == odd], MESH, r) for r in own) != 0.0
+
+
+def test_what_is_the_same_for_all_is_so_on_every_rank() -> None:
+    x = torch.arange(6)
+    assert sum(common_mark([x], MESH, r, 0) for r in range(8)) == 0.0
+    for odd in range(8):
+        assert sum(common_mark([x + (r == odd)], MESH, r, 0) for r in range(8)) != 0.0
 
 
 def second_step(layout: dict[str, int]) -> str:

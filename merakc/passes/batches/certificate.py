@@ -42,6 +42,8 @@ def certify(found: Analysis, loss: Output) -> str:
         end = shrunk(end)
     if _elements(end.whole) > MOST_ELEMENTS:
         return "what follows the layers is too large"
+    if any(end.outcomes[n.name].filled for n in end.part.nodes):
+        return "random masks have no places for just the values of their samples"
     in_float64 = _as_float64(end)
     why = "it gives no finite loss for random values"
     for kind, seed in itertools.product(("normal", "uniform"), range(ATTEMPTS)):

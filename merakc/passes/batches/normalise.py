@@ -52,10 +52,12 @@ def normalised(graph: Graph) -> Graph:
 
 
 def _without_copies(graph: Graph) -> Graph:
-    """The graph without copies that only torch's own operations read."""
+    """The graph without copies that only torch's own operations read, none of them memory."""
+    if any(n.op in OF_MEMORY for n in graph.nodes):
+        return graph
     kept = {o.ref for o in graph.outputs}
     for node in graph.nodes:
-        if not node.op.startswith("aten.") or node.op in OF_MEMORY:
+        if not node.op.startswith("aten."):
             kept.update(node.refs)
     names: dict[Ref, Ref] = {}
     nodes, grads = [], graph.grad_values()

@@ -11,6 +11,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, Tens
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.apart import holds_batch_norm, seen_apart
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL
@@ -240,11 +241,29 @@ class Reader:
                 states.append(None)
                 continue
             ends = size(first, self.samples), size(first, self.total)
-            if (spec.shape[:1], other.shape[:1]) != ((ends[0],), (ends[1],)):
+            if spec == other:  # a buffer, written or not
+                states.append(State(Kind.CONSTANT, plain(spec.shape)))
+            elif (spec.shape[:1], other.shape[:1]) != ((ends[0],), (ends[1],)):
                 return coupled(node, "it is not seen what it does to samples")
-            states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
-        what = node.module if node.op == OPAQUE else node.op
-        return Outcome(tuple(states), assumed=f"'{what}' computes each sample by itself")
+            else:
+                states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
+        if not any(s is not None and s.sampled for s in states):
+            return coupled(node, "it is not seen what it does to samples")
+        if node.op != OPAQUE:
+            told = f"'{node.op}' is taken to compute each sample by itself"
+            return Outcome(tuple(states), assumed=told)
+        apart = seen_apart(place)
+        if holds_batch_norm(node):
+            written = State(Kind.COUPLED, why=f"{node.source}: batch norm in '{node.module}'")
+            told = f"batch norm in '{node.module}' is over each micro-batch by itself"
+            found = (written if s is not None and not s.sampled else s for s in states)
+            return Outcome(tuple(found), assumed=told)
+        if apart is False:
+            return coupled(node, f"'{node.module}' computes over several samples")
+        seen = "is seen" if apart else "is taken"
+        return Outcome(
+            tuple(states), assumed=f"'{node.module}' {seen} to compute each sample by itself"
+        )
 
     def other_sizes(self, place: Place) -> bool:
         """Whether a size or a place among a node's arguments grows with the batch, and is none of
