@@ -139,40 +139,43 @@ def _end_where_experts_do(place: Place, ids: Ref, ends: Ref) -> bool:
     Only then is a row multiplied with its own expert's matrix, whichever others there are; where a
     capacity cuts groups short, say, it is not. It is computed, for numbers of experts at random.
     """
-    specs, groups = place.part.specs(), place.shape(ends)[0]
-    chain: list[Node] = []
-    waiting, seen = [ends], {ids}
-    while waiting:
-        ref = waiting.pop()
-        maker = place.makers.get(ref.node)
-        if ref in seen or ref.node in place.part.constants:
-            continue
-        if maker is None:
-            return False
-        seen.add(ref)
-        chain.append(maker)
-        waiting += maker.refs
-    needed = {n.name for n in chain}
-    draw = torch.Generator().manual_seed(0)
+    part, sort, groups = place.part, place.makers[ids.node], place.shape(ends)[0]
+    nodes = _between(place, ids, ends)
+    if nodes is None:
+        return False
+    spec, draw = part.specs()[ids], torch.Generator().manual_seed(0)
     for _ in range(ATTEMPTS):
-        values = {Ref(name): value for name, value in place.part.constants.items()}
-        drawn = torch.randint(groups, specs[ids].shape, generator=draw).to(specs[ids].dtype)
-        sort = place.makers[ids.node]
-        values[sort.refs[0]] = drawn
+        values = {Ref(name): value for name, value in part.constants.items()}
+        values[sort.refs[0]] = torch.randint(groups, spec.shape, generator=draw).to(spec.dtype)
         try:
-            run_node(place.part, sort, values)
-            for node in place.part.nodes:
-                if node.name in needed:
-                    run_node(place.part, node, values)
+            for node in (sort, *nodes):
+                run_node(part, node, values)
         except (RuntimeError, IndexError, ValueError):
             return False
-        drawn = values[ids].contiguous()  # where the last expert's come first, in no such order
-        wanted = torch.searchsorted(drawn, torch.arange(groups), right=True)
-        if not torch.equal(drawn, drawn.sort().values):
+        drawn = values[ids].contiguous()
+        if not torch.equal(drawn, drawn.sort().values):  # the last expert's rows come first
             return False
+        wanted = torch.searchsorted(drawn, torch.arange(groups), right=True)
         if not torch.equal(values[ends].long(), wanted):
             return False
     return True
+
+
+def _between(place: Place, first: Ref, last: Ref) -> list[Node] | None:
+    """The nodes that make `last` of `first` and constants; None where it follows from more."""
+    needed: set[str] = set()
+    waiting = [last]
+    while waiting:
+        ref = waiting.pop()
+        maker = place.makers.get(ref.node)
+        if ref == first or ref.node in place.part.constants:
+            continue
+        if maker is None:
+            return None
+        if maker.name not in needed:
+            needed.add(maker.name)
+            waiting += maker.refs
+    return [n for n in place.part.nodes if n.name in needed]
 
 
 def _picked(place: Place, name: str, flat: Dim, each: int) -> Outcome | None:

@@ -39,9 +39,11 @@ PATHS: dict[str, Callable[[Small, Tensor], Tensor]] = {
     "another op": lambda s, x: (s.layer(x).sum() if len(x) > 4 else s.layer(x).mean()),
     "other operands": swapped,
     "another dtype": lambda s, x: (
-        s.layer(x).to(torch.float32 if len(x) > 4 else torch.float16).sum()),
+        s.layer(x).to(torch.float32 if len(x) > 4 else torch.float16).sum()
+    ),
     "more dims": lambda s, x: (
-        s.layer(x).reshape((-1, WIDTH) if len(x) > 4 else (-1, 5, WIDTH)).sum()),
+        s.layer(x).reshape((-1, WIDTH) if len(x) > 4 else (-1, 5, WIDTH)).sum()
+    ),
     "another parameter": lambda s, x: (s.layer if len(x) > 4 else s.other)(x).sum(),
 }  # fmt: skip
 

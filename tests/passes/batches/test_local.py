@@ -15,7 +15,7 @@ from tests.passes.batches.forwards import Loss, check, in_parts
 from tests.passes.rule_cases import OPS
 
 BOUND = 1e-10
-# Values that are undefined; draws, which `key_draws` keys; a convention, which is none of proof.
+# Values that are undefined; draws, which are keyed otherwise; a convention, which nothing proves.
 LEFT_OUT = {
     *KEY_POSITION, "aten.batch_norm.default",
     *(op for op in OPS if "empty" in op),

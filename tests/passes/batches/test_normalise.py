@@ -47,13 +47,11 @@ def test_a_mean_over_labels_is_a_sum_over_their_count(name: str) -> None:
     assert grads == [summed.name], "counts have no gradient"
 
 
-def test_sums_and_single_losses_stay() -> None:
-    for reduction in ("sum", "none"):
-        graph = recorded(
-            Small(lambda m, z, b, r=reduction: F.cross_entropy(z, b["label"], reduction=r).sum()),
-            make_batch(), 8,
-        )  # fmt: skip
-        assert normalised(graph) == graph
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_sums_and_single_losses_stay(reduction: str) -> None:
+    model = Small(lambda m, z, b: F.cross_entropy(z, b["label"], reduction=reduction).sum())
+    graph = recorded(model, make_batch(), 8)
+    assert normalised(graph) == graph
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
-"""The step in parts: what it takes from the whole batch, and what it refuses."""
+"""The step in parts: what the parts give, what the head gives, and what is refused."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,10 +11,121 @@ from torch import Tensor, nn
 
 from merakc.errors import RecordError
 from merakc.ir.batches import PER_MICRO_BATCH, Rows, ShareKind
-from merakc.ir.graph import InputKind, OutputKind
+from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.passes.batches.replay import replay
 from merakc.passes.batches.split import split
+from merakc.passes.batches.states import Kind
 from tests.passes.batches.forwards import CLASSES, WIDTH, analysed, check, in_parts, make_batch
+
+
+def test_a_sum_needs_no_head() -> None:
+    (first, *_) = in_parts(lambda m, z, b: z.square().mean()).splits
+    assert first.head is None
+    assert first.known is None
+    assert first.conventions == ()
+    assert [o.kind for o in first.graph.outputs] == [OutputKind.LOSS]
+
+
+def test_a_head_reads_the_waist_and_what_is_known_and_nothing_else() -> None:
+    step = check(lambda m, z, b: (z @ z.T * b["mask"]).logsumexp(1).sum() * m.scale)
+    for part in step.splits:
+        assert part.head is not None
+        shares = {s.name: s for s in part.head.waist}
+        assert [o.kind for o in part.graph.outputs] == [OutputKind.WAIST] * len(shares)
+        assert {o.name for o in part.graph.outputs} == set(shares)
+        assert sorted(s.kind for s in shares.values()) == [ShareKind.CONSTANT, ShareKind.ROWS]
+        (rows,) = [s for s in shares.values() if s.kind is ShareKind.ROWS]
+        assert (rows.rows, rows.spec.shape) == (Rows(), (8, 3))
+        kinds = {i.kind for i in part.head.graph.inputs}
+        assert kinds == {InputKind.ACTIVATION, InputKind.KNOWN}
+        assert "test_split.py:" in part.head.source
+        assert part.head.why == "matmul: samples meet other samples"
+        assert part.known is not None
+        assert {i.target for i in part.known.part.inputs} == {"mask"}
+        assert part.head == step.splits[0].head, "all ranks run the same"
+
+
+def test_a_coupled_term_takes_the_loss_into_the_head() -> None:
+    step = check(lambda m, z, b: z.square().mean() + z.std(0).sum())
+    assert step.splits[0].head is not None
+    assert step.loss.kind is Kind.COUPLED
+
+
+class Several(nn.Module):
+    """A loss, and results of every kind."""
+
+    def __init__(self, power: int = 2) -> None:
+        super().__init__()
+        self.layer, self.power = nn.Linear(WIDTH, 3).double(), power
+
+    def forward(self, x: Tensor, mask: Tensor, **_: Tensor) -> dict[str, Tensor]:
+        z = self.layer(x)
+        return {
+            "loss": z.square().sum(), "rows": z * 2, "views": torch.cat([z, z], 1).t(),
+            "sum": z.mean(), "count": mask.sum(), "weight": self.layer.bias * 2,
+            "coupled": z.sum().pow(self.power), "known": mask.to(z.dtype).cumsum(0),
+        }  # fmt: skip
+
+
+def test_results_are_put_together_by_their_kinds() -> None:
+    """A scalar is the sum or mean of the whole batch, which users would call for; it was once the
+    mean over micro-batches.
+    """
+    step = in_parts(Several(), make_batch())
+    (first, *_) = step.splits
+    assert first.results == {
+        "rows": (ShareKind.ROWS, Rows()),
+        "views": (ShareKind.ROWS, Rows(1)),
+        "sum": (ShareKind.SUM, None),
+        "count": (ShareKind.CONSTANT, None),
+        "weight": (ShareKind.CONSTANT, None),
+        "known": (ShareKind.ROWS, Rows()),
+    }
+    assert first.head is not None
+    outputs = {o.name: o.kind for o in first.head.graph.outputs}
+    assert outputs == {"coupled": OutputKind.RESULT, "loss": OutputKind.LOSS}
+
+
+class Tail(nn.Module):
+    """A coupling before most of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH).double()
+        self.rest = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).double()
+
+    def forward(self, x: Tensor, **_: Tensor) -> dict[str, Tensor]:
+        z = self.first(x)
+        return {"loss": self.rest(z - z.mean(0)).square().sum()}
+
+
+def test_layers_behind_a_coupling_are_refused_with_its_line_and_the_remedy() -> None:
+    text = (
+        r"test_split.py:\d+: \w+: .*: samples of the batch are coupled before 75% of the layers' "
+        r".*micro_batches=1.*couplings=\"per micro-batch\""
+    )
+    with pytest.raises(RecordError, match=text):
+        in_parts(Tail(), make_batch())
+
+
+def test_a_loss_for_each_sample_is_refused() -> None:
+    found = in_parts(lambda m, z, b: z.square().sum(1).mean()).found[0]
+    (rows,) = [n for n in found.part.nodes if n.op == "aten.sum.dim_IntList"]
+    each = (replace(found.part.outputs[0], ref=Ref(rows.name)),)
+    with pytest.raises(RecordError, match="one number for each sample; return their mean or sum"):
+        split(found, each)
+
+
+def test_per_micro_batch_each_part_is_a_batch_of_its_own() -> None:
+    step = in_parts(lambda m, z, b: z.square().mean() + z.std(0).sum())
+    for found, n in zip(step.found, step.sizes, strict=True):
+        own = split(found, found.part.outputs, PER_MICRO_BATCH)
+        assert own.head is None
+        (told,) = own.conventions
+        assert told.startswith("each micro-batch by itself, at ")
+        assert "test_split.py" in told
+        shares = [a for x in own.graph.nodes for a in x.args if isinstance(a, float) and a == n / 8]
+        assert shares
 
 
 def test_counts_are_known_before_the_step() -> None:
