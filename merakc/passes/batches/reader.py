@@ -174,9 +174,9 @@ class Reader:
             s.sampled or s.kind is not Kind.CONSTANT for s in states.values()
         ):
             raise RecordError(
-                f"{node.source}: {node.op.split('.')[1]} of samples: it sees memory, where parts of a "
-                "batch lie otherwise than the whole; use unfold, views or indices, or train with "
-                "dp=1 and micro_batches=1"
+                f"{node.source}: {node.op.split('.')[1]} of samples: it sees memory, where parts "
+                "of a batch lie otherwise than the whole; use unfold, views or indices, or train "
+                "with dp=1 and micro_batches=1"
             )
         for state in states.values():
             if state.kind is Kind.COUPLED:
