@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,35 +11,11 @@ import torch.distributed as dist
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.cluster import NOMINAL_CPU
-from merakc.ir.batches import BatchLayout
 from merakc.model import ParallelModel
-from merakc.runtime.executor import Executor, StepResult
-from merakc.steps import Steps
-from tests.coupled_models import ROUTED, TOWERS, Coupled, Tensors
+from tests.coupled_models import ROUTED, TOWERS, Tensors
 
 CASES = {"towers": TOWERS, "routed": ROUTED}
 SAMPLES, MICRO_BATCHES, STEPS = 16, 2, 3
-
-
-@contextmanager
-def cut_by_hand(case: Coupled, dp: int) -> Iterator[None]:
-    """Models are cut where their samples meet, and ranks know how those lie."""
-    whole = case.record(case.batch(SAMPLES)).graph
-    known, add, run = case.batch(SAMPLES), Steps.add, Executor.run
-
-    def with_layout(steps: Steps, *args: Any, **options: Any) -> Any:
-        layout = BatchLayout((SAMPLES // dp,) * dp, MICRO_BATCHES, steps.groups.coordinates[0])
-        return add(steps, *args, **options, layout=layout)
-
-    def with_known(executor: Executor, inputs: Sequence[Tensors], *, record: bool) -> StepResult:
-        return run(executor, inputs, known, record=record)
-
-    with (
-        patch.object(Executor, "run", with_known),
-        patch("merakc.planner.weigh_loss", lambda graph: case.cut(graph, whole)),
-        patch.object(Steps, "add", with_layout),
-    ):
-        yield
 
 
 def parallel(name: str, options: dict[str, Any]) -> tuple[ParallelModel, Tensors]:
@@ -71,9 +44,8 @@ def steps(model: torch.nn.Module, batch: Tensors) -> list[float]:
 
 def trained(name: str, options: dict[str, Any]) -> tuple[list[float], Tensors]:
     """The losses on these ranks, and the weights after them."""
-    with cut_by_hand(CASES[name], options.get("dp", 1)):
-        model, batch = parallel(name, options)
-        return steps(model, batch), model.full_state_dict()
+    model, batch = parallel(name, options)
+    return steps(model, batch), model.full_state_dict()
 
 
 @pytest.mark.parametrize(
@@ -100,18 +72,17 @@ def test_training_equals_one_process(name: str, options: dict[str, Any]) -> None
 
 def head_seconds() -> tuple[float, float]:
     """Of the head, as it was measured before the first step, and as it is simulated."""
-    with cut_by_hand(TOWERS, 2):
-        model, batch = parallel("towers", {"dp": 2, "cluster": None})
-        assert model.plan.measured is not None
-        assert model.plan.head is not None
-        model(**batch)["loss"].backward()
-        dist.barrier()
-        events = [e for e in model.last_events if e.label == "0head"]
-        simulated = [e for e in model.simulation.events if e.label == "0head"]
-        assert len(events) == 1
-        assert len(simulated) == 2
-        seconds = model.plan.measured.seconds[0]["head"]
-        return seconds, simulated[0].end_s - simulated[0].start_s
+    model, batch = parallel("towers", {"dp": 2, "cluster": None})
+    assert model.plan.measured is not None
+    assert model.plan.head is not None
+    model(**batch)["loss"].backward()
+    dist.barrier()
+    events = [e for e in model.last_events if e.label == "0head"]
+    simulated = [e for e in model.simulation.events if e.label == "0head"]
+    assert len(events) == 1
+    assert len(simulated) == 2
+    seconds = model.plan.measured.seconds[0]["head"]
+    return seconds, simulated[0].end_s - simulated[0].start_s
 
 
 def test_the_head_is_measured_with_the_other_computes() -> None:
