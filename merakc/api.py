@@ -171,10 +171,7 @@ def _decide(
     def recorded(parts: int, dp: int = likely) -> BatchRecording:
         return with_loss(made(reading(), parts, dp))
 
-    def in_python() -> bool:
-        return any(_needs_values(partial(first, k)) for k in range(len(requests)))
-
-    if any(together(in_python)):
+    if any(together(lambda: _needs_values(lambda: first(reading())))):
         tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))

@@ -27,7 +27,7 @@ GivenDims = Mapping[str, GivenDim]
 # sample as one. A tensor that has the samples' size somewhere is rarely the same for all.
 SEVERAL, NOT_SAMPLES = 1, 3
 # Kinds of tensors whose places are varied; those of others are taken to be the likeliest.
-MOST_KINDS = 8
+MOST_KINDS = 6
 
 
 def parse_batch_dims(given: GivenDims | None) -> dict[str, Rows | None]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from enum import IntEnum
 from typing import Any
 
 from merakc.batch_dims import ambiguous
 from merakc.errors import MerakError
+from merakc.frontend.reads import ValuesNeededError
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Rows
 from merakc.ir.graph import InputKind, OutputKind
 from merakc.passes.batches.recorded import BatchRecording
@@ -34,20 +34,17 @@ def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording
     The first is taken where the losses of its parts add up, and where no other one fits; whoever
     uses it then gets its error. `record` gives the recording under a reading, in the parts that are
     to be. Raises `ConfigError` where there are several dp ranks, whose batches could be joined in
-    several ways.
+    several ways, and `ValuesNeededError` as recordings do.
     """
     first, *others = readings
-    fit = Fit.REFUSED
-    with suppress(MerakError):
-        recording = record(first)
-        fit = fit_of(recording)
-        if fit is Fit.APART or (fit is Fit.COUPLED and _all_sampled(recording)):
-            return first
+    recording = _recorded(record, first)
+    fit = fit_of(recording) if recording is not None else Fit.REFUSED
+    if fit is Fit.APART or (recording and fit is Fit.COUPLED and _all_sampled(recording)):
+        return first
     found: list[tuple[Fit, int, BatchRecording]] = []
     for reading in others[:MOST_TRIED]:
-        try:
-            recording = record(reading)
-        except MerakError:
+        recording = _recorded(record, reading)
+        if recording is None:
             continue
         own = fit_of(recording)
         if own < fit:
@@ -64,6 +61,16 @@ def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording
     if len(unlike) > 1 and len(fitting[0][1].layout.sizes) > 1:
         raise ambiguous(list(unlike.values()))
     return fitting[0][0]
+
+
+def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRecording | None:
+    """The recording under a reading; None where the forward does not take it."""
+    try:
+        return record(reading)
+    except ValuesNeededError:  # under any reading
+        raise
+    except MerakError:
+        return None
 
 
 def fit_of(recording: BatchRecording) -> Fit:

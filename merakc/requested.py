@@ -10,6 +10,7 @@ from merakc.batch_dims import check_batch_dims, hypotheses
 from merakc.batch_objects import check_objects
 from merakc.batches import TensorSpecs, batch_size_of, call_arguments, shown_dims, tensor_specs
 from merakc.errors import ConfigError
+from merakc.find_samples import MOST_TRIED
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
 from merakc.ir.plan import Plan, load_plan
 from merakc.ir.plan_checks import check_recompute
@@ -57,6 +58,8 @@ def requested(
             refusal = refusal or error
         else:
             found.append(request)
+        if len(found) > MOST_TRIED:
+            break
     if not found:
         assert refusal is not None
         raise refusal

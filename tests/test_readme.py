@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
-SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, WITH_PLAN = PYTHON_BLOCKS
+SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, DIMS, WITH_PLAN = PYTHON_BLOCKS
 CALL = "model = merakc.auto_parallel(model, batch(0))  # the one line"
 
 
@@ -138,3 +138,10 @@ def test_the_benchmarks_start(tmp_path: Path) -> None:
 def test_the_linked_documents_exist() -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_samples_may_be_said_to_stand_where_they_do(
+    one_process: tuple[Path, list[float]],
+) -> None:
+    folder, losses = one_process
+    assert _torchrun(folder, SCRIPT.replace(CALL, DIMS.strip()), 2) == losses

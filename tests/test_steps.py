@@ -118,9 +118,8 @@ def test_an_order_of_the_users_own_trains_alike() -> None:
 
 
 def test_a_buffer_that_is_written_and_read() -> None:
-    """All micro-batches read what it was, and it is written once, as of the whole batch."""
     plain = build(lambda: Moving(0.0))
-    plain(ramp()).backward()
+    plain(ramp()).backward()  # once: every micro-batch reads what the buffer was before
     for recompute in ("none", "full"):
         model = parallel(lambda: Moving(0.0), {"x": ramp()}, micro_batches=4, recompute=recompute)
         model(ramp()).backward()

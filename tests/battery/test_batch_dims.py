@@ -16,6 +16,7 @@ from merakc.batches import split_batch
 from merakc.cluster import NOMINAL_CPU
 from merakc.equality.casts import lifted_casts
 from merakc.errors import ConfigError, MerakError, RecordError
+from merakc.frontend.record import record
 from tests.batch_models import CASES, DIMS, SAMPLES, Boxes, boxes, illustrated, made, reference
 
 Found = tuple[float, dict[str, torch.Tensor], dict[str, Any]]
@@ -151,3 +152,18 @@ def test_llava_with_two_images_a_text() -> None:
     assert found == pytest.approx(loss.item(), rel=1e-10)
     torch.testing.assert_close({n: parts[n] for n in gradients}, gradients, rtol=1e-10, atol=1e-12)
     assert dims == parse_batch_dims({"pixel_values": (0, None), "input_ids": 0, "labels": 0})
+
+
+def test_the_usual_batch_is_recorded_no_more_than_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part and the whole: other readings are looked at where the first does not hold."""
+    seen: list[int] = []
+
+    def noted(*args: Any, **options: Any) -> Any:
+        seen.append(1)
+        return record(*args, **options)
+
+    monkeypatch.setattr("merakc.recording.record", noted)
+    batch = CASES["one vector for all"][1]
+    model = made("one vector for all")
+    merakc.auto_parallel(model, batch, micro_batches=4, cluster=NOMINAL_CPU)
+    assert len(seen) == 2

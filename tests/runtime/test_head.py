@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from benchmarks.ranks import run_ranks
-from merakc.ir.batches import BatchLayout, Head, Rows, Share
+from merakc.ir.batches import BatchLayout, Head, Rows, Share, ShareKind
 from merakc.ir.graph import Graph, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Mesh
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
-from tests.coupled_models import ROUTED, ROWS, SUM, TOWERS, WIDE, Tensors
+from tests.coupled_models import ROUTED, TOWERS, WIDE, Tensors
 from tests.coupled_steps import CPU, joined, prepared, reference, trained
 
 CASES = {"towers": TOWERS, "routed": ROUTED, "wide": WIDE}
@@ -92,10 +92,10 @@ def test_graphs_of_kernels() -> None:
 
 def test_a_message_has_values_of_all_dtypes_in_their_places() -> None:
     shares = [
-        Share("flag", ROWS, TensorSpec((3,), torch.bool), Rows()),
-        Share("wide", ROWS, TensorSpec((2, 3), torch.complex128), Rows(1)),
-        Share("half", SUM, TensorSpec((5,), torch.float16)),
-        Share("number", SUM, TensorSpec((), torch.int64)),
+        Share("flag", ShareKind.ROWS, TensorSpec((3,), torch.bool), Rows()),
+        Share("wide", ShareKind.ROWS, TensorSpec((2, 3), torch.complex128), Rows(1)),
+        Share("half", ShareKind.SUM, TensorSpec((5,), torch.float16)),
+        Share("number", ShareKind.SUM, TensorSpec((), torch.int64)),
     ]
     head = Head(Graph((), (), ()), tuple(shares))
     layout = BatchLayout((2, 1), 1)
