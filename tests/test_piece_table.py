@@ -11,6 +11,7 @@ from merakc.costs.pieces import cut_pieces
 from merakc.costs.scaled import SAMPLES
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.piece_table import PieceTable
 from merakc.planner import make_plan
@@ -36,7 +37,7 @@ def test_pieces_are_those_of_the_plans_own_graph(form: tuple[int, bool], samples
     tp, sequence_parallel = form
     found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
     _, lowered = make_plan(
-        llama(samples), Mesh(1, tp, 1), 1, NOMINAL_GPU, sequence_parallel=sequence_parallel
+        llama(samples), Mesh(1, tp, 1), 2, NOMINAL_GPU, sequence_parallel=sequence_parallel
     )
     wanted = cut_pieces(lowered.stages.local[0])
     assert [p.path for p in found] == [p.path for p in wanted]
@@ -72,15 +73,13 @@ def test_a_form_that_cannot_be_is_refused_once() -> None:
     assert list(table.refused) == [(4096, False)]
 
 
-def test_it_knows_of_a_loss_that_couples_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_knows_of_a_loss_that_couples_samples() -> None:
     def record(samples: int) -> Recording:
-        return TOWERS.record(TOWERS.batch(samples))
+        return TOWERS.record(BatchLayout((samples, samples), 1))
 
-    whole = record(8).graph
     plain = PieceTable(llama, NOMINAL_GPU)
     plain.pieces((1, False), 2)
     assert not plain.couples
-    monkeypatch.setattr("merakc.planner.weigh_loss", lambda graph: TOWERS.cut(graph, whole))
     table = PieceTable(record, NOMINAL_GPU)
     assert table.pieces((1, False), 2)
     assert table.couples
