@@ -44,7 +44,7 @@ class Experts(nn.Module):
 
 
 class Branching(nn.Module):
-    """Which half of it runs depends on the values."""
+    """Which half of it runs depends on its weights, which change from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Branching(nn.Module):
         self.register_buffer("lefts", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if (x.sum() * SCRAMBLE).floor() % 2 > 0:
+        if (self.left.weight.sum() * SCRAMBLE).floor() % 2 > 0:
             self.lefts += 1
             return self.left(x), {"load": x.new_zeros(())}
         return self.right(x).tanh(), {"load": x.new_zeros(())}
@@ -68,8 +68,8 @@ class Sparse(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         places = (x > 0).nonzero()
         kept = x[places[:, 0], places[:, 1], places[:, 2]]
-        total = (kept * self.scale[places[:, 2]]).sum() / x.numel()
-        return x * self.scale + total, {"load": total}
+        out = torch.zeros_like(x).index_put(places.unbind(1), kept * self.scale[places[:, 2]])
+        return x * self.scale + out, {"load": x.new_zeros(())}
 
 
 class Model(nn.Module):
@@ -104,7 +104,6 @@ def case(kind: type[nn.Module]) -> ModelCase:
         lambda dropout: Model(kind),
         batch,
         lambda b: b["labels"].numel(),
-        running_statistics=kind is Branching,
     )
 
 
@@ -137,10 +136,10 @@ def test_a_plan_names_them_and_a_warning_is_given_for_each() -> None:
         plan = merakc.auto_parallel(model, given).plan
     texts = [str(w.message) for w in caught]
     assert len(texts) == 2
-    assert texts[0].startswith("module 'inner' cannot be recorded")
-    assert texts[1].startswith("module 'again' cannot be recorded")
+    assert texts[0].startswith("a part of module 'inner' cannot be recorded")
+    assert texts[1].startswith("a part of module 'again' cannot be recorded")
     assert [m.name for m in plan.opaque_modules] == ["inner", "again"]
-    assert all("aten.nonzero" in m.reason for m in plan.opaque_modules)
+    assert all("depend" in m.reason for m in plan.opaque_modules)
     assert all(__file__ in m.source for m in plan.opaque_modules)
     assert all(0.0 < m.flops_share < 0.5 for m in plan.opaque_modules)
     assert not any("opaque" in op for op in plan.whole_ops)
@@ -194,5 +193,5 @@ def test_the_model_itself_cannot_run_as_it_is() -> None:
             return out if out["loss"].item() > 0 else {"loss": out["loss"] * 2}
 
     given = case(Sparse).batch(4)
-    with pytest.raises(merakc.MerakError, match=r"depends on the data .*module ''"):
+    with pytest.raises(merakc.MerakError, match=r"depends on the data, in module ''"):
         merakc.auto_parallel(build(lambda: Whole(Sparse)), given)
