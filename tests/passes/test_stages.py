@@ -12,6 +12,7 @@ from merakc.cluster import NOMINAL_CPU
 from merakc.cluster_files import preset
 from merakc.errors import CutError, PlanError
 from merakc.frontend.record import record
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.passes.collectives import trained
 from merakc.passes.shard import shard
@@ -26,7 +27,8 @@ from merakc.passes.stages import (
     update_nodes,
     value_name,
 )
-from merakc.planner import training_graph, with_outputs
+from merakc.passes.batches.recorded import in_parts
+from merakc.planner import TRAINING, training_graph, with_outputs
 from tests.coupled_models import ROUTED
 from tests.frontend.small import randn
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded
@@ -354,9 +356,7 @@ def test_a_recording_that_goes_back_is_refused() -> None:
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_the_waist_leaves_the_last_stage_that_makes_any_of_it(pp: int) -> None:
-    whole = training_graph(ROUTED.record(ROUTED.batch(8)).graph)
-    part = training_graph(ROUTED.record(ROUTED.batch(2)).graph)
-    graph = ROUTED.cut(part, whole).graph
+    graph = in_parts(ROUTED.record(BatchLayout((8,), 4)), 4, TRAINING).graph
     stages = stages_of(graph, pp)
     refs = {o.ref for o in graph.outputs}
     made = {stages.of[ref.node] for ref in refs}
@@ -365,11 +365,12 @@ def test_the_waist_leaves_the_last_stage_that_makes_any_of_it(pp: int) -> None:
     for stage, own in enumerate(stages.graphs):
         waist = [o for o in own.outputs if o.kind is OutputKind.WAIST]
         assert len(waist) == (len(refs) if stage == stages.head else 0)
-    # Sums of chances have gradients, which come back; how often an expert was chosen has none.
+    # Sums of chances have gradients, which come back; how often an expert was chosen has none, nor
+    # has the share of it.
     specs = graph.specs()
     sent = {value_name(ref): specs[ref].dtype.is_floating_point for ref in refs}
     found = {t.value: t.grad for t in stages.transfers if t.value in sent}
-    assert found == {name: sent[name] for name in found}
+    assert all(sent[name] for name, has_gradient in found.items() if has_gradient)
     assert set(found.values()) == {False, True}
     assert trained(graph) == {i.target for i in graph.inputs if i.requires_grad}
     assert stages_of(training("gpt2"), 2).head is None
