@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
@@ -41,6 +42,8 @@ NUMBERS = frozenset(
 VIEWS = frozenset({"aten.reshape.default", "aten.expand.default", "aten.repeat.default"})
 COPIES = frozenset({"aten.expand.default", "aten.repeat.default"})
 JOINS = frozenset({"aten.cat.default", "aten.stack.default"})
+# Calls that see memory, in which a part of a batch lies otherwise than the whole batch.
+STRIDED = frozenset({"aten.as_strided.default", "aten.as_strided_scatter.default"})
 # Tensors of one number throughout: a part makes its own.
 FILLS = frozenset(
     {FULL, "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
@@ -167,6 +170,14 @@ class Reader:
 
     def _outcome(self, place: Place) -> Outcome:
         node, states = place.node, place.states
+        if node.op in STRIDED and any(
+            s.sampled or s.kind is not Kind.CONSTANT for s in states.values()
+        ):
+            raise RecordError(
+                f"{node.source}: {node.op.split('.')[1]} of samples: it sees memory, where parts "
+                "of a batch lie otherwise than the whole; use unfold, views or indices, or train "
+                "with dp=1 and micro_batches=1"
+            )
         for state in states.values():
             if state.kind is Kind.COUPLED:
                 return Outcome(every(node, State(Kind.COUPLED, why=state.why)))

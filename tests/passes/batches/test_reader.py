@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Ref
@@ -206,3 +207,8 @@ def test_a_table_of_samples_by_samples_is_whole() -> None:
 def test_what_follows_from_all_samples_is_known_of_all() -> None:
     state = last_of(lambda y, w: torch.maximum(y.flip(0), y + 1), "maximum")
     assert state == State(Kind.ROWS, (S,), True, True)
+
+
+def test_what_sees_memory_is_refused() -> None:
+    with pytest.raises(RecordError, match=r"as_strided of samples: it sees memory"):
+        last_of(lambda y, w: y.as_strided((len(y),), (1,)) * 1, "mul")
