@@ -21,7 +21,6 @@ from merakc.equality.compare import (
     split_state,
     worst_difference,
 )
-from merakc.ir.batches import WHOLE_BATCH, Couplings
 from merakc.ir.program import Mesh
 from merakc.ir.state import ShardsGiven
 
@@ -50,7 +49,6 @@ class Task:
     state_shards: ShardsGiven | None = None
     precision: str | None = None
     clip_norm: float | None = None
-    couplings: Couplings = WHOLE_BATCH
 
 
 def train_layout(task: Task) -> Reference:
@@ -76,7 +74,6 @@ def train_layout(task: Task) -> Reference:
             sequence_parallel=task.sequence_parallel,
             state_shards=task.state_shards,
             precision=task.precision,
-            couplings=task.couplings,
         )
         optimizer = optimizer_for(parallel)
         for batch in batches:
