@@ -22,7 +22,10 @@ def test_what_a_run_asks_of_it() -> None:
     step = compiled("gpt2")
     assert step.has_loss
     assert step.loss_dtype == torch.float32  # transformers casts the logits
-    assert {i.target for i in step.brought[InputKind.BATCH]} >= {"input_ids", "labels"}
+    brought = {i.target for i in step.brought[InputKind.BATCH]}
+    assert brought >= {"input_ids", "labels", "known.cross_entropy_loss.count"}
+    assert step.knowledge is not None
+    assert not step.brought[InputKind.SCALAR]  # nothing is drawn
     assert step.written == frozenset()
     assert "transformer.wte.weight" in step.trained
 

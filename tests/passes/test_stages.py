@@ -14,6 +14,7 @@ from merakc.errors import CutError, PlanError
 from merakc.frontend.record import record
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, InputKind, OutputKind
+from merakc.passes.batches.recorded import in_parts
 from merakc.passes.collectives import trained
 from merakc.passes.shard import shard
 from merakc.passes.stages import (
@@ -27,7 +28,6 @@ from merakc.passes.stages import (
     update_nodes,
     value_name,
 )
-from merakc.passes.batches.recorded import in_parts
 from merakc.planner import TRAINING, training_graph, with_outputs
 from tests.coupled_models import ROUTED
 from tests.frontend.small import randn
