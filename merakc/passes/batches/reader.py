@@ -113,7 +113,7 @@ class Reader:
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
-        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=True):
+        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=False):
             if mine is None or spec is None or other is None:
                 states.append(None)
                 continue
@@ -125,7 +125,8 @@ class Reader:
 
     def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
         """The states of a node's outputs, once the shapes are seen to agree."""
-        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        # where samples are taken apart, the whole batch has more of them
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=False)
         return [
             self.checked(state, spec, other, copied=node.op in COPIES)
             for state, spec, other in each
