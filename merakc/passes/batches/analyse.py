@@ -101,8 +101,8 @@ def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
 
 def _as_found(
     found: Analysis, part: Graph, whole: Graph, samples: int, total: int
-) -> tuple[Graph, Graph, Graph]:
-    """The part that was looked at and two recordings of other numbers of samples, written alike."""
+) -> tuple[Graph, Graph]:
+    """Two recordings of other numbers of samples, written as the part was that was looked at."""
     for copies in (True, False):
         own = found.part if copies else without_copies(found.part)
         one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
@@ -110,7 +110,7 @@ def _as_found(
             check_alike(one, own, samples, found.samples)
             check_alike(other, own, total, found.samples)
             break
-    return own, one, other
+    return one, other
 
 
 def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int) -> Analysis:
@@ -118,7 +118,7 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
-    own, part, whole = _as_found(found, part, whole, samples, total)
+    part, whole = _as_found(found, part, whole, samples, total)
     for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
         if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
             raise RecordError(
@@ -129,7 +129,11 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         specs = graph.specs()
         for ref, state in found.states.items():
             dims = state.dims
-            if ref not in specs or dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
+            if (
+                ref not in specs
+                or dims is None
+                or tuple(size(d, now) for d in dims) == specs[ref].shape
+            ):
                 continue
             node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(

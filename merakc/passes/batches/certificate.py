@@ -9,7 +9,8 @@ where the layers' samples stand.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ from merakc.passes.interpret import interpret
 Tensors = dict[str, torch.Tensor]
 # Relative to the largest number of what is compared; sums of float64 differ by far less.
 LIMIT = 1e-7
+# What is smaller than this part of the largest number of all may be nothing but its rounding.
+SMALL = 1e-7
 # Elements of all values together up to which the end is computed: some tenths of a second.
 MOST_ELEMENTS = 1 << 22
 ATTEMPTS = 2  # of each kind of draw
@@ -68,7 +71,7 @@ def certify(found: Analysis, loss: Output) -> str:
                 sampled[item.target] = rows
         parts = replay([step] * count, sizes, values, values, sampled)
         got = _loss_and_gradients(parts, values)
-        worst = max(map(_difference, wanted, got))
+        worst = _difference(wanted, got)
         if worst > LIMIT:
             node = found.makers[loss.ref.node]
             raise RecordError(
@@ -93,11 +96,18 @@ def _loss_and_gradients(loss: torch.Tensor, values: Tensors) -> list[torch.Tenso
     return [loss.detach(), *gradients]
 
 
-def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    scale = max(float(one.abs().max()), 1e-12) if one.numel() else 1.0
-    apart = (one - two).abs().nan_to_num(nan=0.0)
-    unlike = one.isnan() != two.isnan()
-    return float("inf") if unlike.any() else float(apart.max()) / scale if one.numel() else 0.0
+def _difference(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
+    """The largest difference of two lists of tensors, relative to the largest number of each."""
+    sizes = [float(x.abs().nan_to_num(nan=0.0).max()) for x in wanted if x.numel()]
+    least, worst = max(SMALL * max(sizes), 1e-12), 0.0
+    for one, two in zip(wanted, got, strict=True):
+        if not one.numel():
+            continue
+        if (one.isnan() != two.isnan()).any():
+            return math.inf
+        scale = max(float(one.abs().nan_to_num(nan=0.0).max()), least)
+        worst = max(worst, float((one - two).abs().nan_to_num(nan=0.0).max()) / scale)
+    return worst
 
 
 def _whole(found: Analysis, values: Tensors) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Writes a recorded forward so that what depends on the batch alone stands apart in it.
 
 A mean over valid labels is a sum over a count of the labels; a tensor made in the shape of another
-is made of its sizes. What is copied to have it in one piece stays so, since a kernel may ask for it;
-but whether a copy is needed can depend on the number of samples, and then there are none.
+is made of its sizes. What is copied to have it in one piece stays so, since a kernel may ask for
+it; but whether a copy is needed can depend on the number of samples, and then there are none.
 """
 
 from __future__ import annotations
