@@ -184,22 +184,6 @@ def _scatter(place: Place) -> Outcome | None:
     return sums(node, once=True)
 
 
-def _ctc(place: Place) -> Outcome | None:
-    """The alignments of a batch of padded targets, one a sample."""
-    node = place.node
-    log_probs, targets = (_dims(place.states[r]) for r in node.args[:2])
-    lengths = [place.states[r] for r in node.refs[2:]]
-    if [d == (SAMPLES,) for d in log_probs] != [False, True, False] or len(targets) != 2:
-        return None
-    if targets[0] != (SAMPLES,) or any(s.dims != ((SAMPLES,),) for s in lengths):
-        return None
-    states = [
-        State(Kind.ROWS, ((SAMPLES,), *((n,) for n in o.shape[1:]))) if o is not None else None
-        for o in node.outputs
-    ]
-    return Outcome(tuple(states))
-
-
 def _copies(place: Place) -> Outcome | None:
     """What is no sample's, once for each sample."""
     node, state = place.node, place.states[place.node.refs[0]]
@@ -291,7 +275,6 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     **dict.fromkeys((*NLL, *MARGIN), _labelled),
     BATCH_NORM: _batch_norm,
     **dict.fromkeys(SCATTERED, _scatter),
-    "aten._ctc_loss.default": _ctc,
     "aten.expand.default": _copies,
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
