@@ -44,8 +44,8 @@ def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording
     found: list[tuple[Fit, int, BatchRecording]] = []
     for reading in others[:MOST_TRIED]:
         recording = _recorded(record, reading)
-        if recording is None:
-            continue
+        if recording is None or all(rows is None for _, rows in _read(recording)):
+            continue  # of a forward that reads no samples each part would be the whole batch
         own = fit_of(recording)
         if own < fit:
             found.append((own, reading, recording))
