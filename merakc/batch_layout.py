@@ -58,12 +58,11 @@ def _read_otherwise(
         seen = [found.get(name) for found in everyone]
         if len({place and place[1] for place in seen}) > 1:
             each = ", ".join(
-                f"rank {rank} in dim {place[1]} of {place[0]}" if place else f"rank {rank} not"
-                for rank, place in enumerate(seen)
+                f"{place[0]} with dim {place[1]}" if place else "nothing" for place in seen
             )
-            told.append(f"'{name}': {each}")
+            told.append(f"'{name}' is {each}")
     return MismatchError(
-        "by their sizes, the batches of the data-parallel ranks hold the samples in several places "
-        f"({'; '.join(told)}); say which: auto_parallel(..., batch_dims={{name: dim}}), with None "
-        "for a tensor that is the same for all samples"
+        "the sizes of the batches of the data-parallel ranks say otherwise where the samples stand "
+        f"({'; '.join(told)}); say it: auto_parallel(..., batch_dims={{name: dim}}), with None for "
+        "a tensor that is the same for all samples"
     )
