@@ -19,7 +19,7 @@ from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import signature
 from merakc.compiled_step import CompiledStep
-from merakc.errors import PlanError
+from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import BatchLayout, ShareKind
@@ -224,13 +224,14 @@ class Steps:
         is not `alone` (`trial_seconds`).
 
         None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
-        index made from them may be out of range. All ranks of a tp group fail alike.
+        index made from them may be out of range, a module may do what it did on no random
+        arguments. All ranks of a tp group fail alike.
         """
         self._bind()
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        errors = (ArithmeticError, LookupError, RuntimeError, ValueError) if alone else ()
-        with suppress(*errors):
+        errors = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
+        with suppress(*(errors if alone else ())):
             return trial_seconds(step.executor, alone=alone)
         return {}
 
