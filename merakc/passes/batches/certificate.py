@@ -18,6 +18,7 @@ import torch
 from merakc.errors import RecordError
 from merakc.ir.graph import Graph, Input, InputKind, Output, Ref, TensorSpec
 from merakc.passes.batches.analyse import Analysis
+from merakc.passes.batches.part import keyed
 from merakc.passes.batches.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.tail import shrunk, tail, with_graphs
@@ -71,7 +72,7 @@ def certify(found: Analysis, loss: Output) -> str:
         worst = max(map(_difference, wanted, got))
         if worst > LIMIT:
             node = found.makers[loss.ref.node]
-            raise RecordError(
+            raise CertificateError(
                 f"{node.source}: computed with numbers, the loss of {count} parts of "
                 f"{found.samples} samples and its gradients differ from those of the whole batch "
                 f"by {worst:.1e} of their size: a rule is wrong of a call between the last layers "
@@ -102,13 +103,20 @@ def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
 
 def _whole(found: Analysis, values: Tensors) -> torch.Tensor:
     given = {
-        i.name: values[i.target or i.name]
+        i.name: values.get(i.target or i.name, torch.tensor(0))
         for i in found.whole.inputs
         if i.name not in found.whole.constants
     }
-    (loss,) = interpret(found.whole, given)
+    nodes = tuple(keyed(found, n, found.total) for n in found.whole.nodes)
+    (loss,) = interpret(replace(found.whole, nodes=nodes), given)
     total: torch.Tensor = loss.sum()
     return total
+
+
+class CertificateError(RecordError):
+    """Parts that were taken to give what the whole batch gives, and do not: of no reading of the
+    batch is that a sign, but of a rule that is wrong.
+    """
 
 
 class _Draws:
@@ -123,7 +131,7 @@ class _Draws:
         return {
             i.target or i.name: self.draw(i)
             for i in self.graph.inputs
-            if i.name not in self.graph.constants
+            if i.name not in self.graph.constants and i.kind is not InputKind.SCALAR
         }
 
     def draw(self, item: Input) -> torch.Tensor:

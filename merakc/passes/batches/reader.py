@@ -287,6 +287,8 @@ class Reader:
             return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True
+        if len(node.args) != len(twin.args):  # one that is given is the default in the other
+            return True
         types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
         differ = [k for k, (x, y) in enumerate(zip(node.args, twin.args, strict=True)) if x != y]
         if node.kwargs == twin.kwargs and all(types[k] in NUMBERS for k in differ):
