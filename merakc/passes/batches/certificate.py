@@ -85,7 +85,7 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: b
         if worst > LIMIT:
             node = found.makers[loss.ref.node]
             sizes = ", ".join(str(end.samples) for end in ends)
-            raise RecordError(
+            raise CertificateError(
                 f"{node.source}: computed with numbers, the loss of {len(ends)} parts of {sizes} "
                 "samples and its gradients differ from those of the whole batch by "
                 f"{worst:.1e} of their size: a rule is wrong of a call that the loss follows from; "
@@ -146,6 +146,12 @@ def _whole(graph: Graph, values: Tensors) -> torch.Tensor:
     (loss,) = interpret(graph, given)
     total: torch.Tensor = loss.sum()
     return total
+
+
+class CertificateError(RecordError):
+    """Parts that were taken to give what the whole batch gives, and do not: of no reading of the
+    batch is that a sign, but of a rule that is wrong.
+    """
 
 
 class _Draws:

@@ -159,8 +159,8 @@ def _batch_norm(place: Place) -> Outcome | None:
     others = [place.states[r] for r in node.refs[1:] if place.states[r].sampled]
     if x.rows is not None and x.rows.dim == 1 and all(s.dims == (dims[1],) for s in others):
         return Outcome(every(node, State(Kind.ROWS, dims))) if len(node.outputs) == 1 else None
-    if others or SAMPLES in dims[1] or sum(SAMPLES in d for d in dims) > 1:
-        return coupled(node, "samples stand where the channels do")
+    if others or x.rows is None or x.rows.dim != 0:  # as in an instance norm along the samples
+        return coupled(node, "samples stand where the channels do, or along them")
     told = "batch norm is over each micro-batch by itself" if training else ""
     return Outcome(every(node, State(Kind.ROWS, dims)), assumed=told)
 
