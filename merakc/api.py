@@ -288,9 +288,10 @@ def _recorded(
 ) -> BatchRecording:
     """The recording of a part of a batch of so many, on each of `dp` ranks."""
     layout = BatchLayout((request.batch_size,) * dp, parts)
+    divided = request.overlap != 0 and any(mesh.tp > 1 for mesh in meshes(request))
     return record_part(
         model, *example, layout, device, request.precision, couplings=request.couplings,
-        dims=request.batch_dims, divided=request.overlap != 0 and request.tp != 1,
+        dims=request.batch_dims, divided=divided,
     )  # fmt: skip
 
 

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_layout import layout_of
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
-from merakc.batches import batch_size_of, signature
+from merakc.batches import signature
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
@@ -41,7 +42,6 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.unused import drop_unused, forget
@@ -83,15 +83,15 @@ class Steps:
         self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
-        """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        """How the samples of the whole batch lie, of which this is a dp rank's; collective.
+
+        Raises `MismatchError` on all dp ranks where the sizes of their batches say otherwise where
+        the samples stand.
+        """
         open_dataclasses((args, kwargs))
-        plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
-        own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
-        if group is None:
-            return BatchLayout((own,), plan.micro_batches)
-        sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
-        all_gather(sizes, torch.tensor([own], device=self.device), group).wait()
-        return BatchLayout(tuple(sizes.tolist()), plan.micro_batches, dp_rank)
+        dp_rank, _, _ = self.groups.coordinates
+        group = self.groups.axis("dp")
+        return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
 
     def key(
         self,
@@ -118,7 +118,7 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
-        key = self.reads.add(key, recording.reads)
+        key = self.reads.add(key, recording.reads, recording.of_whole)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -164,7 +164,11 @@ class Steps:
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
         plan = self.planned.plan
-        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, plan))
+        known = self.reads.key(
+            key,
+            lambda: micro_batches_of(args, kwargs, plan),
+            lambda: micro_batches_of(args, kwargs, replace(plan, micro_batches=1))[0],
+        )
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -258,6 +262,7 @@ class Steps:
         self.reads.agree(step.recording.reads, self.groups.axis("dp"))
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self.agreement.common = {n: batches[0][n] for n in step.common}
+        self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:

@@ -159,8 +159,8 @@ def _batch_norm(place: Place) -> Outcome | None:
     others = [place.states[r] for r in node.refs[1:] if place.states[r].sampled]
     if x.rows is not None and x.rows.dim == 1 and all(s.dims == (dims[1],) for s in others):
         return Outcome(every(node, State(Kind.ROWS, dims))) if len(node.outputs) == 1 else None
-    if others or SAMPLES in dims[1] or sum(SAMPLES in d for d in dims) > 1:
-        return coupled(node, "samples stand where the channels do")
+    if others or x.rows is None or x.rows.dim != 0:  # as in an instance norm along the samples
+        return coupled(node, "samples stand where the channels do, or along them")
     told = "batch norm is over each micro-batch by itself" if training else ""
     return Outcome(every(node, State(Kind.ROWS, dims)), assumed=told)
 
@@ -184,22 +184,6 @@ def _scatter(place: Place) -> Outcome | None:
     if not node.spec.dtype.is_floating_point:
         return coupled(node, "whole numbers added up")
     return sums(node, once=True)
-
-
-def _ctc(place: Place) -> Outcome | None:
-    """The alignments of a batch of padded targets, one a sample."""
-    node = place.node
-    log_probs, targets = (_dims(place.states[r]) for r in node.args[:2])
-    lengths = [place.states[r] for r in node.refs[2:]]
-    if [d == (SAMPLES,) for d in log_probs] != [False, True, False] or len(targets) != 2:
-        return None
-    if targets[0] != (SAMPLES,) or any(s.dims != ((SAMPLES,),) for s in lengths):
-        return None
-    states = [
-        State(Kind.ROWS, ((SAMPLES,), *((n,) for n in o.shape[1:]))) if o is not None else None
-        for o in node.outputs
-    ]
-    return Outcome(tuple(states))
 
 
 def _copies(place: Place) -> Outcome | None:
@@ -338,7 +322,6 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     **dict.fromkeys((*NLL, *MARGIN), _labelled),
     BATCH_NORM: _batch_norm,
     **dict.fromkeys(SCATTERED, _scatter),
-    "aten._ctc_loss.default": _ctc,
     "aten.expand.default": _copies,
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
