@@ -91,6 +91,11 @@ def test_it_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         certified(found_of(loss))
 
 
+def test_it_refuses_nothing_for_its_rounding() -> None:
+    found = found_of(lambda z, y: (z.exp().mean(0) * 1e12).sin().sum(), total=64)
+    assert "rounded" in certified(found)
+
+
 def test_it_says_why_it_cannot() -> None:
     def never_finite(z: Tensor, y: Tensor) -> Tensor:
         return (z.abs() * -1.0).log().sum()
