@@ -81,10 +81,14 @@ def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRec
 
 
 def fit_of(recording: BatchRecording) -> Fit:
-    """How the samples of a recorded part lie in its forward."""
-    found = recording.found
-    if found is None or found.share == 1:
+    """How the samples of a recorded part lie in its forward; those of a batch that is one part
+    matter for what is drawn alone, which is to be as it would be in several.
+    """
+    found, whole = recording.found, recording.layout.parts == 1
+    if whole and not has_draws(recording.graph):
         return Fit.APART
+    if found is None:
+        return Fit.REFUSED
     outputs = [o for o in recording.graph.outputs if o.kind is OutputKind.LOSS]
     if all(found.states[o.ref].kind is not Kind.COUPLED for o in outputs):
         return Fit.APART
