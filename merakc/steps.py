@@ -118,7 +118,7 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
-        key = self.reads.add(key, recording.reads)
+        key = self.reads.add(key, recording.reads, recording.of_whole)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -164,7 +164,11 @@ class Steps:
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
         plan = self.planned.plan
-        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, plan))
+        known = self.reads.key(
+            key,
+            lambda: micro_batches_of(args, kwargs, plan),
+            lambda: micro_batches_of(args, kwargs, replace(plan, micro_batches=1))[0],
+        )
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found

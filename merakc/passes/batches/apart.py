@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.opaque import OPAQUE, autograd_reachable, drawing, find
 from merakc.passes.batches.own_rules import Place
@@ -58,6 +59,7 @@ def seen_apart(place: Place) -> bool | None:
     whole = [_whole(specs[r], states[r], total) for r in mine.refs]
     if _is_large(place, whole):
         return None
+    rows_of = [states[r].rows for r in mine.refs]
     values = _random(whole)
     trained = [r in grads for r in mine.refs]
     firsts = range(0, total - place.samples + 1, place.samples)
@@ -67,17 +69,18 @@ def seen_apart(place: Place) -> bool | None:
                 together, again = other.run(values, 0), other.run(values, 1)
                 if not _alike(together, again):
                     return None  # it draws, and parts draw otherwise
-            parts = [
-                [
-                    rows.take(v, first, place.samples) if (rows := states[r].rows) else v
-                    for r, v in zip(mine.refs, values, strict=True)
-                ]
-                for first in firsts
-            ]
+
+            def parted(values: Sequence[Tensor]) -> list[list[Tensor]]:
+                pairs = list(zip(values, rows_of, strict=True))
+                return [[r.take(v, k, place.samples) if r else v for v, r in pairs] for k in firsts]
+
             with torch.no_grad():
-                for k, part in enumerate(parts):
-                    if not _alike(mine.run(part, 0), _of_part(mine, together, k)):
-                        return False
+                for given in (values, _grouped(values, rows_of, total)):
+                    together = other.run(given, 0)
+                    for k, part in enumerate(parted(given)):
+                        if not _alike(mine.run(part, 0), _of_part(mine, together, k)):
+                            return False
+            parts = parted(values)
             return _same_gradients(place, (mine, other), (parts, values), trained) and not (
                 node.op == OPAQUE and _asks_of_several(place, other, values, trained)
             )
@@ -149,10 +152,14 @@ def _same_gradients(
     for scale in SCALES[:1] if many else SCALES:
         given = [[scale * _numbers(s, generator) for s in mine.outputs] for _ in parts]
         every = [
-            torch.cat(own) if own[0].shape != s.shape else torch.stack(own).sum(0)
+            _filled(torch.cat(own), s) if own[0].shape != s.shape else torch.stack(own).sum(0)
             for own, s in zip(zip(*given, strict=True), other.outputs, strict=True)
         ]
-        wanted = _gradients(other, whole, every, trained)
+        covered = len(parts) * place.samples
+        wanted = [
+            rows.take(g, 0, covered) if (rows := place.states[r].rows) else g
+            for r, g in zip(other.refs, _gradients(other, whole, every, trained), strict=True)
+        ]
         each = zip(*(_gradients(mine, p, g, trained) for p, g in zip(parts, given, strict=True)),
                    strict=True)  # fmt: skip
         states = [place.states[ref] for ref in mine.refs]
@@ -163,6 +170,12 @@ def _same_gradients(
         if not _alike(joined, wanted):
             return False
     return True
+
+
+def _filled(value: Tensor, spec: TensorSpec) -> Tensor:
+    """The value with zeros for the samples that no part holds."""
+    rest = (spec.shape[0] - value.shape[0], *spec.shape[1:])
+    return torch.cat([value, value.new_zeros(rest)])
 
 
 def _numbers(spec: TensorSpec, generator: torch.Generator) -> Tensor:
@@ -213,7 +226,9 @@ def _within(one: Tensor, two: Tensor, limit: float) -> bool:
 
 
 def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().double().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0
+    if x.dtype == torch.bool or not x.numel():
+        return 0.0
+    return float(x.detach().abs().double().nan_to_num(0, 0, 0).max())
 
 
 def _random(specs: Sequence[TensorSpec]) -> list[Tensor]:
@@ -225,6 +240,19 @@ def _random(specs: Sequence[TensorSpec]) -> list[Tensor]:
         else torch.randint(0, 2, s.shape, generator=generator).to(s.dtype)
         for s in specs
     ]
+
+
+def _grouped(values: Sequence[Tensor], rows_of: Sequence[Rows | None], total: int) -> list[Tensor]:
+    """The values with the whole numbers of samples zeros in one half of them and ones in the other:
+    of numbers at random, small parts may hold all that the whole batch does.
+    """
+    found = []
+    for value, rows in zip(values, rows_of, strict=True):
+        if rows is not None and not value.is_floating_point():
+            each = (torch.full_like(rows.take(value, k, 1), 2 * k >= total) for k in range(total))
+            value = rows.join(list(each))
+        found.append(value)
+    return found
 
 
 # ---------------------------------------------------------------------- what Python asks
@@ -259,6 +287,7 @@ def _asks_of_several(
     place: Place, trial: _Trial, values: Sequence[Tensor], trained: Sequence[bool]
 ) -> bool:
     """Whether an answer depends on more than one sample: numbers that change with each of two."""
+
     def asked(given: Sequence[Tensor]) -> list[list[Tensor]]:
         with torch.no_grad():
             watch = _Asked([v for v, t in zip(given, trained, strict=True) if t])
