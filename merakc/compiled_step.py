@@ -75,6 +75,16 @@ class CompiledStep:
         own = {i.target for i in found.part.inputs if i.kind is InputKind.BATCH}
         return tuple(sorted(names & own - found.sampled.keys()))
 
+    def lengths(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+        """The sizes of the tensors of a batch that hold samples, but of their number."""
+        sampled = self.recording.found.sampled if self.recording.found else {}
+        return tuple(
+            size
+            for name, rows in sorted(sampled.items())
+            for k, size in enumerate(batch[name].shape)
+            if k != rows.dim
+        )
+
     @cached_property
     def written(self) -> frozenset[str]:
         """The buffers that this rank's forwards write."""

@@ -27,6 +27,7 @@ from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
+from merakc.lengths import check_lengths, lengths_mark
 from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
@@ -77,6 +78,7 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    unlike: bool = False  # whether the batches of dp ranks differ in more than their samples
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
@@ -89,9 +91,12 @@ class Steps:
         own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
         if group is None:
             return BatchLayout((own,), plan.micro_batches)
-        sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
-        all_gather(sizes, torch.tensor([own], device=self.device), group).wait()
-        return BatchLayout(tuple(sizes.tolist()), plan.micro_batches, dp_rank)
+        told = [own, lengths_mark(args, kwargs, plan.batch_dims)]
+        every = torch.empty(2 * plan.dp, dtype=torch.int64, device=self.device)
+        all_gather(every, torch.tensor(told, device=self.device), group).wait()
+        sizes, marks = every[::2].tolist(), every[1::2].tolist()
+        self.unlike = len(set(marks)) > 1
+        return BatchLayout(tuple(sizes), plan.micro_batches, dp_rank)
 
     def key(
         self,
@@ -258,9 +263,12 @@ class Steps:
         self._bind()
         parts = micro_batches_of(args, kwargs, self.planned.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
-        self.reads.agree(step.recording.reads, self.groups.axis("dp"))
+        self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
+        if self.unlike and group is not None and step.recording.found is not None:
+            check_lengths(step.recording.found, step.lowered.loss, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self.agreement.common = {n: batches[0][n] for n in step.common}
+        self.agreement.lengths = step.lengths(batches[0]) if step.common else ()
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:

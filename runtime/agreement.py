@@ -37,7 +37,8 @@ _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 @dataclass(eq=False)
 class Agreement:
     """The numbers of one rank. `leaves` are those of the batch that is running, if one is; `common`
-    are its tensors that are the same for all samples, by name.
+    are its tensors that are the same for all samples, by name, and `lengths` the sizes of those
+    that hold samples, but of their number: a rank's texts have lengths of their own.
 
     `settings` are those of the optimizers of the rank's `parameters` that have taken a step since
     the last loss, in words.
@@ -48,6 +49,7 @@ class Agreement:
     leaves: Sequence[Any] | None = None
     compared: bool = False  # whether a batch was compared before it ran
     common: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    lengths: Sequence[int] = ()
     settings: dict[int, str] = field(default_factory=dict)
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
@@ -155,21 +157,31 @@ class Agreement:
         """Names a tensor that is not the same for all. Those that are as long as a rank's texts
         differ in shape, and are not compared then.
         """
-        everyone: list[dict[str, tuple[torch.Size, str]]] = [{} for _ in range(world.size())]
-        own = {name: (x.shape, digest([x])) for name, x in common.items()}
-        dist.all_gather_object(everyone, own, group=world)
+        given = self.lengths, {name: (x.shape, digest([x])) for name, x in common.items()}
+        everyone: list[Any] = [given] * world.size()
+        dist.all_gather_object(everyone, given, group=world)
         first: dict[tuple[str, torch.Size], tuple[int, str]] = {}
-        for rank, found in enumerate(everyone):
+        for rank, (lengths, found) in enumerate(everyone):
             for name, (shape, value) in found.items():
                 other, expected = first.setdefault((name, shape), (rank, value))
-                if value != expected:
+                began, (before, _) = everyone[0][0], everyone[0][1].get(name, (shape, value))
+                long = _as_long(shape, before, list(zip(lengths, began, strict=False)))
+                if value != expected or not long:
                     raise MismatchError(
                         f"tensor '{name}' of the batch, of shape {list(shape)}, is taken to be the "
-                        f"same for all samples, and differs between ranks {other} and {rank}; "
-                        "where it holds samples, say so: auto_parallel(..., "
+                        f"same for all samples, and differs between ranks {other if long else 0} "
+                        f"and {rank}; where it holds samples, say so: auto_parallel(..., "
                         f"batch_dims={{{name!r}: (0, None)}}) has as many rows of dim 0 for each; "
                         "or give all ranks the same"
                     )
+
+
+def _as_long(
+    shape: torch.Size, other: torch.Size, lengths: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether shapes on two ranks differ as the lengths of their samples do."""
+    pairs = zip(shape, other, strict=False)
+    return len(shape) == len(other) and all(a == b or (a, b) in lengths for a, b in pairs)
 
 
 def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float:

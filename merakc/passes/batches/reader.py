@@ -296,9 +296,8 @@ class Reader:
             return True
         if len(node.args) != len(twin.args):  # one that is given is the default in the other
             return True
-        types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
         differ = [k for k, (x, y) in enumerate(zip(node.args, twin.args, strict=True)) if x != y]
-        if node.kwargs == twin.kwargs and all(types[k] in NUMBERS for k in differ):
+        if node.kwargs == twin.kwargs and number_places(node).issuperset(differ):
             return any(isinstance(node.args[k], bool) for k in differ)
         if node.kwargs != twin.kwargs:
             return True
@@ -339,6 +338,16 @@ def seen_by_shape(
     if dims is None or grown > 1:
         return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")
     return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
+
+
+def number_places(node: Node) -> set[int]:
+    """The arguments of a node that are numbers of arithmetic, and no sizes."""
+    if node.op in KEY_POSITION:
+        return {k for k, arg in enumerate(node.args) if isinstance(arg, float)}
+    if not node.op.startswith("aten."):
+        return set()
+    arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]
+    return {k for k, a in enumerate(arguments[: len(node.args)]) if str(a.type) in NUMBERS}
 
 
 def _lifted(state: State) -> State:
