@@ -58,11 +58,11 @@ def train_layout(task: Task) -> Reference:
     dp_rank = mesh.coordinates(dist.get_rank())[0]
     losses: list[float] = []
     gradients: list[Tensors] = []
+    batches = [
+        split_batch(step_batch(case, task.batch_size, torch.float64, step), mesh.dp)[dp_rank]
+        for step in range(task.steps)
+    ]
     with lifted_casts() if task.lift_casts else nullcontext():
-        batches = [
-            split_batch(step_batch(case, task.batch_size, torch.float64, step), mesh.dp)[dp_rank]
-            for step in range(task.steps)
-        ]
         parallel = merakc.auto_parallel(
             model,
             batches[0],

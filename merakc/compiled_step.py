@@ -75,15 +75,16 @@ class CompiledStep:
         own = {i.target for i in found.part.inputs if i.kind is InputKind.BATCH}
         return tuple(sorted(names & own - found.sampled.keys()))
 
-    def lengths(self, batch: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
-        """The sizes of the tensors of a batch that hold samples, but of their number."""
-        sampled = self.recording.found.sampled if self.recording.found else {}
-        return tuple(
-            size
-            for name, rows in sorted(sampled.items())
-            for k, size in enumerate(batch[name].shape)
-            if k != rows.dim
-        )
+    def beside(self, batch: Mapping[str, torch.Tensor]) -> dict[tuple[str, int], int]:
+        """The sizes beside the samples in a batch, by tensor and dim: lengths, widths."""
+        found = self.recording.found
+        if not self.common or found is None:
+            return {}
+        return {
+            (name, dim): size
+            for name, rows in found.sampled.items() if name in batch
+            for dim, size in enumerate(batch[name].shape) if dim != rows.dim
+        }  # fmt: skip
 
     @cached_property
     def written(self) -> frozenset[str]:

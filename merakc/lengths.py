@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from merakc.batches import named_tensors, sample_rows
+from merakc.batches import named_tensors
 from merakc.errors import MismatchError
-from merakc.ir.batches import BatchDims, BatchSplit
+from merakc.ir.batches import BatchSplit, Rows
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import COUNTS
@@ -27,9 +27,10 @@ from merakc.passes.rows import Loss, Reduce
 from merakc.passes.rules import row_of
 
 
-def lengths_mark(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> int:
+def lengths_mark(
+    args: Sequence[Any], kwargs: Mapping[str, Any], sampled: Mapping[str, Rows]
+) -> int:
     """A hash of all of a batch but the values of its tensors and its number of samples."""
-    sampled = sample_rows(args, kwargs, dims)
     told = [
         (name, x.dtype, rows.sized(x.shape, 1) if (rows := sampled.get(name)) else tuple(x.shape))
         for name, x in named_tensors(args, kwargs).items()
@@ -38,13 +39,18 @@ def lengths_mark(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims
     return zlib.crc32(repr((told, others)).encode())
 
 
-def check_lengths(found: Analysis, split: BatchSplit, group: dist.ProcessGroup) -> None:
+def check_lengths(
+    found: Analysis | None, split: BatchSplit, group: dist.ProcessGroup | None
+) -> None:
     """Raises `MismatchError` where the whole batch is another computation on each rank, but for the
     sizes of what it is computed on; collective.
     """
+    if found is None or group is None:
+        return
     own = list(_facts(found.whole))
-    for graph in (split.head, split.known.whole if split.known else None):
-        own += [(share.spec.shape, "", graph.source) for share in (graph.waist if graph else ())]
+    for head in (split.head, split.known.whole if split.known else None):
+        if head is not None:
+            own += [(share.spec.shape, share.name, head.source) for share in head.waist]
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, own, group=group)
     for rank, other in enumerate(every):
@@ -60,7 +66,8 @@ def _told(rank: int, mine: tuple[Any, str, str], theirs: tuple[Any, str, str]) -
         f"{mine[2] or theirs[2]}: the batches of data-parallel ranks 0 and {rank} differ in more "
         f"than the number of samples, and what is computed differs with them ({mine[1]} "
         f"{mine[0]} on one, {theirs[1]} {theirs[0]} on the other): give all ranks samples of the "
-        "same sizes, padded alike, and the same numbers and flags"
+        "same sizes, padded alike, and the same numbers and flags; or say where samples stand, by "
+        "batch_dims"
     )
 
 

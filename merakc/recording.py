@@ -66,7 +66,7 @@ def record_part(
             found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
-            unchecked = certify(found, loss)
+            unchecked = certify(found, loss, forward.rest(found))
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
@@ -106,12 +106,25 @@ class _Forward:
         """The recording of the first part."""
         layout = self.layout
         part = self.sized(layout.each)
-        if layout.each > 1 or layout.parts == 1:
-            return part
-        two, wide = self.sized(2), _wide(layout.total)
+        return part if layout.each > 1 or layout.parts == 1 else self.one()
+
+    def one(self) -> Recording:
+        """The recording of one sample as a part of the batch."""
+        alone, two, wide = self.sized(1), self.sized(2), _wide(self.layout.total)
         with _telling(self.taken):
-            graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
-        return part if graph is part.graph else replace(two, graph=graph)
+            graph = of_one_sample(alone.graph, two.graph, self.sized(wide).graph, wide)
+        return alone if graph is alone.graph else replace(two, graph=graph)
+
+    def rest(self, found: Analysis) -> Analysis | None:
+        """What is found of the samples behind as many parts of equal size as there are, if any."""
+        left = found.total % found.samples
+        if not left:
+            return None
+        try:
+            graph = self.one().graph if left == 1 else self.sized(left).graph
+            return retaken(found, graph, found.whole, left, found.total)
+        except RecordError:  # a size of part that no rank has
+            return None
 
     def of_whole(self) -> Reads | None:
         """What Python has read of the whole batch, where that of its parts does not say it."""

@@ -14,11 +14,12 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_layout import layout_of
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
-from merakc.batches import batch_size_of, signature
+from merakc.batches import signature
 from merakc.compiled_step import CompiledStep
-from merakc.errors import PlanError
+from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import BatchLayout, ShareKind
@@ -27,7 +28,7 @@ from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
-from merakc.lengths import check_lengths, lengths_mark
+from merakc.lengths import check_lengths
 from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
@@ -42,7 +43,6 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.unused import drop_unused, forget
@@ -78,25 +78,22 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
-    unlike: bool = False  # whether the batches of dp ranks differ in more than their samples
+    alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
         self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
-        """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        """How the samples of the whole batch lie, of which this is a dp rank's; collective.
+
+        Raises `MismatchError` on all dp ranks where the sizes of their batches say otherwise where
+        the samples stand.
+        """
         open_dataclasses((args, kwargs))
-        plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
-        own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
-        if group is None:
-            return BatchLayout((own,), plan.micro_batches)
-        told = [own, lengths_mark(args, kwargs, plan.batch_dims)]
-        every = torch.empty(2 * plan.dp, dtype=torch.int64, device=self.device)
-        all_gather(every, torch.tensor(told, device=self.device), group).wait()
-        sizes, marks = every[::2].tolist(), every[1::2].tolist()
-        self.unlike = len(set(marks)) > 1
-        return BatchLayout(tuple(sizes), plan.micro_batches, dp_rank)
+        dp_rank, _, _ = self.groups.coordinates
+        group = self.groups.axis("dp")
+        return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
 
     def key(
         self,
@@ -168,12 +165,8 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        plan = self.planned.plan
-        known = self.reads.key(
-            key,
-            lambda: micro_batches_of(args, kwargs, plan),
-            lambda: micro_batches_of(args, kwargs, replace(plan, micro_batches=1))[0],
-        )
+        plan, self.alike = self.planned.plan, layout.alike
+        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts))
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -233,13 +226,14 @@ class Steps:
         is not `alone` (`trial_seconds`).
 
         None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
-        index made from them may be out of range. All ranks of a tp group fail alike.
+        index made from them may be out of range, a module may do what it did on no random
+        arguments. All ranks of a tp group fail alike.
         """
         self._bind()
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        errors = (ArithmeticError, LookupError, RuntimeError, ValueError) if alone else ()
-        with suppress(*errors):
+        errors = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
+        with suppress(*(errors if alone else ())):
             return trial_seconds(step.executor, alone=alone)
         return {}
 
@@ -264,11 +258,11 @@ class Steps:
         parts = micro_batches_of(args, kwargs, self.planned.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
-        if self.unlike and group is not None and step.recording.found is not None:
+        if not self.alike:
             check_lengths(step.recording.found, step.lowered.loss, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self.agreement.common = {n: batches[0][n] for n in step.common}
-        self.agreement.lengths = step.lengths(batches[0]) if step.common else ()
+        self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:

@@ -105,6 +105,20 @@ def test_ranks_have_to_know_how_their_batches_join() -> None:
         find_samples(readings, own)
 
 
+def test_a_forward_that_reads_no_samples_fits_no_reading() -> None:
+    """Every part of it would be the whole batch, of which each dp rank has another."""
+
+    class OneByOne(Elementwise):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            losses = [super(OneByOne, self).forward(row) for row in x]
+            return torch.stack(losses).mean()
+
+    batch = {"x": torch.zeros(8, 3), "w": torch.zeros(8)}
+    readings, own, seen = recorder(OneByOne(), batch, {"x": 0, "w": 0}, {"x": None, "w": 0})
+    assert find_samples(readings, own) == 0
+    assert seen == [0, 1]
+
+
 def test_samples_that_meet() -> None:
     batch = {"x": torch.zeros(8, 6), "w": torch.zeros(5)}
     readings, own, _ = recorder(Against(), batch, {"x": 0, "w": None}, {"x": 1, "w": None})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -109,17 +110,28 @@ def module_names(
             handle.remove()
 
 
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _nothing(entry: logging.LogRecord) -> bool:
+    """Lets no entry of a log pass."""
+    return False
+
+
 @contextlib.contextmanager
 def recordable() -> Iterator[None]:
     """Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a
-    kernel for whole layers that runs on CPUs only.
+    kernel for whole layers that runs on CPUs only. Why a call on fake tensors fails is in the error
+    that is raised, and not logged besides.
     """
     check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
     torch._check_tensor_all_with = _unchecked
     torch._C._set_mkldnn_enabled(False)
+    _LOG_OF_FAKES.addFilter(_nothing)
     try:
         yield
     finally:
+        _LOG_OF_FAKES.removeFilter(_nothing)
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._check_tensor_all_with = check
 

@@ -87,7 +87,9 @@ class _How:
     `reading` values.
 
     They are not told at first: what a library does in eager is what is trained. Exported ones read
-    less: what follows from values is asked for where neither does without.
+    less: what follows from values is asked for where neither does without. `eager` is why eager was
+    left: it speaks, and libraries are never told again, where an exported forward fails for
+    anything else than values.
     """
 
     fallbacks: Fallbacks
@@ -96,13 +98,18 @@ class _How:
     watched: bool = False
     exported: bool = False
     reading: bool = False
+    exports: bool = True
     asked: bool = False
+    eager: Exception | None = None
 
     def otherwise(self, error: Exception) -> None:
         """The next way, after an attempt that has failed. Raises the error where there is none."""
         self.asked |= isinstance(error, SymbolsNeededError)
-        if not self.exported:
-            self.exported = True
+        if self.exported and not isinstance(error, (SymbolsNeededError, UntraceableError)):
+            assert self.eager is not None
+            self.exported, self.exports, error = False, False, self.eager
+        if not self.exported and self.exports:
+            self.exported, self.eager = True, error
         elif self.asked and not self.reading:
             self.reading, self.exported = True, False
         elif isinstance(error, UntraceableError):

@@ -57,7 +57,8 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 # Calls that ask for a tensor's truth; the second also for numbers.
 TRUTHS = ("aten.is_nonzero.default", ITEM)
 # Calls whose answer is known where the tensor was made outside the forward.
-CONSTANT_VALUES = (ITEM, "aten.equal.default")
+EQUAL = "aten.equal.default"
+CONSTANT_VALUES = (ITEM, EQUAL)
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
@@ -237,6 +238,10 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
                 return answer
             if isinstance(args[0], FakeTensor):
                 return self._truth(args[0])
+        if name == EQUAL and isinstance(args[0], FakeTensor):
+            one, other = args
+            with self:
+                return one.shape == other.shape and bool((one == other).all())
         if name in ragged.RULES:
             return self._ragged(name, args, kwargs)
         if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):

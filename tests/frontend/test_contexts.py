@@ -154,3 +154,13 @@ def test_a_module_may_be_cast_to_what_it_is() -> None:
         record(wrong, (randn(4, 6),), {})
     assert nn.Module._apply is before
     assert wrong.layer.weight.dtype == torch.float64
+
+
+def test_what_fails_on_fake_tensors_is_an_error_and_no_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Small(lambda s, x: torch.matmul(s.layer(x), torch.ones(5, 5)).sum(), layer=linear())
+    with pytest.raises(RecordError, match="must have same reduction dim"):
+        record(model, (randn(4, 6),), {})
+    assert not caplog.records
+    assert not capfd.readouterr().err

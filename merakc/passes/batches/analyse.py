@@ -10,13 +10,14 @@ samples grow as the samples do, and no others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
-from merakc.passes.batches.alike import check_alike
-from merakc.passes.batches.normalise import normalised
+from merakc.passes.batches.alike import OtherPathError, check_alike
+from merakc.passes.batches.normalise import normalised, without_copies
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
     Outcome,
@@ -69,8 +70,7 @@ def analyse(
     part. Raises `RecordError` where a batch of another size takes another path.
     """
     assert 1 < samples < total, (samples, total)
-    part, whole = normalised(part), normalised(whole)
-    check_alike(part, whole, samples, total)
+    part, whole = _written_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = Reader(part, whole, sampled, samples, total)
     for item, twin in zip(part.inputs, whole.inputs, strict=True):
@@ -83,10 +83,34 @@ def analyse(
     )  # fmt: skip
 
 
+def _written_alike(part: Graph, whole: Graph, samples: int, total: int) -> tuple[Graph, Graph]:
+    """Both normalised, with copies that have a value in one piece where both have the same ones."""
+    for copies in (True, False):
+        one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        with suppress(*(OtherPathError,) * copies):
+            check_alike(one, other, samples, total)
+            break
+    return one, other
+
+
 def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
     """The graph with a guess of where the samples stand in what is drawn from nothing."""
     drawn = any(n.op in MADE_DRAWS for n in part.nodes)
     return key_draws(part, {n for n, rows in sampled.items() if rows == Rows()}) if drawn else part
+
+
+def _as_found(
+    found: Analysis, part: Graph, whole: Graph, samples: int, total: int
+) -> tuple[Graph, Graph]:
+    """Two recordings of other numbers of samples, written as the part was that was looked at."""
+    for copies in (True, False):
+        own = found.part if copies else without_copies(found.part)
+        one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        with suppress(*(OtherPathError,) * copies):
+            check_alike(one, own, samples, found.samples)
+            check_alike(other, own, total, found.samples)
+            break
+    return one, other
 
 
 def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int) -> Analysis:
@@ -94,19 +118,22 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
-    part, whole = normalised(part), normalised(whole)
+    part, whole = _as_found(found, part, whole, samples, total)
     for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
         if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
             raise RecordError(
                 f"a tensor made in the forward has other values for {samples} samples than for "
                 f"{found.samples}; train with dp=1 and micro_batches=1"
             )
-    for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
-        check_alike(graph, own, now, found.samples)
+    for graph, now in ((part, samples), (whole, total)):
         specs = graph.specs()
         for ref, state in found.states.items():
             dims = state.dims
-            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
+            if (
+                ref not in specs
+                or dims is None
+                or tuple(size(d, now) for d in dims) == specs[ref].shape
+            ):
                 continue
             node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(

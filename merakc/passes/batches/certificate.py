@@ -1,15 +1,16 @@
 """A second opinion with numbers: the end of the forward, whole against parts.
 
-The algebra proves; this checks what it proved. Behind the last layers, on random values in float64
-with labels that are spread unevenly, the step in parts must give the loss and every gradient that
-the recording of the whole batch gives. It shares no rule with the algebra, and reads of it only
-where the layers' samples stand.
+The algebra proves; this checks what it proved. On random values in float64 with labels that are
+spread unevenly, the step in parts must give the loss and every gradient that the recording of the
+whole batch gives: of a small model all of it, of others what stands behind the last layers. It
+shares no rule with the algebra, and reads of it only where the layers' samples stand.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,59 +28,89 @@ from merakc.passes.interpret import interpret
 Tensors = dict[str, torch.Tensor]
 # Relative to the largest number of what is compared; sums of float64 differ by far less.
 LIMIT = 1e-7
+# What is smaller than this part of the largest number of all, or of 1, about which the values are
+# that are drawn, may be nothing but rounding.
+SMALL = 1e-7
 # Elements of all values together up to which the end is computed: some tenths of a second.
 MOST_ELEMENTS = 1 << 22
+# Calls of the parts and the whole batch together up to which the layers are computed, too.
+MOST_CALLS = 2000
 ATTEMPTS = 2  # of each kind of draw
 VIEWS = ("aten.reshape.default", "aten.slice.Tensor", "aten.to.dtype", "aten.contiguous.default")
 
 
-def certify(found: Analysis, loss: Output) -> str:
+def certify(found: Analysis, loss: Output, rest: Analysis | None = None) -> str:
     """Compares the loss in parts with that of the whole batch; says why where it could not.
 
-    Raises `RecordError`, with the user's line, where they differ.
+    `rest` is what was found of what remains of the whole batch behind equal parts, if anything
+    does. Raises `RecordError`, with the user's line, where they differ.
     """
-    end = tail(found, loss)
-    if _elements(end.whole) > MOST_ELEMENTS:
-        end = shrunk(end)
-    if _elements(end.whole) > MOST_ELEMENTS:
+    count, left = divmod(found.total, found.samples)
+    if left and (rest is None or rest.samples != left):
+        return "the whole batch is no multiple of its parts"
+    parts = [found] * count + [rest] * bool(left)
+    why = ""
+    for layers in (True, False):
+        ends = {id(f): tail(f, loss, layers=layers) for f in parts if f is not None}
+        why = _certified(found, loss, [ends[id(f)] for f in parts], layers=layers)
+        if not why:
+            break
+    return why
+
+
+def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: bool) -> str:
+    """Compares these parts of the batch with the whole of it; says why where it could not."""
+    if layers and len(ends[0].whole.nodes) * (len(ends) + 1) > MOST_CALLS:
+        return "there are many layers"
+    if _elements(ends[0].whole) > MOST_ELEMENTS:
+        small = {id(end): shrunk(end) for end in ends}
+        ends = [small[id(end)] for end in ends]
+    if _elements(ends[0].whole) > MOST_ELEMENTS:
         return "what follows the layers is too large"
-    if any(end.outcomes[n.name].filled for n in end.part.nodes):
+    if any(end.outcomes[n.name].filled for end in ends for n in end.part.nodes):
         return "random masks have no places for just the values of their samples"
-    in_float64 = _as_float64(end)
-    why = "it gives no finite loss for random values"
+    lifted = {id(end): _as_float64(end) for end in ends}
+    ends = [lifted[id(end)] for end in ends]
+    whole, why = _keyed(ends[0]), "it gives no finite loss for random values"
     for kind, seed in itertools.product(("normal", "uniform"), range(ATTEMPTS)):
-        values = _Draws(in_float64.whole, kind, seed).values()
+        values = _Draws(whole, kind, seed).values()
         try:
-            wanted = _loss_and_gradients(_whole(in_float64, values), values)
+            wanted = _loss_and_gradients(_whole(whole, values), values)
         except (RuntimeError, IndexError, ValueError) as error:
             why = f"it fails on random values ({error})"
             continue
         if not wanted[0].isfinite():
             continue
-        outputs = in_float64.part.outputs
-        step = split(in_float64, outputs, most=1.0)
-        count = found.total // found.samples
-        if count * found.samples != found.total:
-            return "the whole batch is no multiple of its parts"
-        sizes = [found.samples] * count
-        sampled = dict(found.sampled)
-        for item in in_float64.part.inputs:
-            rows = in_float64.states[Ref(item.name)].rows
-            if item.kind is InputKind.ACTIVATION and rows is not None:
-                sampled[item.target] = rows
-        parts = replay([step] * count, sizes, values, values, sampled)
-        got = _loss_and_gradients(parts, values)
-        worst = max(map(_difference, wanted, got))
+        worst = _difference(wanted, _loss_and_gradients(_in_parts(ends, values), values))
         if worst > LIMIT:
             node = found.makers[loss.ref.node]
+            sizes = ", ".join(str(end.samples) for end in ends)
             raise CertificateError(
-                f"{node.source}: computed with numbers, the loss of {count} parts of "
-                f"{found.samples} samples and its gradients differ from those of the whole batch "
-                f"by {worst:.1e} of their size: a rule is wrong of a call between the last layers "
-                "and the loss; train with dp=1 and micro_batches=1, and report it"
+                f"{node.source}: computed with numbers, the loss of {len(ends)} parts of {sizes} "
+                "samples and its gradients differ from those of the whole batch by "
+                f"{worst:.1e} of their size: a rule is wrong of a call that the loss follows from; "
+                "train with dp=1 and micro_batches=1, and report it"
             )
         return ""
     return why
+
+
+def _keyed(end: Analysis) -> Graph:
+    """The graph of the whole batch, whose draws are keyed by its samples."""
+    nodes = tuple(keyed(end, n, end.total) for n in end.whole.nodes)
+    return replace(end.whole, nodes=nodes)
+
+
+def _in_parts(ends: Sequence[Analysis], values: Tensors) -> torch.Tensor:
+    """The loss of parts of the batch, one behind the other."""
+    splits = {id(end): split(end, end.part.outputs, most=1.0) for end in ends}
+    sampled = dict(ends[0].sampled)
+    for item in ends[0].part.inputs:
+        rows = ends[0].states[Ref(item.name)].rows
+        if item.kind is InputKind.ACTIVATION and rows is not None:
+            sampled[item.target] = rows
+    steps = [splits[id(end)] for end in ends]
+    return replay(steps, [end.samples for end in ends], values, values, sampled)
 
 
 def _elements(graph: Graph) -> int:
@@ -94,21 +125,25 @@ def _loss_and_gradients(loss: torch.Tensor, values: Tensors) -> list[torch.Tenso
     return [loss.detach(), *gradients]
 
 
-def _difference(one: torch.Tensor, two: torch.Tensor) -> float:
-    scale = max(float(one.abs().max()), 1e-12) if one.numel() else 1.0
-    apart = (one - two).abs().nan_to_num(nan=0.0)
-    unlike = one.isnan() != two.isnan()
-    return float("inf") if unlike.any() else float(apart.max()) / scale if one.numel() else 0.0
+def _difference(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> float:
+    """The largest difference of two lists of tensors, relative to the largest number of each."""
+    sizes = [float(x.abs().nan_to_num(nan=0.0).max()) for x in wanted if x.numel()]
+    least, worst = SMALL * max(1.0, *sizes), 0.0
+    for one, two in zip(wanted, got, strict=True):
+        if not one.numel():
+            continue
+        if (one.isnan() != two.isnan()).any():
+            return math.inf
+        scale = max(float(one.abs().nan_to_num(nan=0.0).max()), least)
+        worst = max(worst, float((one - two).abs().nan_to_num(nan=0.0).max()) / scale)
+    return worst
 
 
-def _whole(found: Analysis, values: Tensors) -> torch.Tensor:
+def _whole(graph: Graph, values: Tensors) -> torch.Tensor:
     given = {
-        i.name: values.get(i.target or i.name, torch.tensor(0))
-        for i in found.whole.inputs
-        if i.name not in found.whole.constants
+        i.name: values[i.target or i.name] for i in graph.inputs if i.name not in graph.constants
     }
-    nodes = tuple(keyed(found, n, found.total) for n in found.whole.nodes)
-    (loss,) = interpret(replace(found.whole, nodes=nodes), given)
+    (loss,) = interpret(graph, given)
     total: torch.Tensor = loss.sum()
     return total
 
@@ -131,11 +166,13 @@ class _Draws:
         return {
             i.target or i.name: self.draw(i)
             for i in self.graph.inputs
-            if i.name not in self.graph.constants and i.kind is not InputKind.SCALAR
+            if i.name not in self.graph.constants
         }
 
     def draw(self, item: Input) -> torch.Tensor:
         spec = item.spec
+        if item.kind is InputKind.SCALAR:
+            return torch.zeros(spec.shape, dtype=spec.dtype)
         if not spec.dtype.is_floating_point and not spec.dtype.is_complex:
             return self.whole_numbers(item, spec)
         kinds = (InputKind.PARAMETER, InputKind.ACTIVATION)

@@ -21,7 +21,6 @@ from merakc.ir.graph import (
     map_refs,
 )
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.linear import ADDED, CHOOSING
 from merakc.passes.batches.own_rules import BATCH_NORM

@@ -274,7 +274,9 @@ class Reader:
         it, and has a gradient of its own.
         """
         node = place.node
-        states = tuple(o and State(Kind.CONSTANT, plain(o.shape)) for o in node.outputs)
+        states = tuple(
+            None if o is None else State(Kind.CONSTANT, plain(o.shape)) for o in node.outputs
+        )
         if self.grads.isdisjoint(node.refs):
             return Outcome(states)
         apart, what = seen_apart(place), node.module if node.op == OPAQUE else node.op

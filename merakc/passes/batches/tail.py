@@ -13,7 +13,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, Output, Ref, TensorSp
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.normalise import CROSS_ENTROPY, FULL
 from merakc.passes.batches.states import SAMPLES, Kind
-from merakc.passes.batches.waist import is_work, of_parameters
+from merakc.passes.batches.waist import is_unseen, is_work, of_parameters
 from merakc.passes.dims import Dims, given
 from merakc.passes.factors import Factor, leaves
 from merakc.passes.propagate import propagate
@@ -41,9 +41,17 @@ FREE = frozenset(
 )
 
 
-def tail(found: Analysis, loss: Output) -> Analysis:
-    """What was found of the nodes behind the last layers; the layers' values are inputs."""
+def tail(found: Analysis, loss: Output, *, layers: bool = False) -> Analysis:
+    """What was found of the nodes behind the last layers, whose values are inputs; with `layers`,
+    of these too. What no rule looks into, or is so by convention, is never part of it.
+    """
     made = of_parameters(found)
+
+    def is_before(node: Node) -> bool:
+        if layers:
+            return is_unseen(node) or bool(found.outcomes[node.name].assumed)
+        return is_work(found, node, made) or bool(found.outcomes[node.name].assumed)
+
     keep: set[str] = set()
     cut: dict[Ref, None] = {}
     waiting = [loss.ref]
@@ -53,7 +61,7 @@ def tail(found: Analysis, loss: Output) -> Analysis:
         if node is None or node.name in keep or ref in cut:
             continue
         fits = state.rows is not None or state.kind is Kind.CONSTANT
-        if fits and not state.routed and not state.known and is_work(found, node, made):
+        if fits and not state.routed and not state.known and is_before(node):
             cut[ref] = None
         else:
             keep.add(node.name)
