@@ -78,7 +78,9 @@ def _facts(graph: Graph) -> Iterator[tuple[Any, str, str]]:
         numbers: tuple[Any, ...] = ()
         if node.op != COUNTS:
             numbers = tuple(
-                node.args[k] for k in number_places(node) if not isinstance(node.args[k], Ref)
+                arg
+                for k, arg in enumerate(node.args)
+                if k in number_places(node) and not isinstance(arg, Ref)
             )
         if _is_mean(node):
             numbers += (specs[node.refs[0]].numel, node.spec.numel)

@@ -388,9 +388,8 @@ class Steps:
 
         def reduce(gradients: Tensors) -> None:
             for group, names in tied:
-                for name in names:
-                    if name not in gradients:
-                        gradients[name] = self._zeros(name)
+                missing = [name for name in names if name not in gradients]
+                gradients |= {name: self._zeros(name) for name in missing}
                 reduce_tensors([gradients[n] for n in names], group)
 
         return reduce

@@ -24,7 +24,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.linear import ADDED, CHOOSING
 from merakc.passes.batches.own_rules import BATCH_NORM
-from merakc.passes.batches.reader import number_places
+from merakc.passes.batches.reader import number_places, with_defaults
 from merakc.passes.batches.states import SAMPLES, Kind
 
 MUL, CAST, COUNTED = "aten.mul.Tensor", "aten.to.dtype", "merakc.counted.default"
@@ -284,10 +284,10 @@ def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ..
     """The arguments of a part's node, with the whole batch's numbers in the place of its own."""
     if node.args == twin.args:
         return args
-    numbers = number_places(node)
+    numbers, pairs = number_places(node), zip(*with_defaults(node, args, twin.args), strict=True)
     return tuple(
         other if k in numbers and not isinstance(other, Ref) else mine
-        for k, (mine, other) in enumerate(zip(args, twin.args, strict=True))
+        for k, (mine, other) in enumerate(pairs)
     )
 
 
