@@ -8,15 +8,15 @@ shares no rule with the algebra, and reads of it only where the layers' samples 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from merakc.errors import RecordError
+from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Output, Ref, TensorSpec
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.part import keyed
@@ -35,7 +35,18 @@ SMALL = 1e-7
 MOST_ELEMENTS = 1 << 22
 # Calls of the parts and the whole batch together up to which the layers are computed, too.
 MOST_CALLS = 2000
-ATTEMPTS = 2  # of each kind of draw
+# Elements up to which more than one draw is compared: a choice, such as of the samples above a
+# median, may be the same by chance.
+FEW_ELEMENTS = 1 << 16
+# How values are drawn: normal ones for what is trained, in full size or small, lest margins hide
+# all else; all between 0 and 1; or with zeros among the batch's, as in masks, of which half of the
+# samples hold nothing else. Beside each, from how many numbers whole ones are drawn, lest a class
+# be missing.
+DRAWS = (
+    ("normal", 2), ("uniform", 3), ("small", 6), ("sparse", 2),
+    ("normal", 3), ("small", 2), ("sparse", 3), ("uniform", 2),
+)  # fmt: skip
+SMALL_VALUES, ZEROS = 0.2, 0.4
 VIEWS = ("aten.reshape.default", "aten.slice.Tensor", "aten.to.dtype", "aten.contiguous.default")
 
 
@@ -72,8 +83,9 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: b
     lifted = {id(end): _as_float64(end) for end in ends}
     ends = [lifted[id(end)] for end in ends]
     whole, why = _keyed(ends[0]), "it gives no finite loss for random values"
-    for kind, seed in itertools.product(("normal", "uniform"), range(ATTEMPTS)):
-        values = _Draws(whole, kind, seed).values()
+    several, done = _elements(whole) * (len(ends) + 1) < FEW_ELEMENTS, False
+    for seed, (kind, classes) in enumerate(DRAWS):
+        values = _Draws(whole, ends[0].sampled, kind, classes, seed).values()
         try:
             wanted = _loss_and_gradients(_whole(whole, values), values)
         except (RuntimeError, IndexError, ValueError) as error:
@@ -91,8 +103,10 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: b
                 f"{worst:.1e} of their size: a rule is wrong of a call that the loss follows from; "
                 "train with dp=1 and micro_batches=1, and report it"
             )
-        return ""
-    return why
+        done = True
+        if not several and any(x.count_nonzero() for x in wanted[1:]):
+            break
+    return "" if done else why
 
 
 def _keyed(end: Analysis) -> Graph:
@@ -151,10 +165,14 @@ def _whole(graph: Graph, values: Tensors) -> torch.Tensor:
 class _Draws:
     """Random values for the inputs of a graph, by their targets."""
 
-    def __init__(self, graph: Graph, kind: str, seed: int) -> None:
-        self.graph, self.kind = graph, kind
+    def __init__(
+        self, graph: Graph, sampled: Mapping[str, Rows], kind: str, classes: int, seed: int
+    ) -> None:
+        self.graph, self.sampled, self.kind, self.classes = graph, sampled, kind, classes
         self.random = torch.Generator().manual_seed(seed)
-        self.special = {name: set(values) for name, values in _compared(graph)}
+        self.special: dict[str, set[float]] = {}
+        for name, values in _compared(graph):
+            self.special.setdefault(name, set()).update(values)
 
     def values(self) -> Tensors:
         return {
@@ -164,36 +182,56 @@ class _Draws:
         }
 
     def draw(self, item: Input) -> torch.Tensor:
-        spec = item.spec
+        spec, special = item.spec, sorted(self.special.get(item.name, ()))
         if item.kind is InputKind.SCALAR:
             return torch.zeros(spec.shape, dtype=spec.dtype)
+        trained = item.kind in (InputKind.PARAMETER, InputKind.ACTIVATION)
+        found = torch.empty(spec.shape, dtype=torch.float64)
         if not spec.dtype.is_floating_point and not spec.dtype.is_complex:
-            return self.whole_numbers(item, spec)
-        kinds = (InputKind.PARAMETER, InputKind.ACTIVATION)
-        normal = self.kind == "normal" and item.kind in kinds
-        found = torch.empty(spec.shape, dtype=spec.dtype)
-        if normal:
+            first = range(2 if spec.dtype == torch.bool else self.classes)
+            found = self.chosen(spec, [*first, *special])
+        elif trained and self.kind in ("normal", "small"):
             found.normal_(generator=self.random)
+            found *= SMALL_VALUES if self.kind == "small" else 1.0
         else:
             found.uniform_(0.05, 0.95, generator=self.random)
-        return found.requires_grad_(item.kind in kinds)
+            if special and not trained:
+                kept = torch.rand(spec.shape, generator=self.random) < ZEROS
+                found = found.where(kept, self.chosen(spec, special))
+        if self.kind == "sparse" and not trained and spec.shape:
+            whole = not spec.dtype.is_floating_point
+            found = self.missing(item.target, found, special[0] if whole and special else 0.0)
+        found = found.to(spec.dtype)
+        return found.requires_grad_() if trained and found.is_floating_point() else found
 
-    def whole_numbers(self, item: Input, spec: TensorSpec) -> torch.Tensor:
-        """Zeros, ones, and what the graph compares them with: labels to be ignored, ends."""
-        choices = torch.tensor([0, 1, *sorted(self.special.get(item.name, ()))])
+    def chosen(self, spec: TensorSpec, choices: Sequence[float]) -> torch.Tensor:
+        """Some of these numbers: labels, those to be ignored, ends, signs."""
         pick = torch.randint(len(choices), spec.shape, generator=self.random)
-        return choices[pick].to(spec.dtype)
+        return torch.tensor(choices, dtype=torch.float64)[pick]
+
+    def missing(self, target: str, found: torch.Tensor, value: float) -> torch.Tensor:
+        """The tensor with elements here and there at a value, and half of its samples all of it."""
+        found = found.masked_fill(torch.rand(found.shape, generator=self.random) < ZEROS, value)
+        rows = self.sampled.get(target)
+        if rows is not None:
+            samples = rows.samples(found.shape)
+            half = samples // 2
+            first = int(torch.randint(half + 1, (), generator=self.random))
+            index = torch.arange(found.shape[rows.dim]) // rows.inner % samples
+            gone = (index >= first) & (index < first + half)
+            found = found.index_fill(rows.dim, gone.nonzero().flatten(), value)
+        return found
 
 
-def _compared(graph: Graph) -> Iterator[tuple[str, list[int]]]:
-    """The inputs of whole numbers, each with the numbers that the graph asks of them."""
-    root = {Ref(i.name): i.name for i in graph.inputs}
+def _compared(graph: Graph) -> Iterator[tuple[str, list[float]]]:
+    """The inputs of a batch with the numbers that the graph compares them with."""
+    root = {Ref(i.name): i.name for i in graph.inputs if i.kind is InputKind.BATCH}
     for node in graph.nodes:
         if node.op in VIEWS and node.refs[0] in root:
             root |= dict.fromkeys(node.made, root[node.refs[0]])
         for k, ref in enumerate(node.refs):
             if ref in root and node.op in ("aten.ne.Scalar", "aten.eq.Scalar") and k == 0:
-                yield root[ref], [node.args[1]] if isinstance(node.args[1], int) else []
+                yield root[ref], [node.args[1]] if isinstance(node.args[1], (int, float)) else []
 
 
 def _as_float64(found: Analysis) -> Analysis:

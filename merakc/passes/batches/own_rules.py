@@ -41,6 +41,7 @@ class Place:
     """
 
     part: Graph
+    whole: Graph
     node: Node
     twin: Node
     states: Mapping[Ref, State]
