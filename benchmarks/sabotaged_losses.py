@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import torch
@@ -29,12 +29,14 @@ from benchmarks.loss_formulas.formula import (
 from benchmarks.sabotage import Log, Sabotage
 from merakc.errors import MerakError, RecordError
 from merakc.ir.batches import BatchLayout, BatchSplit, Rows
-from merakc.ir.graph import Graph, Output, OutputKind, Ref
+from merakc.ir.graph import Graph, InputKind, Output, OutputKind, Ref
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.certificate import LIMIT, certify
+from merakc.passes.batches.part import keyed
 from merakc.passes.batches.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import Kind
+from merakc.passes.interpret import interpret
 from merakc.recording import _Forward, analysed
 
 CPU = torch.device("cpu")
@@ -97,6 +99,22 @@ class Subject:
         )
         return [loss.detach(), *grads]
 
+    def whole(self, found: Analysis) -> list[Tensor]:
+        """The loss and gradients of the whole batch at once, drawn as was found."""
+        state = dict(self.model.named_parameters())
+        scalars = {i.name: torch.zeros((), dtype=torch.int64) for i in found.whole.inputs
+                   if i.kind is InputKind.SCALAR}  # fmt: skip
+        known = {**state, **self.batch, **scalars}
+        inputs = {i.name: known.get(i.target, known.get(i.name)) for i in found.whole.inputs
+                  if i.name not in found.whole.constants}  # fmt: skip
+        nodes = tuple(keyed(found, n, found.total) for n in found.whole.nodes)
+        outputs = interpret(replace(found.whole, nodes=nodes), inputs)
+        loss = outputs[found.whole.outputs.index(_loss(found))]
+        grads = torch.autograd.grad(
+            loss, list(state.values()), allow_unused=True, materialize_grads=True
+        )
+        return [loss.detach(), *grads]
+
 
 def _splits(found: Mapping[int, Analysis]) -> dict[int, BatchSplit]:
     return {n: split(own, own.part.outputs) for n, own in found.items()}
@@ -127,6 +145,8 @@ def _seen(sabotage: Sabotage, subject: Subject, sizes: tuple[int, ...]) -> Seen:
             first, *others = found.values()
             certify(first, _loss(first), *others)
             given = subject.given(_splits(found), sizes)
+            if subject.formula.draws:  # whatever is drawn, it is to be the same in one part
+                right = subject.whole(first)
         except RecordError as error:
             return Seen.CERTIFICATE if "computed with numbers" in str(error) else Seen.CHECK
         except (AssertionError, LookupError, MerakError, RuntimeError, TypeError, ValueError):

@@ -35,7 +35,7 @@ SEEN = {
     ("rows that meet a sum", "centred"): {Seen.CERTIFICATE},
     ("numbers in arithmetic", "sum_by_n"): {Seen.CERTIFICATE},
     ("the share of a part", "mse"): {Seen.CERTIFICATE},
-    ("known values", "class_weight_by_frequency"): {Seen.CERTIFICATE, Seen.CHECK},
+    ("known values", "targets_standardised"): {Seen.CERTIFICATE, Seen.CHECK},
     ("mean over valid labels", "ce"): {Seen.CERTIFICATE},
 }
 

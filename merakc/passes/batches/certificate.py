@@ -9,25 +9,31 @@ shares no rule with the algebra, and reads of it only where the layers' samples 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Graph, Input, InputKind, Output, Ref, TensorSpec
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, Ref, TensorSpec
 from merakc.passes.batches.analyse import Analysis
+from merakc.passes.batches.normalise import CROSS_ENTROPY, NLL
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.tail import shrunk, tail, with_graphs
+from merakc.passes.dims import given
 from merakc.passes.interpret import interpret
 
 Tensors = dict[str, torch.Tensor]
+Made = TypeVar("Made")
 # Relative to the largest number of what is compared; sums of float64 differ by far less.
 LIMIT = 1e-7
+# Where whole numbers meet Python's floats torch computes in float32, whatever all else is in.
+LIMIT_FLOAT32 = 1e-5
 # What is smaller than this part of the largest number of all, or of 1, about which the values are
 # that are drawn, may be nothing but rounding.
 SMALL = 1e-7
@@ -49,6 +55,12 @@ DRAWS = (
 SMALL_VALUES, ZEROS = 0.2, 0.4
 VIEWS = ("aten.reshape.default", "aten.slice.Tensor", "aten.to.dtype", "aten.contiguous.default")
 
+# Calls that compare an argument with a number, by the place of the one and the name of the other.
+ASKED = {
+    "aten.ne.Scalar": (0, "other"), "aten.eq.Scalar": (0, "other"),
+    CROSS_ENTROPY: (1, "ignore_index"), **dict.fromkeys(NLL, (1, "ignore_index")),
+}  # fmt: skip
+
 
 def certify(found: Analysis, loss: Output, rest: Analysis | None = None) -> str:
     """Compares the loss in parts with that of the whole batch; says why where it could not.
@@ -60,29 +72,28 @@ def certify(found: Analysis, loss: Output, rest: Analysis | None = None) -> str:
     if left and (rest is None or rest.samples != left):
         return "the whole batch is no multiple of its parts"
     parts = [found] * count + [rest] * bool(left)
+    few = len(found.whole.nodes) * (len(parts) + 1) <= MOST_CALLS
     why = ""
-    for layers in (True, False):
-        ends = {id(f): tail(f, loss, layers=layers) for f in parts if f is not None}
-        why = _certified(found, loss, [ends[id(f)] for f in parts], layers=layers)
+    for layers in (True, False) if few else (False,):
+        own = partial(tail, loss=loss, layers=layers)
+        why = _certified(found, loss, _each([f for f in parts if f is not None], own))
         if not why:
             break
     return why
 
 
-def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: bool) -> str:
+def _certified(found: Analysis, loss: Output, ends: list[Analysis]) -> str:
     """Compares these parts of the batch with the whole of it; says why where it could not."""
-    if layers and len(ends[0].whole.nodes) * (len(ends) + 1) > MOST_CALLS:
-        return "there are many layers"
     if _elements(ends[0].whole) > MOST_ELEMENTS:
-        small = {id(end): shrunk(end) for end in ends}
-        ends = [small[id(end)] for end in ends]
+        ends = _each(ends, shrunk)
     if _elements(ends[0].whole) > MOST_ELEMENTS:
         return "what follows the layers is too large"
     if any(end.outcomes[n.name].filled for end in ends for n in end.part.nodes):
         return "random masks have no places for just the values of their samples"
-    lifted = {id(end): _as_float64(end) for end in ends}
-    ends = [lifted[id(end)] for end in ends]
+    ends = _each(ends, _as_float64)
     whole, why = _keyed(ends[0]), "it gives no finite loss for random values"
+    specs = whole.specs()
+    limit = LIMIT_FLOAT32 if any(_promotes(n, specs) for n in whole.nodes) else LIMIT
     several, done = _elements(whole) * (len(ends) + 1) < FEW_ELEMENTS, False
     for seed, (kind, classes) in enumerate(DRAWS):
         values = _Draws(whole, ends[0].sampled, kind, classes, seed).values()
@@ -94,7 +105,7 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: b
         if not wanted[0].isfinite():
             continue
         worst = _difference(wanted, _loss_and_gradients(_in_parts(ends, values), values))
-        if worst > LIMIT:
+        if worst > limit:
             node = found.makers[loss.ref.node]
             sizes = ", ".join(str(end.samples) for end in ends)
             raise RecordError(
@@ -109,21 +120,35 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis], *, layers: b
     return "" if done else why
 
 
+def _each(parts: Sequence[Analysis], made: Callable[[Analysis], Made]) -> list[Made]:
+    """What is made of each part; once of parts that are one."""
+    known = {id(part): part for part in parts}
+    found = {key: made(part) for key, part in known.items()}
+    return [found[id(part)] for part in parts]
+
+
+def _promotes(node: Node, specs: Mapping[Ref, TensorSpec]) -> bool:
+    """Whether a call makes floats of whole numbers alone, and is not told which floats."""
+    if not node.refs or any(specs[r].dtype.is_floating_point for r in node.refs):
+        return False
+    told = any(isinstance(a, torch.dtype) for a in (*node.args, *dict(node.kwargs).values()))
+    return not told and any(o is not None and o.dtype.is_floating_point for o in node.outputs)
+
+
 def _keyed(end: Analysis) -> Graph:
-    """The graph of the whole batch, whose draws are keyed by its samples."""
-    nodes = tuple(keyed(end, n, end.total) for n in end.whole.nodes)
-    return replace(end.whole, nodes=nodes)
+    """The recording of the whole batch as it was, whose draws are keyed by its samples."""
+    whole = end.recorded or end.whole
+    return replace(whole, nodes=tuple(keyed(end, n, end.total) for n in whole.nodes))
 
 
 def _in_parts(ends: Sequence[Analysis], values: Tensors) -> torch.Tensor:
     """The loss of parts of the batch, one behind the other."""
-    splits = {id(end): split(end, end.part.outputs, most=1.0) for end in ends}
+    steps = _each(ends, lambda end: split(end, end.part.outputs, most=1.0))
     sampled = dict(ends[0].sampled)
     for item in ends[0].part.inputs:
         rows = ends[0].states[Ref(item.name)].rows
         if item.kind is InputKind.ACTIVATION and rows is not None:
             sampled[item.target] = rows
-    steps = [splits[id(end)] for end in ends]
     return replay(steps, [end.samples for end in ends], values, values, sampled)
 
 
@@ -154,10 +179,10 @@ def _difference(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> 
 
 
 def _whole(graph: Graph, values: Tensors) -> torch.Tensor:
-    given = {
+    inputs = {
         i.name: values[i.target or i.name] for i in graph.inputs if i.name not in graph.constants
     }
-    (loss,) = interpret(graph, given)
+    (loss,) = interpret(graph, inputs)
     total: torch.Tensor = loss.sum()
     return total
 
@@ -229,9 +254,11 @@ def _compared(graph: Graph) -> Iterator[tuple[str, list[float]]]:
     for node in graph.nodes:
         if node.op in VIEWS and node.refs[0] in root:
             root |= dict.fromkeys(node.made, root[node.refs[0]])
-        for k, ref in enumerate(node.refs):
-            if ref in root and node.op in ("aten.ne.Scalar", "aten.eq.Scalar") and k == 0:
-                yield root[ref], [node.args[1]] if isinstance(node.args[1], (int, float)) else []
+        at, name = ASKED.get(node.op, (0, ""))
+        asked = given(node, name) if name else None
+        ref = node.args[at] if name else None
+        if ref in root and isinstance(asked, (int, float)):
+            yield root[ref], [asked]
 
 
 def _as_float64(found: Analysis) -> Analysis:
@@ -264,4 +291,5 @@ def _as_float64(found: Analysis) -> Analysis:
         }
         return replace(graph, inputs=inputs, nodes=nodes, constants=constants)
 
-    return with_graphs(found, lifted(found.part), lifted(found.whole))
+    recorded = lifted(found.recorded) if found.recorded else None
+    return with_graphs(found, lifted(found.part), lifted(found.whole), recorded)
