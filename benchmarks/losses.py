@@ -183,14 +183,14 @@ whose classes, words, features or parameters tp splits.
 
 ## When a rule is wrong
 
-Each kind of rule of the algebra is replaced by a wrong one in turn, and every formula that it reaches
-is analysed, certified and run in this process, in four even parts and in 5 and 3 samples. The numbers
-are of formulas; of both splits the worse one counts. Seen by the *shapes*: both recordings contradict
-the claim, which then counts as coupled. By the *certificate*: `auto_parallel` refuses. By *another
-check, or an error*: the claim breaks what is made of it, before or at the step. *Changes nothing*: the
-step is the same, since the wrong rule is weaker than the right one, or makes no difference in that
-formula. *Missed*: another loss or gradient, by more than {LIMIT:.0e}, without a word. Beside the
-formulas below, {len(of_rules.FORMULAS)} losses are run that reach rules of which these make no use.
+Each kind of rule of the algebra is replaced by a wrong one in turn, and every formula that it
+reaches is analysed, certified and run in this process, in four even parts and in 5 and 3 samples.
+The numbers are of formulas; of both splits the worse one counts. Seen by the *shapes*: both
+recordings contradict the claim, which then counts as coupled. By the *certificate*: `auto_parallel`
+refuses. By *another check, or an error*: the claim breaks what is made of it, before the step or at
+it. *Changes nothing*: the step is the same, since the wrong rule is weaker than the right one, or
+makes no difference in that formula. *Missed*: another loss or gradient, by more than {LIMIT:.0e},
+without a word. {len(of_rules.FORMULAS)} losses beside those below reach the other rules.
 
 {sabotage_summary(lines)}.
 
@@ -200,8 +200,8 @@ formulas below, {len(of_rules.FORMULAS)} losses are run that reach rules of whic
 
 ## Losses drawn at random
 
-`python -m benchmarks.random_losses` draws trees of sums, means, products, guards, counts and couplings
-and compares each with one process. {RANDOM}
+`python -m benchmarks.random_losses` draws trees of sums, means, products, guards, counts and
+couplings, and compares each with one process. {RANDOM}
 
 ## The formulas
 

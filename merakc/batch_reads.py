@@ -28,24 +28,33 @@ def micro_batches_of(
 class BatchReads:
     """What the recordings of one model have read, by the key of all else that they depend on."""
 
-    known: dict[Any, list[Reads]] = field(default_factory=dict)
+    known: dict[Any, list[tuple[Reads, Reads | None]]] = field(default_factory=dict)
 
-    def add(self, key: Any, reads: Reads | None) -> Any:
-        """The key of a new recording's step, with what the recording has read."""
+    def add(self, key: Any, reads: Reads | None, of_whole: Reads | None) -> Any:
+        """The key of a new recording's step, with what the recording has read, and what that of
+        the whole batch has, where the parts do not say it.
+        """
         if reads is None:
             return key
-        self.known.setdefault(key, []).append(reads)
-        return key, reads.answers
+        self.known.setdefault(key, []).append((reads, of_whole))
+        return key, reads.answers, of_whole and of_whole.answers
 
-    def key(self, key: Any, parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]]) -> Any:
-        """The key of the step whose recording read what all parts of a batch say; `key` itself
-        where there is none.
+    def key(
+        self,
+        key: Any,
+        parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]],
+        whole: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> Any:
+        """The key of the step whose recording read what all parts of a batch say, and the whole;
+        `key` itself where there is none.
         """
         known = self.known.get(key, ())
         given = parts() if known else ()
-        for reads in known:
-            if not any(map(reads.difference, given)):
-                return key, reads.answers
+        for reads, of_whole in known:
+            if any(map(reads.difference, given)):
+                continue
+            if of_whole is None or not of_whole.difference(whole()):
+                return key, reads.answers, of_whole and of_whole.answers
         return key
 
     def agree(self, reads: Reads | None, group: dist.ProcessGroup | None) -> None:

@@ -11,9 +11,11 @@ from merakc.errors import MerakError
 from merakc.frontend.reads import ValuesNeededError
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Rows
 from merakc.ir.graph import InputKind, OutputKind
+from merakc.passes.batches.certificate import CertificateError
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import Kind
+from merakc.passes.key_draws import has_draws
 
 # Readings of a batch that are recorded where the likeliest does not hold: each takes as long as the
 # first.
@@ -64,20 +66,29 @@ def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording
 
 
 def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRecording | None:
-    """The recording under a reading; None where the forward does not take it."""
+    """The recording under a reading; None where the forward does not take it, or reads no sample
+    then: every part would run the whole of it, which dp ranks are given other batches for, and draw
+    other numbers than one part does.
+    """
     try:
-        return record(reading)
-    except ValuesNeededError:  # under any reading
+        found = record(reading)
+    except (ValuesNeededError, CertificateError):  # under any reading
         raise
     except MerakError:
         return None
+    empty = reading > 0 and not any(rows for _, rows in _read(found))
+    return None if empty and (len(found.layout.sizes) > 1 or has_draws(found.graph)) else found
 
 
 def fit_of(recording: BatchRecording) -> Fit:
-    """How the samples of a recorded part lie in its forward."""
-    found = recording.found
-    if found is None or found.share == 1:
+    """How the samples of a recorded part lie in its forward; those of a batch that is one part
+    matter for what is drawn alone, which is to be as it would be in several.
+    """
+    found, whole = recording.found, recording.layout.parts == 1
+    if whole and not has_draws(recording.graph):
         return Fit.APART
+    if found is None:
+        return Fit.REFUSED
     outputs = [o for o in recording.graph.outputs if o.kind is OutputKind.LOSS]
     if all(found.states[o.ref].kind is not Kind.COUPLED for o in outputs):
         return Fit.APART

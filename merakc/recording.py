@@ -19,6 +19,7 @@ from merakc.batches import (
     taken_dims,
 )
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
+from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording, record
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
@@ -77,7 +78,7 @@ def record_part(
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
         part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
-        unchecked=unchecked,
+        unchecked=unchecked, of_whole=forward.of_whole(),
     )  # fmt: skip
 
 
@@ -124,6 +125,13 @@ class _Forward:
             return retaken(found, graph, found.whole, left, found.total)
         except RecordError:  # a size of part that no rank has
             return None
+
+    def of_whole(self) -> Reads | None:
+        """What Python has read of the whole batch, where that of its parts does not say it."""
+        layout, reads = self.layout, self.sized(self.layout.each).reads
+        if layout.parts == 1 or reads is None or all(read.of_whole for read in reads.asked):
+            return None
+        return self.sized(layout.total).reads
 
     def sized(self, samples: int) -> Recording:
         """The recording for so many samples: a part and this rank's batch with their values."""

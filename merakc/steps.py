@@ -19,7 +19,7 @@ from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import signature
 from merakc.compiled_step import CompiledStep
-from merakc.errors import PlanError
+from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import BatchLayout, ShareKind
@@ -118,7 +118,7 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
-        key = self.reads.add(key, recording.reads)
+        key = self.reads.add(key, recording.reads, recording.of_whole)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -164,7 +164,11 @@ class Steps:
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
         plan = self.planned.plan
-        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, plan))
+        known = self.reads.key(
+            key,
+            lambda: micro_batches_of(args, kwargs, plan),
+            lambda: micro_batches_of(args, kwargs, replace(plan, micro_batches=1))[0],
+        )
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -224,13 +228,14 @@ class Steps:
         is not `alone` (`trial_seconds`).
 
         None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
-        index made from them may be out of range. All ranks of a tp group fail alike.
+        index made from them may be out of range, a module may do what it did on no random
+        arguments. All ranks of a tp group fail alike.
         """
         self._bind()
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        errors = (ArithmeticError, LookupError, RuntimeError, ValueError) if alone else ()
-        with suppress(*errors):
+        errors = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
+        with suppress(*(errors if alone else ())):
             return trial_seconds(step.executor, alone=alone)
         return {}
 

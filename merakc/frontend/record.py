@@ -87,7 +87,9 @@ class _How:
     `reading` values.
 
     They are not told at first: what a library does in eager is what is trained. Exported ones read
-    less: what follows from values is asked for where neither does without.
+    less: what follows from values is asked for where neither does without. `eager` is why eager was
+    left: it speaks, and libraries are never told again, where an exported forward fails for
+    anything else than values.
     """
 
     fallbacks: Fallbacks
@@ -96,13 +98,18 @@ class _How:
     watched: bool = False
     exported: bool = False
     reading: bool = False
+    exports: bool = True
     asked: bool = False
+    eager: Exception | None = None
 
     def otherwise(self, error: Exception) -> None:
         """The next way, after an attempt that has failed. Raises the error where there is none."""
         self.asked |= isinstance(error, SymbolsNeededError)
-        if not self.exported:
-            self.exported = True
+        if self.exported and not isinstance(error, (SymbolsNeededError, UntraceableError)):
+            assert self.eager is not None
+            self.exported, self.exports, error = False, False, self.eager
+        if not self.exported and self.exports:
+            self.exported, self.eager = True, error
         elif self.asked and not self.reading:
             self.reading, self.exported = True, False
         elif isinstance(error, UntraceableError):
@@ -121,7 +128,9 @@ def _record(
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
-    first, second = (Recorder(fake_mode, **modes, told=how.told) for _ in range(2))
+    first, second = (
+        Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
+    )
     current = [first]
     with untouched(model) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
@@ -157,7 +166,11 @@ def _run(
         recorder.state_input(slot)
     with contextlib.ExitStack() as stack:
         for path, cause in fallbacks.causes.items():
-            stack.enter_context(recorder.keeping_whole(path, fallbacks.modules[path], cause))
+            if path in fallbacks.loose:
+                kept = recorder.keeping_loose(path, fallbacks.loose[path], cause)
+            else:
+                kept = recorder.keeping_whole(path, fallbacks.modules[path], cause)
+            stack.enter_context(kept)
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):

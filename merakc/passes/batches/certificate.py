@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from merakc.errors import RecordError
+from merakc.errors import MerakError, RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, Ref, TensorSpec
 from merakc.passes.batches.analyse import Analysis
@@ -99,7 +99,7 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis]) -> str:
         values = _Draws(whole, ends[0].sampled, kind, classes, seed).values()
         try:
             wanted = _loss_and_gradients(_whole(whole, values), values)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, MerakError) as error:
             why = f"it fails on random values ({error})"
             continue
         if not wanted[0].isfinite():
@@ -108,7 +108,7 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis]) -> str:
         if worst > limit:
             node = found.makers[loss.ref.node]
             sizes = ", ".join(str(end.samples) for end in ends)
-            raise RecordError(
+            raise CertificateError(
                 f"{node.source}: computed with numbers, the loss of {len(ends)} parts of {sizes} "
                 "samples and its gradients differ from those of the whole batch by "
                 f"{worst:.1e} of their size: a rule is wrong of a call that the loss follows from; "
@@ -185,6 +185,12 @@ def _whole(graph: Graph, values: Tensors) -> torch.Tensor:
     (loss,) = interpret(graph, inputs)
     total: torch.Tensor = loss.sum()
     return total
+
+
+class CertificateError(RecordError):
+    """Parts that were taken to give what the whole batch gives, and do not: of no reading of the
+    batch is that a sign, but of a rule that is wrong.
+    """
 
 
 class _Draws:

@@ -216,7 +216,7 @@ class PartWriter:
         kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
         self.nodes.append(replace(node, args=map_refs(node.args, now), kwargs=kwargs))
         for k, spec in enumerate(node.outputs if outcome.scaled else ()):
-            if spec is not None and spec.dtype.is_floating_point:
+            if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 ref = Ref(node.name, k)
                 self.names[ref] = self._shared(node, ref, spec, f"{node.name}.share.{k}")
 
@@ -283,6 +283,9 @@ def loss_terms(found: Analysis, ref: Ref) -> list[Ref]:
 
 def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ...]:
     """The arguments of a part's node, with the whole batch's numbers in the place of its own."""
+    if node.op in KEY_POSITION:  # how often a dropout zeroes is one, and no key
+        every = zip(args, twin.args, strict=True)
+        return tuple(other if isinstance(other, float) else mine for mine, other in every)
     if node.args == twin.args or not node.op.startswith("aten."):
         return args
     arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]

@@ -63,6 +63,7 @@ class Reader:
         self.outcomes: dict[str, Outcome] = {}
         self.makers = {n.name: n for n in part.nodes}
         self.seen: dict[object, Outcome] = {}
+        self.grads = part.grad_values()
         self.written = {o.name for o in part.outputs if o.kind is OutputKind.BUFFER}
 
     def enter(self, item: Input, twin: Input) -> None:
@@ -113,7 +114,7 @@ class Reader:
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
-        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=True):
+        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=False):
             if mine is None or spec is None or other is None:
                 states.append(None)
                 continue
@@ -125,7 +126,8 @@ class Reader:
 
     def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
         """The states of a node's outputs, once the shapes are seen to agree."""
-        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        # where samples are taken apart, the whole batch has more of them
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=False)
         return [
             self.checked(state, spec, other, copied=node.op in COPIES)
             for state, spec, other in each
@@ -235,12 +237,7 @@ class Reader:
         """A module or function that no rule can look into."""
         node = place.node
         if not any(s.sampled for s in place.states.values()):
-            return Outcome(
-                tuple(
-                    None if o is None else State(Kind.CONSTANT, plain(o.shape))
-                    for o in node.outputs
-                )
-            )
+            return self.of_constants(place)
         firsts = {
             s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled
         }
@@ -261,21 +258,34 @@ class Reader:
                 states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
         if not any(s is not None and s.sampled for s in states):
             return coupled(node, "it is not seen what it does to samples")
-        if node.op != OPAQUE:
-            told = f"'{node.op}' is taken to compute each sample by itself"
-            return Outcome(tuple(states), assumed=told)
         apart = seen_apart(place)
         if holds_batch_norm(node):
             written = State(Kind.COUPLED, why=f"{node.source}: batch norm in '{node.module}'")
             told = f"batch norm in '{node.module}' is over each micro-batch by itself"
             found = (written if s is not None and not s.sampled else s for s in states)
             return Outcome(tuple(found), assumed=told)
+        what = node.module if node.op == OPAQUE else node.op
         if apart is False:
-            return coupled(node, f"'{node.module}' computes over several samples")
+            return coupled(node, f"'{what}' computes over several samples")
         seen = "is seen" if apart else "is taken"
-        return Outcome(
-            tuple(states), assumed=f"'{node.module}' {seen} to compute each sample by itself"
+        told = f"'{what}' {seen} to compute each sample by itself"
+        return Outcome(tuple(states), assumed=told)
+
+    def of_constants(self, place: Place) -> Outcome:
+        """A module or function that no rule can look into, of what has no samples: each part calls
+        it, and has a gradient of its own.
+        """
+        node = place.node
+        states = tuple(
+            None if o is None else State(Kind.CONSTANT, plain(o.shape)) for o in node.outputs
         )
+        if self.grads.isdisjoint(node.refs):
+            return Outcome(states)
+        apart, what = seen_apart(place), node.module if node.op == OPAQUE else node.op
+        if apart is False:
+            return coupled(node, f"gradients of parts do not add up behind '{what}'")
+        told = "" if apart else f"gradients of parts are taken to add up behind '{what}'"
+        return Outcome(states, assumed=told)
 
     def other_sizes(self, place: Place) -> bool:
         """Whether a size or a place among a node's arguments grows with the batch, and is none of
@@ -287,6 +297,8 @@ class Reader:
         if node.op == OPAQUE:  # the last is the name of the call
             return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
+            return True
+        if len(node.args) != len(twin.args):  # one that is given is the default in the other
             return True
         types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
         differ = [k for k, (x, y) in enumerate(zip(node.args, twin.args, strict=True)) if x != y]
