@@ -148,6 +148,26 @@ def sabotaged(console: Console) -> list[Line]:
     return lines
 
 
+def told_sabotages(lines: Sequence[Line]) -> str:
+    """The section of the page on rules that are wrong."""
+    return f"""## When a rule is wrong
+
+Each kind of rule of the algebra is replaced by a wrong one in turn, and every formula that it
+reaches is analysed, certified and run in this process, in four even parts and in 5 and 3 samples.
+The numbers are of formulas; of both splits the worse one counts. Seen by the *shapes*: both
+recordings contradict the claim, which then counts as coupled. By the *certificate*: `auto_parallel`
+refuses. By *another check, or an error*: the claim breaks what is made of it, before the step or at
+it. *Changes nothing*: the step is the same, since the wrong rule is weaker than the right one, or
+makes no difference in that formula. *Missed*: another loss or gradient, by more than {LIMIT:.0e},
+without a word. {len(of_rules.FORMULAS)} losses beside those below reach the other rules.
+
+{sabotage_summary(lines)}.
+
+{markdown(sabotage_rows(lines))}
+
+{"Missed: " + "; ".join(missed(lines)) + "." if missed(lines) else "None is missed."}"""
+
+
 def page(
     cells: Sequence[Cell], lines: Sequence[Line], arguments: Sequence[str], wall_s: float
 ) -> str:
@@ -181,22 +201,7 @@ whose classes, words, features or parameters tp splits.
 
 {others}
 
-## When a rule is wrong
-
-Each kind of rule of the algebra is replaced by a wrong one in turn, and every formula that it
-reaches is analysed, certified and run in this process, in four even parts and in 5 and 3 samples.
-The numbers are of formulas; of both splits the worse one counts. Seen by the *shapes*: both
-recordings contradict the claim, which then counts as coupled. By the *certificate*: `auto_parallel`
-refuses. By *another check, or an error*: the claim breaks what is made of it, before the step or at
-it. *Changes nothing*: the step is the same, since the wrong rule is weaker than the right one, or
-makes no difference in that formula. *Missed*: another loss or gradient, by more than {LIMIT:.0e},
-without a word. {len(of_rules.FORMULAS)} losses beside those below reach the other rules.
-
-{sabotage_summary(lines)}.
-
-{markdown(sabotage_rows(lines))}
-
-{"Missed: " + "; ".join(missed(lines)) + "." if missed(lines) else "None is missed."}
+{told_sabotages(lines)}
 
 ## Losses drawn at random
 

@@ -41,13 +41,14 @@ class Log:
 @dataclass(frozen=True)
 class Sabotage:
     """A wrong rule: of what kind of operation, what it claims, and how it is put in place; with
-    `claims`, by what it says of calls, and in no other way.
+    `claims`, by what it says of calls, and in no other way: of those of `ops`, or of all if empty.
     """
 
     of: str
     claim: str
     put: Callable[[Log], contextlib.AbstractContextManager[Any]]
     claims: bool = False
+    ops: frozenset[str] = frozenset()
 
 
 # ---------------------------------------------------------------------- what wrong rules claim
@@ -164,7 +165,7 @@ def calls(of: str, ops: str, kind: Kind, change: Change, meeting: Kind | None = 
         return change(place, right) if fits else None
 
     claim = (change.__doc__ or "").strip().rstrip(".").lower()
-    return Sabotage(of, claim, partial(_claiming, wrong), claims=True)
+    return Sabotage(of, claim, partial(_claiming, wrong), True, names)
 
 
 @contextlib.contextmanager

@@ -72,6 +72,8 @@ class Subject:
         self.graphs = {n: forward.sized(n).graph for n in {*EVEN, *UNEVEN, SAMPLES}}
         self.sampled = forward.sampled
         self.right = {sizes: self.step(sizes) for sizes in (EVEN, UNEVEN)}
+        (part, *_) = self.found(EVEN).values()
+        self.ops = {n.op.split(".")[1] for n in part.part.nodes}
 
     def step(self, sizes: tuple[int, ...]) -> tuple[str, list[Tensor]]:
         """The right step in words, and what it gives."""
@@ -132,6 +134,8 @@ def _text(splits: Mapping[int, BatchSplit]) -> str:
 
 def judge(sabotage: Sabotage, subject: Subject) -> Seen:
     """What sees a sabotage in a formula."""
+    if sabotage.ops and sabotage.ops.isdisjoint(subject.ops):
+        return Seen.NOT_REACHED
     return max((_seen(sabotage, subject, sizes) for sizes in (EVEN, UNEVEN)), key=list(Seen).index)
 
 

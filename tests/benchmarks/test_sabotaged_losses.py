@@ -20,6 +20,7 @@ from benchmarks.sabotaged_losses import (
     summary,
     table,
 )
+from merakc.errors import RecordError
 from merakc.passes.batches.certificate import certify
 
 # A formula for some of the kinds of operation, and what sees each wrong rule of these.
@@ -74,3 +75,13 @@ def test_nothing_is_seen_where_nothing_is_wrong() -> None:
     first, rest = subject("info_nce").found((5, 3)).values()
     loss = next(o for o in first.part.outputs if o.kind.value == "loss")
     assert (certify(first, loss, rest), whole) == ("", 8)
+
+
+def test_values_that_hang_on_rounding_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a covariance that has no inverse, since some of the targets that are drawn are zero."""
+    found = subject("whitened_targets").found((2, 2, 2, 2))[2]
+    loss = next(o for o in found.part.outputs if o.kind.value == "loss")
+    assert certify(found, loss) == ""
+    monkeypatch.setattr("merakc.passes.batches.certificate.SURE", 0)
+    with pytest.raises(RecordError, match="computed with numbers"):
+        certify(found, loss)
