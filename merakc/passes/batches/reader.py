@@ -161,8 +161,9 @@ class Reader:
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
-            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )
+            self.part, self.whole, node, twin, states, self.states, self.makers,
+            self.samples, self.total,
+        )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
