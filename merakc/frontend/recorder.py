@@ -172,10 +172,8 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
                 return answer
             if isinstance(args[0], FakeTensor):
                 return self._truth(args[0])
-        if name == EQUAL and isinstance(args[0], FakeTensor):
-            one, other = args
-            with self:
-                return one.shape == other.shape and bool((one == other).all())
+        if name == EQUAL:
+            return self._equal(*args)
         if name in ragged.RULES:
             return self._ragged(name, args, kwargs)
         if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):
@@ -200,6 +198,10 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
+
+    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        with self:
+            return one.shape == other.shape and bool((one == other).all())
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
