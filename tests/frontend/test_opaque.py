@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-import merakc
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import RecordError
 from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.opaque import Fallbacks, UntraceableError
@@ -20,7 +16,7 @@ from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Node
 from merakc.kernels.opaque import OPAQUE, find
 from tests.frontend.against_eager import check
-from tests.frontend.small import WIDTH, Small, here, linear, randn
+from tests.frontend.small import Small, here, linear, randn
 
 Forward = Callable[..., Any]
 
@@ -309,80 +305,4 @@ def test_tensors_are_of_the_dtype_that_held_when_they_were_made() -> None:
     recording = check(
         Small(in_double, layer=linear(), inner=Small(ones, layer=linear())), randn(4, 6)
     )
-    assert modules(recording) == ["inner"]
-
-
-class Order(nn.Module):
-    """The places of the least first, by numpy."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.from_numpy(np.argsort(x.detach().numpy()))
-
-
-class Sorted(nn.Module):
-    """The distance from targets, which are positive, each beside the score that comes next."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = Order()
-        self.weights = nn.Buffer(torch.ones(WIDTH).cumsum(0))
-
-    def forward(self, scores: Tensor, targets: list[Tensor]) -> dict[str, Tensor]:
-        if any(bool((t < 0).any()) for t in targets):
-            raise ValueError("a target is negative")
-        pairs = zip(scores, targets, strict=True)
-        each = [(x[self.order(x)] - t).square() @ self.weights.to(x.dtype) for x, t in pairs]
-        return {"loss": torch.stack(each).mean()}
-
-
-def made_loss(s: Any, x: Tensor, targets: Tensor) -> Any:
-    """A criterion that the forward makes, given a list with a tensor for each sample."""
-    return Sorted()(s.layer(x), list(targets))["loss"]
-
-
-def test_a_module_that_the_forward_makes_is_one_node_with_all_that_it_calls() -> None:
-    model = Small(made_loss, layer=linear())
-    forward = Sorted.forward
-    assert modules(check(model, randn(4, 6), randn(4, 6).square())) == ["Sorted"]
-    assert Sorted.forward is forward
-
-
-def test_a_loss_that_goes_through_the_samples_is_that_of_the_whole_batch() -> None:
-    torch.manual_seed(0)
-    model, batch = Small(made_loss, layer=linear()), (randn(8, 6), randn(8, 6).square())
-    loss = model(*batch)
-    loss.backward()
-    wanted = copy.deepcopy(model.layer.weight.grad)
-    model.zero_grad()
-    with pytest.warns(match="module 'Sorted' cannot be recorded"):
-        parallel = merakc.auto_parallel(model, batch, micro_batches=4, cluster=NOMINAL_CPU)
-    found = parallel(*batch)
-    found.backward()
-    assert found.item() == pytest.approx(loss.item(), rel=1e-12)
-    torch.testing.assert_close(parallel.layer.weight.grad, wanted, rtol=1e-10, atol=1e-12)
-
-
-def by_numpy(s: Any, x: Tensor, lengths: Tensor) -> Any:
-    return torch.stack([row[: int(n)].sum() for row, n in zip(s.layer(x), lengths.numpy())]).sum()
-
-
-def test_numpy_reads_whole_numbers_of_the_batch() -> None:
-    check(Small(by_numpy, layer=linear()), randn(3, 6), torch.tensor([2, 5, 1]))
-
-
-def in_double(s: Any, x: Tensor) -> Any:
-    """Makes tensors in a dtype that holds for a while."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        return (s.layer(x) * torch.ones(6) / torch.full((6,), 3.0)).sum() + s.inner(x).sum()
-    finally:
-        torch.set_default_dtype(before)
-
-
-def test_tensors_are_of_the_dtype_that_held_when_they_were_made() -> None:
-    def ones(s: Any, x: Tensor) -> Tensor:
-        return x @ torch.ones(6, 6) if x.sum() > -1e9 else x
-
-    recording = check(Small(in_double, layer=linear(), inner=Small(ones)), randn(4, 6))
     assert modules(recording) == ["inner"]
