@@ -13,6 +13,7 @@ from merakc.batches import batch_size_of, named_tensors, sample_rows
 from merakc.errors import MismatchError
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
+from merakc.lengths import lengths_mark
 from merakc.runtime.shards import all_gather
 
 
@@ -35,13 +36,13 @@ def layout_of(
         return BatchLayout((own,), plan.micro_batches)
     rows = sample_rows(args, kwargs, plan.batch_dims)
     places = {name: (place.dim, place.outer) for name, place in rows.items()}
-    both = torch.tensor([own, zlib.crc32(repr(places).encode())], device=device)
-    every = torch.empty(2 * plan.dp, dtype=torch.int64, device=device)
-    all_gather(every, both, group).wait()
-    sizes, marks = every.view(-1, 2).T.tolist()
+    told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows)]
+    every = torch.empty(len(told) * plan.dp, dtype=torch.int64, device=device)
+    all_gather(every, torch.tensor(told, device=device), group).wait()
+    sizes, marks, lengths = every.view(-1, len(told)).T.tolist()
     if len(set(marks)) > 1:
         raise _read_otherwise(named_tensors(args, kwargs), places, group)
-    return BatchLayout(tuple(sizes), plan.micro_batches, dp_rank)
+    return BatchLayout(tuple(sizes), plan.micro_batches, dp_rank, alike=len(set(lengths)) == 1)
 
 
 def _read_otherwise(

@@ -16,12 +16,13 @@ from merakc.ir.plan import Plan
 
 
 def micro_batches_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan
+    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, parts: int = 0
 ) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each micro-batch, by name."""
+    """The tensors of each micro-batch, by name; of so many `parts` where they are to be others."""
     dtype = plan.precision.dtype("compute") if plan.precision else None
-    parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches, plan.batch_dims)
-    return [named_tensors(*part) for part in parts]
+    now = cast_floats(args, kwargs, dtype)
+    split = split_batch(*now, parts or plan.micro_batches, plan.batch_dims)
+    return [named_tensors(*part) for part in split]
 
 
 @dataclass(eq=False)
@@ -39,21 +40,16 @@ class BatchReads:
         self.known.setdefault(key, []).append((reads, of_whole))
         return key, reads.answers, of_whole and of_whole.answers
 
-    def key(
-        self,
-        key: Any,
-        parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]],
-        whole: Callable[[], Mapping[str, torch.Tensor]],
-    ) -> Any:
+    def key(self, key: Any, parts: Callable[[int], Sequence[Mapping[str, torch.Tensor]]]) -> Any:
         """The key of the step whose recording read what all parts of a batch say, and the whole;
-        `key` itself where there is none.
+        `key` itself where there is none. `parts` gives so many of a batch, or with 0 a plan's.
         """
         known = self.known.get(key, ())
-        given = parts() if known else ()
+        given = parts(0) if known else ()
         for reads, of_whole in known:
             if any(map(reads.difference, given)):
                 continue
-            if of_whole is None or not of_whole.difference(whole()):
+            if of_whole is None or not of_whole.difference(parts(1)[0]):
                 return key, reads.answers, of_whole and of_whole.answers
         return key
 

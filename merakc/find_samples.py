@@ -66,18 +66,13 @@ def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording
 
 
 def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRecording | None:
-    """The recording under a reading; None where the forward does not take it, or reads no sample
-    then: every part would run the whole of it, which dp ranks are given other batches for, and draw
-    other numbers than one part does.
-    """
+    """The recording under a reading; None where the forward does not take it."""
     try:
-        found = record(reading)
+        return record(reading)
     except (ValuesNeededError, CertificateError):  # under any reading
         raise
     except MerakError:
         return None
-    empty = reading > 0 and not any(rows for _, rows in _read(found))
-    return None if empty and (len(found.layout.sizes) > 1 or has_draws(found.graph)) else found
 
 
 def fit_of(recording: BatchRecording) -> Fit:

@@ -28,6 +28,7 @@ from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
+from merakc.lengths import check_lengths
 from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
@@ -77,6 +78,7 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
@@ -159,12 +161,8 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        plan = self.planned.plan
-        known = self.reads.key(
-            key,
-            lambda: micro_batches_of(args, kwargs, plan),
-            lambda: micro_batches_of(args, kwargs, replace(plan, micro_batches=1))[0],
-        )
+        plan, self.alike = self.planned.plan, layout.alike
+        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts))
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -255,7 +253,9 @@ class Steps:
         self._bind()
         parts = micro_batches_of(args, kwargs, self.planned.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
-        self.reads.agree(step.recording.reads, self.groups.axis("dp"))
+        self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
+        if not self.alike:
+            check_lengths(step.recording.found, step.lowered.loss, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self.agreement.beside = step.beside(batches[0])
@@ -384,9 +384,8 @@ class Steps:
 
         def reduce(gradients: Tensors) -> None:
             for group, names in tied:
-                for name in names:
-                    if name not in gradients:
-                        gradients[name] = self._zeros(name)
+                missing = [name for name in names if name not in gradients]
+                gradients |= {name: self._zeros(name) for name in missing}
                 reduce_tensors([gradients[n] for n in names], group)
 
         return reduce

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -298,12 +299,10 @@ class Reader:
             return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True
-        if len(node.args) != len(twin.args):  # one that is given is the default in the other
-            return True
-        types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
-        differ = [k for k, (x, y) in enumerate(zip(node.args, twin.args, strict=True)) if x != y]
-        if node.kwargs == twin.kwargs and all(types[k] in NUMBERS for k in differ):
-            return any(isinstance(node.args[k], bool) for k in differ)
+        pairs = zip(*with_defaults(node, node.args, twin.args), strict=True)
+        differ = [k for k, (x, y) in enumerate(pairs) if x != y]
+        if node.kwargs == twin.kwargs and number_places(node).issuperset(differ):
+            return any(isinstance(value, bool) for k in differ for value in node.args[k : k + 1])
         if node.kwargs != twin.kwargs:
             return True
         if node.op == "aten.slice.Tensor" or node.op == "aten.split.Tensor":
@@ -343,6 +342,29 @@ def seen_by_shape(
     if dims is None or grown > 1:
         return State(Kind.COUPLED, why=f"{source}: a table of samples by samples")
     return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
+
+
+def number_places(node: Node) -> set[int]:
+    """The arguments of a node that are numbers of arithmetic, and no sizes."""
+    if node.op in KEY_POSITION:
+        return {k for k, arg in enumerate(node.args) if isinstance(arg, float)}
+    if not node.op.startswith("aten."):
+        return set()
+    arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]
+    return {k for k, a in enumerate(arguments) if str(a.type) in NUMBERS}
+
+
+def with_defaults(
+    node: Node, mine: tuple[Any, ...], other: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments for two numbers of samples; one that is given in one alone has its default in the
+    other.
+    """
+    if len(mine) == len(other):
+        return mine, other
+    arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]
+    defaults = tuple(a.default_value for a in arguments[: max(len(mine), len(other))])
+    return mine + defaults[len(mine) :], other + defaults[len(other) :]
 
 
 def _lifted(state: State) -> State:
