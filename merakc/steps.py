@@ -85,11 +85,7 @@ class Steps:
         self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
-        """How the samples of the whole batch lie, of which this is a dp rank's; collective.
-
-        Raises `MismatchError` on all dp ranks where the sizes of their batches say otherwise where
-        the samples stand.
-        """
+        """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
         dp_rank, _, _ = self.groups.coordinates
         group = self.groups.axis("dp")

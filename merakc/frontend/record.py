@@ -128,7 +128,9 @@ def _record(
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
-    first, second = (Recorder(fake_mode, **modes, told=how.told) for _ in range(2))
+    first, second = (
+        Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
+    )
     current = [first]
     with untouched(model) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
@@ -164,7 +166,11 @@ def _run(
         recorder.state_input(slot)
     with contextlib.ExitStack() as stack:
         for path, cause in fallbacks.causes.items():
-            stack.enter_context(recorder.keeping_whole(path, fallbacks.modules[path], cause))
+            if path in fallbacks.loose:
+                kept = recorder.keeping_loose(path, fallbacks.loose[path], cause)
+            else:
+                kept = recorder.keeping_whole(path, fallbacks.modules[path], cause)
+            stack.enter_context(kept)
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):

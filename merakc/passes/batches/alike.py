@@ -31,13 +31,13 @@ def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
 
 def _same(node: Node, other: Node) -> bool:
     """Whether two calls are the same, but for their sizes and numbers, and for how many samples
-    they take apart or put together.
+    they take apart, put together or go through.
     """
     outputs = [[o and (o.dtype, len(o.shape)) for o in n.outputs] for n in (node, other)]
     if node.op == UNBIND:
         outputs = [o[:1] for o in outputs]
     refs = node.refs == other.refs
-    if node.op in JOINS and len(node.refs) != len(other.refs):
+    if node.op in (*JOINS, OPAQUE) and len(node.refs) != len(other.refs):
         refs = {r.node for r in node.refs} == {r.node for r in other.refs}
     return (node.name, node.op) == (other.name, other.op) and refs and outputs[0] == outputs[1]
 

@@ -38,6 +38,7 @@ class Analysis:
     """Two recordings of a forward, written alike, and what was found of their values.
 
     `part` is of `samples` samples and `whole` of `total`; nodes of one name are the same call.
+    `recorded` is the whole batch's as it was recorded, for whoever would rather not rely on that.
     """
 
     part: Graph
@@ -49,6 +50,7 @@ class Analysis:
     outcomes: Mapping[str, Outcome]
     makers: Mapping[str, Node] = field(repr=False)
     twins: Mapping[str, Node] = field(repr=False)  # nodes of the whole batch's graph
+    recorded: Graph | None = field(default=None, repr=False)
 
     @property
     def share(self) -> float:
@@ -76,6 +78,7 @@ def analyse(
     part. Raises `RecordError` where a batch of another size takes another path.
     """
     assert 1 < samples < total, (samples, total)
+    recorded = whole
     part, whole = _written_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = Reader(part, whole, sampled, samples, total)
@@ -85,7 +88,7 @@ def analyse(
         reader.read(node, other)
     return Analysis(
         part, whole, samples, total, sampled, reader.states, reader.outcomes, reader.makers,
-        {n.name: n for n in whole.nodes},
+        {n.name: n for n in whole.nodes}, recorded,
     )  # fmt: skip
 
 
@@ -127,6 +130,7 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
+    recorded = whole
     part, whole = _as_found(found, part, whole, samples, total)
     for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
         if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
@@ -151,6 +155,6 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
-        found, part=part, whole=whole, samples=samples, total=total,
+        found, part=part, whole=whole, samples=samples, total=total, recorded=recorded,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip

@@ -43,6 +43,7 @@ class Place:
     """
 
     part: Graph
+    whole: Graph
     node: Node
     twin: Node
     states: Mapping[Ref, State]

@@ -116,7 +116,7 @@ class Reader:
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
-        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=True):
+        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=False):
             if mine is None or spec is None or other is None:
                 states.append(None)
                 continue
@@ -128,7 +128,8 @@ class Reader:
 
     def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
         """The states of a node's outputs, once the shapes are seen to agree."""
-        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        # where samples are taken apart, the whole batch has more of them
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=False)
         return [
             self.checked(state, spec, other, copied=node.op in COPIES)
             for state, spec, other in each
@@ -161,8 +162,9 @@ class Reader:
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
-            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )
+            self.part, self.whole, node, twin, states, self.states, self.makers,
+            self.samples, self.total,
+        )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
             return self._outcome(place)
