@@ -17,7 +17,13 @@ from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.passes.batches.alike import OtherPathError, check_alike
-from merakc.passes.batches.normalise import normalised, without_copies
+from merakc.passes.batches.normalise import (
+    means_over_samples,
+    normalised,
+    sum_name,
+    summed,
+    without_copies,
+)
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
     Outcome,
@@ -93,7 +99,8 @@ def _written_alike(part: Graph, whole: Graph, samples: int, total: int) -> tuple
         with suppress(*(OtherPathError,) * copies):
             check_alike(one, other, samples, total)
             break
-    return one, other
+    names = means_over_samples(one, other)
+    return summed(one, names), summed(other, names)
 
 
 def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
@@ -108,7 +115,9 @@ def _as_found(
     """Two recordings of other numbers of samples, written as the part was that was looked at."""
     for copies in (True, False):
         own = found.part if copies else without_copies(found.part)
-        one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        names = {n.name for n in own.nodes if sum_name(n) in found.makers}
+        one = summed(normalised(part, copies=copies), names)
+        other = summed(normalised(whole, copies=copies), names)
         with suppress(*(OtherPathError,) * copies):
             check_alike(one, own, samples, found.samples)
             check_alike(other, own, total, found.samples)
