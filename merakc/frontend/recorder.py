@@ -48,6 +48,7 @@ from merakc.frontend.opaque import (
     try_out,
 )
 from merakc.frontend.source import user_line
+from merakc.frontend.strides import by_dims
 from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
@@ -58,6 +59,7 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 TRUTHS = ("aten.is_nonzero.default", ITEM)
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = (ITEM, "aten.equal.default")
+STRIDED = "aten.as_strided.default"
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
@@ -241,6 +243,8 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             return self._ragged(name, args, kwargs)
         if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):
             return self.answer(self._number_of(args[0]))
+        if name == STRIDED:
+            return self._strided(*args, **kwargs)
         parts = composites.part_by_part(name, args)
         if parts is not None:
             with self:
@@ -261,6 +265,16 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
+
+    def _strided(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self:
+            found = by_dims(x, *args, **kwargs)
+        if found is None:
+            raise self._untraceable(
+                "as_strided of a tensor's memory, which a graph knows nothing of",
+                "use unfold, views or indices",
+            )
+        return found
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")

@@ -31,7 +31,7 @@ FILLED = {
 FILLED_BY_ARGUMENT = ("aten.full_like.default", "aten.new_full.default")
 COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
 # They read memory as it lies, or refuse it.
-OF_MEMORY = frozenset({"aten.as_strided.default", "aten.view_as_complex.default",
+OF_MEMORY = frozenset({"aten.as_strided_scatter.default", "aten.view_as_complex.default",
                        "aten.view_as_real.default", "aten.view.dtype"})  # fmt: skip
 CAT = "aten.cat.default"
 

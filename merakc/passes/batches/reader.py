@@ -43,7 +43,7 @@ VIEWS = frozenset({"aten.reshape.default", "aten.expand.default", "aten.repeat.d
 COPIES = frozenset({"aten.expand.default", "aten.repeat.default"})
 JOINS = frozenset({"aten.cat.default", "aten.stack.default"})
 # Calls that see memory, in which a part of a batch lies otherwise than the whole batch.
-STRIDED = frozenset({"aten.as_strided.default", "aten.as_strided_scatter.default"})
+STRIDED = frozenset({"aten.as_strided_scatter.default"})
 # Tensors of one number throughout: a part makes its own.
 FILLS = frozenset(
     {FULL, "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
