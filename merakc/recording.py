@@ -55,6 +55,13 @@ def record_part(
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
     part = forward.part()
+    reads = part.reads
+    if layout.parts > 1 and reads is not None:
+        if read_whole(layout, couplings):
+            reads = forward.sized(layout.total).reads
+        else:
+            parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
+            _check_parts(part, parts[1:], layout)
 
     def sized(samples: int) -> Graph:
         return part.graph if samples == layout.each else forward.sized(samples).graph
@@ -76,9 +83,19 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
-        part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
+        reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
         unchecked=unchecked,
     )  # fmt: skip
+
+
+def read_whole(layout: BatchLayout, couplings: Couplings) -> bool:
+    """Whether what a forward reads of its batch is what it reads of the whole of it, which is here.
+
+    The parts compute what the recording of the whole batch does; of their own recordings only the
+    calls are taken, never a number that Python was told of one of them. Other dp ranks' samples are
+    not known, and by convention a micro-batch may stand for a batch of its own.
+    """
+    return layout.total == layout.own and couplings == WHOLE_BATCH
 
 
 class _Forward:
@@ -122,9 +139,7 @@ class _Forward:
         layout = self.layout
         if samples == layout.each:
             parts = split_batch(self.args, self.kwargs, layout.micro_batches, self.dims)
-            made = self._recorded(samples, *parts[0])
-            _check_parts(made, parts[1:], layout)
-            return made
+            return self._recorded(samples, *parts[0])
         if samples == layout.own:
             return self._recorded(samples, self.args, self.kwargs)
         return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))

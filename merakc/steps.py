@@ -32,7 +32,7 @@ from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
 from merakc.planner import Lowered, adapt_plan
-from merakc.recording import autocast_of, record_part
+from merakc.recording import read_whole, autocast_of, record_part
 from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
@@ -164,7 +164,8 @@ class Steps:
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
         plan = self.planned.plan
-        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, plan))
+        read = plan if not read_whole(layout, plan.couplings) else replace(plan, micro_batches=1)
+        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, read))
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found

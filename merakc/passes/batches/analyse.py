@@ -15,10 +15,12 @@ from dataclasses import dataclass, field, replace
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
-from merakc.passes.batches.alike import check_alike
+from merakc.passes.batches.aligned import KNOWN, common, is_own
+from merakc.passes.batches.alike import check_alike, in_common
 from merakc.passes.batches.normalise import normalised
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
+    Kind,
     Outcome,
     State,
     size,
@@ -69,18 +71,25 @@ def analyse(
     part. Raises `RecordError` where a batch of another size takes another path.
     """
     assert 1 < samples < total, (samples, total)
-    part, whole = normalised(part), normalised(whole)
+    part, whole = in_common(normalised(part), normalised(whole))
     check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = Reader(part, whole, sampled, samples, total)
-    for item, twin in zip(part.inputs, whole.inputs, strict=True):
+    twins = {n.name: n for n in whole.nodes}
+    for item, twin in zip(part.inputs, common(whole).inputs, strict=True):
         reader.enter(item, twin)
-    for node, other in zip(part.nodes, whole.nodes, strict=True):
-        reader.read(node, other)
+    for node in part.nodes:
+        reader.read(node, twins[node.name])
+    states = {**reader.states, **_of_whole(whole)}
     return Analysis(
-        part, whole, samples, total, sampled, reader.states, reader.outcomes, reader.makers,
-        {n.name: n for n in whole.nodes},
-    )  # fmt: skip
+        part, whole, samples, total, sampled, states, reader.outcomes, reader.makers, twins
+    )
+
+
+def _of_whole(whole: Graph) -> dict[Ref, State]:
+    """The states of what only the recording of the whole batch has."""
+    state = State(Kind.CONSTANT, known=True, whole=True)
+    return {ref: state for ref in whole.specs() if is_own(ref.node)}
 
 
 def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
@@ -95,6 +104,8 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
     part, whole = normalised(part), normalised(whole)
+    if any(n.op == KNOWN for n in found.part.nodes):
+        part, whole = in_common(part, whole)
     for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
         if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
             raise RecordError(
@@ -106,6 +117,8 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
         specs = graph.specs()
         for ref, state in found.states.items():
             dims = state.dims
+            if is_own(ref.node):
+                continue
             if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
                 continue
             node, shape = found.makers.get(ref.node), list(specs[ref].shape)

@@ -64,7 +64,8 @@ def certify(found: Analysis, loss: Output) -> str:
         sampled = dict(found.sampled)
         for item in in_float64.part.inputs:
             rows = in_float64.states[Ref(item.name)].rows
-            if item.kind is InputKind.ACTIVATION and rows is not None:
+            brought = item.kind is InputKind.BATCH and item.target == item.name
+            if (item.kind is InputKind.ACTIVATION or brought) and rows is not None:
                 sampled[item.target] = rows
         parts = replay([step] * count, sizes, values, values, sampled)
         got = _loss_and_gradients(parts, values)

@@ -12,6 +12,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, Tens
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.apart import holds_batch_norm, seen_apart
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
@@ -105,6 +106,9 @@ class Reader:
         Where it couples, all samples together give its value, before the step; the shapes then say
         what a part sees of it.
         """
+        if node.op == KNOWN:
+            state = self.by_shape(node, node.spec, twin.spec)
+            return Outcome((state._replace(known=True, whole=True),))
         if not node.refs:
             return self.made(node, twin)
         if not any(self.states[r].whole for r in node.refs):

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, Ref, TensorSpec
+from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.normalise import CROSS_ENTROPY, FULL
 from merakc.passes.batches.states import SAMPLES, Kind
@@ -46,26 +47,33 @@ def tail(found: Analysis, loss: Output) -> Analysis:
     made = of_parameters(found)
     keep: set[str] = set()
     cut: dict[Ref, None] = {}
+    brought: dict[Ref, None] = {}
     waiting = [loss.ref]
     while waiting:
         ref = waiting.pop()
         node, state = found.makers.get(ref.node), found.states[ref]
-        if node is None or node.name in keep or ref in cut:
+        if node is None or node.name in keep or ref in cut or ref in brought:
             continue
         fits = state.rows is not None or state.kind is Kind.CONSTANT
+        if node.op == KNOWN and fits:  # of the batch, as far as the end can see
+            brought[ref] = None
+            continue
         if fits and not state.routed and not state.known and is_work(found, node, made):
             cut[ref] = None
         else:
             keep.add(node.name)
             waiting += node.refs
-    names = {ref: Ref(f"{ref.node}.{ref.index}.cut") for ref in cut}
-    states = {**found.states, **{now: found.states[ref] for ref, now in names.items()}}
+    names = {ref: Ref(f"{ref.node}.{ref.index}.cut") for ref in (*cut, *brought)}
+    now = {names[r]: found.states[r]._replace(whole=False) for r in names}
+    states = {**found.states, **now}
 
     def behind(graph: Graph) -> Graph:
         specs = graph.specs()
         inputs = [
-            Input(now.node, InputKind.ACTIVATION, specs[ref], now.node, True)
-            for ref, now in names.items()
+            Input(names[ref].node, InputKind.ACTIVATION, specs[ref], names[ref].node, True)
+            for ref in cut
+        ] + [
+            Input(names[ref].node, InputKind.BATCH, specs[ref], names[ref].node) for ref in brought
         ]
         nodes = tuple(n for n in graph.nodes if n.name in keep)
         kept = Graph((*graph.inputs, *inputs), nodes, (loss,), graph.constants, graph.functions)
