@@ -30,6 +30,7 @@ from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
+from merakc.passes.loops import rolled
 
 
 def record_part(
@@ -155,7 +156,7 @@ class _Forward:
                     raise
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, self.taken, cause) from error
-        return replace(made, graph=with_known_masks(made.graph))
+        return replace(made, graph=with_known_masks(rolled(made.graph)))
 
     def _fails(self) -> bool:
         """Whether the forward fails for the batch as it was given."""

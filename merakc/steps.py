@@ -18,7 +18,7 @@ from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import batch_size_of, signature
 from merakc.compiled_step import CompiledStep
-from merakc.errors import PlanError
+from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import BatchLayout, ShareKind
@@ -32,7 +32,7 @@ from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
 from merakc.planner import Lowered, adapt_plan
-from merakc.recording import read_whole, autocast_of, record_part
+from merakc.recording import autocast_of, read_whole, record_part
 from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
@@ -49,6 +49,8 @@ from merakc.unused import drop_unused, forget
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
 MANY_SHAPES, MAX_SHAPES = 8, 64
+# What graphs may raise on the zeros that stand in for a batch: of a real one they would not.
+ON_ZEROS = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
 
 
 @dataclass(eq=False)
@@ -230,8 +232,7 @@ class Steps:
         self._bind()
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        errors = (ArithmeticError, LookupError, RuntimeError, ValueError) if alone else ()
-        with suppress(*errors):
+        with suppress(*(ON_ZEROS if alone else ())):
             return trial_seconds(step.executor, alone=alone)
         return {}
 
@@ -241,7 +242,8 @@ class Steps:
         if step.lowered.loss.known is not None:
             wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
-        self._brought(step, [batch] * self.planned.plan.micro_batches)
+        with suppress(*ON_ZEROS):
+            self._brought(step, [batch] * self.planned.plan.micro_batches)
         self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from merakc.errors import RecordError
+from merakc.errors import MerakError, RecordError
 from merakc.ir.graph import Graph, Input, InputKind, Output, Ref, TensorSpec
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.replay import replay
@@ -50,7 +50,7 @@ def certify(found: Analysis, loss: Output) -> str:
         values = _Draws(in_float64.whole, kind, seed).values()
         try:
             wanted = _loss_and_gradients(_whole(in_float64, values), values)
-        except (RuntimeError, IndexError, ValueError) as error:
+        except (RuntimeError, IndexError, ValueError, MerakError) as error:
             why = f"it fails on random values ({error})"
             continue
         if not wanted[0].isfinite():
