@@ -79,9 +79,10 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         *,
         watched: bool = False,
         exported: bool = False,
+        settling: bool = False,
         told: Sequence[Answer] = (),
     ) -> None:
-        super().__init__(fake_mode, told)
+        super().__init__(fake_mode, told, settling=settling)
         self.watched, self.exported, self.paused = watched, exported, False
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
@@ -249,6 +250,8 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
+        if self.settling and name == "aten.index.Tensor" and not self._is_known(args[0]):
+            args = self._places(*args)
         if self.symbolic and is_symbolic((args, kwargs)):
             args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
