@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -18,12 +19,15 @@ from merakc.batches import (
     split_batch,
     taken_dims,
 )
-from merakc.errors import ConfigError, ForwardError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, MerakError, RecordError, failure
+from merakc.find_samples import Fit, fit_of
 from merakc.frontend.record import Recording, record
+from merakc.frontend.regions import WHY
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
+from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
@@ -55,6 +59,25 @@ def record_part(
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
+    made: BatchRecording | None = None
+    try:
+        made = _recorded_part(forward, couplings, divided=divided)
+        if layout.parts == 1 or fit_of(made) is not Fit.REFUSED:
+            return made
+    except RecordError:
+        if not forward.has_regions:
+            raise
+    if forward.has_regions:
+        with contextlib.suppress(MerakError):
+            settled = _recorded_part(forward.settled(), couplings, divided=divided)
+            if made is None or fit_of(settled) < fit_of(made):
+                return settled
+    return made or _recorded_part(forward, couplings, divided=divided)
+
+
+def _recorded_part(forward: _Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:
+    """The recording of a part, and what was found of it."""
+    layout, dims = forward.layout, forward.dims
     part = forward.part()
     reads = part.reads
     if layout.parts > 1 and reads is not None:
@@ -118,6 +141,20 @@ class _Forward:
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
         self.taken = taken_dims({n: self.sampled.get(n) for n in tensors})
         self.known: dict[int, Recording] = {}
+        self.settling = False
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether shapes depend on values in what was recorded, and need not."""
+        made = self.known.get(self.layout.each)
+        nodes = made.graph.nodes if made is not None and not self.settling else ()
+        return any(n.op == OPAQUE and find(n.args[-1]).reason == WHY for n in nodes)
+
+    def settled(self) -> _Forward:
+        """The same, with the shapes that the batch says."""
+        now = copy(self)
+        now.known, now.settling = {}, True
+        return now
 
     def part(self) -> Recording:
         """The recording of the first part."""
@@ -150,7 +187,10 @@ class _Forward:
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
             try:
                 told = self.sized(layout.each).reads if samples != layout.each else None
-                made = record(self.model, args, kwargs, self.dtype, told.answers if told else ())
+                made = record(
+                    self.model, args, kwargs, self.dtype, told.answers if told else (),
+                    settling=self.settling,
+                )  # fmt: skip
             except ForwardError as error:
                 if samples == layout.own or self._fails():
                     raise

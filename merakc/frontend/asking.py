@@ -20,6 +20,7 @@ from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.source import user_line
 from merakc.frontend.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
+from merakc.frontend.writes import written
 from merakc.ir.graph import Ref
 
 # Calls that count, and those that a count passes on its way to Python.
@@ -45,8 +46,8 @@ class SymbolsNeededError(Exception):
 class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A graph that is written as calls pass, and what stands behind the numbers that Python reads.
 
-    With `symbolic`, numbers and sizes that depend on values are symbols. With `settling`, sizes that
-    the batch alone says are numbers wherever parameters are computed with.
+    With `symbolic`, numbers and sizes that depend on values are symbols. With `settling`, sizes
+    that the batch alone says are numbers wherever parameters are computed with.
     """
 
     def __init__(
@@ -161,8 +162,11 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:  # one by one: the size is wanted
                 args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
         leaves = pytree.tree_leaves((args, kwargs))
-        if self.settling and not (func._schema.is_mutable or all(map(self._is_known, leaves))):
-            args, kwargs = pytree.tree_map(self._with_sizes, (args, kwargs))
+        if self.settling and not all(map(self._is_known, leaves)):
+            kept = [id(t) for t in pytree.tree_leaves(written(func, args, kwargs))]
+            args, kwargs = pytree.tree_map(
+                lambda x: x if id(x) in kept else self._with_sizes(x), (args, kwargs)
+            )
         kinds = {a.name: str(a.type) for a in func._schema.arguments}
         others = [a for a in args if isinstance(a, torch.Tensor)]
         if str(func).startswith("aten.arange"):

@@ -62,19 +62,21 @@ def record(
     kwargs: Mapping[str, Any],
     parameter_dtype: torch.dtype | None = None,
     told: Sequence[Answer] = (),
+    *,
+    settling: bool = False,
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
     Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
-    reads of a batch without values it is `told`, in the order in which it asks. A module whose
-    control flow depends on the data becomes one node, which runs it as it is. Raises `RecordError`,
-    with the user's line, where that would be the model itself, for random ops that cannot be
-    reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
-    gradients, higher-order ops.
+    reads of a batch without values it is `told`, in the order in which it asks. With `settling`,
+    shapes behind parameters are those that this batch says. A module whose control flow depends on
+    the data becomes one node, which runs it as it is. Raises `RecordError`, with the user's line,
+    where that would be the model itself, for random ops that cannot be reproduced on every layout,
+    and for whatever a graph cannot say: writes to parameters, hooks on gradients, higher-order ops.
     """
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    how = _How(fallbacks, parameter_dtype, tuple(told))
+    how = _How(fallbacks, parameter_dtype, tuple(told), settling=settling)
     while True:
         try:
             return _less_opaque(_record(model, args, kwargs, how), model, args, kwargs, how)

@@ -92,8 +92,8 @@ class _Loop:
     def __post_init__(self) -> None:
         self.ends: tuple[Ref, ...] = self.join.args[0]
         at = self.writer.places[self.join.name]
-        before = [n for n in self.writer.splits
-                  if len(n.outputs) == len(self.ends) and self.writer.places[n.name] < at]  # fmt: skip
+        like = (n for n in self.writer.splits if len(n.outputs) == len(self.ends))
+        before = [n for n in like if self.writer.places[n.name] < at]
         if not before:
             raise _NotALoopError
         self.last = self.writer.places[before[-1].name]

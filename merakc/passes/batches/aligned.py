@@ -16,6 +16,7 @@ from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
 
 KNOWN = "merakc.known.default"  # a value of the whole batch, which a part does not make
+WITHIN = "merakc.within.default"  # places that the whole batch alone says
 ALIAS = "aten.alias.default"
 OWN = "whole."  # before the names of what only the recording of the whole batch has
 Alike = Callable[[Node, Node], bool]
@@ -30,12 +31,16 @@ def is_own(name: str) -> bool:
 def common(graph: Graph) -> Graph:
     """The graph without what only the recording of the whole batch has."""
     nodes = (
-        replace(n, op=KNOWN, args=()) if any(is_own(r.node) for r in n.refs) else n
+        replace(n, op=KNOWN, args=()) if n.op == WITHIN or _reads_own(n) else n
         for n in graph.nodes
         if not is_own(n.name)
     )
     inputs = tuple(i for i in graph.inputs if not is_own(i.name))
     return replace(graph, inputs=inputs, nodes=tuple(nodes))
+
+
+def _reads_own(node: Node) -> bool:
+    return any(is_own(r.node) for r in node.refs)
 
 
 def aligned(part: Graph, whole: Graph, alike: Alike) -> tuple[Graph, Graph]:

@@ -18,6 +18,7 @@ from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.passes.batches.aligned import KNOWN, common, is_own
 from merakc.passes.batches.alike import check_alike, in_common
 from merakc.passes.batches.normalise import normalised
+from merakc.passes.batches.places import place_states, with_places
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
     Kind,
@@ -80,10 +81,16 @@ def analyse(
         reader.enter(item, twin)
     for node in part.nodes:
         reader.read(node, twins[node.name])
-    states = {**reader.states, **_of_whole(whole)}
+    picked = {n: o.picked for n, o in reader.outcomes.items() if o.picked}
+    states = {**reader.states, **_of_whole(whole), **place_states(part, picked)}
+    outcomes = dict(reader.outcomes)
+    part, whole = with_places(part, picked, whole=False), with_places(whole, picked, whole=True)
+    for node in part.nodes:
+        outcomes.setdefault(node.name, Outcome(tuple(states[r] for r in node.made)))
     return Analysis(
-        part, whole, samples, total, sampled, states, reader.outcomes, reader.makers, twins
-    )
+        part, whole, samples, total, sampled, states, outcomes,
+        {n.name: n for n in part.nodes}, {n.name: n for n in whole.nodes},
+    )  # fmt: skip
 
 
 def _of_whole(whole: Graph) -> dict[Ref, State]:
@@ -106,6 +113,8 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     part, whole = normalised(part), normalised(whole)
     if any(n.op == KNOWN for n in found.part.nodes):
         part, whole = in_common(part, whole)
+        picked = {n: o.picked for n, o in found.outcomes.items() if o.picked}
+        part, whole = with_places(part, picked, whole=False), with_places(whole, picked, whole=True)
     for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
         if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
             raise RecordError(

@@ -10,7 +10,7 @@ from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.opaque import OPAQUE
+from merakc.kernels.opaque import OPAQUE, find
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.apart import holds_batch_norm, seen_apart
@@ -18,6 +18,7 @@ from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL
 from merakc.passes.batches.own_rules import Place, own_rule
+from merakc.passes.batches.places import INDEX, PUT, placed_rule
 from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
@@ -165,7 +166,7 @@ class Reader:
             self.part, node, twin, states, self.states, self.makers, self.samples, self.total
         )
         routed = node.op == UNBIND or any(s.routed for s in states.values())
-        if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
+        if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
             return self._outcome(place)
         key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
         if key not in self.seen:
@@ -198,7 +199,7 @@ class Reader:
             return coupled(node, "it is not known where the samples stand")
         if row_of(node.op) is None and not node.op.startswith("aten."):
             return self.by_itself(place)
-        own = own_rule(place)
+        own = own_rule(place) or placed_rule(place)
         if own is not None:
             return own
         found = by_row(self.part, node, states, self.samples)
@@ -273,7 +274,7 @@ class Reader:
             told = f"batch norm in '{node.module}' is over each micro-batch by itself"
             found = (written if s is not None and not s.sampled else s for s in states)
             return Outcome(tuple(found), assumed=told)
-        if apart is False:
+        if apart is False or (apart is None and find(node.args[-1]).digest):  # it may select
             return coupled(node, f"'{node.module}' computes over several samples")
         seen = "is seen" if apart else "is taken"
         return Outcome(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Node, TensorSpec
@@ -67,6 +67,7 @@ class Outcome(NamedTuple):
     arguments together, so that its constant ones count once in all parts. `places`: the argument
     that holds places of samples, which a part counts for itself. `filled`: it puts the values of
     its last argument where its second is true, which has to be as often as a part has values.
+    `picked`: it reads or writes places of the batch, of which each is in its own sample.
     `assumed`: what was taken to be so without proof.
     """
 
@@ -75,6 +76,7 @@ class Outcome(NamedTuple):
     once: bool = False
     places: int | None = None
     filled: bool = False
+    picked: Any = None
     assumed: str = ""
 
 
