@@ -76,6 +76,7 @@ class _Aligner:
     twins: list[Node] = field(default_factory=list)
     found: dict[Pair, Ref] = field(default_factory=dict)  # what two known values are now
     constants: dict[str, str] = field(default_factory=dict)  # the part's, and the whole's for it
+    same: dict[Pair, bool] = field(default_factory=dict)
     taken: set[str] = field(default_factory=set)
     cut: list[Ref] = field(default_factory=list)  # of the whole
 
@@ -121,6 +122,8 @@ class _Aligner:
             if (self.names.get(other.node, other.node), other.index) != mine:
                 raise _UnlikeError
             return mine
+        if pair not in self.found and not self._is_alike(pair):
+            self.found[pair] = self._cut(pair)
         waiting = [pair]
         while waiting:
             if waiting[-1] in self.found:
@@ -129,21 +132,45 @@ class _Aligner:
                 waiting += self._before(waiting[-1])
         return self.found[pair]
 
+    def _is_alike(self, pair: Pair) -> bool:
+        """Whether two known values are made by the same calls, all the way from the batch."""
+        waiting = [pair]
+        while waiting:
+            mine, other = waiting[-1]
+            node, twin = self.ours.get(mine.node), self.theirs.get(other.node)
+            if waiting[-1] in self.same:
+                waiting.pop()
+            elif node is None or twin is None:
+                self.same[waiting[-1]] = node is twin and self._is_input(mine, other)
+            elif (
+                mine.index != other.index
+                or not self.alike(node, twin)
+                or len(node.refs) != len(twin.refs)
+            ):
+                self.same[waiting[-1]] = False
+            else:
+                pairs = list(zip(node.refs, twin.refs, strict=True))
+                unknown = [p for p in pairs if p not in self.same]
+                waiting += unknown
+                if not unknown:
+                    self.same[mine, other] = all(self.same[p] for p in pairs)
+        return self.same[pair]
+
+    def _is_input(self, mine: Ref, other: Ref) -> bool:
+        """Whether two inputs are the same; a tensor made in Python is for one in the other."""
+        constant = mine.node in self.part.constants
+        if constant != (other.node in self.whole.constants):
+            return False
+        held = self.constants.setdefault(mine.node, other.node) if constant else mine.node
+        return held == other.node
+
     def _before(self, pair: Pair) -> list[Pair]:
-        """What is to be settled before two known values; nothing once they are."""
+        """What is to be written before two values that are made alike; nothing once they are."""
         mine, other = pair
         node, twin = self.ours.get(mine.node), self.theirs.get(other.node)
-        if node is None and twin is None:
-            constant = mine.node in self.part.constants and other.node in self.whole.constants
-            fits = constant and self.constants.setdefault(mine.node, other.node) == other.node
-            self.found[pair] = mine if fits or (mine == other and not constant) else self._cut(pair)
+        if node is None or twin is None:
+            self.found[pair] = mine
             return []
-        same = node is not None and twin is not None and mine.index == other.index
-        if not same or not self.alike(node, twin) or len(node.refs) != len(twin.refs):  # type: ignore[arg-type, union-attr]
-            self.found[pair] = self._cut(pair)
-            return []
-        assert node is not None
-        assert twin is not None
         before = [p for p in zip(node.refs, twin.refs, strict=True) if p not in self.found]
         if not before:
             name = self._unique(node.name)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from merakc.errors import RecordError
-from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE
 from merakc.passes.batches.aligned import aligned, common
 from merakc.passes.batches.routed import JOINS, UNBIND
@@ -16,10 +16,19 @@ class OtherPathError(RecordError):
     """A forward that does something else for another number of samples."""
 
 
+def _without_results(graph: Graph) -> Graph:
+    kept = tuple(o for o in graph.outputs if o.kind is not OutputKind.RESULT)
+    return replace(graph, outputs=kept).pruned()
+
+
 def in_common(part: Graph, whole: Graph) -> tuple[Graph, Graph]:
     """Both graphs as they are where they are the same calls; or with what the batch alone says as
-    values of the whole batch, where only that is made otherwise.
+    values of the whole batch, where only that is made otherwise. What leaves them beside the loss
+    is left out where it is another number of tensors for the whole batch.
     """
+    leaving = [[(o.name, o.kind) for o in g.outputs] for g in (part, whole)]
+    if leaving[0] != leaving[1]:
+        part, whole = _without_results(part), _without_results(whole)
     try:
         check_alike(part, whole, 1, 2)
     except RecordError:

@@ -111,7 +111,7 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
     part, whole = normalised(part), normalised(whole)
-    if any(n.op == KNOWN for n in found.part.nodes):
+    if any(n.op == KNOWN for n in found.part.nodes) or len(found.part.outputs) < len(part.outputs):
         part, whole = in_common(part, whole)
         picked = {n: o.picked for n, o in found.outcomes.items() if o.picked}
         part, whole = with_places(part, picked, whole=False), with_places(whole, picked, whole=True)

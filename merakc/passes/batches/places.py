@@ -38,9 +38,9 @@ def placed_rule(place: Place) -> Outcome | None:
     x, picks = place.states[node.args[0]], _picks(node)
     if x.kind is not Kind.ROWS or x.dims is None or x.rows is None or x.routed:
         return None
-    if node.op == PUT and not any(_numel(g, picks[0][1]) for g in (place.part, place.whole)):
+    first, none = place.states[picks[0][1]].dims, ((0,),)
+    if node.op == PUT and all(place.states[r].dims == none for _, r in picks):
         return Outcome((State(Kind.ROWS, x.dims),))  # into no place at all
-    first = place.states[picks[0][1]].dims
     own = [(k, r) for k, r in picks if SAMPLES in x.dims[k]]
     if len(own) != 1 or not first or len(first) != 1 or first[0][:1] != (SAMPLES,):
         return None
