@@ -19,7 +19,7 @@ from merakc.batches import (
     split_batch,
     taken_dims,
 )
-from merakc.errors import ConfigError, ForwardError, MerakError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.find_samples import Fit, fit_of
 from merakc.frontend.record import Recording, record
 from merakc.frontend.regions import WHY
@@ -59,23 +59,40 @@ def record_part(
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
+    return _fitting(forward, couplings, divided=divided)
+
+
+def _fitting(forward: _Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:
+    """The recording of a part, of which layers are in parts if there is a way to it.
+
+    What costs least comes first: places that the batch says are then checked at every step, and
+    shapes that it says are those for which a step is compiled.
+    """
     made: BatchRecording | None = None
-    try:
-        made = _recorded_part(forward, couplings, divided=divided)
-        if layout.parts == 1 or fit_of(made) is not Fit.REFUSED:
-            return made
-    except RecordError:
-        if not forward.has_regions:
+    refused: RecordError | None = None
+    for settling, placing in ((False, False), (False, True), (True, True)):
+        if settling and not forward.has_regions:
+            break
+        try:
+            tried = forward.settled() if settling else forward
+            found = _recorded_part(tried, couplings, divided=divided, placing=placing)
+        except ForwardError:
             raise
-    if forward.has_regions:
-        with contextlib.suppress(MerakError):
-            settled = _recorded_part(forward.settled(), couplings, divided=divided)
-            if made is None or fit_of(settled) < fit_of(made):
-                return settled
-    return made or _recorded_part(forward, couplings, divided=divided)
+        except RecordError as error:
+            refused = refused or error
+            continue
+        if found.layout.parts == 1 or fit_of(found) is not Fit.REFUSED:
+            return found
+        made = made or found
+    if made is None:
+        assert refused is not None
+        raise refused
+    return made
 
 
-def _recorded_part(forward: _Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:
+def _recorded_part(
+    forward: _Forward, couplings: Couplings, *, divided: bool, placing: bool
+) -> BatchRecording:
     """The recording of a part, and what was found of it."""
     layout, dims = forward.layout, forward.dims
     part = forward.part()
@@ -93,7 +110,8 @@ def _recorded_part(forward: _Forward, couplings: Couplings, *, divided: bool) ->
     found, unchecked = None, ""
     if layout.parts > 1:
         with _telling(forward.taken):
-            found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
+            each, total = layout.each, layout.total
+            found = analysed(sized, forward.sampled, each, total, layout.least, placing=placing)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss)
@@ -233,7 +251,13 @@ def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayou
 
 
 def analysed(
-    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int, least: int
+    sized: Callable[[int], Graph],
+    sampled: Mapping[str, Rows],
+    samples: int,
+    total: int,
+    least: int,
+    *,
+    placing: bool = False,
 ) -> Analysis:
     """What parts of so many samples make of the values of a forward; `sized` records it.
 
@@ -242,7 +266,7 @@ def analysed(
     """
     least = max(least, 2)
     wide = total if total > least else _wide(total)
-    found = analyse(sized(least), sized(wide), sampled, least, wide)
+    found = analyse(sized(least), sized(wide), sampled, least, wide, placing=placing)
     if (samples, total) == (least, wide):
         return found
     return retaken(found, sized(samples), sized(total), samples, total)

@@ -158,6 +158,10 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return int(value)
             return value
 
+        if self.settling and str(func) == "aten.index.Tensor" and not self._is_known(args[0]):
+            args = self._places(*args)
+        if not is_symbolic((args, kwargs)):
+            return args, kwargs
         if str(func) == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
             with self:  # one by one: the size is wanted
                 args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])

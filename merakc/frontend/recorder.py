@@ -250,9 +250,7 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
-        if self.settling and name == "aten.index.Tensor" and not self._is_known(args[0]):
-            args = self._places(*args)
-        if self.symbolic and is_symbolic((args, kwargs)):
+        if self.symbolic:
             args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
         if reason:

@@ -64,9 +64,18 @@ class Analysis:
 
 
 def analyse(
-    part: Graph, whole: Graph, sampled: Mapping[str, Rows], samples: int, total: int
+    part: Graph,
+    whole: Graph,
+    sampled: Mapping[str, Rows],
+    samples: int,
+    total: int,
+    *,
+    placing: bool = False,
 ) -> Analysis:
     """What is found of the forward that was recorded for `samples` and for `total` samples.
+
+    With `placing`, places that the batch says are taken to be in their own samples, which every
+    step checks; without, they couple.
 
     `sampled` says where the samples of the batch's tensors stand; all others are whole in every
     part. Raises `RecordError` where a batch of another size takes another path.
@@ -75,7 +84,7 @@ def analyse(
     part, whole = in_common(normalised(part), normalised(whole))
     check_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
-    reader = Reader(part, whole, sampled, samples, total)
+    reader = Reader(part, whole, sampled, samples, total, placing=placing)
     twins = {n.name: n for n in whole.nodes}
     for item, twin in zip(part.inputs, common(whole).inputs, strict=True):
         reader.enter(item, twin)

@@ -57,8 +57,16 @@ class Reader:
     """Goes through both graphs; `states` and `outcomes` are what it finds."""
 
     def __init__(
-        self, part: Graph, whole: Graph, sampled: Mapping[str, Rows], samples: int, total: int
+        self,
+        part: Graph,
+        whole: Graph,
+        sampled: Mapping[str, Rows],
+        samples: int,
+        total: int,
+        *,
+        placing: bool = False,
     ) -> None:
+        self.placing = placing
         self.part, self.whole, self.sampled = part, whole, sampled
         self.samples, self.total = samples, total
         self.states: dict[Ref, State] = {}
@@ -199,7 +207,7 @@ class Reader:
             return coupled(node, "it is not known where the samples stand")
         if row_of(node.op) is None and not node.op.startswith("aten."):
             return self.by_itself(place)
-        own = own_rule(place) or placed_rule(place)
+        own = own_rule(place) or (placed_rule(place) if self.placing else None)
         if own is not None:
             return own
         found = by_row(self.part, node, states, self.samples)
