@@ -11,6 +11,7 @@ import torch.distributed as dist
 import merakc
 from benchmarks.models import ModelCase
 from benchmarks.reference import split_batch, step_batch
+from merakc.cluster import Cluster
 from merakc.equality.casts import lifted_casts
 from merakc.equality.compare import (
     Difference,
@@ -36,7 +37,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained, and how: `batch_size` samples over all dp ranks."""
+    """What is trained, and how: `batch_size` samples over all dp ranks.
+
+    With a `cluster`, what computes take is not measured first.
+    """
 
     case: ModelCase
     mesh: Mesh
@@ -49,6 +53,7 @@ class Task:
     state_shards: ShardsGiven | None = None
     precision: str | None = None
     clip_norm: float | None = None
+    cluster: Cluster | None = None
 
 
 def train_layout(task: Task) -> Reference:
@@ -58,11 +63,11 @@ def train_layout(task: Task) -> Reference:
     dp_rank = mesh.coordinates(dist.get_rank())[0]
     losses: list[float] = []
     gradients: list[Tensors] = []
+    batches = [
+        split_batch(step_batch(case, task.batch_size, torch.float64, step), mesh.dp)[dp_rank]
+        for step in range(task.steps)
+    ]
     with lifted_casts() if task.lift_casts else nullcontext():
-        batches = [
-            split_batch(step_batch(case, task.batch_size, torch.float64, step), mesh.dp)[dp_rank]
-            for step in range(task.steps)
-        ]
         parallel = merakc.auto_parallel(
             model,
             batches[0],
@@ -74,6 +79,7 @@ def train_layout(task: Task) -> Reference:
             sequence_parallel=task.sequence_parallel,
             state_shards=task.state_shards,
             precision=task.precision,
+            cluster=task.cluster,
         )
         optimizer = optimizer_for(parallel)
         for batch in batches:

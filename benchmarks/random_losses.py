@@ -8,7 +8,6 @@ four micro-batches and compared with the plain model on the whole batch.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 import warnings
@@ -333,5 +332,4 @@ def main(
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    logging.disable()  # what fake tensors fail with is in the reason
     typer.run(main)

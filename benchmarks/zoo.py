@@ -15,12 +15,12 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import transformers
@@ -32,6 +32,7 @@ from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
 from benchmarks.reports import one_line
 from benchmarks.zoo_models import ZOO
+from merakc.cluster import NOMINAL_CPU
 from merakc.errors import MerakError, RecordError, ShardError
 from merakc.frontend.record import record
 from merakc.ir.program import Mesh
@@ -49,7 +50,7 @@ CELLS = {
 BATCH_SIZE = 8
 MICRO_BATCHES = 4
 BOUND = 1e-10
-MIN_EQUAL_SHARE = 0.95
+MIN_EQUAL_SHARE = 0.97
 PACKAGES = ("merakc", "torch", "transformers", "diffusers", "x-transformers")
 PAGE = Path(__file__).parent.parent / "docs" / "zoo.md"
 
@@ -124,7 +125,10 @@ def measure_row(model: str, cells: list[str], timeout_s: float) -> Row:
 def measure_cell(model: str, cell: str, timeout_s: float) -> Cell:
     """Trains one step in one layout and compares."""
     case, mesh = ZOO[model], Mesh(*CELLS[cell])
-    task = Task(case, mesh, BATCH_SIZE, MICRO_BATCHES, 1, lift_casts=True)
+    # A rank alone measures its computes on values of no meaning; more of them would take as long
+    # for that as for all else.
+    cluster = NOMINAL_CPU if mesh.world_size > 1 else None
+    task = Task(case, mesh, BATCH_SIZE, MICRO_BATCHES, 1, lift_casts=True, cluster=cluster)
     start_s = time.perf_counter()
     try:
         results = run_ranks(mesh.world_size, train_layout, task, timeout_s=timeout_s)
@@ -165,16 +169,38 @@ def _last_lines(details: str) -> str:
 
 
 def passes(rows: list[Row]) -> bool:
-    """Whether 95 % of the cells are equal, and none is wrong without having said so."""
+    """Whether 97 % of the cells are equal, and none is wrong without having said so."""
     cells = [cell for row in rows for cell in row.cells.values()]
     equal = sum(cell.equal for cell in cells)
     return equal >= MIN_EQUAL_SHARE * len(cells) and not any(cell.wrong for cell in cells)
 
 
-def measure_all(models: list[str], cells: list[str], timeout_s: float) -> Iterator[Row]:
-    """Every row, in order."""
+def measure_all(
+    models: list[str], cells: list[str], timeout_s: float, done: Mapping[str, Row]
+) -> Iterator[Row]:
+    """Every row, in order; those that are `done` are taken."""
     for model in models:
-        yield measure_row(model, cells, timeout_s)
+        kept = done.get(model)
+        if kept is not None and list(kept.cells) == cells:
+            yield kept
+        else:
+            yield measure_row(model, cells, timeout_s)
+            _reference.cache_clear()
+
+
+def load(path: Path) -> dict[str, Row]:
+    """The rows that `--json` has written, by model; none where there is no such file."""
+    rows = json.loads(path.read_text()) if path.exists() else []
+    return {row["model"]: _row(**row) for row in rows}
+
+
+def _row(cells: dict[str, Any], whole_ops: list[str], **own: Any) -> Row:
+    found = {
+        name: Cell(error and Difference(**error), **rest)
+        for name, cell in cells.items()
+        for error, rest in [(cell["error"], {k: v for k, v in cell.items() if k != "error"})]
+    }
+    return Row(whole_ops=tuple(whole_ops), cells=found, **own)
 
 
 def progress(row: Row, done: int, total: int) -> str:
@@ -198,8 +224,9 @@ def summary(rows: list[Row]) -> str:
     )
 
 
-def page(rows: list[Row], wall_s: float) -> str:
+def page(rows: list[Row]) -> str:
     """The coverage page of the documentation, with when and on what it was measured."""
+    wall_s = sum(row.trace_s + sum(cell.seconds for cell in row.cells.values()) for row in rows)
     names = list(dict.fromkeys(name for row in rows for name in row.cells))
     reasons = list(dict.fromkeys(c.reason for r in rows for c in r.cells.values() if c.reason))
     head = ["model", *names, "parameters", "trace s", "nodes", "ops without rules", "why not"]
@@ -276,9 +303,11 @@ def main(
         typer.Option(help=f"Where the page goes; {PAGE.name} in docs if all models are run."),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per cell.")] = 300.0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Takes the rows that --json's file has already.")
+    ] = False,
 ) -> None:
-    """Measures the coverage; exits with 1 where under 95 % of cells are equal, or one is wrong."""
-    start_s = time.perf_counter()
+    """Measures the coverage; exits with 1 where under 97 % of cells are equal, or one is wrong."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch|transformers|diffusers")
     transformers.logging.set_verbosity_error()
@@ -288,14 +317,15 @@ def main(
     if doc is None and (chosen, columns) == (list(ZOO), list(CELLS)):
         doc = PAGE
     rows: list[Row] = []
-    for row in measure_all(chosen, columns, timeout_s):
+    done = load(json_path) if resume and json_path is not None else {}
+    for row in measure_all(chosen, columns, timeout_s, done):
         rows.append(row)
         text = progress(row, len(rows), len(chosen))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if json_path is not None:
             json_path.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
     if doc is not None:
-        doc.write_text(page(rows, time.perf_counter() - start_s))
+        doc.write_text(page(rows))
     state = "passed" if passes(rows) else "FAILED"
     console.print(f"{state}: {summary(rows)}", highlight=False, soft_wrap=True)
     raise typer.Exit(0 if passes(rows) else 1)

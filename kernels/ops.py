@@ -16,6 +16,7 @@ from merakc.kernels import (
     gemm,
     grouped_mm,
     opaque,
+    overwritten,
     places,
     products,
     ragged,
@@ -81,7 +82,9 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.native_group_norm_backward.default": _group_norm_backward,
 }
 # imported for the ops that they register
-REGISTERED = (attention, checks, collectives, draws, gemm, grouped_mm, opaque, places, products)
+REGISTERED = (
+    attention, checks, collectives, draws, gemm, grouped_mm, opaque, overwritten, places, products,
+)  # fmt: skip
 
 
 def resolve_op(op: str) -> Callable[..., Any]:

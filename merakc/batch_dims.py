@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ GivenDims = Mapping[str, GivenDim]
 # How unlikely a place is: another dim than the first counts as its number, and several rows a
 # sample as one. A tensor that has the samples' size somewhere is rarely the same for all.
 SEVERAL, NOT_SAMPLES = 1, 3
-# Kinds of tensors whose places are varied; those of others are taken to be the likeliest.
+# Kinds of tensors whose places are varied, those with the likeliest second place first; those of
+# others are taken to be the likeliest.
 MOST_KINDS = 6
 
 
@@ -85,7 +87,8 @@ def hypotheses(
                for n in own}  # fmt: skip
     for samples in sizes:
         places = [_places(shape, samples) for shape, _ in kinds]
-        varied = [p if k < MOST_KINDS else p[:1] for k, p in enumerate(places)]
+        doubtful = sorted(range(len(places)), key=lambda k: _doubt(places[k]))
+        varied = [p if k in doubtful[:MOST_KINDS] else p[:1] for k, p in enumerate(places)]
         for choice in sorted(itertools.product(*varied), key=lambda c: sum(cost for cost, _ in c)):
             found = fixed | {
                 n: rows for own, (_, rows) in zip(kinds.values(), choice, strict=True) for n in own
@@ -111,6 +114,11 @@ def _places(shape: torch.Size, samples: int) -> list[tuple[int, Rows | None]]:
     if shape[0] > samples > 1 and shape[0] % samples == 0:
         found.append((SEVERAL, Rows(0, 1, 0)))
     return sorted(found, key=lambda place: place[0])
+
+
+def _doubt(places: Sequence[tuple[int, Rows | None]]) -> float:
+    """How unlikely the second place of a tensor is."""
+    return places[1][0] if len(places) > 1 else math.inf
 
 
 def ambiguous(readings: Sequence[BatchDims]) -> ConfigError:

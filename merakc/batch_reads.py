@@ -16,36 +16,41 @@ from merakc.ir.plan import Plan
 
 
 def micro_batches_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan
+    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, parts: int = 0
 ) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each micro-batch, by name."""
+    """The tensors of each micro-batch, by name; of so many `parts` where they are to be others."""
     dtype = plan.precision.dtype("compute") if plan.precision else None
-    parts = split_batch(*cast_floats(args, kwargs, dtype), plan.micro_batches, plan.batch_dims)
-    return [named_tensors(*part) for part in parts]
+    now = cast_floats(args, kwargs, dtype)
+    split = split_batch(*now, parts or plan.micro_batches, plan.batch_dims)
+    return [named_tensors(*part) for part in split]
 
 
 @dataclass(eq=False)
 class BatchReads:
     """What the recordings of one model have read, by the key of all else that they depend on."""
 
-    known: dict[Any, list[Reads]] = field(default_factory=dict)
+    known: dict[Any, list[tuple[Reads | None, Reads | None]]] = field(default_factory=dict)
 
-    def add(self, key: Any, reads: Reads | None) -> Any:
-        """The key of a new recording's step, with what the recording has read."""
-        if reads is None:
+    def add(self, key: Any, reads: Reads | None, of_whole: Reads | None) -> Any:
+        """The key of a new recording's step, with what the recording has read, and what that of
+        the whole batch has, where the parts do not say it.
+        """
+        if reads is None and of_whole is None:
             return key
-        self.known.setdefault(key, []).append(reads)
-        return key, reads.answers
+        self.known.setdefault(key, []).append((reads, of_whole))
+        return key, reads and reads.answers, of_whole and of_whole.answers
 
-    def key(self, key: Any, parts: Callable[[], Sequence[Mapping[str, torch.Tensor]]]) -> Any:
-        """The key of the step whose recording read what all parts of a batch say; `key` itself
-        where there is none.
+    def key(self, key: Any, parts: Callable[[int], Sequence[Mapping[str, torch.Tensor]]]) -> Any:
+        """The key of the step whose recording read what all parts of a batch say, and the whole;
+        `key` itself where there is none. `parts` gives so many of a batch, or with 0 a plan's.
         """
         known = self.known.get(key, ())
-        given = parts() if known else ()
-        for reads in known:
-            if not any(map(reads.difference, given)):
-                return key, reads.answers
+        given = parts(0) if known else ()
+        for reads, of_whole in known:
+            if reads is not None and any(map(reads.difference, given)):
+                continue
+            if of_whole is None or not of_whole.difference(parts(1)[0]):
+                return key, reads and reads.answers, of_whole and of_whole.answers
         return key
 
     def agree(self, reads: Reads | None, group: dist.ProcessGroup | None) -> None:

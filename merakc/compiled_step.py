@@ -75,6 +75,17 @@ class CompiledStep:
         own = {i.target for i in found.part.inputs if i.kind is InputKind.BATCH}
         return tuple(sorted(names & own - found.sampled.keys()))
 
+    def beside(self, batch: Mapping[str, torch.Tensor]) -> dict[tuple[str, int], int]:
+        """The sizes beside the samples in a batch, by tensor and dim: lengths, widths."""
+        found = self.recording.found
+        if not self.common or found is None:
+            return {}
+        return {
+            (name, dim): size
+            for name, rows in found.sampled.items() if name in batch
+            for dim, size in enumerate(batch[name].shape) if dim != rows.dim
+        }  # fmt: skip
+
     @cached_property
     def written(self) -> frozenset[str]:
         """The buffers that this rank's forwards write."""

@@ -11,9 +11,11 @@ from merakc.errors import MerakError
 from merakc.frontend.reads import ValuesNeededError
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Rows
 from merakc.ir.graph import InputKind, OutputKind
+from merakc.passes.batches.certificate import CertificateError
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import Kind
+from merakc.passes.key_draws import has_draws
 
 # Readings of a batch that are recorded where the likeliest does not hold: each takes as long as the
 # first.
@@ -44,8 +46,8 @@ def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording
     found: list[tuple[Fit, int, BatchRecording]] = []
     for reading in others[:MOST_TRIED]:
         recording = _recorded(record, reading)
-        if recording is None:
-            continue
+        if recording is None or all(rows is None for _, rows in _read(recording)):
+            continue  # of a forward that reads no samples each part would be the whole batch
         own = fit_of(recording)
         if own < fit:
             found.append((own, reading, recording))
@@ -67,17 +69,21 @@ def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRec
     """The recording under a reading; None where the forward does not take it."""
     try:
         return record(reading)
-    except ValuesNeededError:  # under any reading
+    except (ValuesNeededError, CertificateError):  # under any reading
         raise
     except MerakError:
         return None
 
 
 def fit_of(recording: BatchRecording) -> Fit:
-    """How the samples of a recorded part lie in its forward."""
-    found = recording.found
-    if found is None or found.share == 1:
+    """How the samples of a recorded part lie in its forward; those of a batch that is one part
+    matter for what is drawn alone, which is to be as it would be in several.
+    """
+    found, whole = recording.found, recording.layout.parts == 1
+    if whole and not has_draws(recording.graph):
         return Fit.APART
+    if found is None:
+        return Fit.REFUSED
     outputs = [o for o in recording.graph.outputs if o.kind is OutputKind.LOSS]
     if all(found.states[o.ref].kind is not Kind.COUPLED for o in outputs):
         return Fit.APART

@@ -246,7 +246,7 @@ def make_plan(
         collectives=_collectives(stages),
         cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
-        opaque_modules=_opaque_modules(loss.graph),
+        opaque_modules=_opaque_modules(loss, mesh.dp * micro_batches),
         **_of_batches(recording, loss, stages),
         sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),
@@ -355,17 +355,20 @@ def _coupled(loss: BatchSplit, stages: Stages) -> CoupledLoss | None:
     return CoupledLoss(stage, head.source, head.why, head.size_bytes)
 
 
-def _opaque_modules(graph: Graph) -> tuple[OpaqueModule, ...]:
+def _opaque_modules(loss: BatchSplit, parts: int) -> tuple[OpaqueModule, ...]:
     """The modules that run as they are, each once, with what all their calls compute."""
-    total = max(graph_flops(graph), 1)
-    calls = [find(node.args[-1]) for node in graph.nodes if node.op == OPAQUE]
+    graphs = [(loss.graph, parts), *([(loss.head.graph, 1)] if loss.head else [])]
+    total = max(sum(graph_flops(graph) * times for graph, times in graphs), 1)
+    calls = [
+        (find(n.args[-1]), times) for graph, times in graphs for n in graph.nodes if n.op == OPAQUE
+    ]
     flops: Counter[str] = Counter()
-    for call in calls:
-        flops[call.module] += call.flops
-    seen = {c.module: c for c in reversed(calls)}
+    for call, times in calls:
+        flops[call.module] += call.flops * times
+    seen = {call.module: call for call, _ in reversed(calls)}
     return tuple(
         OpaqueModule(name, seen[name].source, seen[name].reason, flops[name] / total)
-        for name in dict.fromkeys(c.module for c in calls)
+        for name in dict.fromkeys(call.module for call, _ in calls)
     )
 
 

@@ -21,6 +21,7 @@ from merakc.batches import (
 )
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.find_samples import Fit, fit_of
+from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording, record
 from merakc.frontend.regions import WHY
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
@@ -96,13 +97,12 @@ def _recorded_part(
     """The recording of a part, and what was found of it."""
     layout, dims = forward.layout, forward.dims
     part = forward.part()
-    reads = part.reads
-    if layout.parts > 1 and reads is not None:
-        if read_whole(layout, couplings):
-            reads = forward.sized(layout.total).reads
-        else:
-            parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
-            _check_parts(part, parts[1:], layout)
+    reads, of_whole = part.reads, forward.of_whole()
+    if layout.parts > 1 and read_whole(layout, couplings):
+        reads, of_whole = None, forward.sized(layout.total).reads
+    elif layout.parts > 1:
+        parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
+        _check_parts(part, parts[1:], layout)
 
     def sized(samples: int) -> Graph:
         return part.graph if samples == layout.each else forward.sized(samples).graph
@@ -114,7 +114,7 @@ def _recorded_part(
             found = analysed(sized, forward.sampled, each, total, layout.least, placing=placing)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
-            unchecked = certify(found, loss)
+            unchecked = certify(found, loss, forward.rest(found))
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
@@ -126,7 +126,7 @@ def _recorded_part(
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
         reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
-        unchecked=unchecked,
+        unchecked=unchecked, of_whole=of_whole,
     )  # fmt: skip
 
 
@@ -178,12 +178,32 @@ class _Forward:
         """The recording of the first part."""
         layout = self.layout
         part = self.sized(layout.each)
-        if layout.each > 1 or layout.parts == 1:
-            return part
-        two, wide = self.sized(2), _wide(layout.total)
+        return part if layout.each > 1 or layout.parts == 1 else self.one()
+
+    def one(self) -> Recording:
+        """The recording of one sample as a part of the batch."""
+        alone, two, wide = self.sized(1), self.sized(2), _wide(self.layout.total)
         with _telling(self.taken):
-            graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
-        return part if graph is part.graph else replace(two, graph=graph)
+            graph = of_one_sample(alone.graph, two.graph, self.sized(wide).graph, wide)
+        return alone if graph is alone.graph else replace(two, graph=graph)
+
+    def rest(self, found: Analysis) -> Analysis | None:
+        """What is found of the samples behind as many parts of equal size as there are, if any."""
+        left = found.total % found.samples
+        if not left:
+            return None
+        try:
+            graph = self.one().graph if left == 1 else self.sized(left).graph
+            return retaken(found, graph, found.whole, left, found.total)
+        except RecordError:  # a size of part that no rank has
+            return None
+
+    def of_whole(self) -> Reads | None:
+        """What Python has read of the whole batch, where that of its parts does not say it."""
+        layout, reads = self.layout, self.sized(self.layout.each).reads
+        if layout.parts == 1 or reads is None or all(read.of_whole for read in reads.asked):
+            return None
+        return self.sized(layout.total).reads
 
     def sized(self, samples: int) -> Recording:
         """The recording for so many samples: a part and this rank's batch with their values."""

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import nn
 
+from merakc.batch_layout import layout_of
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
-from merakc.batches import batch_size_of, signature
+from merakc.batches import signature
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
@@ -27,12 +28,13 @@ from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
+from merakc.lengths import check_lengths
 from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
 from merakc.planner import Lowered, adapt_plan
-from merakc.recording import autocast_of, read_whole, record_part
+from merakc.recording import autocast_of, record_part
 from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
@@ -41,7 +43,6 @@ from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.unused import drop_unused, forget
@@ -79,21 +80,18 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
         self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
-        """How the samples of the whole batch lie, of which this is a dp rank's; collective."""
+        """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
-        plan, (dp_rank, _, _) = self.planned.plan, self.groups.coordinates
-        own, group = batch_size_of(args, kwargs, plan.batch_dims), self.groups.axis("dp")
-        if group is None:
-            return BatchLayout((own,), plan.micro_batches)
-        sizes = torch.empty(plan.dp, dtype=torch.int64, device=self.device)
-        all_gather(sizes, torch.tensor([own], device=self.device), group).wait()
-        return BatchLayout(tuple(sizes.tolist()), plan.micro_batches, dp_rank)
+        dp_rank, _, _ = self.groups.coordinates
+        group = self.groups.axis("dp")
+        return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
 
     def key(
         self,
@@ -120,7 +118,7 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
-        key = self.reads.add(key, recording.reads)
+        key = self.reads.add(key, recording.reads, recording.of_whole)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
@@ -165,9 +163,8 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        plan = self.planned.plan
-        read = plan if not read_whole(layout, plan.couplings) else replace(plan, micro_batches=1)
-        known = self.reads.key(key, lambda: micro_batches_of(args, kwargs, read))
+        plan, self.alike = self.planned.plan, layout.alike
+        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts))
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -227,7 +224,8 @@ class Steps:
         is not `alone` (`trial_seconds`).
 
         None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
-        index made from them may be out of range. All ranks of a tp group fail alike.
+        index made from them may be out of range, a module may do what it did on no random
+        arguments. All ranks of a tp group fail alike.
         """
         self._bind()
         if self.sharded is not None:
@@ -257,9 +255,12 @@ class Steps:
         self._bind()
         parts = micro_batches_of(args, kwargs, self.planned.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
-        self.reads.agree(step.recording.reads, self.groups.axis("dp"))
+        self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
+        if not self.alike:
+            check_lengths(step.recording.found, step.lowered.loss, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
         self.agreement.common = {n: batches[0][n] for n in step.common}
+        self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
         if self.sharded is not None:
@@ -385,9 +386,8 @@ class Steps:
 
         def reduce(gradients: Tensors) -> None:
             for group, names in tied:
-                for name in names:
-                    if name not in gradients:
-                        gradients[name] = self._zeros(name)
+                missing = [name for name in names if name not in gradients]
+                gradients |= {name: self._zeros(name) for name in missing}
                 reduce_tensors([gradients[n] for n in names], group)
 
         return reduce

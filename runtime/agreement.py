@@ -37,7 +37,8 @@ _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 @dataclass(eq=False)
 class Agreement:
     """The numbers of one rank. `leaves` are those of the batch that is running, if one is; `common`
-    are its tensors that are the same for all samples, by name.
+    are its tensors that are the same for all samples, by name, `beside` the sizes that stand beside
+    the samples in the others, by name and dim.
 
     `settings` are those of the optimizers of the rank's `parameters` that have taken a step since
     the last loss, in words.
@@ -48,6 +49,7 @@ class Agreement:
     leaves: Sequence[Any] | None = None
     compared: bool = False  # whether a batch was compared before it ran
     common: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    beside: Mapping[tuple[str, int], int] = field(default_factory=dict)
     settings: dict[int, str] = field(default_factory=dict)
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
@@ -155,21 +157,46 @@ class Agreement:
         """Names a tensor that is not the same for all. Those that are as long as a rank's texts
         differ in shape, and are not compared then.
         """
-        everyone: list[dict[str, tuple[torch.Size, str]]] = [{} for _ in range(world.size())]
-        own = {name: (x.shape, digest([x])) for name, x in common.items()}
-        dist.all_gather_object(everyone, own, group=world)
-        first: dict[tuple[str, torch.Size], tuple[int, str]] = {}
-        for rank, found in enumerate(everyone):
+        everyone: list[Any] = [None for _ in range(world.size())]
+        own = {name: (tuple(x.shape), digest([x])) for name, x in common.items()}
+        dist.all_gather_object(everyone, (own, dict(self.beside)), group=world)
+        first: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+        for rank, (found, _) in enumerate(everyone):
             for name, (shape, value) in found.items():
                 other, expected = first.setdefault((name, shape), (rank, value))
                 if value != expected:
-                    raise MismatchError(
-                        f"tensor '{name}' of the batch, of shape {list(shape)}, is taken to be the "
-                        f"same for all samples, and differs between ranks {other} and {rank}; "
-                        "where it holds samples, say so: auto_parallel(..., "
-                        f"batch_dims={{{name!r}: (0, None)}}) has as many rows of dim 0 for each; "
-                        "or give all ranks the same"
-                    )
+                    raise _not_common(name, f"of shape {list(shape)}", other, rank)
+        for name in own:
+            shapes = [found[name][0] for found, _ in everyone]
+            unlike = of_other_size(shapes, [beside for _, beside in everyone])
+            if unlike is not None:
+                raise _not_common(name, f"of shapes {[list(s) for s in shapes]}", 0, unlike)
+
+
+def of_other_size(
+    shapes: Sequence[tuple[int, ...]], beside: Sequence[Mapping[tuple[str, int], int]]
+) -> int | None:
+    """The first rank on which a tensor has another shape than on rank 0 and is not as long there as
+    some dim beside the samples, as positions are as many as the tokens of a rank's texts.
+    """
+    lengths = {key: tuple(own.get(key) for own in beside) for key in beside[0]}
+    known = set(lengths.values())
+    for rank, shape in enumerate(shapes):
+        if len(shape) != len(shapes[0]):
+            return rank
+        for dim, size in enumerate(shape):
+            if size != shapes[0][dim] and tuple(s[dim] for s in shapes) not in known:
+                return rank
+    return None
+
+
+def _not_common(name: str, what: str, one: int, other: int) -> MismatchError:
+    return MismatchError(
+        f"tensor '{name}' of the batch, {what}, is taken to be the same for all samples, and "
+        f"differs between ranks {one} and {other}; where it holds samples, say so: "
+        f"auto_parallel(..., batch_dims={{{name!r}: (0, None)}}) has as many rows of dim 0 for "
+        "each; or give all ranks the same"
+    )
 
 
 def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float:

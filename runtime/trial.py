@@ -18,6 +18,7 @@ import torch
 
 from merakc.ir.graph import InputKind, TensorSpec
 from merakc.ir.program import Action, ActionKind, Program
+from merakc.kernels.checks import unchecked
 from merakc.runtime.executor import Executor, Step
 from merakc.runtime.messages import Messages
 
@@ -40,7 +41,8 @@ def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKi
     kept = {n: state[n].clone() for s in executor.stages.values() for n in s.chunk.written}
     step = _step(executor, alone=alone)
     try:
-        with torch.no_grad(), sharded.muted() if sharded and alone else nullcontext():
+        muted = sharded.muted() if sharded and alone else nullcontext()
+        with torch.no_grad(), unchecked(), muted:
             step.run()
     finally:
         step.close()

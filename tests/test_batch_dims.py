@@ -78,6 +78,12 @@ def test_several_rows_and_chance() -> None:
     assert {"x": (0, 1), "w": (0, 1)} not in found, "which is the first reading of all"
 
 
+def test_tensors_in_doubt_are_varied_however_many_others_there_are() -> None:
+    others = {f"x{n}": torch.zeros(8, n) for n in range(2, 7)} | {"y": torch.zeros(8, 7, 7)}
+    found = readings({**others, "images": torch.zeros(16, 5)})
+    assert found[0] == {**dict.fromkeys(others, (0, 1)), "images": (0, 0)}
+
+
 def test_what_is_said_holds() -> None:
     batch = {"x": torch.zeros(5, 8, 3), "y": torch.zeros(5, 8), "w": torch.zeros(8)}
     found = readings(batch, {"x": 1, "w": None})

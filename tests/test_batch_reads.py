@@ -66,6 +66,27 @@ def train(given: list[Tensors], options: dict[str, Any]) -> tuple[list[Any], int
     return found, len(model._steps.compiled)
 
 
+class Weighed(nn.Module):
+    """A loss that counts more where the whole batch has many labels, which no part says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().mean() * (3 if mask.sum() > 4 else 1)
+
+
+def test_what_is_read_of_the_whole_batch_has_its_step_too() -> None:
+    plain, x = build(Weighed), batch(1)["x"][:, 0].repeat(2, 1)
+    parallel = merakc.auto_parallel(
+        build(Weighed), {"x": x, "mask": torch.ones(8)}, micro_batches=4, cluster=NOMINAL_CPU
+    )
+    for count in (8, 4, 8, 0):  # no part of two has more than four
+        given = {"x": x, "mask": (torch.arange(8) < count).double()}
+        assert parallel(**given).item() == pytest.approx(plain(**given).item(), rel=1e-12)
+
+
 @pytest.mark.parametrize("options", [{"pp": 2, "micro_batches": 2}, {"dp": 2, "micro_batches": 1}])
 def test_each_answer_has_its_step(options: dict[str, Any]) -> None:
     given = [batch(5), batch(3, seed=1), batch(5, seed=2)]
@@ -96,15 +117,15 @@ def test_dp_ranks_that_answer_differently_are_refused() -> None:
 def test_keys() -> None:
     reads, given = BatchReads(), batch(5)
     found = record(build(Cut), (), given).reads
-    assert reads.add("key", None) == "key"
-    assert reads.add("key", found) == ("key", (5, False))
+    assert reads.add("key", None, None) == "key"
+    assert reads.add("key", found, None) == ("key", (5, False), None)
     asked = []
 
-    def parts() -> list[Tensors]:
-        asked.append(1)
+    def parts(number: int) -> list[Tensors]:
+        asked.append(number)
         return [given, batch(5, 5)]
 
     assert reads.key("other", parts) == "other"
     assert not asked  # a model that reads nothing pays nothing
-    assert reads.key("key", parts) == ("key", (5, False))
-    assert reads.key("key", lambda: [given, batch(4)]) == "key"
+    assert reads.key("key", parts) == ("key", (5, False), None)
+    assert reads.key("key", lambda _: [given, batch(4)]) == "key"

@@ -14,6 +14,7 @@ from merakc.batches import batch_size_of
 from merakc.errors import ConfigError, RecordError
 from merakc.find_samples import MOST_TRIED, Fit, find_samples, fit_of
 from merakc.ir.batches import BatchDims, BatchLayout
+from merakc.passes.batches.certificate import CertificateError
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.recording import record_part
 from tests.batch_models import TimeFirst
@@ -105,8 +106,46 @@ def test_ranks_have_to_know_how_their_batches_join() -> None:
         find_samples(readings, own)
 
 
+def test_a_forward_that_reads_no_samples_fits_no_reading() -> None:
+    """Every part of it would be the whole batch, of which each dp rank has another."""
+
+    class OneByOne(Elementwise):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            losses = [super(OneByOne, self).forward(row) for row in x]
+            return torch.stack(losses).mean()
+
+    batch = {"x": torch.zeros(8, 3), "w": torch.zeros(8)}
+    readings, own, seen = recorder(OneByOne(), batch, {"x": 0, "w": 0}, {"x": None, "w": 0})
+    assert find_samples(readings, own) == 0
+    assert seen == [0, 1]
+
+
 def test_samples_that_meet() -> None:
     batch = {"x": torch.zeros(8, 6), "w": torch.zeros(5)}
     readings, own, _ = recorder(Against(), batch, {"x": 0, "w": None}, {"x": 1, "w": None})
     assert fit_of(own(0)) is Fit.COUPLED
     assert find_samples(readings, own) == 0
+
+
+def test_a_rule_that_is_wrong_is_no_sign_of_another_reading() -> None:
+    def record(reading: int) -> BatchRecording:
+        assert reading == 0
+        raise CertificateError("a rule is wrong")
+
+    with pytest.raises(CertificateError):
+        find_samples(range(2), record)
+
+
+def test_one_part_that_draws_is_read_as_several_are() -> None:
+    class Dropped(TimeFirst):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = super().forward(torch.nn.functional.dropout(x), y)
+            return loss
+
+    given = [parse_batch_dims(d) for d in ({"x": 0, "y": None}, {"x": 1, "y": 0})]
+
+    def one_part(k: int) -> BatchRecording:
+        layout = BatchLayout((batch_size_of((), TIMES, given[k]),), 1)
+        return record_part(Dropped(), (), TIMES, layout, torch.device("cpu"), dims=given[k])
+
+    assert find_samples(range(2), one_part) == 1

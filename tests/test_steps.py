@@ -246,6 +246,44 @@ def test_losses_are_weighted_over_the_whole_batch(layout: dict[str, int]) -> Non
     assert_close(ranks[0][1], gradients(plain))
 
 
+class Pruned(nn.Module):
+    """Counts, beside the samples that it keeps, hidden units that a buffer keeps and tp splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("kept", (torch.arange(4 * WIDTH) < 3 * WIDTH).to(torch.float64))
+        self.kept: torch.Tensor
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """A mean over the kept units of the kept samples."""
+        y = self.down(self.up(x).tanh() * self.kept)
+        return (y.square().sum(1) * mask).sum() / (self.kept.sum() * mask.sum())
+
+
+def pruned_batch() -> Tensors:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return {"x": x, "mask": (torch.arange(8) % 3 > 0).to(torch.float64)}
+
+
+def count_units() -> tuple[float, Tensors, bool]:
+    model = parallel(Pruned, pruned_batch(), micro_batches=2, tp=2)
+    loss = model(**pruned_batch())
+    loss.backward()
+    own = model._steps.state["kept"].numel()
+    return loss.item(), model.full_gradients(), own < 4 * WIDTH
+
+
+def test_a_count_over_a_buffer_that_tp_has_split_is_of_all_of_it() -> None:
+    plain = build(Pruned)
+    loss = plain(**pruned_batch())
+    loss.backward()
+    ranks = run_ranks(2, count_units)
+    assert [own for own, _, _ in ranks] == pytest.approx([loss.item()] * 2, rel=1e-12)
+    assert all(is_split for _, _, is_split in ranks)
+    assert_close(ranks[0][1], gradients(plain))
+
+
 class Doubled(torch.autograd.Function):
     """Its backward is not what differentiating its forward would give."""
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 
+import merakc
 from benchmarks.ranks import run_ranks
 from merakc.cluster import Sharing
 from merakc.ir.program import ActionKind
 from merakc.steps import Steps
 from merakc.trials import TRIALS, measure_around, measure_computes, shared_cores
+from tests.batch_models import CASES, made, reference
 from tests.battery.small_models import Words, parallel, words
 
 PLANS = [{"pp": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "state_shards": (2, 2, 2)}]
@@ -111,3 +113,22 @@ def around(plan: Plan) -> float:
 def test_all_ranks_know_what_a_step_does_around_its_program(plan: Plan) -> None:
     first, second = run_ranks(2, around, plan)
     assert 0 < first == second < 60
+
+
+def checked() -> tuple[float, list[float]]:
+    """The loss of a model that is only right where each part has places for its own values, and the
+    seconds of trials.
+    """
+    name = "two images a text, by a mask"
+    batch = CASES[name][1]
+    model = merakc.auto_parallel(made(name), batch, dp=1, micro_batches=4)
+    loss = model(**batch)
+    steps = model._own("_steps")
+    trials = measure_computes(steps, next(iter(steps.compiled.values())))
+    return loss.item(), [s for trial in trials for own in trial.values() for s in own.values()]
+
+
+def test_checks_of_values_let_those_of_no_meaning_pass() -> None:
+    ((loss, seconds),) = run_ranks(1, checked)
+    assert len(seconds) > 1
+    assert loss == pytest.approx(reference("two images a text, by a mask")[0], rel=1e-10)

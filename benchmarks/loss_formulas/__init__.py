@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from benchmarks.loss_formulas import (
     contrastive,
+    disguised,
     misleading,
     of_the_batch,
     of_torch,
@@ -14,6 +15,6 @@ from benchmarks.loss_formulas.formula import Formula
 
 FORMULAS: dict[str, Formula] = {
     formula.name: formula
-    for module in (of_torch, scaled, of_the_batch, contrastive, statistics, misleading)
+    for module in (of_torch, scaled, of_the_batch, contrastive, statistics, misleading, disguised)
     for formula in module.FORMULAS
 }

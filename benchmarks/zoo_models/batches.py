@@ -13,7 +13,6 @@ from benchmarks.models import (
     SEQUENCE,
     Batch,
     causal_batch,
-    padding_mask,
     text_to_text_batch,
     words,
 )
@@ -129,20 +128,6 @@ def plain_text(vocabulary: int) -> MakeBatch:
 
     def make(batch_size: int, generator: torch.Generator) -> Batch:
         return {"input_ids": words((batch_size, SEQUENCE + 1), generator, vocabulary)}
-
-    return make
-
-
-def classified_text(vocabulary: int) -> MakeBatch:
-    """Padded sequences and a class for each."""
-
-    def make(batch_size: int, generator: torch.Generator) -> Batch:
-        mask = padding_mask(batch_size, SEQUENCE, generator)
-        return {
-            "input_ids": words((batch_size, SEQUENCE), generator, vocabulary) * mask,
-            "attention_mask": mask,
-            "labels": torch.randint(0, CLASSES, (batch_size,), generator=generator),
-        }
 
     return make
 

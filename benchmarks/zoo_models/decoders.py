@@ -75,18 +75,6 @@ DECODERS = (
         ODD_VOCABULARY,
     ),
     _case(
-        "codegen",
-        transformers_model("CodeGenForCausalLM", "CodeGenConfig", _GPT_DROPOUTS, rotary_dim=4,
-                           **_GPT_SIZES),
-        ODD_VOCABULARY,
-    ),
-    _case(
-        "gpt_bigcode",
-        transformers_model("GPTBigCodeForCausalLM", "GPTBigCodeConfig", _GPT_DROPOUTS,
-                           pad_token_id=0, **_GPT_SIZES),
-        ODD_VOCABULARY,
-    ),
-    _case(
         "bloom",
         transformers_model(
             "BloomForCausalLM",

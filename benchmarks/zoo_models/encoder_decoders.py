@@ -63,7 +63,6 @@ ENCODER_DECODERS = (
     _like_bart("mbart", "MBart"),
     _like_bart("pegasus", "Pegasus"),
     _like_bart("m2m_100", "M2M100"),
-    _like_bart("blenderbot", "Blenderbot"),
     ModelCase(
         "speech_to_text",
         transformers_model(

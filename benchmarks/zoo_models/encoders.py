@@ -55,8 +55,6 @@ ENCODERS = (
         norm_rel_ebd="layer_norm",
         share_att_key=True,
     ),
-    _case("mpnet", "MPNet", max_position_embeddings=SEQUENCE + 2),
-    _case("xlm_roberta", "XLMRoberta", max_position_embeddings=SEQUENCE + 2),
     _case(
         "modernbert",
         "ModernBert",

@@ -55,8 +55,6 @@ EXPERTS = (
     _case("olmoe", "Olmoe", num_experts=4),
     _case("qwen3_moe", "Qwen3Moe", num_experts=4, moe_intermediate_size=HIDDEN, head_dim=_HEAD,
           norm_topk_prob=True),
-    _case("qwen2_moe_balanced", "Qwen2Moe", num_experts=4, moe_intermediate_size=HIDDEN,
-          shared_expert_intermediate_size=WIDE),
     _case("granite_moe", "GraniteMoe", num_local_experts=4),
     _case("gpt_oss", "GptOss", num_local_experts=4, head_dim=_HEAD, sliding_window=6),
     _case("minimax", "MiniMax", num_local_experts=4, head_dim=_HEAD, block_size=4),

@@ -34,7 +34,6 @@ NEW_FAMILIES = (
     _case("squeezenet", lambda: plain.Fire(_WIDTH, 8, _WIDTH), norms=False),
     _case("shufflenet", lambda: plain.Shuffle(_WIDTH)),
     _case("inception", lambda: plain.Inception(_WIDTH, 4)),
-    _case("mobile_residual", lambda: plain.InvertedResidual(_WIDTH)),
     _case("ghostnet", lambda: plain.Ghost(_WIDTH, _WIDTH)),
     _case("nfnet", lambda: plain.Standardised(_WIDTH, _WIDTH, 3, padding=1), norms=False),
     _case("repvgg", lambda: plain.Reparametrised(_WIDTH)),

@@ -154,6 +154,4 @@ MIXED = (
     ModelCase("llava", _llava, images_in_text(EVEN_VOCABULARY, IMAGE), shifted),
     _hearing("wav2vec2", "Wav2Vec2"),
     _hearing("hubert", "Hubert"),
-    _hearing("wav2vec2_stable_norm", "Wav2Vec2", do_stable_layer_norm=True,
-             feat_extract_norm="layer"),
 )  # fmt: skip

@@ -12,9 +12,6 @@ from benchmarks.models import (
     HEADS,
     HIDDEN,
     LAYERS,
-    ODD_VOCABULARY,
-    SEQUENCE,
-    WIDE,
     ModelCase,
     causal_batch,
     decoder,
@@ -51,17 +48,7 @@ def _gemma3n(dropout: float) -> nn.Module:
 _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 NEW_DECODERS = (
-    _like_llama("gemma", "Gemma", head_dim=_HEAD, **GROUPED),
-    _like_llama("glm", "Glm", head_dim=_HEAD, **GROUPED),
-    _like_llama("glm4", "Glm4", head_dim=_HEAD, **GROUPED),
-    _like_llama("smollm3", "SmolLM3", no_rope_layer_interval=2, **GROUPED),
-    _like_llama("starcoder2", "Starcoder2", sliding_window=_WINDOW, **GROUPED),
-    _like_llama("nemotron", "Nemotron", **GROUPED),
-    _like_llama("persimmon", "Persimmon", "attention_dropout", "hidden_dropout"),
     _like_llama("phi", "Phi", "attention_dropout", "resid_pdrop", "embd_pdrop"),
-    _like_llama("cohere2", "Cohere2", sliding_window=_WINDOW, head_dim=_HEAD, **GROUPED),
-    _like_llama("exaone4", "Exaone4", sliding_window=_WINDOW, sliding_window_pattern=2, **GROUPED),
-    _like_llama("helium", "Helium", head_dim=_HEAD, **GROUPED),
     _like_llama(
         "deepseek_v2", "DeepseekV2", num_key_value_heads=HEADS, n_routed_experts=4, n_group=1,
         topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
@@ -69,23 +56,6 @@ NEW_DECODERS = (
         n_shared_experts=1, topk_method="greedy", head_dim=4,
     ),
     _case("gemma3n", _gemma3n),
-    _case(
-        "mpt",
-        transformers_model(
-            "MptForCausalLM", "MptConfig", ("resid_pdrop", "emb_pdrop"), vocab_size=ODD_VOCABULARY,
-            d_model=HIDDEN, n_heads=HEADS, n_layers=LAYERS, max_seq_len=SEQUENCE, expansion_ratio=2,
-        ),
-        ODD_VOCABULARY,
-    ),
-    _case(
-        "ctrl",
-        transformers_model(
-            "CTRLLMHeadModel", "CTRLConfig", ("resid_pdrop", "embd_pdrop"),
-            vocab_size=ODD_VOCABULARY, n_positions=SEQUENCE, n_embd=HIDDEN, dff=WIDE,
-            n_layer=LAYERS, n_head=HEADS,
-        ),
-        ODD_VOCABULARY,
-    ),
     _case(
         "mamba2",
         transformers_model(

@@ -21,8 +21,6 @@ from benchmarks.models import (
     ODD_VOCABULARY,
     SEQUENCE,
     ModelCase,
-    image_batch,
-    unshifted,
 )
 from benchmarks.zoo_models.batches import noisy_images, plain_text, samples
 
@@ -47,10 +45,6 @@ def _next_word(inner: nn.Module, input_ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.transpose(1, 2), input_ids[:, 1:])
 
 
-def _class(inner: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(inner(pixel_values), labels)
-
-
 def _noise(
     inner: nn.Module,
     sample: torch.Tensor,
@@ -71,10 +65,6 @@ def _described_noise(
     """The classes stand for a text of one word."""
     words = F.one_hot(class_labels, HIDDEN)[:, None].to(sample.dtype)
     return F.mse_loss(inner(sample, timestep, words).sample, target)
-
-
-def _same_image(inner: nn.Module, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(inner(pixel_values).sample, pixel_values)
 
 
 def _library(name: str) -> ModuleType:
@@ -100,17 +90,6 @@ def _x_transformers(layers: str, **options: Any) -> Callable[[float], nn.Module]
     return build
 
 
-def _x_vit(dropout: float) -> nn.Module:
-    library = _library("x_transformers")
-    layers = library.Encoder(
-        dim=HIDDEN, depth=LAYERS, heads=HEADS, attn_dim_head=HIDDEN // HEADS, ff_dropout=dropout
-    )
-    inner = library.ViTransformerWrapper(
-        image_size=IMAGE, patch_size=4, num_classes=CLASSES, attn_layers=layers
-    )
-    return WithLoss(inner, _class)
-
-
 def _diffusers(
     name: str, loss: Callable[..., torch.Tensor], **sizes: Any
 ) -> Callable[[float], nn.Module]:
@@ -134,7 +113,6 @@ _UNET: dict[str, Any] = {
 }
 
 _X_TRANSFORMERS = (
-    ModelCase("x_decoder", _x_transformers("Decoder"), plain_text(ODD_VOCABULARY), samples),
     ModelCase(
         "x_decoder_modern",
         _x_transformers(
@@ -143,7 +121,6 @@ _X_TRANSFORMERS = (
         plain_text(ODD_VOCABULARY),
         samples,
     ),
-    ModelCase("x_vit", _x_vit, image_batch, unshifted),
 )
 
 _DIFFUSERS = (

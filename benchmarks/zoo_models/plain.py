@@ -18,7 +18,6 @@ from benchmarks.models import (
     unshifted,
 )
 from benchmarks.zoo_models.batches import (
-    classified_text,
     clicks,
     graphs,
     labelled_pixels,
@@ -30,12 +29,11 @@ from benchmarks.zoo_models.batches import (
 from benchmarks.zoo_models.plain_other import GraphNetwork, Recommender, SoftExperts
 from benchmarks.zoo_models.plain_text import (
     CausalConvolutions,
-    GRUClassifier,
     LSTMLanguageModel,
     MinimalGPT,
     Translator,
 )
-from benchmarks.zoo_models.plain_vision import VGG, Autoencoder, ConvMixer, DiT, MLPMixer, UNet
+from benchmarks.zoo_models.plain_vision import Autoencoder, DiT, MLPMixer, UNet
 
 _WIDTH = 8
 _GRAPH_NODES = 10
@@ -56,12 +54,6 @@ PLAIN = (
         samples,
     ),
     ModelCase(
-        "gru",
-        lambda p: GRUClassifier(ODD_VOCABULARY, HIDDEN, CLASSES, p),
-        classified_text(ODD_VOCABULARY),
-        unshifted,
-    ),
-    ModelCase(
         "wavenet",
         lambda p: CausalConvolutions(EVEN_VOCABULARY, HIDDEN, LAYERS, p),
         plain_text(EVEN_VOCABULARY),
@@ -79,14 +71,6 @@ PLAIN = (
         image_batch,
         unshifted,
     ),
-    ModelCase(
-        "conv_mixer",
-        lambda _: ConvMixer(2, HIDDEN, LAYERS, CLASSES),
-        image_batch,
-        unshifted,
-        running_statistics=True,
-    ),
-    ModelCase("vgg", lambda p: VGG(IMAGE, _WIDTH, CLASSES, p), image_batch, unshifted),
     ModelCase("autoencoder", lambda _: Autoencoder(IMAGE, _WIDTH, HIDDEN), image_batch, samples),
     ModelCase(
         "unet",

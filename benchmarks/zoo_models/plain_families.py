@@ -100,35 +100,6 @@ class Inception(nn.Module):
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
-class SqueezeExcite(nn.Module):
-    """Channels weighed by what all places say (arXiv 1709.01507)."""
-
-    def __init__(self, width: int, squeezed: int) -> None:
-        super().__init__()
-        self.down, self.up = nn.Conv2d(width, squeezed, 1), nn.Conv2d(squeezed, width, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[batch, width, h, w]` to the same."""
-        weights = self.up(F.silu(self.down(x.mean((2, 3), keepdim=True))))
-        return x * weights.sigmoid()
-
-
-class InvertedResidual(nn.Module):
-    """Expanded, convolved by channel, weighed, projected (EfficientNet, arXiv 1905.11946)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        wide = 2 * width
-        self.body = nn.Sequential(
-            conv(width, wide, act=nn.SiLU), conv(wide, wide, 3, groups=wide, act=nn.SiLU),
-            SqueezeExcite(wide, 4), conv(wide, width, act=nn.Identity),
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[batch, width, h, w]` to the same."""
-        return x + self.body(x)
-
-
 class Ghost(nn.Module):
     """Half of the channels are cheap images of the others (arXiv 1911.11907)."""
 

@@ -67,25 +67,6 @@ class LSTMLanguageModel(nn.Module):
         return {"loss": next_word_loss(self.head(x), input_ids)}
 
 
-class GRUClassifier(nn.Module):
-    """A bidirectional GRU, pooled over the words that are there."""
-
-    def __init__(self, vocabulary: int, hidden: int, classes: int, dropout: float) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, hidden, padding_idx=0)
-        self.gru = nn.GRU(hidden, hidden, 2, batch_first=True, dropout=dropout, bidirectional=True)
-        self.head = nn.Linear(2 * hidden, classes)
-
-    def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor
-    ) -> Result:
-        """The mean cross-entropy over the samples."""
-        x, _ = self.gru(self.embedding(input_ids))
-        mask = attention_mask.unsqueeze(-1).to(x.dtype)
-        logits = self.head((x * mask).sum(1) / mask.sum(1))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 class CausalConvolutions(nn.Module):
     """A WaveNet: dilated causal convolutions with gates, residuals and skips."""
 

@@ -50,57 +50,6 @@ class MLPMixer(nn.Module):
         return {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
-class ConvMixer(nn.Module):
-    """Depthwise and pointwise convolutions in turn (Trockman and Kolter, arXiv 2201.09792)."""
-
-    def __init__(self, patch: int, hidden: int, layers: int, classes: int) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, hidden, patch, patch), nn.GELU(), nn.BatchNorm2d(hidden)
-        )
-        self.depthwise = nn.ModuleList(
-            nn.Conv2d(hidden, hidden, 3, groups=hidden, padding="same") for _ in range(layers)
-        )
-        self.pointwise = nn.ModuleList(nn.Conv2d(hidden, hidden, 1) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(hidden) for _ in range(2 * layers))
-        self.head = nn.Linear(hidden, classes)
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Result:
-        """The mean cross-entropy over the images."""
-        x = self.stem(pixel_values)
-        for k, (depth, point) in enumerate(zip(self.depthwise, self.pointwise, strict=True)):
-            x = x + self.norms[2 * k](F.gelu(depth(x)))
-            x = self.norms[2 * k + 1](F.gelu(point(x)))
-        logits = self.head(x.mean((2, 3)))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
-class VGG(nn.Module):
-    """Plain convolutions with GroupNorm, max pooling, and three linear layers."""
-
-    def __init__(self, image: int, width: int, classes: int, dropout: float) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        channels = 3
-        for out in (width, width, 2 * width, 2 * width):
-            layers += [nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.ReLU(True)]
-            if channels == out:
-                layers.append(nn.MaxPool2d(2))
-            channels = out
-        self.features = nn.Sequential(*layers)
-        side = image // 4
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * side * side, 4 * width), nn.ReLU(True), nn.Dropout(dropout),
-            nn.Linear(4 * width, 4 * width), nn.ReLU(True), nn.Dropout(dropout),
-            nn.Linear(4 * width, classes),
-        )  # fmt: skip
-
-    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> Result:
-        """The mean cross-entropy over the images."""
-        logits = self.classifier(torch.flatten(self.features(pixel_values), 1))
-        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
-
-
 class Autoencoder(nn.Module):
     """Strided convolutions down, transposed convolutions up, a dense bottleneck."""
 

@@ -68,8 +68,6 @@ VISION = (
     _case("swinv2", "Swinv2", (*BERT_DROPOUTS, "drop_path_rate"), **_SWIN),
     _case("convnext", "ConvNext", ("drop_path_rate",), patch_size=2, num_stages=2, depths=[2, 2],
           hidden_sizes=[16, 32], layer_scale_init_value=0.5),
-    _case("resnet_hf", "ResNet", image=_BIG_IMAGE, embedding_size=8, hidden_sizes=[8, 16],
-          depths=[2, 2], layer_type="bottleneck", running_statistics=True),
     _case("poolformer", "PoolFormer", ("drop_path_rate",), image=_BIG_IMAGE, depths=[2, 2],
           hidden_sizes=[16, 32], num_encoder_blocks=2, patch_sizes=[7, 3], strides=[4, 2],
           padding=[2, 1], layer_scale_init_value=0.5),

@@ -25,6 +25,7 @@ Emit = Callable[[str, tuple[Any, ...], TensorSpec], Ref]
 # Views whose inverse is a reshape to the parent's shape.
 RESHAPES = ("view", "reshape", "_unsafe_view", "squeeze", "unsqueeze", "unflatten", "flatten")
 IDENTITIES = ("detach", "alias", "lift_fresh", "contiguous", "to", "view_as")
+OVERWRITTEN = "merakc.overwritten.default"
 SPLITS = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes")
 
 
@@ -102,8 +103,9 @@ class Aliases:
     def write(self, alias: Alias, ref: Ref, grads: Container[Ref]) -> None:
         """Gives the tensor a new value, and with it everything that shares its memory.
 
-        `grads` holds the values that require a gradient. Raises `RecordError` where no value of
-        the graph is what the write leaves behind.
+        `grads` holds the values that require a gradient; written under `no_grad`, they keep that of
+        the old value. Raises `RecordError` where no value of the graph is what the write leaves
+        behind.
         """
         storage = alias.storage
         if storage.is_parameter:
@@ -115,17 +117,23 @@ class Aliases:
         while chain[-1].parent is not None:
             chain.append(chain[-1].parent)
         before = [self.ref(item) for item in chain]
-        hidden = not torch.is_grad_enabled() or any(".detach" in item.op for item in chain)
-        if hidden and before[-1] in grads:
+        detached = any(".detach" in item.op for item in chain)
+        if detached and before[-1] in grads:
             raise RecordError(
-                "in-place write that autograd does not see (no_grad, detach or .data) to a tensor "
-                "that requires a gradient, which stays that of the old value; write to a clone"
+                "in-place write that autograd does not see (detach or .data) to a tensor that "
+                "requires a gradient, which stays that of the old value, as do values kept for it; "
+                "write to a clone, or under torch.no_grad()"
             )
         alias.ref = ref
         for child, parent in pairwise(chain):
             parent.ref = self._scatter(child, parent)
         storage.version += 1
         storage.written = True
+        if not torch.is_grad_enabled() and before[-1] in grads:
+            base = chain[-1]
+            with torch.enable_grad():
+                base.ref = self.emit(OVERWRITTEN, (before[-1], base.ref), base.spec)
+            chain = [base]
         for item in chain:
             item.version = storage.version
 

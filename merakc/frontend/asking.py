@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.frontend import ragged
@@ -117,6 +118,13 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.guards.assume(made[source.node].refs, error, user_line())
             return 0.0
         raise error
+
+    def _numpy(self, tensor: FakeTensor, *, force: bool = False) -> Any:
+        """What numpy computes with, if it is whole numbers that the batch alone says."""
+        if tensor.dtype.is_floating_point or not self.reader.is_known(self._ref(tensor)):
+            raise self._untraceable(DATA_FLOW, NO_DATA_FLOW)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return np.array(tensor.tolist(), dtype=dtype)
 
     def _ragged(self, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
         """A call on sequences of several lengths."""

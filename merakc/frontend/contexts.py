@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from merakc.errors import RecordError
 from merakc.frontend.forms import make_fake
@@ -75,33 +80,50 @@ def _fake(
 
 @contextlib.contextmanager
 def module_names(
-    model: torch.nn.Module, names: list[str], passing: Callable[[], None] = lambda: None
+    model: torch.nn.Module,
+    names: list[str],
+    passing: Callable[[], None] = lambda: None,
+    found: Callable[[str, torch.nn.Module], None] = lambda name, module: None,
 ) -> Iterator[None]:
     """Keeps the path of the module that is running on top of `names`.
 
     `passing` is called whenever a module starts or returns, while the one that ran until then is
-    still on top.
+    still on top. A module that is none of the model's, as a forward may make one, is `found` as it
+    starts, under the path of what calls it and its class.
     """
     handles: list[Any] = []
+    own = {id(module) for module in model.modules()}
+
+    def enter(path: str) -> None:
+        if names:
+            passing()
+        names.append(path)
+
+    def leave(out: Any) -> None:
+        try:
+            if out is not None:  # a forward that fails raises an error of its own
+                passing()
+        finally:
+            names.pop()
+
+    def enter_other(module: torch.nn.Module, _args: Any) -> None:
+        if id(module) not in own and names:
+            enter(f"{names[-1]}.{type(module).__name__}".strip("."))
+            found(names[-1], module)
+
+    def leave_other(module: torch.nn.Module, _args: Any, out: Any) -> None:
+        if id(module) not in own and len(names) > 1:
+            leave(out)
 
     def hook(path: str, module: torch.nn.Module) -> None:
-        def enter(_module: torch.nn.Module, _args: Any) -> None:
-            if names:
-                passing()
-            names.append(path)
-
-        def leave(_module: torch.nn.Module, _args: Any, out: Any) -> None:
-            try:
-                if out is not None:  # a forward that fails raises an error of its own
-                    passing()
-            finally:
-                names.pop()
-
-        handles.append(module.register_forward_pre_hook(enter, prepend=True))
-        handles.append(module.register_forward_hook(leave, always_call=True))
+        handles.append(module.register_forward_pre_hook(lambda *_: enter(path), prepend=True))
+        left = module.register_forward_hook(lambda *given: leave(given[-1]), always_call=True)
+        handles.append(left)
 
     for path, module in model.named_modules():
         hook(path, module)
+    handles.append(register_module_forward_pre_hook(enter_other))
+    handles.append(register_module_forward_hook(leave_other, always_call=True))
     try:
         yield
     finally:
@@ -109,17 +131,28 @@ def module_names(
             handle.remove()
 
 
+_LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")
+
+
+def _nothing(entry: logging.LogRecord) -> bool:
+    """Lets no entry of a log pass."""
+    return False
+
+
 @contextlib.contextmanager
 def recordable() -> Iterator[None]:
     """Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a
-    kernel for whole layers that runs on CPUs only.
+    kernel for whole layers that runs on CPUs only. Why a call on fake tensors fails is in the error
+    that is raised, and not logged besides.
     """
     check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
     torch._check_tensor_all_with = _unchecked
     torch._C._set_mkldnn_enabled(False)
+    _LOG_OF_FAKES.addFilter(_nothing)
     try:
         yield
     finally:
+        _LOG_OF_FAKES.removeFilter(_nothing)
         torch._C._set_mkldnn_enabled(mkldnn)
         torch._check_tensor_all_with = check
 

@@ -139,6 +139,14 @@ def batch_norm(
     return normalise(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
 
 
+def with_dtype(func: Any, kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
+    """The arguments of a call with the dtype of what it makes, if that is not said and could be."""
+    if kwargs.get("dtype") is not None or not isinstance(out, torch.Tensor):
+        return kwargs
+    named = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
+    return {**kwargs, "dtype": out.dtype} if named else kwargs
+
+
 def device_free(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments without device, layout and pinning: the runtime chooses those."""
     return {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}

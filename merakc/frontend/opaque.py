@@ -52,14 +52,20 @@ class UntraceableError(RecordError):
 
 @dataclass(slots=True)
 class Fallbacks:
-    """Which modules of a model run as they are, and the error that each was chosen for."""
+    """Which modules of a model run as they are, and the error that each was chosen for.
+
+    Others than its own, which a forward makes, are `loose`: the class of each.
+    """
 
     modules: Mapping[str, nn.Module]
+    loose: dict[str, type[nn.Module]] = field(default_factory=dict)
     causes: dict[str, UntraceableError] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
     def add(self, error: UntraceableError) -> None:
-        """Chooses the innermost module around an error that can still be one node.
+        """Chooses the innermost module around an error that can still be one node; of modules that
+        a forward has made, the outermost: what they compute with is given to it, and it may go
+        through the samples one by one.
 
         Other modules of its class are chosen with it: they would fail alike, one recording later.
         Raises it as a `RecordError` where none but the model itself is left.
@@ -71,7 +77,9 @@ class Fallbacks:
             for path in self._alike(error.refused):
                 self.causes.pop(path, None)
                 self.refused.add(path)
-        for path in reversed(error.stack):
+        loose = [path for path in error.stack if path in self.loose]
+        own = [path for path in reversed(error.stack) if path not in self.loose]
+        for path in (*loose, *own):
             if path and path not in self.refused and path not in self.causes:
                 self.causes |= dict.fromkeys(self._alike(path), cause)
                 return
@@ -81,6 +89,8 @@ class Fallbacks:
         raise final from cause
 
     def _alike(self, path: str) -> list[str]:
+        if path in self.loose:
+            return [path]
         kind = type(self.modules[path])
         if kind.__module__.startswith("torch.nn"):  # a container says nothing about its contents
             return [path]
@@ -89,6 +99,10 @@ class Fallbacks:
 
 class CannotBeNodeError(RecordError):
     """Why a module's call cannot be one node."""
+
+
+class FailsError(CannotBeNodeError):
+    """A module that fails on random arguments, as it may where it checks them."""
 
 
 class _Holder(nn.Module):
@@ -136,6 +150,7 @@ class ModuleCall:
     parameters: list[list[str]]
     buffers: list[list[str]]
     autocast: tuple[bool, torch.dtype]
+    default_dtype: torch.dtype
     form: tuple[Any, ...] | None = None
 
     def __call__(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -145,7 +160,7 @@ class ModuleCall:
         """
         try:
             result = self.run(inputs)
-            if result.form != self.form:
+            if self.form is None or _any_float(result.form) != _any_float(self.form):
                 raise CannotBeNodeError("it returns other shapes or values")
         except CannotBeNodeError as error:
             raise RecordError(
@@ -180,7 +195,7 @@ class ModuleCall:
         state |= {f"module.{n}": buffers[names[0]] for names in self.buffers for n in names}
         enabled, dtype = self.autocast
         device = next((x.device.type for x in inputs), "cpu")
-        with torch.autocast(device, dtype, enabled):
+        with torch.autocast(device, dtype, enabled), _default_dtype(self.default_dtype):
             out, after = torch.func.functional_call(
                 _Holder(self.module, self.forward), state, (args, kwargs)
             )
@@ -205,7 +220,8 @@ def module_call(
     parameters, held = _by_tensor(module.named_parameters(remove_duplicate=False))
     buffers, more = _by_tensor(module.named_buffers(remove_duplicate=False))
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    call = ModuleCall(module, forward, leaves, structure, parameters, buffers, autocast)
+    about = autocast, torch.get_default_dtype()
+    call = ModuleCall(module, forward, leaves, structure, parameters, buffers, *about)
     return call, [*tensors, *held, *more]
 
 
@@ -229,13 +245,13 @@ def try_out(
     for leaf in call.leaves:
         if leaf is not Tensor and not isinstance(leaf, PLAIN):
             raise CannotBeNodeError(f"it is given an object of type {type(leaf).__name__}")
-    found: list[tuple[Result, int]] = []
-    with _disable_current_modes(), eager(), autograd_reachable():
-        for number in range(DRAWS):
-            with drawing((), number, ()):
-                weights = [_weight(t, dtype) for t, dtype in state]
-                values = [_random(shape, dtype, number) for shape, dtype in specs]
-                found.append(_observe(call, [*values, *weights]))
+    try:
+        found = _tries(call, specs, state, torch.randn)
+    except FailsError as error:
+        try:  # sizes and shares are positive
+            found = _tries(call, specs, state, torch.rand)
+        except FailsError:
+            raise error from None
     first = found[0][0]
     for other, _ in found[1:]:
         if other.form[0] != first.form[0] or other.structure != first.structure:
@@ -244,6 +260,23 @@ def try_out(
             raise CannotBeNodeError("it returns a number that depends on the data")
     call.form = first.form
     return found[0]
+
+
+def _tries(
+    call: ModuleCall,
+    specs: Sequence[Spec],
+    state: Sequence[tuple[Tensor, torch.dtype]],
+    draw: Callable[..., Tensor],
+) -> list[tuple[Result, int]]:
+    """What a call gives on several random arguments, and the flops of each."""
+    found = []
+    with _disable_current_modes(), eager(), autograd_reachable():
+        for number in range(DRAWS):
+            with drawing((), number, ()):
+                weights = [_weight(t, dtype) for t, dtype in state]
+                values = [_random(shape, dtype, number, draw) for shape, dtype in specs]
+                found.append(_observe(call, [*values, *weights]))
+    return found
 
 
 def _observe(call: ModuleCall, inputs: Sequence[Tensor]) -> tuple[Result, int]:
@@ -261,7 +294,7 @@ def _observe(call: ModuleCall, inputs: Sequence[Tensor]) -> tuple[Result, int]:
             raise
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            raise CannotBeNodeError(f"it fails on random arguments ({text})") from error
+            raise FailsError(f"it fails on random arguments ({text})") from error
         kept = _held(call.module) - held
     if kept:
         names = ", ".join(sorted({name for name, _ in kept}))
@@ -283,6 +316,23 @@ def _held(module: nn.Module) -> set[tuple[str, int]]:
     return found
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """The dtype that tensors are made in where none is said, as it was in the forward."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _any_float(form: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A form whatever the precision: a check of the graph may run it in another."""
+    specs, *rest = form
+    return [(shape, d.is_floating_point or d) for shape, d in specs], *rest
+
+
 def _spec(tensor: Tensor) -> Spec:
     return tuple(tensor.shape), tensor.dtype
 
@@ -296,10 +346,12 @@ def _weight(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(tensor.shape, dtype=dtype)
 
 
-def _random(shape: tuple[int, ...], dtype: torch.dtype, number: int) -> Tensor:
+def _random(
+    shape: tuple[int, ...], dtype: torch.dtype, number: int, draw: Callable[..., Tensor]
+) -> Tensor:
     """Values of the `number`-th draw. The first integers are zeros, the first booleans true."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, dtype=dtype)
+        return draw(shape, dtype=dtype)
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5 if number else torch.ones(shape, dtype=dtype)
     return torch.randint(0, 2 if number else 1, shape).to(dtype)

@@ -123,7 +123,9 @@ class _How:
     values, and whether sizes that the batch says are `settling` the shapes behind them.
 
     They are not told at first: what a library does in eager is what is trained. Exported ones read
-    less: what follows from values is asked for where neither does without.
+    less: what follows from values is asked for where neither does without. `eager` is why eager was
+    left: it speaks, and libraries are never told again, where an exported forward fails for
+    anything else than values.
     """
 
     fallbacks: Fallbacks
@@ -133,13 +135,18 @@ class _How:
     exported: bool = False
     reading: bool = False
     settling: bool = False
+    exports: bool = True
     asked: bool = False
+    eager: Exception | None = None
 
     def otherwise(self, error: Exception) -> None:
         """The next way, after an attempt that has failed. Raises the error where there is none."""
         self.asked |= isinstance(error, SymbolsNeededError)
-        if not self.exported:
-            self.exported = True
+        if self.exported and not isinstance(error, (SymbolsNeededError, UntraceableError)):
+            assert self.eager is not None
+            self.exported, self.exports, error = False, False, self.eager
+        if not self.exported and self.exports:
+            self.exported, self.eager = True, error
         elif self.asked and not self.reading:
             self.reading, self.exported = True, False
         elif self.reading and not self.settling:
@@ -161,7 +168,9 @@ def _record(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
     modes |= {"settling": how.settling}
-    first, second = (Recorder(fake_mode, **modes, told=how.told) for _ in range(2))
+    first, second = (
+        Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
+    )
     current = [first]
     with untouched(model) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
@@ -197,7 +206,11 @@ def _run(
         recorder.state_input(slot)
     with contextlib.ExitStack() as stack:
         for path, cause in fallbacks.causes.items():
-            stack.enter_context(recorder.keeping_whole(path, fallbacks.modules[path], cause))
+            if path in fallbacks.loose:
+                kept = recorder.keeping_loose(path, fallbacks.loose[path], cause)
+            else:
+                kept = recorder.keeping_whole(path, fallbacks.modules[path], cause)
+            stack.enter_context(kept)
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         with recorder.running(model):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,36 +39,36 @@ from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch
-from merakc.frontend.history import HistoryRecorder
+from merakc.frontend.history import HistoryRecorder, replaced
 from merakc.frontend.made import recorded_tensors
-from merakc.frontend.opaque import (
-    CannotBeNodeError,
-    UntraceableError,
-    module_call,
-    try_out,
-)
 from merakc.frontend.source import user_line
 from merakc.frontend.strides import by_dims
 from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
+from merakc.frontend.whole import WholeModules
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
-from merakc.kernels.opaque import OPAQUE, Call, enter
 
 # Calls that ask for a tensor's truth; the second also for numbers.
 TRUTHS = ("aten.is_nonzero.default", ITEM)
 # Calls whose answer is known where the tensor was made outside the forward.
-CONSTANT_VALUES = (ITEM, "aten.equal.default")
-STRIDED = "aten.as_strided.default"
+EQUAL = "aten.equal.default"
+CONSTANT_VALUES = (ITEM, EQUAL)
+# Calls that methods of the recorder write in another form.
+WRITTEN_OTHERWISE = {
+    "aten.as_strided.default": "_strided",
+    "aten.scaled_dot_product_attention.default": "_attention",
+}
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
     the model is exported; `told` is what Python is to be told that reads a batch without values.
+    Modules that the forward makes are entered into `loose`.
     """
 
     supports_higher_order_operators = True  # to refuse them by name
@@ -81,14 +81,17 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         exported: bool = False,
         settling: bool = False,
         told: Sequence[Answer] = (),
+        loose: dict[str, type[torch.nn.Module]] | None = None,
     ) -> None:
         super().__init__(fake_mode, told, settling=settling)
+        self.loose = {} if loose is None else loose
         self.watched, self.exported, self.paused = watched, exported, False
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
         self.draws = Draws(self._error, self.inputs, self.nodes)
         self.opaques = 0
+        self.default_dtype = torch.get_default_dtype()
 
     @contextlib.contextmanager
     def running(self, model: torch.nn.Module) -> Iterator[None]:
@@ -102,7 +105,10 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
                 with _disable_current_modes():
                     watch.check(self.modules[-1], model)
 
-            stack.enter_context(module_names(model, self.modules, passing))
+            def found(name: str, module: torch.nn.Module) -> None:
+                self.loose[name] = type(module)
+
+            stack.enter_context(module_names(model, self.modules, passing, found))
             stack.enter_context(recordable())
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
@@ -111,6 +117,9 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             stack.enter_context(recorded_tensors())
             stack.enter_context(printable_numbers())
             stack.enter_context(self._answering())
+            stack.enter_context(
+                replaced(FakeTensor, "numpy", lambda x, **how: self._numpy(x, **how))
+            )
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
@@ -132,76 +141,6 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             drawn = watch.drawn()  # of any, which are given back
         if drawn and not self.watched:
             raise DrawnError
-
-    # ------------------------------------------------------------------ modules as they are
-
-    @contextlib.contextmanager
-    def keeping_whole(
-        self, path: str, module: torch.nn.Module, cause: UntraceableError
-    ) -> Iterator[None]:
-        """Makes every call of a module one node while it is entered."""
-        before, forward = dict(vars(module)), module.forward
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.paused:
-                return forward(*args, **kwargs)
-            self.paused = True
-            try:
-                return self._whole(path, module, forward, cause, args, kwargs)
-            except CannotBeNodeError as error:
-                raise UntraceableError(
-                    str(cause), self.modules[:-1], cause.source, str(error), refused=path
-                ) from error
-            finally:
-                self.paused = False
-
-        module.forward = call
-        try:
-            yield
-        finally:
-            del module.forward
-            if "forward" in before:
-                module.forward = forward
-
-    def _whole(
-        self,
-        path: str,
-        module: torch.nn.Module,
-        forward: Callable[..., Any],
-        cause: UntraceableError,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        """Tries a module's call out, and writes its node."""
-        call, given = module_call(module, forward, args, kwargs)
-        if is_symbolic((given, call.leaves)):
-            raise CannotBeNodeError(
-                "it is given tensors or numbers that depend on the data in shape"
-            )
-        real = {id(slot.fake): slot.real for slot, _ in self.states}
-        held = given[len(given) - len(call.parameters) - len(call.buffers) :]
-        state = [(real[id(t)] if id(t) in real else t.to("meta"), t.dtype) for t in held]
-        specs = [(tuple(t.shape), t.dtype) for t in given[: len(given) - len(held)]]
-        result, flops = try_out(call, specs, state)
-        self.opaques += 1
-        outputs = result.form[0]
-        facts = path, cause.source, cause.reason, flops, self.opaques
-        entry = Call(call, outputs, *facts, holding=call.holding)
-        key = enter(entry)
-        self.functions[key] = entry  # held as long as the graph is
-        outs = [torch.empty(shape, dtype=dtype) for shape, dtype in outputs]
-        self.draws.prepare(self._scalar)
-        seeds = self._args(self.draws.scalars)
-        ref = self._emit(OPAQUE, (self._args(given), seeds, key), {}, outs)
-        for index, out in enumerate(outs):
-            self.aliases.add(out, Ref(ref.node, index))
-        after = outs[len(outs) - len(call.buffers) :]
-        for (name, *_), out in zip(call.buffers, after, strict=True):
-            value = self._emit("aten.detach.default", (self._ref(out),), {}, (out,))
-            self.aliases.write(self._alias(module.get_buffer(name)), value, self.grads)
-        tensors = iter(outs)
-        leaves = [next(tensors) if x is torch.Tensor else x for x in result.leaves]
-        return pytree.tree_unflatten(leaves, result.structure)
 
     # ------------------------------------------------------------------ calls
 
@@ -240,12 +179,12 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
                 return answer
             if isinstance(args[0], FakeTensor):
                 return self._truth(args[0])
+        if name == EQUAL:
+            return self._equal(*args)
         if name in ragged.RULES:
             return self._ragged(name, args, kwargs)
         if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):
             return self.answer(self._number_of(args[0]))
-        if name == STRIDED:
-            return self._strided(*args, **kwargs)
         parts = composites.part_by_part(name, args)
         if parts is not None:
             with self:
@@ -255,8 +194,8 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         reason = normalise.refused(name, args)
         if reason:
             raise self._error(*reason)
-        if name == "aten.scaled_dot_product_attention.default":
-            return self._attention(*args, **kwargs)
+        if name in WRITTEN_OTHERWISE:
+            return getattr(self, WRITTEN_OTHERWISE[name])(*args, **kwargs)
         if name == "aten.batch_norm.default":
             with self:
                 return normalise.batch_norm(self._batch_norm, *args, **kwargs)
@@ -276,6 +215,10 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
                 "use unfold, views or indices",
             )
         return found
+
+    def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        with self:
+            return one.shape == other.shape and bool((one == other).all())
 
     def _attention(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
@@ -342,6 +285,8 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         if name == "aten.detach.default" and self._ref(args[0]) not in self.grads:
             self.aliases.share(out, self._alias(args[0]))
             return out
+        if torch.get_default_dtype() != self.default_dtype:  # which holds when the graph is run
+            kwargs = normalise.with_dtype(func, kwargs, outs[0])
         ref = self._emit(
             name, self._args(tuple(args)), self._args(normalise.device_free(kwargs)), outs
         )

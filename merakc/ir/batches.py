@@ -93,12 +93,14 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
     """How the samples of a batch lie: `sizes` has those of every dp rank, each in `micro_batches`
-    parts of one size; `dp_rank` is the rank that asks.
+    parts of one size; `dp_rank` is the rank that asks. They are `alike` where they differ in their
+    samples alone.
     """
 
     sizes: tuple[int, ...]
     micro_batches: int
     dp_rank: int = 0
+    alike: bool = field(default=True, compare=False)
 
     @property
     def own(self) -> int:

@@ -113,10 +113,11 @@ def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketS
 
 def trained(graph: Graph) -> set[str]:
     """The names of the parameters that the loss gives a gradient to."""
-    needed = {o.ref.node for o in graph.outputs if o.kind.begins_gradients}
+    grads = graph.grad_values()  # a mask has none, nor what it was made of
+    needed = {o.ref.node for o in graph.outputs if o.kind.begins_gradients and o.ref in grads}
     for node in reversed(graph.nodes):
-        if node.name in needed and node.grad and ".detach" not in node.op:
-            needed.update(r.node for r in node.refs)
+        if node.name in needed and node.grad_outputs(grads):
+            needed.update(r.node for r in node.refs if r in grads)
     return {
         i.target
         for i in graph.inputs

@@ -19,7 +19,7 @@ import torch.fx as fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from merakc.errors import RecordError
+from merakc.errors import RecordError, failure
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.passes.algebra import fewer_passes
@@ -112,7 +112,15 @@ def _trace(
                 inputs = (*given, *tracer.inputs)
                 return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
         # torch's own tracer can do more, or says why it cannot
-        return _convert(_traced(joint, values, seeds), graph, tangents)
+        try:
+            traced = _traced(joint, values, seeds)
+        except RuntimeError as error:
+            raise RecordError(
+                f"the backward of the forward that was recorded fails: {failure(error)}; mend the "
+                "backward of the custom function that it comes from: it is called with parts of "
+                "the batch, and with all of it"
+            ) from error
+        return _convert(traced, graph, tangents)
 
 
 def _modes(graph: Graph) -> Iterator[tuple[AbstractContextManager[Any], str]]:

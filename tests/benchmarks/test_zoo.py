@@ -67,12 +67,12 @@ def test_a_cell_is_equal_refused_or_wrong() -> None:
     assert not refused.wrong
 
 
-def test_passes_allows_one_red_cell_in_twenty_but_no_wrong_one() -> None:
+def test_passes_allows_a_red_cell_in_forty_but_no_wrong_one() -> None:
     green, red = Cell(Difference(0.0, "w")), Cell(reason="no")
     wrong = Cell(Difference(1.0, "w"))
-    nineteen = dict.fromkeys(map(str, range(19)), green)
-    assert passes([Row("m", cells={**nineteen, "x": red})])
-    assert not passes([Row("m", cells={**nineteen, "x": wrong})])
+    others = dict.fromkeys(map(str, range(39)), green)
+    assert passes([Row("m", cells={**others, "x": red})])
+    assert not passes([Row("m", cells={**others, "x": wrong})])
     assert not passes([Row("m", cells={"1": green, "x": red})])
 
 
@@ -144,6 +144,28 @@ def test_the_documentation_has_the_page_of_all_models_and_cells_only(
     assert "| small | ✓ |" in zoo.PAGE.read_text()
 
 
+def test_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figures, doc = tmp_path / "zoo.json", tmp_path / "zoo.md"
+    monkeypatch.setattr(merakc, "auto_parallel", stand_in(samples))
+    arguments = ("--json", str(figures), "--doc", str(doc), "--cells", "traces,tp=2")
+    _run(*arguments, "--only", "small")
+    before = zoo.load(figures)["small"]
+    assert before.cells["traces"].equal
+    assert before.cells["tp=2"].refused
+    measured: list[str] = []
+
+    def measure(model: str, cells: list[str], timeout_s: float) -> Row:
+        measured.append(model)
+        return Row(model, cells=dict.fromkeys(cells, Cell(Difference(0.0, "w"))))
+
+    monkeypatch.setattr(zoo, "measure_row", measure)
+    _run(*arguments, "--resume")
+    assert measured == ["peeking"]
+    assert zoo.load(figures)["small"] == before
+    _run(*arguments, "--only", "small")
+    assert measured == ["peeking", "small"]
+
+
 def test_unknown_models_and_cells_are_refused() -> None:
     for option, known in (("--only", "small, peeking"), ("--cells", "traces, tp=2")):
         code, output = _run(option, "no-such")
@@ -154,12 +176,12 @@ def test_unknown_models_and_cells_are_refused() -> None:
 
 def test_the_page_lists_whole_ops_by_op() -> None:
     ops = ("aten.roll.default at a.py:1", "aten.roll.default at a.py:2")
-    text = page([Row("m", 1, 0.0, 1, ops, {"traces": Cell(Difference(1.0, "w"), "off")})], 1.0)
+    text = page([Row("m", 1, 0.0, 1, ops, {"traces": Cell(Difference(1.0, "w"), "off")})])
     assert "- `aten.roll.default`: m\n" in text
     assert "| m | **wrong** | 1 | 0.00 | 1 | 2 | 1 |" in text
 
 
 def test_a_reason_is_one_line_without_paths_of_this_machine() -> None:
     reason = 'KeyError: 1\n (File "/opt/env/lib/site-packages/torch/x.py", line 2, in f)'
-    text = page([Row("m", cells={"traces": Cell(reason=reason)})], 1.0)
+    text = page([Row("m", cells={"traces": Cell(reason=reason)})])
     assert '1. KeyError: 1 (File "site-packages/torch/x.py", line 2, in f)\n' in text

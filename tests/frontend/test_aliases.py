@@ -98,6 +98,10 @@ o = torch.arange(24.0).view(4, 6); a, b = o.split([2, 4], 1); b.mul_(2); o.add_(
 o = torch.zeros(4, 6); [r.fill_(i) for i, r in enumerate(o.unbind(-1))]; y = y * o
 a, b = torch._foreach_mul([x, y], 2.0); torch._foreach_add_([a], 1.0); y = a * b
 z = torch.zeros(4, 6); d = z.detach(); d.add_(2); y = y * z
+with torch.no_grad(): y[0] = 0
+with torch.no_grad(): y.clamp_(min=0.1).mul_(2)
+v = y[1:]; w = v + 2; with torch.no_grad(): v.t().add_(1); y = y * w.sum() + v.sum()
+z = y.clone(); with torch.no_grad(): v = z * z[0].fill_(2); y = z + y * v
 """.strip().splitlines()
 
 REFUSED = {
@@ -107,7 +111,7 @@ REFUSED = {
     "y.view(torch.int64).bitwise_and_(7)": "aten.view.dtype",
     "y.detach().mul_(2)": "autograd does not see",
     "y.data.mul_(2)": "autograd does not see",
-    "with torch.no_grad(): y[0] = 0": "autograd does not see",
+    "with torch.no_grad(): y.detach().clamp_(0, 1)": "autograd does not see",
     "with torch.no_grad(): s.layer.weight.clamp_(-1, 1)": "its parameter 'layer.weight'",
     "s.layer.weight.data[0].zero_()": "its parameter 'layer.weight'",
     "y.resize_(3)": "aten.resize_",

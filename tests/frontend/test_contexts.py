@@ -107,6 +107,22 @@ def test_the_module_that_runs_is_on_top() -> None:
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
 
 
+def test_modules_that_a_forward_makes_are_found() -> None:
+    class Sums(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.Softmax(0)(x).sum()
+
+    names: list[str] = []
+    found: list[str] = []
+    model = Small(lambda s, x: s.inner(x), inner=Small(lambda s, x: Sums()(x)))
+    with module_names(model, names, found=lambda name, module: found.append(name)):
+        model(torch.ones(1))
+        assert names == []
+    assert found == ["inner.Sums", "inner.Sums.Softmax"]
+    model(torch.ones(1))
+    assert len(found) == 2
+
+
 def test_the_compilers_flags() -> None:
     def check_and_fail() -> None:
         assert torch.compiler.is_compiling()
@@ -154,3 +170,13 @@ def test_a_module_may_be_cast_to_what_it_is() -> None:
         record(wrong, (randn(4, 6),), {})
     assert nn.Module._apply is before
     assert wrong.layer.weight.dtype == torch.float64
+
+
+def test_what_fails_on_fake_tensors_is_an_error_and_no_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = Small(lambda s, x: torch.matmul(s.layer(x), torch.ones(5, 5)).sum(), layer=linear())
+    with pytest.raises(RecordError, match="must have same reduction dim"):
+        record(model, (randn(4, 6),), {})
+    assert not caplog.records
+    assert not capfd.readouterr().err

@@ -276,3 +276,33 @@ def test_a_module_that_asks_for_gradients_cannot_be_a_node(forward: Forward) -> 
     with pytest.raises(RecordError) as caught:
         record(wrapped(forward), (randn(4, 6),), {})
     assert any("it asks whether" in note for note in caught.value.__notes__)
+
+
+def by_numpy(s: Any, x: Tensor, lengths: Tensor) -> Any:
+    rows = zip(s.layer(x), lengths.numpy(), strict=True)
+    return torch.stack([row[: int(n)].sum() for row, n in rows]).sum()
+
+
+def test_numpy_reads_whole_numbers_of_the_batch() -> None:
+    check(Small(by_numpy, layer=linear()), randn(3, 6), torch.tensor([2, 5, 1]))
+
+
+def in_double(s: Any, x: Tensor) -> Any:
+    """Makes tensors in a dtype that holds for a while."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return (s.layer(x) * torch.ones(6) / torch.full((6,), 3.0)).sum() + s.inner(x).sum()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_tensors_are_of_the_dtype_that_held_when_they_were_made() -> None:
+    def ones(s: Any, x: Tensor) -> Tensor:
+        y = s.layer(x)
+        return y @ torch.ones(6, 6) if y.sum() > 0 else y + torch.ones(6)
+
+    recording = check(
+        Small(in_double, layer=linear(), inner=Small(ones, layer=linear())), randn(4, 6)
+    )
+    assert modules(recording) == ["inner"]

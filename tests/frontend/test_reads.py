@@ -43,11 +43,17 @@ def branch(s: Any, y: Tensor, n: Tensor) -> Tensor:
     return y.pow(2).sum() if n.max() > 5 and n[0].item() != 3 else y.sum()
 
 
+def alike(s: Any, y: Tensor, n: Tensor) -> Tensor:
+    return y.sum() if torch.equal(n, n.clamp(max=5)) else y.pow(2).sum()
+
+
 def places(s: Any, y: Tensor, n: Tensor) -> Tensor:
     return y[torch.arange(4), (torch.arange(n.max().item())[None] < 1).sum(1)].sum()
 
 
-@pytest.mark.parametrize("forward", [guard, cut, cut_by_tensor, cut_by_item, first, branch, places])
+@pytest.mark.parametrize(
+    "forward", [guard, cut, cut_by_tensor, cut_by_item, first, branch, alike, places]
+)
 def test_a_number_is_told_and_asked_again(forward: Any) -> None:
     torch.manual_seed(0)
     model = Small(lambda s, x, n: forward(s, s.layer(x), n), layer=linear())
@@ -78,7 +84,9 @@ def test_every_length_is_read() -> None:
 def test_what_constants_say_is_not_asked() -> None:
     def forward(s: Any, x: Tensor) -> Tensor:
         scale = 2.0 if torch.ones(3).sum() > 2 else 3.0
-        out: Tensor = s.layer(x).sum() * scale
+        scale += torch.equal(torch.ones(3), torch.ones(4))
+        spread = torch.corrcoef(s.layer(x).T)  # which asks whether there is more than one sample
+        out: Tensor = spread.sum() * scale
         return out
 
     assert check(Small(forward, layer=linear()), randn(4, 6), relative=1e-13).reads is None

@@ -20,6 +20,7 @@ from benchmarks.reference import lifted_casts
 from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.graph import InputKind, OutputKind
+from merakc.kernels.opaque import OPAQUE
 from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph
 from tests.frontend.small import Small, linear, randn
 
@@ -86,6 +87,21 @@ def flags(s: Any, x: Tensor) -> Any:
 
 def test_libraries_are_told_of_an_export_where_they_must_be() -> None:
     check(Small(flags, layer=linear()), randn(4, 6))
+
+
+def fails_exported(s: Any, x: Tensor) -> Any:
+    """Whose masks, made for an export alone, do not fit."""
+    return s.branching(x.view(7) if torch.compiler.is_compiling() else x).square().sum()
+
+
+def test_an_export_that_fails_says_nothing_of_the_model() -> None:
+    def branching(s: Any, x: Tensor) -> Any:
+        y = s.layer(x)
+        return y * 2 if y.sum() > 0 else y
+
+    model = Small(fails_exported, branching=Small(branching, layer=linear()))
+    (node,) = [n for n in check(model, randn(4, 6)).graph.nodes if n.op == OPAQUE]
+    assert node.module == "branching"
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.cluster import NOMINAL_CPU
+from merakc.frontend.record import record
 from merakc.ir.buckets import Held, plan_buckets
 from merakc.ir.program import Action, ActionKind, CollectiveKind, Mesh, Program
 from merakc.ir.state import StateShards, lattice
@@ -164,3 +165,15 @@ def test_rough_touches_are_those_of_the_pieces() -> None:
     apart = [abs(backward.index(n) - roughly.index(n)) for n in backward]
     assert max(apart) <= 3
     assert not [t for t in real[I, False] if t.is_gradient]
+
+
+def test_what_only_a_mask_reads_is_not_trained() -> None:
+    class Masked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bound = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).masked_fill(self.bound > 0, 0.0).sum()
+
+    assert trained(record(Masked(), (torch.ones(2, 3),), {}).graph) == {"weight"}

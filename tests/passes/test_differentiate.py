@@ -196,3 +196,21 @@ def test_a_parameter_that_only_a_backward_reads_is_refused() -> None:
     graph = record(model, (randn(4, 6),), {}).graph
     with pytest.raises(RecordError, match=r"reads a parameter of shape \(6, 6\) that apply\(\)"):
         differentiate(graph)
+
+
+def test_a_backward_that_fails_is_named() -> None:
+    class Rigid(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(0)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0].expand(8, 6)
+
+    model = Small(lambda s, x: Rigid.apply(s.layer(x)).sum(), layer=linear())
+    graph = record(model, (randn(4, 6),), {}).graph
+    with pytest.raises(
+        RecordError, match=r"(?s)backward .* fails: .*invalid gradient.*custom funct"
+    ):
+        differentiate(graph)

@@ -12,7 +12,13 @@ from torch import nn
 from benchmarks.ranks import run_ranks
 from merakc.errors import MismatchError
 from merakc.ir.program import Mesh
-from merakc.runtime.agreement import MAX_BYTES, batch_mark, common_mark, settings_mark
+from merakc.runtime.agreement import (
+    MAX_BYTES,
+    batch_mark,
+    common_mark,
+    of_other_size,
+    settings_mark,
+)
 from tests.battery.small_models import Words, first_part, parallel, words
 
 MESH = Mesh(2, 2, 2)
@@ -62,6 +68,22 @@ def test_what_is_the_same_for_all_is_so_on_every_rank() -> None:
     assert sum(common_mark([x], MESH, r, 0) for r in range(8)) == 0.0
     for odd in range(8):
         assert sum(common_mark([x + (r == odd)], MESH, r, 0) for r in range(8)) != 0.0
+
+
+@pytest.mark.parametrize(
+    ("shapes", "beside", "unlike"),
+    [
+        ([(1, 7), (1, 7)], [{("ids", 1): 9}] * 2, None),
+        ([(1, 7), (1, 5)], [{("ids", 1): 7}, {("ids", 1): 5}], None),  # positions of tokens
+        ([(1, 7), (1, 5)], [{("ids", 1): 7}, {("ids", 1): 7}], 1),
+        ([(5, 5), (3, 5)], [{("ids", 1): 5}, {("ids", 1): 5}], 1),  # samples
+        ([(5,), (5,), (5, 1)], [{}] * 3, 2),
+    ],
+)
+def test_what_is_the_same_for_all_is_as_long_as_a_ranks_texts_at_most(
+    shapes: list[tuple[int, ...]], beside: list[dict[tuple[str, int], int]], unlike: int | None
+) -> None:
+    assert of_other_size(shapes, beside) == unlike
 
 
 def second_step(layout: dict[str, int]) -> str:

@@ -53,13 +53,13 @@ def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
 
 def _same(node: Node, other: Node) -> bool:
     """Whether two calls are the same, but for their sizes and numbers, and for how many samples
-    they take apart or put together.
+    they take apart, put together or go through.
     """
     return node.name == other.name and _refs_alike(node, other) and same_call(node, other)
 
 
 def _refs_alike(node: Node, other: Node) -> bool:
-    if node.op in JOINS and len(node.refs) != len(other.refs):
+    if node.op in (*JOINS, OPAQUE) and len(node.refs) != len(other.refs):
         return {r.node for r in node.refs} == {r.node for r in other.refs}
     return node.refs == other.refs
 

@@ -10,14 +10,15 @@ samples grow as the samples do, and no others.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.passes.batches.aligned import KNOWN, common, is_own
-from merakc.passes.batches.alike import check_alike, in_common
-from merakc.passes.batches.normalise import normalised
+from merakc.passes.batches.alike import OtherPathError, check_alike, in_common
+from merakc.passes.batches.normalise import normalised, without_copies
 from merakc.passes.batches.places import place_states, with_places
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
@@ -34,6 +35,7 @@ class Analysis:
     """Two recordings of a forward, written alike, and what was found of their values.
 
     `part` is of `samples` samples and `whole` of `total`; nodes of one name are the same call.
+    `recorded` is the whole batch's as it was recorded, for whoever would rather not rely on that.
     """
 
     part: Graph
@@ -45,6 +47,7 @@ class Analysis:
     outcomes: Mapping[str, Outcome]
     makers: Mapping[str, Node] = field(repr=False)
     twins: Mapping[str, Node] = field(repr=False)  # nodes of the whole batch's graph
+    recorded: Graph | None = field(default=None, repr=False)
 
     @property
     def share(self) -> float:
@@ -81,8 +84,8 @@ def analyse(
     part. Raises `RecordError` where a batch of another size takes another path.
     """
     assert 1 < samples < total, (samples, total)
-    part, whole = in_common(normalised(part), normalised(whole))
-    check_alike(part, whole, samples, total)
+    recorded = whole
+    part, whole = _written_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
     reader = Reader(part, whole, sampled, samples, total, placing=placing)
     twins = {n.name: n for n in whole.nodes}
@@ -99,6 +102,7 @@ def analyse(
     return Analysis(
         part, whole, samples, total, sampled, states, outcomes,
         {n.name: n for n in part.nodes}, {n.name: n for n in whole.nodes},
+        None if any(n.op == KNOWN for n in part.nodes) else recorded,
     )  # fmt: skip
 
 
@@ -108,10 +112,43 @@ def _of_whole(whole: Graph) -> dict[Ref, State]:
     return {ref: state for ref in whole.specs() if is_own(ref.node)}
 
 
+def _written_alike(part: Graph, whole: Graph, samples: int, total: int) -> tuple[Graph, Graph]:
+    """Both normalised, with copies that have a value in one piece where both have the same ones;
+    with what the batch alone says in a common form, where that alone is made otherwise.
+    """
+    for copies in (True, False):
+        one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        with suppress(OtherPathError):
+            check_alike(one, other, samples, total)
+            return one, other
+    one, other = in_common(one, other)
+    check_alike(one, other, samples, total)
+    return one, other
+
+
 def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
     """The graph with a guess of where the samples stand in what is drawn from nothing."""
     drawn = any(n.op in MADE_DRAWS for n in part.nodes)
     return key_draws(part, {n for n, rows in sampled.items() if rows == Rows()}) if drawn else part
+
+
+def _as_found(
+    found: Analysis, part: Graph, whole: Graph, samples: int, total: int
+) -> tuple[Graph, Graph]:
+    """Two recordings of other numbers of samples, written as the part was that was looked at."""
+    picked = {n: o.picked for n, o in found.outcomes.items() if o.picked}
+    for copies in (True, False):
+        own = found.part if copies else without_copies(found.part)
+        one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        if any(n.op == KNOWN for n in own.nodes) or len(own.outputs) < len(one.outputs):
+            one, other = in_common(one, other)
+            one = with_places(one, picked, whole=False)
+            other = with_places(other, picked, whole=True)
+        with suppress(*(OtherPathError,) * copies):
+            check_alike(one, own, samples, found.samples)
+            check_alike(other, own, total, found.samples)
+            break
+    return one, other
 
 
 def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int) -> Analysis:
@@ -119,25 +156,23 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """
-    part, whole = normalised(part), normalised(whole)
-    if any(n.op == KNOWN for n in found.part.nodes) or len(found.part.outputs) < len(part.outputs):
-        part, whole = in_common(part, whole)
-        picked = {n: o.picked for n, o in found.outcomes.items() if o.picked}
-        part, whole = with_places(part, picked, whole=False), with_places(whole, picked, whole=True)
+    recorded = whole
+    part, whole = _as_found(found, part, whole, samples, total)
     for name in (i.name for i in part.inputs if i.kind is InputKind.CONSTANT):
         if not found.states[Ref(name)].whole and not same_constant(found.part, part, name):
             raise RecordError(
                 f"a tensor made in the forward has other values for {samples} samples than for "
                 f"{found.samples}; train with dp=1 and micro_batches=1"
             )
-    for graph, own, now in ((part, found.part, samples), (whole, found.part, total)):
-        check_alike(graph, own, now, found.samples)
+    for graph, now in ((part, samples), (whole, total)):
         specs = graph.specs()
         for ref, state in found.states.items():
             dims = state.dims
-            if is_own(ref.node):
-                continue
-            if dims is None or tuple(size(d, now) for d in dims) == specs[ref].shape:
+            if (
+                ref not in specs
+                or dims is None
+                or tuple(size(d, now) for d in dims) == specs[ref].shape
+            ):
                 continue
             node, shape = found.makers.get(ref.node), list(specs[ref].shape)
             raise RecordError(
@@ -147,5 +182,6 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
             )
     return replace(
         found, part=part, whole=whole, samples=samples, total=total,
+        recorded=recorded if found.recorded is not None else None,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip

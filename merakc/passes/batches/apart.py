@@ -1,72 +1,205 @@
-"""Whether a module that no rule can look into computes each sample by itself, seen with numbers."""
+"""Whether what no rule can look into computes each sample by itself, seen with numbers.
+
+Modules that run as they are and custom functions are run on random arguments, forward and backward,
+on parts and on the whole batch. What Python asks of values on the way, `if h.mean() > 0.5`, says
+more than that: numbers at random may all lie on one side of a bound.
+"""
 
 from __future__ import annotations
 
-import torch
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import _disable_current_modes
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from merakc.ir.graph import Node, TensorSpec
-from merakc.kernels.opaque import Call, autograd_reachable, drawing, find
+import torch
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from merakc.ir.batches import Rows
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.kernels.opaque import OPAQUE, autograd_reachable, drawing, find
 from merakc.passes.batches.own_rules import Place
 from merakc.passes.batches.states import State
 
-# Arithmetic of the whole batch up to which a module is tried: about a second on a CPU.
-MOST_FLOPS = 2 * 10**10
-# Parts and the whole batch call kernels of other shapes, in the module's own dtype.
-RELATIVE, ABSOLUTE = 1e-2, 1e-3
+# Arithmetic of the whole batch, and elements of a function's values, up to which they are tried:
+# about a second on a CPU.
+MOST_FLOPS, MOST_ELEMENTS = 2 * 10**10, 1 << 23
+# What parts may differ by, relative to the largest number: they call kernels of other shapes.
+LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
+LIMIT_OF_HALF, NEAR_ZERO = 2e-2, 1e-2
+# Gradients of all sizes: a backward that clips them shows it at some.
+SCALES = (1.0, 1e-4, 1e4)
+NUDGE = 1e-2  # of a sample's values, for its share in a question to be seen
+ASKS = "aten._local_scalar_dense.default"
+# Whether numbers are finite, which guards ask of all samples together.
+GUARDS = ("aten.isnan.default", "aten.isinf.default", "aten.isfinite.default")
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A call for some number of samples: its arguments, and how they make what it returns, of the
+    shapes `outputs`.
+    """
+
+    run: Callable[[Sequence[Tensor], int], list[Tensor]]
+    refs: tuple[Ref, ...]
+    outputs: tuple[TensorSpec, ...]
 
 
 def seen_apart(place: Place) -> bool | None:
-    """Whether parts of random arguments give the parts of what all of them give; None where that
-    cannot be tried: the module fails on random numbers, or computes too much.
-
-    Both calls are of one module, for a part's and the whole batch's shapes.
+    """Whether parts of random arguments give the parts of what all of them give, values and
+    gradients; None where that cannot be tried: it fails on random numbers, or computes too much.
     """
-    node, twin, states, samples = place.node, place.twin, place.states, place.samples
-    mine, other = find(node.args[-1]), find(twin.args[-1])
-    if other.flops > MOST_FLOPS:
+    node, states, total = place.node, place.states, place.total
+    mine, other = _trial(place.part, node), _trial(place.part, place.twin)
+    specs, grads = place.part.specs(), place.part.grad_values()
+    whole = [_whole(specs[r], states[r], total) for r in mine.refs]
+    if _is_large(place, whole):
         return None
-    generator = torch.Generator().manual_seed(0)
-    refs, specs = node.args[0], place.part.specs()
-    values = [_random(_whole(specs[r], states[r], place.total), generator) for r in refs]
-    firsts = range(0, place.total - samples + 1, samples)
+    rows_of = [states[r].rows for r in mine.refs]
+    values = _random(whole)
+    trained = [r in grads for r in mine.refs]
+    firsts = range(0, total - place.samples + 1, place.samples)
     try:
-        with _disable_current_modes(), autograd_reachable(), torch.no_grad():
-            together = _run(other, values, 0)
-            again = _run(other, values, 1)
-            if not all(map(_alike, together, again)):
-                return None  # it draws, and parts draw otherwise
-            for first in firsts:
-                own = [
-                    rows.take(v, first, samples) if (rows := states[r].rows) else v
-                    for r, v in zip(refs, values, strict=True)
-                ]
-                for k, (a, b) in enumerate(zip(_run(mine, own, 0), together, strict=True)):
-                    if node.outputs[k] is None:
-                        continue
-                    wanted = b  # a buffer is to be the same in all parts
-                    if a.shape != b.shape:
-                        each = a.shape[0] // samples
-                        wanted = b[first * each : (first + samples) * each]
-                    if not _alike(a, wanted):
-                        return False
-    except (RuntimeError, ValueError, IndexError, TypeError):
+        with _disable_current_modes(), autograd_reachable():
+            with torch.no_grad():
+                together, again = other.run(values, 0), other.run(values, 1)
+                if not _alike(together, again):
+                    return None  # it draws, and parts draw otherwise
+
+            def parted(values: Sequence[Tensor]) -> list[list[Tensor]]:
+                pairs = list(zip(values, rows_of, strict=True))
+                return [[r.take(v, k, place.samples) if r else v for v, r in pairs] for k in firsts]
+
+            with torch.no_grad():
+                for given in (values, _grouped(values, rows_of, total)):
+                    together = other.run(given, 0)
+                    for k, part in enumerate(parted(given)):
+                        if not _alike(mine.run(part, 0), _of_part(mine, together, k)):
+                            return False
+            parts = parted(values)
+            return _same_gradients(place, (mine, other), (parts, values), trained) and not (
+                node.op == OPAQUE and _asks_of_several(place, other, values, trained)
+            )
+    except Exception:  # of the user's own code, given what it is not made for
         return None
-    return True
+
+
+def _trial(graph: Graph, node: Node) -> _Trial:
+    """The call of a node, as a function of its arguments."""
+    refs = node.args[0] if node.op == OPAQUE else tuple(dict.fromkeys(node.refs))
+
+    def run(values: Sequence[Tensor], seed: int) -> list[Tensor]:
+        with drawing((), seed, ()):
+            if node.op == OPAQUE:
+                call = find(node.args[-1])
+                with call.holding(values):
+                    out: Any = call(values)
+            else:
+                given = dict(zip(refs, values, strict=True))
+                out = graph.functions[node.op](*map_refs(node.args, given.__getitem__))
+        outs = out if isinstance(out, (tuple, list)) else (out,)
+        return [x for x, spec in zip(outs, node.outputs, strict=True) if spec is not None]
+
+    return _Trial(run, refs, tuple(s for s in node.outputs if s is not None))
+
+
+def _is_large(place: Place, whole: Sequence[TensorSpec]) -> bool:
+    if place.node.op == OPAQUE:
+        return find(place.twin.args[-1]).flops > MOST_FLOPS
+    made = (s for s in place.twin.outputs if s is not None)
+    return sum(s.numel for s in (*whole, *made)) > MOST_ELEMENTS
 
 
 def holds_batch_norm(node: Node) -> bool:
     """Whether the module of a call normalises over the samples of its part, by convention."""
+    if node.op != OPAQUE:
+        return False
     module = getattr(find(node.args[-1]).forward, "module", None)
     return isinstance(module, torch.nn.Module) and any(
         isinstance(m, _BatchNorm) and m.training for m in module.modules()
     )
 
 
-def _run(call: Call, values: list[torch.Tensor], seed: int) -> list[torch.Tensor]:
-    with drawing((), seed, ()):
-        return list(call(values))
+# ---------------------------------------------------------------------- values and gradients
+
+
+def _of_part(mine: _Trial, together: Sequence[Tensor], number: int) -> list[Tensor]:
+    """What a part has of the whole batch's values; a buffer is the same in all parts."""
+    return [
+        value
+        if tuple(value.shape) == spec.shape
+        else value[number * spec.shape[0] : (number + 1) * spec.shape[0]]
+        for value, spec in zip(together, mine.outputs, strict=True)
+    ]
+
+
+def _same_gradients(
+    place: Place,
+    trials: tuple[_Trial, _Trial],
+    values: tuple[Sequence[Sequence[Tensor]], Sequence[Tensor]],
+    trained: Sequence[bool],
+) -> bool:
+    """Whether the parts' gradients of samples are those of the whole, and add up to those of
+    constants.
+    """
+    (mine, other), (parts, whole) = trials, values
+    many = place.node.op == OPAQUE and find(place.twin.args[-1]).flops > MOST_FLOPS // 8
+    generator = torch.Generator().manual_seed(1)
+    for scale in SCALES[:1] if many else SCALES:
+        given = [[scale * _numbers(s, generator) for s in mine.outputs] for _ in parts]
+        every = [
+            _filled(torch.cat(own), s) if own[0].shape != s.shape else torch.stack(own).sum(0)
+            for own, s in zip(zip(*given, strict=True), other.outputs, strict=True)
+        ]
+        covered = len(parts) * place.samples
+        wanted = [
+            rows.take(g, 0, covered) if (rows := place.states[r].rows) else g
+            for r, g in zip(other.refs, _gradients(other, whole, every, trained), strict=True)
+        ]
+        each = zip(*(_gradients(mine, p, g, trained) for p, g in zip(parts, given, strict=True)),
+                   strict=True)  # fmt: skip
+        states = [place.states[ref] for ref in mine.refs]
+        joined = [
+            s.rows.join(own) if s.rows else torch.stack(own).sum(0)
+            for s, own in zip(states, each, strict=True)
+        ]
+        if not _alike(joined, wanted):
+            return False
+    return True
+
+
+def _filled(value: Tensor, spec: TensorSpec) -> Tensor:
+    """The value with zeros for the samples that no part holds."""
+    rest = (spec.shape[0] - value.shape[0], *spec.shape[1:])
+    return torch.cat([value, value.new_zeros(rest)])
+
+
+def _numbers(spec: TensorSpec, generator: torch.Generator) -> Tensor:
+    found = torch.randn(spec.shape, generator=generator)
+    return found.to(spec.dtype) if spec.dtype.is_floating_point else found
+
+
+def _gradients(
+    trial: _Trial, values: Sequence[Tensor], grads: Sequence[Tensor], trained: Sequence[bool]
+) -> list[Tensor]:
+    """The gradients of all arguments; zeros of those that have none."""
+    with torch.enable_grad():
+        own = [v.detach().requires_grad_(t) for v, t in zip(values, trained, strict=True)]
+        outs = zip(trial.run(own, 0), grads, strict=True)
+        pairs = [(o, g) for o, g in outs if o.requires_grad]
+        leaves = [x for x in own if x.requires_grad]
+        if not pairs or not leaves:
+            return [torch.zeros_like(v) for v in own]
+        heads, given = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(heads, leaves, given, allow_unused=True))
+        return [
+            g if x.requires_grad and (g := next(found)) is not None else torch.zeros_like(x)
+            for x in own
+        ]
 
 
 def _whole(spec: TensorSpec, state: State, total: int) -> TensorSpec:
@@ -74,14 +207,114 @@ def _whole(spec: TensorSpec, state: State, total: int) -> TensorSpec:
     return TensorSpec(state.rows.sized(spec.shape, total), spec.dtype) if state.rows else spec
 
 
-def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
-    if not one.is_floating_point():
-        return bool(torch.equal(one, two))
-    return torch.allclose(one, two, rtol=RELATIVE, atol=ABSOLUTE, equal_nan=True)
+def _alike(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether values are the same within rounding, of which there is more where others are large:
+    what is zero in theory is none of a few millionths of these.
+    """
+    sizes = [_largest(x) for x in others]
+    for one, two, size in zip(ones, others, sizes, strict=True):
+        limit = LIMITS.get(one.dtype, LIMIT_OF_HALF) * max(size, NEAR_ZERO * max(sizes))
+        exact = not (one.is_floating_point() or one.is_complex())
+        same = torch.equal(one, two) if exact else _within(one, two, limit)
+        if not same:
+            return False
+    return True
 
 
-def _random(spec: TensorSpec, generator: torch.Generator) -> torch.Tensor:
+def _within(one: Tensor, two: Tensor, limit: float) -> bool:
+    return torch.allclose(one, two, rtol=0.0, atol=limit, equal_nan=True)
+
+
+def _largest(x: Tensor) -> float:
+    if x.dtype == torch.bool or not x.numel():
+        return 0.0
+    return float(x.detach().abs().double().nan_to_num(0, 0, 0).max())
+
+
+def _random(specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Random numbers; whole ones are zeros and ones."""
-    if spec.dtype.is_floating_point:
-        return torch.randn(spec.shape, generator=generator).to(spec.dtype) * 0.5
-    return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype)
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(s.shape, generator=generator).to(s.dtype) * 0.5
+        if s.dtype.is_floating_point
+        else torch.randint(0, 2, s.shape, generator=generator).to(s.dtype)
+        for s in specs
+    ]
+
+
+def _grouped(values: Sequence[Tensor], rows_of: Sequence[Rows | None], total: int) -> list[Tensor]:
+    """The values with the whole numbers of samples zeros in one half of them and ones in the other:
+    of numbers at random, small parts may hold all that the whole batch does.
+    """
+    found = []
+    for value, rows in zip(values, rows_of, strict=True):
+        if rows is not None and not value.is_floating_point():
+            each = (torch.full_like(rows.take(value, k, 1), 2 * k >= total) for k in range(total))
+            value = rows.join(list(each))
+        found.append(value)
+    return found
+
+
+# ---------------------------------------------------------------------- what Python asks
+
+
+class _Asked(TorchDispatchMode):
+    """Notes the numbers of the samples' own values that Python's questions are about."""
+
+    def __init__(self, given: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # What each tensor was made of: itself, or of a mask what it compares.
+        self.made_of: dict[int, tuple[Tensor, ...]] = {id(x): (x,) for x in given}
+        self.alive: list[Any] = list(given)
+        self.asked: list[list[Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        before = [x for t in tensors for x in self.made_of.get(id(t), ())]
+        if str(func) == ASKS:
+            self.asked.append([x.detach().clone() for x in before])
+        out = func(*args, **(kwargs or {}))
+        infinite = any(isinstance(x, float) and math.isinf(x) for x in leaves)
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and before and str(func) not in GUARDS and not infinite:
+                self.alive.append(x)
+                self.made_of[id(x)] = (x,) if x.is_floating_point() else tuple(before)
+        return out
+
+
+def _asks_of_several(
+    place: Place, trial: _Trial, values: Sequence[Tensor], trained: Sequence[bool]
+) -> bool:
+    """Whether an answer depends on more than one sample: numbers that change with each of two."""
+
+    def asked(given: Sequence[Tensor]) -> list[list[Tensor]]:
+        with torch.no_grad():
+            watch = _Asked([v for v, t in zip(given, trained, strict=True) if t])
+            with watch:
+                trial.run(given, 0)
+        return watch.asked
+
+    def moved(sample: int) -> list[Tensor]:
+        found = []
+        for ref, value, floating in zip(trial.refs, values, trained, strict=True):
+            rows = place.states[ref].rows
+            if floating and rows is not None:
+                each = [rows.take(value, k, 1) for k in range(place.total)]
+                each[sample] = each[sample] + NUDGE
+                value = rows.join(each)
+            found.append(value)
+        return found
+
+    plain = asked(values)
+    if not plain:
+        return False
+    changed = [
+        [any(map(_unlike, a, b)) for a, b in zip(plain, asked(moved(k)), strict=False)]
+        for k in (0, place.total - 1)
+    ]
+    return any(all(both) for both in zip(*changed, strict=False))
+
+
+def _unlike(one: Tensor, two: Tensor) -> bool:
+    return one.shape != two.shape or not torch.equal(one, two)

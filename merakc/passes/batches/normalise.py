@@ -1,8 +1,8 @@
 """Writes a recorded forward so that what depends on the batch alone stands apart in it.
 
 A mean over valid labels is a sum over a count of the labels; a tensor made in the shape of another
-is made of its sizes. Nothing is copied to have it in one piece: whether that was needed depends on
-the number of samples.
+is made of its sizes. What is copied to have it in one piece stays so, since a kernel may ask for
+it; but whether a copy is needed can depend on the number of samples, and then there are none.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ OF_MEMORY = frozenset({"aten.as_strided_scatter.default", "aten.view_as_complex.
 CAT = "aten.cat.default"
 
 
-def normalised(graph: Graph) -> Graph:
-    """The same function, with counts of labels and shapes of tensors as nodes of their own."""
+def normalised(graph: Graph, *, copies: bool = True) -> Graph:
+    """The same function, with counts of labels and shapes of tensors as nodes of their own; without
+    `copies` that only have a value in one piece, where nothing sees that.
+    """
     writer = _Writer(graph)
     for node in graph.nodes:
         if node.op in (CROSS_ENTROPY, *NLL) and given(node, "reduction") == MEAN:
@@ -48,10 +50,11 @@ def normalised(graph: Graph) -> Graph:
             writer.joined(node)
         else:
             writer.nodes.append(node)
-    return _without_copies(replace(graph, nodes=tuple(writer.nodes)).pruned())
+    made = replace(graph, nodes=tuple(writer.nodes)).pruned()
+    return made if copies else without_copies(made)
 
 
-def _without_copies(graph: Graph) -> Graph:
+def without_copies(graph: Graph) -> Graph:
     """The graph without copies that only torch's own operations read, none of them memory."""
     if any(n.op in OF_MEMORY for n in graph.nodes):
         return graph

@@ -29,7 +29,9 @@ MARGIN = ("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward
 SCATTERED = {"aten.scatter_add.default": "src", "aten.index_add.default": "source"}
 BATCH_NORM = "aten.batch_norm.default"
 COUNTS = "aten.arange.default"
-CASTS = ("aten.to.dtype", "aten.to.device", "aten.contiguous.default")
+CASTS = (
+    "aten.to.dtype", "aten.to.device", "aten.contiguous.default", "aten.unsqueeze.default",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Place:
     """
 
     part: Graph
+    whole: Graph
     node: Node
     twin: Node
     states: Mapping[Ref, State]
@@ -157,8 +160,8 @@ def _batch_norm(place: Place) -> Outcome | None:
     others = [place.states[r] for r in node.refs[1:] if place.states[r].sampled]
     if x.rows is not None and x.rows.dim == 1 and all(s.dims == (dims[1],) for s in others):
         return Outcome(every(node, State(Kind.ROWS, dims))) if len(node.outputs) == 1 else None
-    if others or SAMPLES in dims[1] or sum(SAMPLES in d for d in dims) > 1:
-        return coupled(node, "samples stand where the channels do")
+    if others or x.rows is None or x.rows.dim != 0:  # as in an instance norm along the samples
+        return coupled(node, "samples stand where the channels do, or along them")
     told = "batch norm is over each micro-batch by itself" if training else ""
     return Outcome(every(node, State(Kind.ROWS, dims)), assumed=told)
 
@@ -182,22 +185,6 @@ def _scatter(place: Place) -> Outcome | None:
     if not node.spec.dtype.is_floating_point:
         return coupled(node, "whole numbers added up")
     return sums(node, once=True)
-
-
-def _ctc(place: Place) -> Outcome | None:
-    """The alignments of a batch of padded targets, one a sample."""
-    node = place.node
-    log_probs, targets = (_dims(place.states[r]) for r in node.args[:2])
-    lengths = [place.states[r] for r in node.refs[2:]]
-    if [d == (SAMPLES,) for d in log_probs] != [False, True, False] or len(targets) != 2:
-        return None
-    if targets[0] != (SAMPLES,) or any(s.dims != ((SAMPLES,),) for s in lengths):
-        return None
-    states = [
-        State(Kind.ROWS, ((SAMPLES,), *((n,) for n in o.shape[1:]))) if o is not None else None
-        for o in node.outputs
-    ]
-    return Outcome(tuple(states))
 
 
 def _copies(place: Place) -> Outcome | None:
@@ -233,30 +220,75 @@ def _each(place: Place, mine: int, whole: int) -> Dim:
 
 
 def _index(place: Place) -> Outcome | None:
-    """`x[arange(samples), which]`: of each sample its own."""
+    """`x[arange(rows), which]`: of each sample its own."""
     node = place.node
-    x, indices = place.states[node.args[0]], node.args[1]
-    picks = [(k, r) for k, r in enumerate(indices) if r is not None]
-    (k, first), *rest = picks
-    dims = _dims(x)
-    if dims[k] != (SAMPLES,) or not rest or not counts(place, first):
+    picked = _own_places(place, node.args[0], node.args[1])
+    if picked is None:
         return None
-    if [j for j, _ in picks] != list(range(k, k + len(picks))):
-        return None
-    if any(place.states[r].dims != ((SAMPLES,),) for _, r in picks):
-        return None
-    if any(SAMPLES in d for j, d in enumerate(dims) if j != k):
-        return None
-    at = (*dims[:k], (SAMPLES,), *dims[k + len(picks) :])
+    first, k, count, shape = picked
+    dims = _dims(place.states[node.args[0]])
+    at = (*dims[: k + 1], *((n,) for n in shape[1:]), *dims[k + count :])
     return Outcome((State(Kind.ROWS, at),), places=node.refs.index(first))
 
 
-def counts(place: Place, ref: Ref) -> bool:
-    """Whether a value is 0, 1, 2, ... over the samples."""
+def _index_put(place: Place) -> Outcome | None:
+    """`x[arange(rows), which] = values`: to each sample its own."""
+    node = place.node
+    picked = _own_places(place, node.args[0], node.args[1])
+    if picked is None:
+        return None
+    first, k, count, shape = picked
+    dims, values = _dims(place.states[node.args[0]]), node.args[2]
+    behind = len(dims) - count + len(shape) - k  # the dims of the values from the rows on
+    own = _dims(place.states[values])
+    at = len(own) - behind
+    if any(SAMPLES in d and (j != at or d != dims[k]) for j, d in enumerate(own)):
+        return None
+    return Outcome((State(Kind.ROWS, dims),), places=node.refs.index(first))
+
+
+def _own_places(
+    place: Place, x: Ref, indices: tuple[Ref | None, ...]
+) -> tuple[Ref, int, int, tuple[int, ...]] | None:
+    """Of `x[arange(rows), which]`, in which `which` may have several places for each row: the count
+    of the rows, their dim in `x`, how many dims are picked from, and the shape of all picks
+    together; None where it is another call.
+    """
+    picks = [(j, r) for j, r in enumerate(indices) if r is not None]
+    (k, first), *rest = picks
+    dims, rows = _dims(place.states[x]), place.shape(x)[k]
+    if SAMPLES not in dims[k] or not rest or not counts(place, first, rows):
+        return None
+    if place.node.refs.count(first) > 1:  # as a number it is the whole batch's
+        return None
+    if [j for j, _ in picks] != list(range(k, k + len(picks))):
+        return None
+    if any(SAMPLES in d for j, d in enumerate(dims) if j != k):
+        return None
+    shape = _together(*(place.shape(r) for _, r in picks))
+    for _, ref in rest:
+        own = _dims(place.states[ref])
+        at = len(own) - len(shape)  # the place of the rows, if it has them
+        if any(SAMPLES in d and (j != at or d != dims[k]) for j, d in enumerate(own)):
+            return None
+    return (first, k, len(picks), shape) if len(place.shape(first)) == len(shape) else None
+
+
+def _together(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that these are broadcast to."""
+    width = max(map(len, shapes))
+    padded = [(1,) * (width - len(s)) + s for s in shapes]
+    return tuple(max(sizes) for sizes in zip(*padded, strict=True))
+
+
+def counts(place: Place, ref: Ref, rows: int) -> bool:
+    """Whether a value is 0, 1, 2, ... over so many rows, in its first dim."""
+    shape, dims = place.shape(ref), place.states[ref].dims
     node = place.makers.get(ref.node)
     while node is not None and node.op in CASTS:
         node = place.makers.get(node.refs[0].node)
-    return node is not None and node.op == COUNTS and place.states[ref].dims == ((SAMPLES,),)
+    grows = dims is not None and SAMPLES in dims[0] and math.prod(shape) == shape[0] == rows
+    return grows and node is not None and node.op == COUNTS
 
 
 def _masked_scatter(place: Place) -> Outcome | None:
@@ -291,10 +323,10 @@ _RULES: Mapping[str, Callable[[Place], Outcome | None]] = {
     **dict.fromkeys((*NLL, *MARGIN), _labelled),
     BATCH_NORM: _batch_norm,
     **dict.fromkeys(SCATTERED, _scatter),
-    "aten._ctc_loss.default": _ctc,
     "aten.expand.default": _copies,
     "aten.repeat.default": _copies,
     "aten.index.Tensor": _index,
+    "aten.index_put.default": _index_put,
     "aten.embedding.default": _embedding,
     "aten.masked_scatter.default": _masked_scatter,
     "aten.histc.default": _histogram,

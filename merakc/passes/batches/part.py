@@ -21,11 +21,10 @@ from merakc.ir.graph import (
     map_refs,
 )
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.linear import ADDED, CHOOSING
 from merakc.passes.batches.own_rules import BATCH_NORM
-from merakc.passes.batches.reader import NUMBERS
+from merakc.passes.batches.reader import number_places, with_defaults
 from merakc.passes.batches.states import SAMPLES, Kind
 
 MUL, CAST, COUNTED = "aten.mul.Tensor", "aten.to.dtype", "merakc.counted.default"
@@ -216,7 +215,7 @@ class PartWriter:
         kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
         self.nodes.append(replace(node, args=map_refs(node.args, now), kwargs=kwargs))
         for k, spec in enumerate(node.outputs if outcome.scaled else ()):
-            if spec is not None and spec.dtype.is_floating_point:
+            if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 ref = Ref(node.name, k)
                 self.names[ref] = self._shared(node, ref, spec, f"{node.name}.share.{k}")
 
@@ -283,13 +282,12 @@ def loss_terms(found: Analysis, ref: Ref) -> list[Ref]:
 
 def with_numbers(node: Node, args: tuple[Any, ...], twin: Node) -> tuple[Any, ...]:
     """The arguments of a part's node, with the whole batch's numbers in the place of its own."""
-    if node.args == twin.args or not node.op.startswith("aten."):
+    if node.args == twin.args:
         return args
-    arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]
-    types = [str(a.type) for a in arguments]
+    numbers, pairs = number_places(node), zip(*with_defaults(node, args, twin.args), strict=True)
     return tuple(
-        other if types[k] in NUMBERS and not isinstance(other, Ref) else mine
-        for k, (mine, other) in enumerate(zip(args, twin.args, strict=True))
+        other if k in numbers and not isinstance(other, Ref) else mine
+        for k, (mine, other) in enumerate(pairs)
     )
 
 

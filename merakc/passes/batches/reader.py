@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from merakc.passes.batches.states import (
     Outcome,
     State,
     by_size,
+    call_form,
     coupled,
     every,
     plain,
@@ -73,6 +75,7 @@ class Reader:
         self.outcomes: dict[str, Outcome] = {}
         self.makers = {n.name: n for n in part.nodes}
         self.seen: dict[object, Outcome] = {}
+        self.grads = part.grad_values()
         self.written = {o.name for o in part.outputs if o.kind is OutputKind.BUFFER}
 
     def enter(self, item: Input, twin: Input) -> None:
@@ -126,7 +129,7 @@ class Reader:
                 return outcome
         outcome = self.outcome(node, twin, lifted=True)
         states: list[State | None] = []
-        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=True):
+        for mine, spec, other in zip(outcome.states, node.outputs, twin.outputs, strict=False):
             if mine is None or spec is None or other is None:
                 states.append(None)
                 continue
@@ -138,7 +141,8 @@ class Reader:
 
     def seen_states(self, node: Node, twin: Node, outcome: Outcome) -> list[State]:
         """The states of a node's outputs, once the shapes are seen to agree."""
-        each = zip(outcome.states, node.outputs, twin.outputs, strict=True)
+        # where samples are taken apart, the whole batch has more of them
+        each = zip(outcome.states, node.outputs, twin.outputs, strict=False)
         return [
             self.checked(state, spec, other, copied=node.op in COPIES)
             for state, spec, other in each
@@ -171,12 +175,13 @@ class Reader:
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         place = Place(
-            self.part, node, twin, states, self.states, self.makers, self.samples, self.total
-        )
+            self.part, self.whole, node, twin, states, self.states, self.makers,
+            self.samples, self.total,
+        )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
             return self._outcome(place)
-        key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
+        key = (node.op, call_form(node, states, self.part), call_form(twin, {}, self.whole), lifted)
         if key not in self.seen:
             self.seen[key] = self._outcome(place)
         return self.seen[key]
@@ -247,12 +252,7 @@ class Reader:
         """A module or function that no rule can look into."""
         node = place.node
         if not any(s.sampled for s in place.states.values()):
-            return Outcome(
-                tuple(
-                    None if o is None else State(Kind.CONSTANT, plain(o.shape))
-                    for o in node.outputs
-                )
-            )
+            return self.of_constants(place)
         firsts = {
             s.dims[0] if s.dims and s.rows else () for s in place.states.values() if s.sampled
         }
@@ -273,21 +273,35 @@ class Reader:
                 states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
         if not any(s is not None and s.sampled for s in states):
             return coupled(node, "it is not seen what it does to samples")
-        if node.op != OPAQUE:
-            told = f"'{node.op}' is taken to compute each sample by itself"
-            return Outcome(tuple(states), assumed=told)
         apart = seen_apart(place)
         if holds_batch_norm(node):
             written = State(Kind.COUPLED, why=f"{node.source}: batch norm in '{node.module}'")
             told = f"batch norm in '{node.module}' is over each micro-batch by itself"
             found = (written if s is not None and not s.sampled else s for s in states)
             return Outcome(tuple(found), assumed=told)
-        if apart is False or (apart is None and find(node.args[-1]).digest):  # it may select
-            return coupled(node, f"'{node.module}' computes over several samples")
+        what = node.module if node.op == OPAQUE else node.op
+        region = node.op == OPAQUE and find(node.args[-1]).digest  # it may select samples
+        if apart is False or (apart is None and region):
+            return coupled(node, f"'{what}' computes over several samples")
         seen = "is seen" if apart else "is taken"
-        return Outcome(
-            tuple(states), assumed=f"'{node.module}' {seen} to compute each sample by itself"
+        told = f"'{what}' {seen} to compute each sample by itself"
+        return Outcome(tuple(states), assumed=told)
+
+    def of_constants(self, place: Place) -> Outcome:
+        """A module or function that no rule can look into, of what has no samples: each part calls
+        it, and has a gradient of its own.
+        """
+        node = place.node
+        states = tuple(
+            None if o is None else State(Kind.CONSTANT, plain(o.shape)) for o in node.outputs
         )
+        if self.grads.isdisjoint(node.refs):
+            return Outcome(states)
+        apart, what = seen_apart(place), node.module if node.op == OPAQUE else node.op
+        if apart is False:
+            return coupled(node, f"gradients of parts do not add up behind '{what}'")
+        told = "" if apart else f"gradients of parts are taken to add up behind '{what}'"
+        return Outcome(states, assumed=told)
 
     def other_sizes(self, place: Place) -> bool:
         """Whether a size or a place among a node's arguments grows with the batch, and is none of
@@ -300,10 +314,10 @@ class Reader:
             return bool(node.args[:-1] != twin.args[:-1])
         if not node.op.startswith("aten."):
             return True
-        types = [str(a.type) for a in resolve_op(node.op)._schema.arguments]  # type: ignore[attr-defined]
-        differ = [k for k, (x, y) in enumerate(zip(node.args, twin.args, strict=True)) if x != y]
-        if node.kwargs == twin.kwargs and all(types[k] in NUMBERS for k in differ):
-            return any(isinstance(node.args[k], bool) for k in differ)
+        pairs = zip(*with_defaults(node, node.args, twin.args), strict=True)
+        differ = [k for k, (x, y) in enumerate(pairs) if x != y]
+        if node.kwargs == twin.kwargs and number_places(node).issuperset(differ):
+            return any(isinstance(value, bool) for k in differ for value in node.args[k : k + 1])
         if node.kwargs != twin.kwargs:
             return True
         if node.op == "aten.slice.Tensor" or node.op == "aten.split.Tensor":
@@ -345,6 +359,29 @@ def seen_by_shape(
     return State(Kind.ROWS if grown else Kind.CONSTANT, dims)
 
 
+def number_places(node: Node) -> set[int]:
+    """The arguments of a node that are numbers of arithmetic, and no sizes."""
+    if node.op in KEY_POSITION:
+        return {k for k, arg in enumerate(node.args) if isinstance(arg, float)}
+    if not node.op.startswith("aten."):
+        return set()
+    arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]
+    return {k for k, a in enumerate(arguments) if str(a.type) in NUMBERS}
+
+
+def with_defaults(
+    node: Node, mine: tuple[Any, ...], other: tuple[Any, ...]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Arguments for two numbers of samples; one that is given in one alone has its default in the
+    other.
+    """
+    if len(mine) == len(other):
+        return mine, other
+    arguments = resolve_op(node.op)._schema.arguments  # type: ignore[attr-defined]
+    defaults = tuple(a.default_value for a in arguments[: max(len(mine), len(other))])
+    return mine + defaults[len(mine) :], other + defaults[len(other) :]
+
+
 def _lifted(state: State) -> State:
     """What the step sees of a value of the batch alone: its sum is there before."""
     if state.known and state.kind is Kind.SUM:
@@ -360,20 +397,3 @@ def same_constant(part: Graph, whole: Graph, name: str) -> bool:
 
 def _without_ones(dim: tuple[int | str, ...]) -> Dim:
     return tuple(f for f in dim if f != 1)
-
-
-def _key(node: Node, states: Mapping[Ref, State], graph: Graph) -> object:
-    """All that the outcome of a node depends on, but its name."""
-    specs = graph.specs()
-    numbers: dict[Ref, int] = {}
-
-    def plain_form(value: object) -> object:
-        if isinstance(value, Ref):
-            at = numbers.setdefault(value, len(numbers))
-            return ("%", at, specs[value], states.get(value))
-        if isinstance(value, tuple):
-            return tuple(map(plain_form, value))
-        return (type(value).__name__, value)
-
-    args = plain_form(node.args)
-    return args, plain_form(node.kwargs), node.outputs, node.source

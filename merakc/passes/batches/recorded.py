@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from merakc.errors import ConfigError, RecordError
+from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording
 from merakc.ir.batches import (
     WHOLE_BATCH,
@@ -29,7 +30,8 @@ class BatchRecording(Recording):
     says what parts of that one would make of them. `couplings` says what samples that are coupled
     are coupled with: those of the whole batch, or of their micro-batch. `dims` says where samples
     stand in the batch, where sizes do not. `unchecked` says why the parts were not compared with
-    the whole batch by numbers, if they were not.
+    the whole batch by numbers, if they were not. `of_whole` is what Python has read of the whole
+    batch, where its parts do not say that as well.
     """
 
     layout: BatchLayout = field(default=BatchLayout((1,), 1), kw_only=True)
@@ -37,6 +39,7 @@ class BatchRecording(Recording):
     couplings: Couplings = field(default=WHOLE_BATCH, kw_only=True)
     dims: BatchDims = field(default_factory=dict, kw_only=True)
     unchecked: str = field(default="", kw_only=True)
+    of_whole: Reads | None = field(default=None, kw_only=True)
 
 
 def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = ()) -> BatchSplit:

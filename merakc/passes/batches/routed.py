@@ -16,10 +16,11 @@ what such a value is: a tag, the node that sorted or took apart, and numbers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
-from merakc.ir.graph import Node, Ref
+from merakc.ir.graph import Graph, Node, Ref
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.own_rules import COUNTS, Place
 from merakc.passes.batches.states import SAMPLES, Dim, Kind, Outcome, State, coupled, every
@@ -120,7 +121,10 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
     if node.op == GROUPED and states[0].routed[:1] == ("rows",):
         by_counts = states[2].routed[:1] == ("counts",)
         fine = by_counts and states[1].kind is Kind.CONSTANT and not states[1].routed
-        fine = fine and _end_where_experts_do(place, Ref(name), node.refs[2])
+        fine = fine and all(
+            _end_where_experts_do(graph, Ref(name), node.refs[2])
+            for graph in (place.part, place.whole)
+        )
         return Outcome(every(node, _made("rows", name))) if fine else None
     if tags <= {"rows", "sorted"} and all(
         s.routed or (s.kind is Kind.CONSTANT and not s.sampled) for s in states
@@ -133,49 +137,52 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
     return None
 
 
-def _end_where_experts_do(place: Place, ids: Ref, ends: Ref) -> bool:
+def _end_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:
     """Whether the groups of a product end where the rows of each expert do, for any `ids` in order.
 
     Only then is a row multiplied with its own expert's matrix, whichever others there are; where a
-    capacity cuts groups short, say, it is not. It is computed, for numbers of experts at random.
+    capacity cuts groups short, say, it is not, though a part may be too small to reach it. It is
+    computed, for numbers of experts at random and all of one expert.
     """
-    part, sort, groups = place.part, place.makers[ids.node], place.shape(ends)[0]
-    nodes = _between(place, ids, ends)
+    makers, specs = {n.name: n for n in graph.nodes}, graph.specs()
+    sort, groups = makers[ids.node], specs[ends].shape[0]
+    nodes = _between(graph, makers, ids, ends)
     if nodes is None:
         return False
-    spec, draw = part.specs()[ids], torch.Generator().manual_seed(0)
-    for _ in range(ATTEMPTS):
-        values = {Ref(name): value for name, value in part.constants.items()}
-        values[sort.refs[0]] = torch.randint(groups, spec.shape, generator=draw).to(spec.dtype)
+    spec, draw = specs[ids], torch.Generator().manual_seed(0)
+    drawn = [torch.randint(groups, spec.shape, generator=draw) for _ in range(ATTEMPTS)]
+    for experts in (*drawn, *(torch.full(spec.shape, k) for k in (0, groups - 1))):
+        values = {Ref(name): value for name, value in graph.constants.items()}
+        values[sort.refs[0]] = experts.to(spec.dtype)
         try:
             for node in (sort, *nodes):
-                run_node(part, node, values)
+                run_node(graph, node, values)
         except (RuntimeError, IndexError, ValueError):
             return False
-        drawn = values[ids].contiguous()
-        if not torch.equal(drawn, drawn.sort().values):  # the last expert's rows come first
+        rows = values[ids].contiguous()
+        if not torch.equal(rows, rows.sort().values):  # the last expert's rows come first
             return False
-        wanted = torch.searchsorted(drawn, torch.arange(groups), right=True)
+        wanted = torch.searchsorted(rows, torch.arange(groups), right=True)
         if not torch.equal(values[ends].long(), wanted):
             return False
     return True
 
 
-def _between(place: Place, first: Ref, last: Ref) -> list[Node] | None:
+def _between(graph: Graph, makers: Mapping[str, Node], first: Ref, last: Ref) -> list[Node] | None:
     """The nodes that make `last` of `first` and constants; None where it follows from more."""
     needed: set[str] = set()
     waiting = [last]
     while waiting:
         ref = waiting.pop()
-        maker = place.makers.get(ref.node)
-        if ref == first or ref.node in place.part.constants:
+        maker = makers.get(ref.node)
+        if ref == first or ref.node in graph.constants:
             continue
         if maker is None:
             return None
         if maker.name not in needed:
             needed.add(maker.name)
             waiting += maker.refs
-    return [n for n in place.part.nodes if n.name in needed]
+    return [n for n in graph.nodes if n.name in needed]
 
 
 def _picked(place: Place, name: str, flat: Dim, each: int) -> Outcome | None:

@@ -31,7 +31,7 @@ from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.part import PartWriter, keyed, known_name, share_name
-from merakc.passes.batches.states import Kind
+from merakc.passes.batches.states import Kind, State
 from merakc.passes.batches.waist import Waist, find_waist, is_work, of_parameters
 
 # Of the arithmetic of a model's layers, what may run once for the whole batch on one stage: with
@@ -85,6 +85,12 @@ class _Split:
         self.outputs = [o for o in outputs if o not in roots]
         self.parts = PartWriter(found)
         self.needed: dict[Ref, None] = {}  # of the batch alone, whole
+
+    def state(self, ref: Ref) -> State:
+        """The state of a value; of samples taken apart, the whole batch has more, which are as the
+        first.
+        """
+        return self.states.get(ref) or self.states[Ref(ref.node)]
 
     def is_coupled(self, ref: Ref) -> bool:
         """Whether only the head can give an output."""
@@ -169,9 +175,7 @@ class _Split:
         ]
         read = [r for n in nodes for r in n.refs] + [o.ref for o in self.roots]
         for ref in dict.fromkeys(read):
-            # of samples taken apart, the whole batch has more, which are as the first
-            state = self.states.get(ref) or self.states[Ref(ref.node)]
-            if ref not in names and state.known:
+            if ref not in names and self.state(ref).known:
                 self.needed[ref] = None
                 names[ref] = Ref(known_name(ref))
                 inputs.append(Input(known_name(ref), InputKind.KNOWN, specs[ref], known_name(ref)))
@@ -218,7 +222,8 @@ class _Split:
         waiting = list(wanted)
         while waiting:
             ref = waiting.pop()
-            if self.states[ref].whole:
+            state = self.state(ref)
+            if state.whole or state.routed:
                 if ref.node in whole.constants:
                     constants[ref.node] = whole.constants[ref.node]
                 elif ref.node not in keep:
@@ -236,7 +241,7 @@ class _Split:
         part = PartWriter(self.found, before=True)
         own = part.written([Output(share_name(r), OutputKind.RESULT, r) for r in shares])
         assert not part.known, part.known
-        rows = {known_name(r): self.states[r].rows for r in wanted}
+        rows = {known_name(r): self.state(r).rows for r in wanted}
         waist = tuple(share_of(self.found, r) for r in shares)
         return Known(own, Head(graph, waist), rows)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Node, TensorSpec
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 
 SAMPLES: Final = "S"  # the samples, among the factors of a dim
 Dim = tuple[int | str, ...]  # the factors of a dim, outermost first: sizes, and the samples
@@ -133,3 +133,20 @@ def sums(node: Node, *, scaled: bool = False, once: bool = False) -> Outcome:
         scaled=scaled,
         once=once,
     )
+
+
+def call_form(node: Node, states: Mapping[Ref, State], graph: Graph) -> object:
+    """All that the outcome of a node depends on, but its name."""
+    specs = graph.specs()
+    numbers: dict[Ref, int] = {}
+
+    def plain_form(value: object) -> object:
+        if isinstance(value, Ref):
+            at = numbers.setdefault(value, len(numbers))
+            return ("%", at, specs[value], states.get(value))
+        if isinstance(value, tuple):
+            return tuple(map(plain_form, value))
+        return (type(value).__name__, value)
+
+    args = plain_form(node.args)
+    return args, plain_form(node.kwargs), node.outputs, node.source

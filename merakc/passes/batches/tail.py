@@ -10,11 +10,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, Ref, TensorSpec
-from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.normalise import CROSS_ENTROPY, FULL
 from merakc.passes.batches.states import SAMPLES, Kind
-from merakc.passes.batches.waist import is_work, of_parameters
+from merakc.passes.batches.waist import is_unseen, is_work, of_parameters
 from merakc.passes.dims import Dims, given
 from merakc.passes.factors import Factor, leaves
 from merakc.passes.propagate import propagate
@@ -42,50 +41,58 @@ FREE = frozenset(
 )
 
 
-def tail(found: Analysis, loss: Output) -> Analysis:
-    """What was found of the nodes behind the last layers; the layers' values are inputs."""
+def tail(found: Analysis, loss: Output, *, layers: bool = False) -> Analysis:
+    """What was found of the nodes behind the last layers, whose values are inputs; with `layers`,
+    of these too. What no rule looks into, or is so by convention, is never part of it.
+    """
     made = of_parameters(found)
-    keep: set[str] = set()
-    cut: dict[Ref, None] = {}
-    brought: dict[Ref, None] = {}
-    waiting = [loss.ref]
-    while waiting:
-        ref = waiting.pop()
-        node, state = found.makers.get(ref.node), found.states[ref]
-        if node is None or node.name in keep or ref in cut or ref in brought:
-            continue
+
+    def is_before(ref: Ref) -> bool:
+        node, state = found.makers.get(ref.node), found.states.get(ref)
+        if node is None or state is None or state.routed or state.known:
+            return False
+        before = is_unseen(node) if layers else is_work(found, node, made)
         fits = state.rows is not None or state.kind is Kind.CONSTANT
-        if node.op == KNOWN and fits:  # of the batch, as far as the end can see
-            brought[ref] = None
-            continue
-        if fits and not state.routed and not state.known and is_work(found, node, made):
-            cut[ref] = None
-        else:
-            keep.add(node.name)
-            waiting += node.refs
-    names = {ref: Ref(f"{ref.node}.{ref.index}.cut") for ref in (*cut, *brought)}
-    now = {names[r]: found.states[r]._replace(whole=False) for r in names}
-    states = {**found.states, **now}
+        return fits and (before or bool(found.outcomes[node.name].assumed))
+
+    cut: dict[Ref, Ref] = {}
 
     def behind(graph: Graph) -> Graph:
-        specs = graph.specs()
+        specs, makers = graph.specs(), {n.name: n for n in graph.nodes}
+        keep: set[str] = set()
+        own: dict[Ref, None] = {}
+        waiting = [loss.ref]
+        while waiting:
+            ref = waiting.pop()
+            node = makers.get(ref.node)
+            if node is None or node.name in keep:
+                continue
+            if is_before(ref):
+                own[ref] = None
+                cut[ref] = Ref(f"{ref.node}.{ref.index}.cut")
+            else:
+                keep.add(node.name)
+                waiting += node.refs
         inputs = [
-            Input(names[ref].node, InputKind.ACTIVATION, specs[ref], names[ref].node, True)
-            for ref in cut
-        ] + [
-            Input(names[ref].node, InputKind.BATCH, specs[ref], names[ref].node) for ref in brought
+            Input(cut[ref].node, InputKind.ACTIVATION, specs[ref], cut[ref].node, True)
+            for ref in own
         ]
         nodes = tuple(n for n in graph.nodes if n.name in keep)
         kept = Graph((*graph.inputs, *inputs), nodes, (loss,), graph.constants, graph.functions)
-        return kept.renamed(names).without_unread_inputs()
+        return kept.renamed(cut).without_unread_inputs()
 
-    return with_graphs(replace(found, states=states), behind(found.part), behind(found.whole))
+    part, whole = behind(found.part), behind(found.whole)
+    recorded = behind(found.recorded) if layers and found.recorded else None
+    states = {**found.states, **{now: found.states[ref] for ref, now in cut.items()}}
+    return with_graphs(replace(found, states=states), part, whole, recorded)
 
 
-def with_graphs(found: Analysis, part: Graph, whole: Graph) -> Analysis:
+def with_graphs(
+    found: Analysis, part: Graph, whole: Graph, recorded: Graph | None = None
+) -> Analysis:
     """What was found, of these graphs."""
     return replace(
-        found, part=part, whole=whole,
+        found, part=part, whole=whole, recorded=recorded,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip
 

@@ -86,12 +86,17 @@ def is_work(found: Analysis, node: Node, made: Collection[Ref]) -> bool:
     """Whether a node is of the model's body: it multiplies by a matrix of parameters, draws, or
     runs as it is. `made` are the values made of parameters alone.
     """
-    if node.op in KEY_POSITION or node.op == OPAQUE or node.op.startswith("function."):
+    if node.op in KEY_POSITION or is_unseen(node):
         return True
     if is_pointwise(node.op) or all(r in made for r in node.refs):
         return False
     specs = found.part.specs()
     return any(r in made and len(specs[r].shape) > 1 for r in node.refs)
+
+
+def is_unseen(node: Node) -> bool:
+    """Whether a node runs code of the user's as it is."""
+    return node.op == OPAQUE or node.op.startswith("function.")
 
 
 def _behind(found: Analysis, roots: Sequence[Ref], waist: set[Ref]) -> frozenset[str]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from merakc.frontend.record import record
 from merakc.ir.batches import Rows
@@ -57,11 +60,114 @@ def test_samples_by_themselves() -> None:
     assert "'inner' is seen to compute each sample by itself" in told
 
 
-@pytest.mark.parametrize("function", [lambda x: x - x.mean(0), lambda x: x.flip(0)])
+def thought_over(x: Tensor) -> Tensor:
+    """Again, until the mean of all samples is small: after one time for all that are tried."""
+    for _ in range(3):
+        x = x.tanh()
+        if x.abs().mean() < 10.0:
+            return x
+    return x * 2
+
+
+class Centring(Function):
+    """Of its samples apart but in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad - grad.mean(0)
+
+
+class Scaling(Function):
+    """By a number that each call is given, and a bound on gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (grad * ctx.factor).clamp(-1.0, 1.0), None
+
+
+class Reversing(Function):
+    """Turns gradients around."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return -grad
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x - x.mean(0),
+        lambda x: x.flip(0),
+        lambda x: x - 1e-3 * x.mean(0),
+        lambda x: x * 0.999 ** len(x),
+        thought_over,
+        Centring.apply,
+    ],
+)
 def test_samples_together(function: object) -> None:
     _, state = found_of(Branching(function))
     assert state.kind is Kind.COUPLED
     assert "'inner' computes over several samples" in state.why
+
+
+def test_numbers_of_each_sample_may_be_asked_for() -> None:
+    _, state = found_of(Branching(lambda x: torch.stack([r if r.sum() > 0 else -r for r in x])))
+    assert state.kind is Kind.ROWS
+
+
+@pytest.mark.parametrize(
+    ("forward", "kind"),
+    [
+        (lambda m, x: Scaling.apply(m.first(x), 2.0), Kind.ROWS),
+        (lambda m, x: Scaling.apply(m.first(x), float(len(x))), Kind.COUPLED),
+        (lambda m, x: Centring.apply(m.first(x)), Kind.COUPLED),
+        (lambda m, x: m.first(x) * Scaling.apply(m.scale, 2.0), Kind.COUPLED),
+        (lambda m, x: m.first(x) * Reversing.apply(m.scale), Kind.ROWS),
+    ],
+    ids=["scaled", "by size", "centred", "bound on a parameter", "of a parameter"],
+)
+def test_custom_functions_are_tried(forward: Any, kind: Kind) -> None:
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return forward(self, x).square().mean()  # type: ignore[no-any-return]
+
+    graphs = [record(Custom(), (torch.zeros(n, 4),), {}).graph for n in (3, 8)]
+    found = analyse(*graphs, {"0": Rows()}, 3, 8)
+    (node,) = [n for n in found.part.nodes if n.op == "aten.pow.Tensor_Scalar"]
+    assert found.states[node.refs[0]].kind is kind
+    assert not any("taken" in told for told in found.assumed)
+
+
+def test_whole_numbers_of_small_parts() -> None:
+    """Parts that hold all labels number them as the whole batch does, and others do not."""
+
+    class Numbered(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (x * torch.unique(y, return_inverse=True)[1]).mean()
+
+    def recorded(n: int) -> Graph:
+        return record(Numbered(), (torch.zeros(n), torch.arange(n) % 2), {}).graph
+
+    found = analyse(recorded(5), recorded(10), {"0": Rows(), "1": Rows()}, 5, 10)
+    (node,) = [n for n in found.part.nodes if n.op == OPAQUE]
+    assert found.states[Ref(node.name)].whole
 
 
 def test_what_draws_is_taken_for_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, OutputKind
-from merakc.passes.batches import reader
+from merakc.passes.batches import normalise, reader
 from merakc.passes.batches.analyse import Analysis, analyse
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.states import Kind, Outcome, State, sums
@@ -96,3 +97,29 @@ def test_it_says_why_it_cannot() -> None:
         return (z.abs() * -1.0).log().sum()
 
     assert "no finite loss" in certified(found_of(never_finite))
+
+
+def test_uneven_parts_are_compared() -> None:
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return z.square().mean()
+
+    found, rest = found_of(loss, 5), found_of(loss, 3)
+    (root,) = [o for o in found.part.outputs if o.kind is OutputKind.LOSS]
+    assert certify(found, root, rest) == ""
+    assert certify(found, root) == "the whole batch is no multiple of its parts"
+    with pytest.raises(RecordError, match="parts of 5, 3 samples"):
+        certify(found, root, replace(rest, total=7))
+
+
+def test_what_is_by_convention_is_left_out() -> None:
+    norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
+    assert certified(found_of(lambda z, y: (norm(z) - y[:, None]).square().mean())) == ""
+
+
+def test_labels_that_are_ignored_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recording is compared as it was, not as the algebra has written it."""
+    monkeypatch.setattr(
+        normalise._Writer, "mean_over_labels", lambda self, node: self.nodes.append(node)
+    )
+    with pytest.raises(RecordError, match="computed with numbers"):
+        certified(found_of(lambda z, y: F.cross_entropy(z, y)))

@@ -115,10 +115,29 @@ class Detached(nn.Module):
 
 
 def _copies(windows: bool) -> int:
-    graph = normalised(record(Detached(windows), (), {"x": X}).graph)
+    graph = normalised(record(Detached(windows), (), {"x": X}).graph, copies=False)
     return sum(n.op in COPIES for n in graph.nodes)
 
 
 def test_copies_that_end_gradients_or_lie_in_memory_are_kept() -> None:
     assert _copies(windows=False) == 1
     assert _copies(windows=True) == 2
+
+
+class Steps(nn.Module):
+    """A loss whose kernel wants its scores in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """`x` [n, 3, 6], `y` [n, 3]."""
+        scores = self.linear(x).log_softmax(-1).transpose(1, 2).contiguous()
+        return {"loss": F.nll_loss(scores[..., None], y[..., None])}
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_copy_that_a_kernel_needs_is_kept(parts: int) -> None:
+    batch = {"x": torch.randn(4, 3, 6, dtype=torch.float64), "y": torch.arange(12).view(4, 3) % 5}
+    assert compare(Steps(), batch, parts).head is None

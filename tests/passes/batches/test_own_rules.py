@@ -5,9 +5,29 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from merakc.passes.batches.states import SAMPLES, Kind
-from tests.passes.batches.forwards import CLASSES, WORDS, Loss, check, in_parts, make_batch
+from tests.passes.batches.forwards import CLASSES, WORDS, Batch, Loss, check, in_parts, make_batch
+
+
+def count(z: Tensor) -> Tensor:
+    return torch.arange(len(z))
+
+
+def two(b: Batch) -> Tensor:
+    """Two places of each sample."""
+    return torch.stack([b["label"], (b["label"] + 1) % CLASSES], 1)
+
+
+def twice(x: Tensor) -> Tensor:
+    """Two rows of each sample."""
+    return x[:, None].expand(-1, 2, -1).reshape(2 * len(x), -1)
+
+
+def diagonal(z: Tensor, places: Tensor) -> Tensor:
+    return (z.sum(1, keepdim=True) * torch.arange(1.0, 9.0))[places, places].square().sum()
+
 
 SUMS: dict[str, Loss] = {
     "cross-entropy": lambda m, z, b: F.cross_entropy(z, b["label"]),
@@ -38,6 +58,16 @@ SUMS: dict[str, Loss] = {
     "scattered with a place each": lambda m, z, b: (
         m.vector.scatter_add(0, b["label"], z[:, 0]).sum()),
     "the like": lambda m, z, b: (z[torch.arange(len(z)), b["label"]] * b["weight"]).mean(),
+    "two of each": lambda m, z, b: z[torch.arange(len(z))[:, None], two(b)].square().sum(),
+    "two of each of two rows": lambda m, z, b: twice(z)[
+        torch.arange(2 * len(z))[:, None], twice(two(b))].square().sum(),
+    "put into two of each": lambda m, z, b: (
+        z.square().index_put((torch.arange(len(z))[:, None], two(b)), m.other(b["x"])[:, :2])
+        * b["target"]).sum(),
+    "one number put into two of each": lambda m, z, b: (
+        z.square().index_put((torch.arange(len(z))[:, None], two(b)), m.scale) * b["target"]).sum(),
+    "a diagonal": lambda m, z, b: (z.sum(1, keepdim=True) * torch.arange(1.0, 9.0))[
+        count(z), count(z)].square().sum(),
     "views": lambda m, z, b: (torch.cat([z, m.other(b["x"])]).tanh()[len(z):] * b["target"]).sum(),
     "both views": lambda m, z, b: (
         torch.cat([z, m.other(b["x"])]).tanh() * torch.cat([b["target"], z])).sum(),
@@ -61,6 +91,14 @@ COUPLED: dict[str, Loss] = {
     "the last": lambda m, z, b: z[-1].sum(),
     "the like of another": lambda m, z, b: z[torch.arange(len(z)).flip(0), b["label"]].mul(
         m.other(b["x"])[:, 0]).mean(),
+    "one count for both": lambda m, z, b: diagonal(z, count(z)),
+    "places of all for each": lambda m, z, b: (z.sum(1, keepdim=True) * torch.arange(1.0, 9.0))[
+        count(z)[:, None], count(z)[None]].square().sum(),
+    "another order put": lambda m, z, b: (
+        z.square().index_put((count(z).flip(0), b["label"]), m.other(b["x"])[:, 0])
+        * b["target"]).sum(),
+    "values of others put": lambda m, z, b: (
+        z.square().index_put((count(z), b["label"]), z[:, 0].flip(0)) * b["target"]).sum(),
     "copies of all for each": lambda m, z, b: (z[None].expand(len(z), -1, -1) * z[:, None]).sum(),
     "samples beside a parameter": lambda m, z, b: torch.cat([z, m.table.weight]).logsumexp(0).sum(),
     "samples as classes": lambda m, z, b: F.cross_entropy(z @ z.T, torch.arange(len(z))),

@@ -11,7 +11,7 @@ from torch import Tensor
 from merakc.errors import RecordError
 from merakc.kernels import grouped_mm  # noqa: F401  registers the op
 from merakc.passes.batches.states import SAMPLES, Kind
-from tests.passes.batches.forwards import CLASSES, Batch, Loss, Small, check, in_parts
+from tests.passes.batches.forwards import CLASSES, SIZES, Batch, Loss, Small, check, in_parts
 
 EXPERTS, COPIES = 3, 2
 Ends = Callable[[Tensor], Tensor]
@@ -55,13 +55,13 @@ def test_a_mixture_of_experts_makes_rows(of: Ends, copies: int) -> None:
     assert back.refs[-1].node == counted[-1].name
 
 
-def coupled(forward: Loss) -> bool:
+def coupled(forward: Loss, sizes: tuple[int, ...] = SIZES) -> bool:
     """Whether samples are coupled, exactly or refused: layers may stand behind what couples."""
     try:
-        in_parts(forward)
+        in_parts(forward, sizes=sizes)
     except RecordError as error:
         return "samples of the batch are coupled" in str(error)
-    return check(forward).loss.kind is Kind.COUPLED
+    return check(forward, sizes=sizes).loss.kind is Kind.COUPLED
 
 
 OTHER_ENDS: dict[str, Ends] = {
@@ -71,6 +71,18 @@ OTHER_ENDS: dict[str, Ends] = {
     "by the number of rows": lambda ids: (torch.arange(1, EXPERTS + 1) * len(ids) // EXPERTS),
     "by values": lambda ids: (ids[:EXPERTS] * 2).cumsum(0),
 }  # fmt: skip
+
+
+def test_a_capacity_that_the_whole_batch_alone_reaches_couples() -> None:
+    """Parts of two samples have no expert with more than three rows; eight samples have."""
+
+    def capped(ids: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(ids, EXPERTS).sum(0).clamp(max=3).cumsum(0)
+
+    def loss(m: Small, z: Tensor, b: Batch) -> Tensor:
+        return (experts(m, z, of=capped, copies=1) * b["target"]).sum()
+
+    assert coupled(loss, sizes=(2, 2, 2, 2))
 
 
 @pytest.mark.parametrize("name", OTHER_ENDS)
