@@ -33,7 +33,7 @@ FILLED = {
 FILLED_BY_ARGUMENT = ("aten.full_like.default", "aten.new_full.default")
 COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
 # They read memory as it lies, or refuse it.
-OF_MEMORY = frozenset({"aten.as_strided.default", "aten.view_as_complex.default",
+OF_MEMORY = frozenset({"aten.as_strided_scatter.default", "aten.view_as_complex.default",
                        "aten.view_as_real.default", "aten.view.dtype"})  # fmt: skip
 CAT = "aten.cat.default"
 
@@ -80,12 +80,13 @@ def means_over_samples(part: Graph, whole: Graph) -> set[str]:
     sums are as exact.
     """
     one, two = part.specs(), whole.specs()
+    twins = {n.name: n for n in whole.nodes}
     return {
         n.name
-        for n, twin in zip(part.nodes, whole.nodes, strict=True)
+        for n in part.nodes
         if n.op in SUM_OF_MEAN
         and n.spec.dtype.itemsize >= torch.float32.itemsize
-        and _averaged(n, one) != _averaged(twin, two)
+        and _averaged(n, one) != _averaged(twins[n.name], two)
     }
 
 
