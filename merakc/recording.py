@@ -134,7 +134,9 @@ class _Forward:
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
             try:
                 told = self.sized(layout.each).reads if samples != layout.each else None
-                made = record(self.model, args, kwargs, self.dtype, told.answers if told else ())
+                answers = told.answers if told else ()
+                again = samples == layout.each
+                made = record(self.model, args, kwargs, self.dtype, answers, repeated=again)
             except ForwardError as error:
                 if samples == layout.own or self._fails():
                     raise

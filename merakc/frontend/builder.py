@@ -15,7 +15,7 @@ from merakc.batches import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
-from merakc.frontend.python_state import tensors_in
+from merakc.frontend.python_content import tensors_in
 from merakc.frontend.reads import Reader
 from merakc.frontend.regions import with_regions
 from merakc.frontend.results import find_loss

@@ -16,9 +16,10 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
+from merakc.frontend.around import check_around
 from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.carried import Leftovers
-from merakc.frontend.contexts import Slot, put_fakes, untouched
+from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.reads import Reads, ValuesNeededError
@@ -56,8 +57,13 @@ def record(
     kwargs: Mapping[str, Any],
     parameter_dtype: torch.dtype | None = None,
     told: Sequence[Answer] = (),
+    *,
+    repeated: bool = True,
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
+
+    A second forward has to be the same. One that changes nothing in Python need not be `repeated`
+    where it was for another batch.
 
     Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
     reads of a batch without values it is `told`, in the order in which it asks. A module whose
@@ -66,9 +72,10 @@ def record(
     reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
     gradients, higher-order ops.
     """
+    check_around("auto_parallel")
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    how = _How(fallbacks, parameter_dtype, tuple(told))
+    how = _How(fallbacks, parameter_dtype, tuple(told), repeated)
     while True:
         try:
             return _record(model, args, kwargs, how)
@@ -93,6 +100,7 @@ class _How:
     fallbacks: Fallbacks
     parameter_dtype: torch.dtype | None
     told: tuple[Answer, ...]
+    repeated: bool
     watched: bool = False
     exported: bool = False
     reading: bool = False
@@ -128,12 +136,14 @@ def _record(
         outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()
         changes = state.changes()
-        if changes:
-            state.forget()
+        if changes or how.repeated:
             leftovers = Leftovers(changes, first)
+            state.forget()
+            torch.clear_autocast_cache()
             second.leftovers = leftovers.tensors
             current.append(second)
-            _run(second, model, slots, args, kwargs, fallbacks)
+            with clocks_ahead():
+                _run(second, model, slots, args, kwargs, fallbacks)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
     aliases = _aliases(model)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise, ragged
+from merakc.frontend.around import same_flags, without_modes
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.communication import check_call, no_objects_sent
@@ -103,6 +104,8 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
             stack.enter_context(recordable())
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
+            stack.enter_context(same_flags())
+            stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(recorded_tensors())
