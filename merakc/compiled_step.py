@@ -46,6 +46,13 @@ class CompiledStep:
         return doubtful(self.lowered.loss.graph, self.lowered.loss.head)
 
     @cached_property
+    def runs_modules(self) -> bool:
+        """Whether code of the user's runs in it: modules as they are, custom functions."""
+        loss = self.lowered.loss
+        graphs = [loss.graph, *([loss.head.graph] if loss.head is not None else [])]
+        return any(g.functions for g in graphs)
+
+    @cached_property
     def loss_dtype(self) -> torch.dtype | None:
         """The dtype of the loss; None where the forward returns none for this batch."""
         loss = self.lowered.loss

@@ -27,7 +27,6 @@ from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
-from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
@@ -44,6 +43,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import all_gather
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.settings import Settings
 from merakc.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
@@ -255,7 +255,7 @@ class Steps:
         parts = micro_batches_of(args, kwargs, self.planned.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, self.groups.axis("dp"))
-        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self._share_buffers()
         inputs, known = self._brought(step, batches)
@@ -271,6 +271,8 @@ class Steps:
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
+        if step.runs_modules:
+            self.settings.settle()
         return result
 
     @torch.no_grad()

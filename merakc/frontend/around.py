@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,21 +24,23 @@ _FLAGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "the default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "the default device": (torch.get_default_device, torch.set_default_device),
     "deterministic algorithms": (
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
     "the precision of matrix products": (
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
     "the number of threads": (torch.get_num_threads, torch.set_num_threads),
-    "checks of anomalies": (
-        torch.is_anomaly_enabled, lambda on: torch.autograd.set_detect_anomaly(on)),
-    **{
-        f"autocast on {kind}": (
-            lambda kind=kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
-            lambda to, kind=kind: (
-                torch.set_autocast_enabled(kind, to[0]), torch.set_autocast_dtype(kind, to[1])),
-        )
-        for kind in ("cpu", "cuda")
-    },
-}  # fmt: skip
+    "checks of anomalies": (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+}
+for _kind in ("cpu", "cuda"):
+    _FLAGS[f"autocast on {_kind}"] = (
+        partial(torch.is_autocast_enabled, _kind), partial(torch.set_autocast_enabled, _kind)
+    )  # fmt: skip
+    _FLAGS[f"the dtype of autocast on {_kind}"] = (
+        partial(torch.get_autocast_dtype, _kind), partial(torch.set_autocast_dtype, _kind)
+    )  # fmt: skip
 
 
 def check_around(called: str) -> None:
@@ -45,7 +48,7 @@ def check_around(called: str) -> None:
     if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
         modes = [
             *_python_dispatch._get_current_dispatch_mode_stack(),
-            *_get_current_function_mode_stack(),
+            *_get_current_function_mode_stack(),  # type: ignore[no-untyped-call]
         ]
         for mode in modes:
             if not _is_own(type(mode)):

@@ -9,13 +9,20 @@ import inspect
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from threading import local
-from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    CellType,
+    FunctionType,
+    GeneratorType,
+    GenericAlias,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -31,15 +38,15 @@ MISSING: Any = object()
 MAX_ARRAY_BYTES = 2**20
 # Objects in objects that are looked into: deeper ones are a library's own affairs.
 DEPTH = 6
-_RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_CONTAINERS = (dict, list, tuple, set, deque)
+RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+CONTAINERS = (dict, list, tuple, set, deque)
 _BYTES = (bytearray, array.array)
 _ADVANCING = ("builtins", "itertools")  # where the iterators are that say where they stand
 _STATE = (
-    *PLAIN, *_CONTAINERS, *_RANDOM, *_BYTES, Tensor, np.ndarray, count, ContextVar, local,
+    *PLAIN, *CONTAINERS, *RANDOM, *_BYTES, Tensor, np.ndarray, count, ContextVar, local,
     Iterator, MutableMapping,
 )  # fmt: skip
-_CLOSED = (FunctionType, ModuleType, type, Tensor, logging.Logger)
+_CLOSED = (FunctionType, ModuleType, type, GenericAlias, Tensor, logging.Logger)
 _NO_CONTENT = (*PLAIN, *_CLOSED)
 
 
@@ -66,7 +73,7 @@ class Names:
 
 
 def _is_state(value: Any, module: str | None) -> bool:
-    """Whether a value that functions of a module share is something that they may keep things in."""
+    """Whether a value that functions of a module share is something to keep things in."""
     return isinstance(value, _STATE) or (
         type(value).__module__ == module and not isinstance(value, type)
     )
@@ -111,7 +118,7 @@ def _told(value: Any) -> Any:
         return bytes(value)
     if isinstance(value, ContextVar):
         return value.get(None)
-    if isinstance(value, _RANDOM) and not isinstance(value, random.SystemRandom):
+    if isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom):
         return _random_state(value)
     if isinstance(value, GeneratorType):
         place = value.gi_frame.f_lasti if value.gi_frame else None
@@ -164,20 +171,27 @@ def content_hash(tensor: Tensor) -> str:
     return f"{form} {hashlib.sha256(data).hexdigest()}"
 
 
-def describe(value: Any, depth: int = 0, seen: frozenset[int] = frozenset()) -> Any:
-    """All of a value but the identity of its objects and the numbers in its tensors."""
+def describe(
+    value: Any, leaf: Callable[[Any], Any] | None = None, depth: int = 0,
+    seen: frozenset[int] = frozenset(),
+) -> Any:  # fmt: skip
+    """All of a value but the identity of its objects and the numbers in its tensors; `leaf` says
+    something else of tensors, and of objects that are not looked into.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value
     if isinstance(value, Tensor):
-        return "tensor", tuple(value.shape), value.dtype
-    plain = isinstance(value, PLAIN)
-    content = None if plain or depth > DEPTH or id(value) in seen else content_of(value)
+        return leaf(value) if leaf else ("tensor", tuple(value.shape), value.dtype)
+    content = None if depth > DEPTH or id(value) in seen else content_of(value)
     if content is None:
-        return type(value), value if plain else None
-    within, deeper = seen | {id(value)}, depth + (not isinstance(value, _CONTAINERS))
-    inner = [(str(k), describe(v, deeper, within)) for k, v in content.items()]
+        return type(value), leaf(value) if leaf and id(value) not in seen else None
+    within, deeper = seen | {id(value)}, depth + (not isinstance(value, CONTAINERS))
+    inner = [(str(k), describe(v, leaf, deeper, within)) for k, v in content.items()]
     return type(value), tuple(inner)
 
 
 def same(old: Any, new: Any) -> bool:
+    """Whether a value is the object that stood there before, or equals it and is plain."""
     if old is new:
         return True
     plain = type(old) is type(new) and isinstance(old, PLAIN)
@@ -185,8 +199,9 @@ def same(old: Any, new: Any) -> bool:
 
 
 def put_back(value: Any, content: Mapping[Any, Any]) -> None:
+    """Gives an object what it held, unless it is one that advances."""
     items = {k: v for k, v in content.items() if not isinstance(k, Attribute)}
-    if isinstance(value, _CONTAINERS) and len(items) < len(content) + len(_attributes(value)):
+    if isinstance(value, CONTAINERS) and len(items) < len(content) + len(_attributes(value)):
         vars(value).clear()
         vars(value).update({str(k): v for k, v in content.items() if isinstance(k, Attribute)})
     if isinstance(value, dict):

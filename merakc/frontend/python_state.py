@@ -7,10 +7,10 @@ iterators.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import sysconfig
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache
 from types import CodeType, FunctionType, ModuleType
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
 from merakc.frontend.python_content import (
+    CONTAINERS,
     DEPTH,
     MISSING,
     PLAIN,
@@ -31,10 +32,10 @@ from merakc.frontend.python_content import (
 )
 
 _ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
-_CONTAINERS = (dict, list, tuple, set, deque)
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 # Where functions lie that are not followed from others: libraries are large, and Python's own.
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -44,7 +45,8 @@ class Change:
     """Something that stands in another state than before; `name` is in the user's words.
 
     `shared` is what belongs to no module: globals, closures, attributes of classes. `part` says
-    what a module has registered under the name: a parameter, a buffer or a module.
+    what a module has registered under the name: a parameter, a buffer or a module. `holder` is the
+    object that holds it, under `key`.
     """
 
     name: str
@@ -52,10 +54,12 @@ class Change:
     after: Any
     shared: bool
     part: str = ""
+    holder: Any = None
+    key: Any = None
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class Held:
     """An object and what it held; of the tensors of a module, the names alone count. `part` is what
     it holds in a module.
     """
@@ -68,6 +72,7 @@ class _Held:
 
     @property
     def names_alone(self) -> bool:
+        """Whether it holds parameters or buffers."""
         return self.part in ("parameter", "buffer")
 
 
@@ -75,7 +80,7 @@ class PythonState:
     """What a model's Python holds at one time."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._caches: dict[Any, Any] = {}
         self._classes: set[type] = set()
         classes: dict[type, None] = {}
@@ -83,8 +88,8 @@ class PythonState:
         for path, module in model.named_modules():
             parts = {"parameter": module._parameters, "buffer": module._buffers}
             for part, states in {**parts, "module": module._modules}.items():
-                self._hold(_Held(states, path, dict(states), False, part))
-            modules.append(self._hold(_Held(module, path, dict(vars(module)), False)))
+                self._hold(Held(states, path, dict(states), False, part))
+            modules.append(self._hold(Held(module, path, dict(vars(module)), False)))
             classes |= dict.fromkeys(type(module).__mro__)
         for held in modules:
             self._see_inside(held, 0)
@@ -94,12 +99,24 @@ class PythonState:
         for name in _HOOKS:
             self._see(getattr(torch_modules, name), name, True)
 
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in it but parameters and buffers, by name."""
+        for held in self._held.values():
+            if not held.names_alone:
+                for key, item in held.content.items():
+                    if isinstance(item, Tensor):
+                        yield _joined(held, key), item
+
+    def held(self) -> Iterable[Held]:
+        """All objects that it is kept in."""
+        return self._held.values()
+
     def changes(self) -> list[Change]:
         """What was assigned, added, taken away or advanced since."""
         return [
-            Change(_joined(held, key), before, after, held.shared, held.part)
+            Change(_joined(held, key), before, after, held.shared, held.part, held.value, key)
             for held in self._held.values()
-            for key, before, after in _differences(held)
+            for key, before, after in differences(held)
             if not held.names_alone or MISSING in (before, after)
         ]
 
@@ -107,7 +124,7 @@ class PythonState:
         """Gives every object what it held, but for generators and iterators that have advanced."""
         self.forget()
         for held in self._held.values():
-            if any(True for _ in _differences(held)):
+            if any(True for _ in differences(held)):
                 put_back(held.value, held.content)
 
     def forget(self) -> None:
@@ -126,15 +143,15 @@ class PythonState:
         content = content_of(value)
         if content is None:
             return
-        deeper = depth + (not isinstance(value, _CONTAINERS))
-        self._see_inside(self._hold(_Held(value, name, content, shared)), deeper)
+        deeper = depth + (not isinstance(value, CONTAINERS))
+        self._see_inside(self._hold(Held(value, name, content, shared)), deeper)
 
-    def _see_inside(self, held: _Held, depth: int) -> None:
+    def _see_inside(self, held: Held, depth: int) -> None:
         for key, item in held.content.items():
             if type(item) not in _ATOMS and id(item) not in self._held:
                 self._see(item, _joined(held, key), held.shared, depth)
 
-    def _hold(self, held: _Held) -> _Held:
+    def _hold(self, held: Held) -> Held:
         self._held[id(held.value)] = held
         return held
 
@@ -152,7 +169,7 @@ class PythonState:
             return
         if (function.__module__ or "").startswith("torch."):
             return
-        self._hold(_Held(function, "", {}, True))
+        self._hold(Held(function, "", {}, True))
         name = function.__qualname__
         for cell, free in zip(
             function.__closure__ or (), function.__code__.co_freevars, strict=True
@@ -162,11 +179,14 @@ class PythonState:
             self._see(default, f"a default of {name}", True)
         self._see(vars(function), name, True)
         names, space = _global_names(function.__code__), function.__globals__
-        self._see(Names(space, names), function.__module__ or "globals", True)
+        self._see(Names(space, _globals(function.__code__)), function.__module__ or "globals", True)
         for used in names:
             helper = space.get(used)
-            own = isinstance(helper, type) and helper.__module__ == space.get("__name__")
-            if own and helper not in self._classes:
+            if (
+                isinstance(helper, type)
+                and helper.__module__ == space.get("__name__")
+                and helper not in self._classes
+            ):
                 self._classes.add(helper)
                 self._see(Names(helper), helper.__name__, True)
             found = [vars(helper).get(n) for n in names] if isinstance(helper, ModuleType) else []
@@ -178,12 +198,21 @@ class PythonState:
 
 
 @cache
+def _globals(code: CodeType) -> tuple[str, ...]:
+    """The globals that some code, and the code in it, reads or writes."""
+    found = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL]
+    inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _globals(c)]
+    return tuple(dict.fromkeys([*found, *inner]))
+
+
+@cache
 def _global_names(code: CodeType) -> tuple[str, ...]:
+    """All names that code looks up, of attributes too: `helpers.mask`."""
     inner = [c for c in code.co_consts if isinstance(c, CodeType)]
     return tuple(dict.fromkeys([*code.co_names, *(n for c in inner for n in _global_names(c))]))
 
 
-def _differences(held: _Held) -> Iterator[tuple[Any, Any, Any]]:
+def differences(held: Held) -> Iterator[tuple[Any, Any, Any]]:
     """Keys of what has changed, with what stood there and what stands there now."""
     before, now = held.content, content_of(held.value) or {}
     if len(before) == len(now) and all(map(same, before.values(), now.values())):
@@ -194,12 +223,12 @@ def _differences(held: _Held) -> Iterator[tuple[Any, Any, Any]]:
             yield key, old, new
 
 
-def _joined(held: _Held, key: Any) -> str:
+def _joined(held: Held, key: Any) -> str:
     """The name of what an object holds: `layers.0.calls`, `self.table['x']`."""
     if key == "":
         return held.name
     if isinstance(key, Attribute):
         return f"{held.name}.{key}"
-    if isinstance(held.value, (dict, list, tuple, deque, set)) and not held.part:
+    if isinstance(held.value, CONTAINERS) and not held.part:
         return f"{held.name}[{key!r}]"
     return f"{held.name}.{key}" if held.name else str(key)
