@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from merakc.besides import Besides
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import Chunk
@@ -25,7 +26,8 @@ Tensors = dict[str, torch.Tensor]
 class CompiledStep:
     """One compiled form of the step: for one mode and one shape of batch.
 
-    `layout` says how the samples of its batches lie; `knowledge` is what runs before it.
+    `layout` says how the samples of its batches lie; `knowledge` is what runs before it, and
+    `besides` what it does beside computing, if it does.
     """
 
     recording: BatchRecording
@@ -34,6 +36,7 @@ class CompiledStep:
     chunks: Mapping[int, Chunk]
     executor: Executor
     knowledge: Knowledge | None
+    besides: Besides | None = None
 
     @cached_property
     def trained(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from merakc.batches import (
     taken_dims,
 )
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording, record, without_aside
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
@@ -27,8 +27,9 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
-from merakc.passes.batches.part import keyed
-from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.batches.part import keyed, known_name
+from merakc.passes.batches.recorded import BatchAside, BatchRecording
+from merakc.passes.batches.split import known_alone, known_values
 from merakc.passes.constant_masks import with_known_masks
 
 
@@ -57,7 +58,7 @@ def record_part(
     part = forward.part()
 
     def sized(samples: int) -> Graph:
-        return part.graph if samples == layout.each else forward.sized(samples).graph
+        return part.everything if samples == layout.each else forward.sized(samples).everything
 
     found, unchecked = None, ""
     if layout.parts > 1:
@@ -69,7 +70,9 @@ def record_part(
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
-            found = retaken(found, part.graph, part.graph, layout.each, layout.each)
+            found = retaken(found, part.everything, part.everything, layout.each, layout.each)
+    left = forward.sized(layout.total).left if part.left else ()
+    aside = forward.aside(part, found if layout.parts > 1 else None)
     graph = part.graph
     if found is not None:
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
@@ -77,7 +80,7 @@ def record_part(
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
         part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
-        unchecked=unchecked,
+        unchecked=unchecked, of_batch=aside, aside=part.aside, left=left,
     )  # fmt: skip
 
 
@@ -109,8 +112,12 @@ class _Forward:
             return part
         two, wide = self.sized(2), _wide(layout.total)
         with _telling(self.taken):
-            graph = of_one_sample(part.graph, two.graph, self.sized(wide).graph, wide)
-        return part if graph is part.graph else replace(two, graph=graph)
+            graph = of_one_sample(
+                part.everything, two.everything, self.sized(wide).everything, wide
+            )
+        if graph is part.everything:
+            return part
+        return replace(two, graph=without_aside(graph), full=graph if two.aside else None)
 
     def sized(self, samples: int) -> Recording:
         """The recording for so many samples: a part and this rank's batch with their values."""
@@ -142,7 +149,18 @@ class _Forward:
                     raise
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, self.taken, cause) from error
+        if made.full is not None:
+            full = with_known_masks(made.full)
+            return replace(made, graph=without_aside(full), full=full)
         return replace(made, graph=with_known_masks(made.graph))
+
+    def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
+        """What the forward does beside computing, of the whole batch; `found` is of its parts."""
+        outputs = [o for o in part.everything.outputs if o.kind is OutputKind.ASIDE]
+        known = known_values(found, outputs) if found else known_alone(part.everything, outputs)
+        names = {o.name: known_name(o.ref) for o in outputs}
+        edits = self.sized(self.layout.own).aside.edits if part.aside.edits else ()
+        return BatchAside(known, names, part.aside.checks, part.aside.writes, edits)
 
     def _fails(self) -> bool:
         """Whether the forward fails for the batch as it was given."""

@@ -33,11 +33,14 @@ class Settings:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules = tuple(model.modules())  # to walk through them takes a step's time
-        self._own: set[str] = set()  # names of what steps have changed themselves
         self._things: list[Any] = []  # what is told apart by identity
         self._key: tuple[tuple[str, str], ...] = ()
+        self._begin()
+
+    def _begin(self) -> None:
         self._first = self._look()
         self._written = {name: (x, _version(x)) for name, x in self._first.tensors()}
+        self._before = self._key  # what was changed until then
 
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
@@ -50,7 +53,7 @@ class Settings:
             found = {c.name: c.after for c in self._first.changes() if self._counts(c)}
             written = {n: x for n, (x, before) in self._written.items() if _version(x) != before}
             told = {n: repr(describe(x, self._leaf)) for n, x in (written | found).items()}
-            self._key = tuple(sorted(told.items()))
+            self._key = (*self._before, *sorted(told.items()))
         return self._key
 
     @property
@@ -61,8 +64,7 @@ class Settings:
     def settle(self) -> None:
         """Takes what has changed since the last look for something that a step itself has done."""
         if self._watch.moved():
-            self._own |= {c.name for c in self._last.changes()}
-            self._look()
+            self._begin()
 
     def _look(self) -> PythonState:
         self._last = PythonState(self._model)
@@ -71,8 +73,7 @@ class Settings:
 
     def _counts(self, change: Change) -> bool:
         return not (
-            change.name in self._own
-            or (change.key == "training" and isinstance(change.after, bool))
+            (change.key == "training" and isinstance(change.after, bool))
             or isinstance(change.holder, _UNWATCHED)
         )
 

@@ -17,6 +17,7 @@ from torch import nn
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import batch_size_of, signature
+from merakc.besides import Besides
 from merakc.compiled_step import CompiledStep
 from merakc.errors import PlanError
 from merakc.frontend.structures import open_dataclasses
@@ -139,7 +140,9 @@ class Steps:
         known, group = lowered.loss.known, self.groups.axis("dp")
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
-        step = CompiledStep(recording, layout, lowered, chunks, executor, before)
+        aside = recording.of_batch
+        besides = Besides(aside, layout, whole, self.device, group) if aside else None
+        step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides)
         self.compiled[key] = step
         return step
 
@@ -169,6 +172,9 @@ class Steps:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
         check_objects((args, kwargs))
+        for step in self.compiled.values():
+            for left in step.recording.left:
+                left.take_back()
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
                 f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
@@ -259,6 +265,7 @@ class Steps:
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self._share_buffers()
         inputs, known = self._brought(step, batches)
+        made = step.besides.before(batches) if step.besides is not None else {}
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
@@ -271,8 +278,11 @@ class Steps:
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
-        if step.runs_modules:
+        put = [left.put() for left in step.recording.left]
+        if step.runs_modules or any(put):
             self.settings.settle()
+        if step.besides is not None:
+            step.besides.after(made, args, kwargs)
         return result
 
     @torch.no_grad()

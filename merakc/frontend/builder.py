@@ -40,6 +40,8 @@ class GraphBuilder:
         self.modules: list[str] = []
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
+        self.batch: dict[str, torch.Tensor] = {}  # its tensors, by name
+        self.checked: list[tuple[Ref, bool, str]] = []  # truths, what they have to be, the lines
         self.numbers: set[str] = set()  # the outputs that are numbers in Python
         self.sources: dict[str, tuple[Ref, int | None]] = {}  # of the symbols
         self.reader = Reader(self.inputs, self.nodes, self.constants, self.sources)
@@ -77,6 +79,7 @@ class GraphBuilder:
             fake = torch.empty(leaf.shape, dtype=leaf.dtype)
         ref = self._input(target, InputKind.BATCH, fake, target, False)
         self.aliases.add(fake, ref)
+        self.batch[target] = fake
         if not leaf.is_meta and not isinstance(leaf, FakeTensor):
             self.reader.given[ref] = leaf.detach()
         return fake

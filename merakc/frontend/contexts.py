@@ -114,12 +114,12 @@ def module_names(
 
 
 @contextlib.contextmanager
-def recordable() -> Iterator[None]:
-    """Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a
-    kernel for whole layers that runs on CPUs only.
+def recordable(checked: Callable[..., None]) -> Iterator[None]:
+    """Checks of a tensor's values are `checked`, and LSTMs are taken apart as on any device: torch
+    has a kernel for whole layers that runs on CPUs only.
     """
     check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
-    torch._check_tensor_all_with = _unchecked
+    torch._check_tensor_all_with = checked
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
@@ -163,10 +163,6 @@ def printable_numbers() -> Iterator[None]:
     finally:
         for kind in kinds:
             del kind.__format__
-
-
-def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
-    """In the place of torch's, which reads whether all elements of `cond` are true."""
 
 
 @contextlib.contextmanager

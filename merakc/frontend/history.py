@@ -141,6 +141,12 @@ class HistoryRecorder(GraphBuilder):
         if alias is None:
             torch.Tensor.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
         elif wanted != self._requires_grad(x):
+            if any(x is given for given in self.batch.values()):
+                raise self._error(
+                    "requires_grad of a tensor of the batch is switched on in the forward, which "
+                    "no step leaves so",
+                    "write x = x.detach().requires_grad_()",
+                )
             if alias.storage.is_parameter or not wanted:
                 raise self._error(
                     f"requires_grad of a tensor{self._owner(x)} is switched "

@@ -77,13 +77,13 @@ class Held:
 
 
 class PythonState:
-    """What a model's Python holds at one time."""
+    """What the Python of a model, and of `others`, holds at one time."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, others: Iterable[type] = ()) -> None:
         self._held: dict[int, Held] = {}
         self._caches: dict[Any, Any] = {}
         self._classes: set[type] = set()
-        classes: dict[type, None] = {}
+        classes: dict[type, None] = dict.fromkeys(others)
         modules = []
         for path, module in model.named_modules():
             parts = {"parameter": module._parameters, "buffer": module._buffers}

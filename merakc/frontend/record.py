@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.errors import RecordError
 from merakc.frontend.around import check_around
+from merakc.frontend.aside import Aside
 from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
+from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.reads import Reads, ValuesNeededError
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.refusals import check_modules
 from merakc.frontend.symbols import Answer, Symbols
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, OutputKind
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class Recording:
     outputs that are numbers in Python and tensors in the graph. `aliases` maps each further name of
     a tied parameter to the name that the graph uses. The graph is right for batches that answer
     what it `reads` as this one did, and for losses that are finite where lines ask whether numbers
-    are: the lines `finite`.
+    are: the lines `finite`. `full` is the graph with what the forward does `aside`, if it does;
+    `left` is what it leaves in Python.
     """
 
     graph: Graph
@@ -49,6 +52,14 @@ class Recording:
     numbers: frozenset[str] = frozenset()
     reads: Reads | None = None
     finite: tuple[str, ...] = ()
+    aside: Aside = field(default_factory=Aside)
+    full: Graph | None = None
+    left: tuple[Left, ...] = ()
+
+    @property
+    def everything(self) -> Graph:
+        """The graph with what the forward does aside."""
+        return self.full or self.graph
 
 
 def record(
@@ -133,9 +144,10 @@ def _record(
     current = [first]
     with untouched(model) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
-        outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
+        outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()
         changes = state.changes()
+        left = left_by(changes)
         if changes or how.repeated:
             leftovers = Leftovers(changes, first)
             state.forget()
@@ -149,7 +161,17 @@ def _record(
     aliases = _aliases(model)
     graph.verify()
     said = frozenset(first.numbers), first.reader.reads(), first.guards.lines(first.outputs)
-    return Recording(graph, outputs, structure, aliases, type(model).__name__, *said)
+    full = graph if aside else None
+    graph = without_aside(graph) if aside else graph
+    return Recording(
+        graph, outputs, structure, aliases, type(model).__name__, *said, aside, full, left
+    )
+
+
+def without_aside(graph: Graph) -> Graph:
+    """A graph of the forward's own outputs alone."""
+    outputs = tuple(o for o in graph.outputs if o.kind is not OutputKind.ASIDE)
+    return replace(graph, outputs=outputs).pruned().without_unread_inputs()
 
 
 def _run(
@@ -159,8 +181,8 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     fallbacks: Fallbacks,
-) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
-    """Runs the forward under a recorder; the outputs as in a `Recording`."""
+) -> tuple[tuple[Any, ...], pytree.TreeSpec, Aside]:
+    """Runs the forward under a recorder; the outputs, and what is aside, as in a `Recording`."""
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     for slot in slots:
         slot.states[slot.key] = slot.fake
@@ -170,9 +192,10 @@ def _run(
             stack.enter_context(recorder.keeping_whole(path, fallbacks.modules[path], cause))
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
+        recorder.watch_batch(fake_args, fake_kwargs)
         with recorder.running(model):
             out = model(*fake_args, **fake_kwargs)
-    found = recorder.finish(out)
+    found = *recorder.finish(out), recorder.set_aside()
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
     return found
 

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise, ragged
 from merakc.frontend.around import same_flags, without_modes
-from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
+from merakc.frontend.aside import AsideRecorder
+from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.communication import check_call, no_objects_sent
 from merakc.frontend.contexts import (
@@ -57,13 +58,14 @@ from merakc.kernels.opaque import OPAQUE, Call, enter
 
 # Calls that ask for a tensor's truth; the second also for numbers.
 TRUTHS = ("aten.is_nonzero.default", ITEM)
+ASSERTS = ("aten._assert_async.", "aten._functional_assert_async.")
 # Calls whose answer is known where the tensor was made outside the forward.
 CONSTANT_VALUES = (ITEM, "aten.equal.default")
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+class Recorder(AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
@@ -101,7 +103,7 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
                     watch.check(self.modules[-1], model)
 
             stack.enter_context(module_names(model, self.modules, passing))
-            stack.enter_context(recordable())
+            stack.enter_context(recordable(self._check_all))
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(same_flags())
@@ -125,6 +127,11 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
                     "batch (recorded, tensors have no values)"
                 ) from error
             self._finish(watch)
+
+    def _check_all(self, _: type[Exception], condition: torch.Tensor, message: Any = None) -> None:
+        """In the place of torch's, which reads whether all elements are true."""
+        if isinstance(condition, FakeTensor) and not self.paused:
+            self.check(condition.all(), True)
 
     def _finish(self, watch: GeneratorWatch) -> None:
         """Raises `DrawnError` where a forward that was not watched has drawn random numbers."""
@@ -237,9 +244,13 @@ class Recorder(Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-un
         if name in TRUTHS and (name == TRUTHS[0] or args[0].dtype == torch.bool):
             answer = harmless_answer()
             if answer is not None:
+                if isinstance(args[0], FakeTensor):
+                    self.check(args[0], answer)
                 return answer
             if isinstance(args[0], FakeTensor):
                 return self._truth(args[0])
+        if name.startswith(ASSERTS):
+            return self.check(args[0], True)
         if name in ragged.RULES:
             return self._ragged(name, args, kwargs)
         if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):

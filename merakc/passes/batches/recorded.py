@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from merakc.errors import ConfigError, RecordError
+from merakc.frontend.aside import Check, Edit
 from merakc.frontend.record import Recording
 from merakc.ir.batches import (
     WHOLE_BATCH,
@@ -14,11 +15,30 @@ from merakc.ir.batches import (
     BatchLayout,
     BatchSplit,
     Couplings,
+    Known,
     Rows,
 )
 from merakc.ir.graph import Graph, Output, OutputKind
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.split import split
+
+UNCHECKED = "a check of values that follow from parameters or draws does not run,"
+
+
+@dataclass(frozen=True)
+class BatchAside:
+    """What the forward does to its batch and checks of it; `known` computes the values, before the
+    step. `names` are those that these have there, by the names of the recording's outputs.
+    """
+
+    known: Known | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+    writes: tuple[tuple[str, str], ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.known is not None or bool(self.edits)
 
 
 @dataclass(frozen=True)
@@ -29,7 +49,7 @@ class BatchRecording(Recording):
     says what parts of that one would make of them. `couplings` says what samples that are coupled
     are coupled with: those of the whole batch, or of their micro-batch. `dims` says where samples
     stand in the batch, where sizes do not. `unchecked` says why the parts were not compared with
-    the whole batch by numbers, if they were not.
+    the whole batch by numbers, if they were not. `of_batch` is what is done beside computing.
     """
 
     layout: BatchLayout = field(default=BatchLayout((1,), 1), kw_only=True)
@@ -37,6 +57,7 @@ class BatchRecording(Recording):
     couplings: Couplings = field(default=WHOLE_BATCH, kw_only=True)
     dims: BatchDims = field(default_factory=dict, kw_only=True)
     unchecked: str = field(default="", kw_only=True)
+    of_batch: BatchAside = field(default_factory=BatchAside, kw_only=True)
 
 
 def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = ()) -> BatchSplit:
@@ -48,6 +69,14 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     graph = recording.graph
     outputs = tuple(o for o in graph.outputs if not kinds or o.kind in kinds)
     found = recording.found if isinstance(recording, BatchRecording) else None
+    told = tuple(f"{UNCHECKED} at {line}" for line in recording.aside.unchecked)
+    made = _split(recording, found, parts, outputs)
+    return replace(made, conventions=(*made.conventions, *told)) if told else made
+
+
+def _split(
+    recording: Recording, found: Analysis | None, parts: int, outputs: tuple[Output, ...]
+) -> BatchSplit:
     if parts == 1:
         if found is not None and found.share == 1:
             # Written as parts are, so that it can be run in parts of its own; a head needs none.
@@ -55,7 +84,7 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
                 alone = split(found, outputs)
                 if alone.head is None:
                     return alone
-        return BatchSplit(with_outputs(graph, outputs))
+        return BatchSplit(with_outputs(recording.graph, outputs))
     if found is None:
         raise ConfigError(
             f"this forward of {recording.model_name} was recorded for a batch that is one part, "
