@@ -147,7 +147,8 @@ def _decide(
     seed: int,
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan."""
-    given, requests, specs = from_rank_0(lambda: requested(fixed, plan, batch))
+    asked = from_rank_0(lambda: requested(fixed, plan, batch))
+    given, requests, specs = asked.plan, asked.readings, asked.specs
     tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
 
     @cache
@@ -166,7 +167,10 @@ def _decide(
     @cache
     def reading() -> int:
         """Which request reads the batch as the forward does."""
-        return find_samples(range(len(requests)), first) if len(requests) > 1 else 0
+        found = find_samples(range(len(requests)), first) if len(requests) > 1 else 0
+        if found == 0 and asked.undivided is not None:
+            raise asked.undivided
+        return found
 
     def recorded(parts: int, dp: int = likely) -> BatchRecording:
         return with_loss(made(reading(), parts, dp))
@@ -284,9 +288,10 @@ def _recorded(
 ) -> BatchRecording:
     """The recording of a part of a batch of so many, on each of `dp` ranks."""
     layout = BatchLayout((request.batch_size,) * dp, parts)
+    divided = request.overlap != 0 and any(mesh.tp > 1 for mesh in meshes(request))
     return record_part(
         model, *example, layout, device, request.precision, couplings=request.couplings,
-        dims=request.batch_dims, divided=request.overlap != 0 and request.tp != 1,
+        dims=request.batch_dims, divided=divided,
     )  # fmt: skip
 
 

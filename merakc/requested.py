@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,24 @@ from merakc.ir.state import AUTO, parse_shards
 from merakc.search import Request, meshes, micro_batches_for, with_schedule
 
 
-def requested(
-    fixed: Request, plan: Plan | str | Path | None, batch: Any
-) -> tuple[Plan | None, list[Request], TensorSpecs]:
-    """The plan that is given; the request, for each way to read the batch, likeliest first; the
-    batch's specs.
+@dataclass(frozen=True)
+class Requested:
+    """What was asked for: the plan that is given, and the request, for each way to read the batch,
+    likeliest first.
+
+    Where the likeliest does not divide into the parts asked for, it is there in as many as it does,
+    and `undivided` is what to raise where it is found to hold; so no other dim is taken because its
+    size happens to divide.
+    """
+
+    plan: Plan | None
+    readings: list[Request]
+    specs: TensorSpecs
+    undivided: ConfigError | None = None
+
+
+def requested(fixed: Request, plan: Plan | str | Path | None, batch: Any) -> Requested:
+    """Checks what users ask for.
 
     Everything that can be refused before the model is looked at is refused here.
     """
@@ -46,7 +59,7 @@ def requested(
             fixed, batch_size=size, precision=given.precision, couplings=given.couplings,
             batch_dims=given.batch_dims,
         )  # fmt: skip
-        return given, [request], specs
+        return Requested(given, [request], specs)
     found: list[Request] = []
     refusal: ConfigError | None = None
     for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
@@ -55,15 +68,22 @@ def requested(
         try:
             first_parts(request, None)
         except ConfigError as error:
-            refusal = refusal or error
+            if refusal is None and not found:
+                refusal, likeliest = error, replace(request, micro_batches=_fewest_parts(size))
         else:
             found.append(request)
         if len(found) > MOST_TRIED:
             break
+    if refusal is None:
+        return Requested(None, found, specs)
     if not found:
-        assert refusal is not None
         raise refusal
-    return None, found, specs
+    return Requested(None, [likeliest, *found], specs, refusal)
+
+
+def _fewest_parts(size: int) -> int:
+    """The least number of parts, but one, into which so many samples divide."""
+    return next((n for n in range(2, size) if size % n == 0), size)
 
 
 def first_parts(request: Request, given: Plan | None) -> int:

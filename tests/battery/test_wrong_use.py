@@ -46,7 +46,7 @@ def refused(world_size: int, call: Callable[[], object]) -> list[tuple[type[Mera
 Case = tuple[dict[str, Any], type[MerakError], tuple[str, ...]]
 ARGUMENTS: dict[str, Case] = {
     "batch that does not divide": (
-        {"micro_batches": 5}, ConfigError, ("batch of 8 samples", "5 micro-batches")),
+        {"micro_batches": 3}, ConfigError, ("batch of 8 samples", "3 micro-batches")),
     "degrees that do not multiply": (
         {"dp": 1, "tp": 3}, ConfigError, ("dp=1 x tp=3", "2 ranks", "product")),
     "negative degree": ({"dp": -2, "tp": -1}, ConfigError, ("dp is -2", "at least 1")),
