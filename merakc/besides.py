@@ -13,7 +13,7 @@ from merakc.errors import ForwardError
 from merakc.frontend.aside import edited
 from merakc.ir.batches import BatchLayout
 from merakc.knowledge import Knowledge
-from merakc.passes.batches.recorded import BatchAside
+from merakc.passes.batches.recorded import BatchRecording
 
 Tensors = dict[str, torch.Tensor]
 
@@ -23,14 +23,14 @@ class Besides:
 
     def __init__(
         self,
-        aside: BatchAside,
+        recording: BatchRecording,
         layout: BatchLayout,
         state: Callable[[str], torch.Tensor],
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.aside, self.layout = aside, layout
-        known = aside.known
+        self.aside, self.left, self.layout = recording.of_batch, recording.left, layout
+        known = self.aside.known
         self.knowledge = Knowledge(known, layout, state, device, group) if known else None
 
     @torch.no_grad()
@@ -50,13 +50,22 @@ class Besides:
         return found
 
     @torch.no_grad()
-    def after(self, found: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Writes to a batch what the forward does."""
+    def after(self, found: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Does to a batch what the forward does, and leaves in Python what it leaves: whether that
+        changes anything there.
+        """
         own = {name: self._own(name, value) for name, value in found.items()}
         tensors = named_tensors(args, kwargs)
         for target, name in self.aside.writes:
             tensors[target].copy_(own[name])
         edited(self.aside.edits, (args, kwargs), own)
+        put = [left.put() for left in self.left]
+        return any(put)
+
+    def take_back(self) -> None:
+        """Takes back what stands in Python for what is not there."""
+        for left in self.left:
+            left.take_back()
 
     def _own(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """What this dp rank's batch has of a value."""

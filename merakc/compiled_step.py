@@ -26,8 +26,8 @@ Tensors = dict[str, torch.Tensor]
 class CompiledStep:
     """One compiled form of the step: for one mode and one shape of batch.
 
-    `layout` says how the samples of its batches lie; `knowledge` is what runs before it, and
-    `besides` what it does beside computing, if it does.
+    `layout` says how the samples of its batches lie; `knowledge` is what runs before it,
+    `besides` does what it does beside computing.
     """
 
     recording: BatchRecording
@@ -36,7 +36,7 @@ class CompiledStep:
     chunks: Mapping[int, Chunk]
     executor: Executor
     knowledge: Knowledge | None
-    besides: Besides | None = None
+    besides: Besides
 
     @cached_property
     def trained(self) -> frozenset[str]:

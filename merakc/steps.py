@@ -140,8 +140,7 @@ class Steps:
         known, group = lowered.loss.known, self.groups.axis("dp")
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
-        aside = recording.of_batch
-        besides = Besides(aside, layout, whole, self.device, group) if aside else None
+        besides = Besides(recording, layout, whole, self.device, group)
         step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides)
         self.compiled[key] = step
         return step
@@ -160,9 +159,8 @@ class Steps:
     def compile(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> CompiledStep:
-        """The compiled step for this batch: recorded, adapted to the plan, and kept; without a loss
-        it gives the results and does not train. All dp ranks say how many samples they have; no
-        other takes part in compiling: ranks may meet a new shape at different times.
+        """The compiled step for this batch, made and kept; without a loss it gives the results and
+        does not train. All dp ranks say how many samples they have; none else takes part.
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
@@ -173,14 +171,12 @@ class Steps:
             return found
         check_objects((args, kwargs))
         for step in self.compiled.values():
-            for left in step.recording.left:
-                left.take_back()
+            step.besides.take_back()
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
                 f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
-                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
-                stacklevel=2,
-            )
+                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer", None, 2
+            )  # fmt: skip
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
 
@@ -265,7 +261,7 @@ class Steps:
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self._share_buffers()
         inputs, known = self._brought(step, batches)
-        made = step.besides.before(batches) if step.besides is not None else {}
+        made = step.besides.before(batches)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
@@ -278,11 +274,8 @@ class Steps:
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
-        put = [left.put() for left in step.recording.left]
-        if step.runs_modules or any(put):
+        if step.besides.after(made, args, kwargs) or step.runs_modules:
             self.settings.settle()
-        if step.besides is not None:
-            step.besides.after(made, args, kwargs)
         return result
 
     @torch.no_grad()

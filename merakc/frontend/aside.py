@@ -7,20 +7,31 @@ step: it is named, and does not run.
 
 from __future__ import annotations
 
+import builtins
+import contextlib
+import io
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from merakc.errors import RecordError
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import Asking
+from merakc.frontend.checks import harmless_answer
+from merakc.frontend.history import replaced
 from merakc.frontend.python_content import PLAIN, Attribute, content_of, put_back, same
-from merakc.frontend.source import user_line
+from merakc.frontend.python_state import INSTALLED
+from merakc.frontend.source import is_users, user_line
 from merakc.ir.graph import Output, OutputKind, Ref
 
 Path = tuple[Any, ...]
+UNCHECKED = "a check of values that follow from parameters or draws does not run,"
+UNPRINTED = "what the forward prints is printed while it is recorded alone,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +68,13 @@ class Edit:
 @dataclass(frozen=True, slots=True)
 class Aside:
     """All of it. `writes` has the tensors of the batch that are written to, with the names of the
-    outputs; `unchecked` the lines of checks that do not run.
+    outputs; `unheard` says what steps do not do: run other checks, print.
     """
 
     checks: tuple[Check, ...] = ()
     writes: tuple[tuple[str, str], ...] = ()
     edits: tuple[Edit, ...] = ()
-    unchecked: tuple[str, ...] = ()
+    unheard: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.checks or self.writes or self.edits)
@@ -71,6 +82,8 @@ class Aside:
 
 class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
     """The part of the recorder that sees to it."""
+
+    paused: bool
 
     def watch_batch(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         """Looks at the batch before the forward, in which its tensors are inputs already."""
@@ -85,24 +98,66 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
         """Notes a check of a tensor of one truth, or of a number."""
         self.checked.append((self._ref(tensor), wanted, user_line()))
 
+    def _check_all(self, _: type[Exception], condition: torch.Tensor, message: Any = None) -> None:
+        """In the place of torch's, which reads whether all elements are true."""
+        if isinstance(condition, FakeTensor) and not self.paused:
+            self.check(condition.all(), True)
+
+    def _asked(self, tensor: torch.Tensor) -> bool | None:
+        """Whether a tensor is true; None of one that is no part of the recording."""
+        answer = harmless_answer()
+        if not isinstance(tensor, FakeTensor):
+            return answer
+        if answer is None:
+            return self._truth(tensor)
+        self.check(tensor, answer)
+        return answer
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[None]:
+        """Notes what is printed, and refuses to write files: a step does neither."""
+        plain_print, plain_open = builtins.print, builtins.open
+
+        def printing(*args: Any, **kwargs: Any) -> None:
+            line = _near(sys._getframe(1))
+            if line and not self.paused:
+                self.printed.append(f"{UNPRINTED} at {line}")
+            plain_print(*args, **kwargs)
+
+        def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            writes = set(mode) & set("wax+") and not self.paused
+            if writes and (line := _near(sys._getframe(1))):
+                raise RecordError(
+                    f"{line}: the forward writes to a file ({file}), which a compiled step "
+                    "does not; return what it writes, and write it outside"
+                )
+            return plain_open(file, mode, *args, **kwargs)
+
+        with (
+            replaced(builtins, "print", printing),
+            replaced(builtins, "open", opening),
+            replaced(io, "open", opening),
+        ):
+            yield
+
     def set_aside(self) -> Aside:
         """All that the forward has done, with outputs for the values in it.
 
         Raises `RecordError` for what no step can do to a batch.
         """
-        checks, unchecked = [], []
+        checks, unheard = [], list(self.printed)
         for ref, wanted, source in dict.fromkeys(self.checked):
             if self.reader.is_known(ref):
                 checks.append(Check(self._aside(ref), wanted, source))
             elif not self.guards.proves(ref, self.outputs, wanted, source):
-                unchecked.append(source)
+                unheard.append(f"{UNCHECKED} at {source}")
         writes = tuple(
             (name, w) for name, x in self.batch.items() if (w := self._write_to(name, x))
         )
         edits = tuple(
             e for path, x, before in self.containers if (e := self._edit(path, x, before))
         )
-        return Aside(tuple(checks), writes, edits, tuple(dict.fromkeys(unchecked)))
+        return Aside(tuple(checks), writes, edits, tuple(dict.fromkeys(unheard)))
 
     def _aside(self, ref: Ref) -> str:
         name = f"aside.{ref}"
@@ -162,6 +217,17 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
             f"the forward puts a {type(value).__name__} into {name} of the batch that does not "
             "follow from the batch alone, which a compiled step does not; change a copy of it"
         )
+
+
+def _near(frame: FrameType | None) -> str:
+    """The line that calls, if it is of the user's own code, and not of an installed library."""
+    installed, stdlib = INSTALLED[:2], INSTALLED[2:]
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(frame.f_code) and (name.startswith(installed) or not name.startswith(stdlib)):
+            return "" if name.startswith(installed) else f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
 
 
 def path_of(path: Path) -> str:

@@ -42,6 +42,7 @@ class GraphBuilder:
         self.grads: set[Ref] = set()  # values that require a gradient
         self.batch: dict[str, torch.Tensor] = {}  # its tensors, by name
         self.checked: list[tuple[Ref, bool, str]] = []  # truths, what they have to be, the lines
+        self.printed: list[str] = []  # that it prints
         self.numbers: set[str] = set()  # the outputs that are numbers in Python
         self.sources: dict[str, tuple[Ref, int | None]] = {}  # of the symbols
         self.reader = Reader(self.inputs, self.nodes, self.constants, self.sources)

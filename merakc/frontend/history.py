@@ -59,11 +59,11 @@ class HistoryRecorder(GraphBuilder):
         """Answers what fake tensors are asked, and refuses calls that would go unheard."""
         with contextlib.ExitStack() as stack:
             for name, value in self._attributes().items():
-                stack.enter_context(_replaced(FakeTensor, name, value))
+                stack.enter_context(replaced(FakeTensor, name, value))
             for place, name, called in _DIFFERENTIATES:
                 refuse = self._refusing(getattr(place, name), called)
-                stack.enter_context(_replaced(place, name, refuse))
-            stack.enter_context(_replaced(_autograd, _PUSH, self._saved_hooks()))
+                stack.enter_context(replaced(place, name, refuse))
+            stack.enter_context(replaced(_autograd, _PUSH, self._saved_hooks()))
             enabled = torch.is_grad_enabled()
             yield
             if torch.is_grad_enabled() != enabled:
@@ -203,8 +203,8 @@ def unasked() -> Iterator[None]:
 
     answers = property(requires_grad, plain.__set__)
     with (
-        _replaced(torch.Tensor, "requires_grad", answers),
-        _replaced(torch, "is_grad_enabled", is_grad_enabled),
+        replaced(torch.Tensor, "requires_grad", answers),
+        replaced(torch, "is_grad_enabled", is_grad_enabled),
     ):
         yield
 
@@ -219,14 +219,14 @@ def _check_asking(what: str) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(place: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
     """Puts a value in the place of an attribute; what was not there before is taken away again."""
-    before = vars(place).get(name, _replaced)
+    before = vars(place).get(name, replaced)
     setattr(place, name, value)
     try:
         yield
     finally:
-        if before is _replaced:
+        if before is replaced:
             delattr(place, name)
         else:
             setattr(place, name, before)

@@ -71,9 +71,9 @@ class Left:
 
     def _set(self, value: Any) -> bool:
         content = dict(content_of(self.holder) or {})
-        content.pop(self.key, None)
-        if value is not MISSING:
-            content[self.key] = value
+        content[self.key] = value
+        if value is MISSING:
+            del content[self.key]
         put_back(self.holder, content)
         return True
 

@@ -90,7 +90,7 @@ def content_of(value: Any) -> dict[Any, Any] | None:
         return dict.fromkeys(value, True) | _attributes(value)
     if isinstance(value, Names):
         return value.content()
-    if isinstance(value, CellType):
+    if isinstance(value, (CellType, ContextVar)):
         return _cell(value)
     if isinstance(value, MethodType):
         return {"": value.__self__}
@@ -116,8 +116,6 @@ def _told(value: Any) -> Any:
         return value.tobytes() if small else hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, _BYTES):
         return bytes(value)
-    if isinstance(value, ContextVar):
-        return value.get(None)
     if isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom):
         return _random_state(value)
     if isinstance(value, GeneratorType):
@@ -145,10 +143,10 @@ def _attributes(value: Any) -> dict[Attribute, Any]:
     return {Attribute(name): item for name, item in getattr(value, "__dict__", {}).items()}
 
 
-def _cell(cell: CellType) -> dict[Any, Any]:
+def _cell(cell: CellType | ContextVar[Any]) -> dict[Any, Any]:
     try:
-        return {"": cell.cell_contents}
-    except ValueError:  # nothing is in it yet
+        return {"": cell.get() if isinstance(cell, ContextVar) else cell.cell_contents}
+    except (ValueError, LookupError):  # nothing is in it yet
         return {}
 
 
@@ -222,7 +220,7 @@ def put_back(value: Any, content: Mapping[Any, Any]) -> None:
         del value[:]
         value.frombytes(content[""])
     elif isinstance(value, ContextVar):
-        value.set(content[""])
+        value.set(content.get(""))
     elif isinstance(value, CellType):
         if "" in content:
             value.cell_contents = content[""]

@@ -28,7 +28,6 @@ from merakc.frontend import composites, normalise, ragged
 from merakc.frontend.around import same_flags, without_modes
 from merakc.frontend.aside import AsideRecorder
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
-from merakc.frontend.checks import harmless_answer
 from merakc.frontend.communication import check_call, no_objects_sent
 from merakc.frontend.contexts import (
     exporting,
@@ -106,7 +105,7 @@ class Recorder(AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignor
             stack.enter_context(recordable(self._check_all))
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
-            stack.enter_context(same_flags())
+            stack.enter_context(self.speaking())
             stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
@@ -114,6 +113,7 @@ class Recorder(AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignor
             stack.enter_context(printable_numbers())
             stack.enter_context(self._answering())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+            stack.enter_context(same_flags())  # the dispatcher's, which that puts back, too
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
             try:
@@ -127,11 +127,6 @@ class Recorder(AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignor
                     "batch (recorded, tensors have no values)"
                 ) from error
             self._finish(watch)
-
-    def _check_all(self, _: type[Exception], condition: torch.Tensor, message: Any = None) -> None:
-        """In the place of torch's, which reads whether all elements are true."""
-        if isinstance(condition, FakeTensor) and not self.paused:
-            self.check(condition.all(), True)
 
     def _finish(self, watch: GeneratorWatch) -> None:
         """Raises `DrawnError` where a forward that was not watched has drawn random numbers."""
@@ -242,13 +237,9 @@ class Recorder(AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignor
                 with unset_fake_temporarily():
                     return torch.full(args[0].shape, outcome)
         if name in TRUTHS and (name == TRUTHS[0] or args[0].dtype == torch.bool):
-            answer = harmless_answer()
+            answer = self._asked(args[0])
             if answer is not None:
-                if isinstance(args[0], FakeTensor):
-                    self.check(args[0], answer)
                 return answer
-            if isinstance(args[0], FakeTensor):
-                return self._truth(args[0])
         if name.startswith(ASSERTS):
             return self.check(args[0], True)
         if name in ragged.RULES:

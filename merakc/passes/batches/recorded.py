@@ -22,8 +22,6 @@ from merakc.ir.graph import Graph, Output, OutputKind
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.split import split
 
-UNCHECKED = "a check of values that follow from parameters or draws does not run,"
-
 
 @dataclass(frozen=True)
 class BatchAside:
@@ -69,7 +67,7 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     graph = recording.graph
     outputs = tuple(o for o in graph.outputs if not kinds or o.kind in kinds)
     found = recording.found if isinstance(recording, BatchRecording) else None
-    told = tuple(f"{UNCHECKED} at {line}" for line in recording.aside.unchecked)
+    told = recording.aside.unheard
     made = _split(recording, found, parts, outputs)
     return replace(made, conventions=(*made.conventions, *told)) if told else made
 
