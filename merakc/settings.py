@@ -125,9 +125,9 @@ class _Watch:
             self._rest.append(held)
 
     def _items(self) -> Iterator[Any]:
-        """What is compared by identity."""
-        values = map(dict.values, self._dicts)
-        inside = chain.from_iterable(chain(values, self._dicts, self._lists))
+        """What is compared by identity. A key that is new stands last."""
+        last = map(next, map(reversed, self._dicts))
+        inside = chain.from_iterable(chain(map(dict.values, self._dicts), self._lists, [last]))
         return chain(inside, map(call, self._gets, self._names))
 
     def _numbers(self) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import merakc
 from benchmarks.ranks import RankError, run_ranks
 from merakc.cluster import NOMINAL_CPU
-from merakc.errors import ConfigError, ForwardError
+from merakc.errors import ConfigError, ForwardError, MerakWarning
 from tests.battery.small_models import WIDTH, assert_close, build, gradients, warm_up
 
 Batch = dict[str, Any]
@@ -184,7 +184,7 @@ def test_checks_that_do_not_run_are_in_the_plan() -> None:
         assert (s.layers[0].weight.abs() < 1e3).all()
         return 1.0
 
-    model = merakc.auto_parallel(
-        build(lambda: Acts(act)), (batch(),), micro_batches=4, cluster=NOMINAL_CPU
-    )
+    source, given = build(lambda: Acts(act)), (batch(),)
+    with pytest.warns(MerakWarning, match=r"does not run, at .*test_besides.py:\d+"):
+        model = merakc.auto_parallel(source, given, micro_batches=4, cluster=NOMINAL_CPU)
     assert any("does not run, at" in line for line in model.plan.conventions)

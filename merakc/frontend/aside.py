@@ -10,10 +10,10 @@ from __future__ import annotations
 import builtins
 import contextlib
 import io
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,13 +25,12 @@ from merakc.frontend.asking import Asking
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.history import replaced
 from merakc.frontend.python_content import PLAIN, Attribute, content_of, put_back, same
-from merakc.frontend.python_state import INSTALLED
-from merakc.frontend.source import is_users, user_line
+from merakc.frontend.source import near_line, user_line
 from merakc.ir.graph import Output, OutputKind, Ref
 
 Path = tuple[Any, ...]
 UNCHECKED = "a check of values that follow from parameters or draws does not run,"
-UNPRINTED = "what the forward prints is printed while it is recorded alone,"
+UNPRINTED = "what the forward prints or logs is printed while it is recorded alone,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +116,23 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
     def speaking(self) -> Iterator[None]:
         """Notes what is printed, and refuses to write files: a step does neither."""
         plain_print, plain_open = builtins.print, builtins.open
+        plain_handle = logging.Logger.handle
 
         def printing(*args: Any, **kwargs: Any) -> None:
-            line = _near(sys._getframe(1))
+            line = near_line(sys._getframe(1))
             if line and not self.paused:
                 self.printed.append(f"{UNPRINTED} at {line}")
             plain_print(*args, **kwargs)
 
+        def logging_(logger: logging.Logger, record: logging.LogRecord) -> None:
+            line = near_line(sys._getframe(1))
+            if line and not self.paused:
+                self.printed.append(f"{UNPRINTED} at {line}")
+            plain_handle(logger, record)
+
         def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             writes = set(mode) & set("wax+") and not self.paused
-            if writes and (line := _near(sys._getframe(1))):
+            if writes and (line := near_line(sys._getframe(1))):
                 raise RecordError(
                     f"{line}: the forward writes to a file ({file}), which a compiled step "
                     "does not; return what it writes, and write it outside"
@@ -135,6 +141,7 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
 
         with (
             replaced(builtins, "print", printing),
+            replaced(logging.Logger, "handle", logging_),
             replaced(builtins, "open", opening),
             replaced(io, "open", opening),
         ):
@@ -217,17 +224,6 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
             f"the forward puts a {type(value).__name__} into {name} of the batch that does not "
             "follow from the batch alone, which a compiled step does not; change a copy of it"
         )
-
-
-def _near(frame: FrameType | None) -> str:
-    """The line that calls, if it is of the user's own code, and not of an installed library."""
-    installed, stdlib = INSTALLED[:2], INSTALLED[2:]
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if is_users(frame.f_code) and (name.startswith(installed) or not name.startswith(stdlib)):
-            return "" if name.startswith(installed) else f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
 
 
 def path_of(path: Path) -> str:

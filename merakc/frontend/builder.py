@@ -50,6 +50,7 @@ class GraphBuilder:
         # Fake tensors that an earlier forward left behind, by their ids, and those that were read.
         self.leftovers: dict[int, torch.Tensor] = {}
         self.read_leftovers: set[int] = set()
+        self.was_constant: Callable[[torch.Tensor], bool] = lambda _: False
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -198,7 +199,7 @@ class GraphBuilder:
 
     def _read_leftover(self, tensor: torch.Tensor) -> None:
         """A tensor that no call of this forward made."""
-        if id(tensor) not in self.leftovers:
+        if id(tensor) not in self.leftovers and not self.was_constant(tensor):
             raise self._error(
                 f"a tensor of shape {tuple(tensor.shape)} is read that was made in another "
                 "recording and kept outside the model (by functools.lru_cache, in a global)",

@@ -20,6 +20,7 @@ from merakc.frontend.python_content import content_hash, describe, tensors_in
 from merakc.frontend.python_state import Change, PythonState
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, map_refs
 
+WORTH_TELLING = 60  # characters of a value
 Descriptions = Mapping[str, Any]
 # Where Python put an object, in the key of a module that runs as it is.
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -39,6 +40,7 @@ class Leftovers:
         self._names = {id(x): c.name for c in changes for x in tensors_in(c.after)}
         whole = Graph(tuple(first.inputs), tuple(first.nodes), tuple(first.outputs))
         varying = _varying(whole)
+        self._first, self._refs = first, varying
         self._varying = {key for key, x in self.tensors.items() if _varies(x, first, varying)}
         _check_parts(changes)
         for change in changes:
@@ -47,6 +49,12 @@ class Leftovers:
                     f"the forward keeps a tensor in '{change.name}', outside the model, where no "
                     "compiled step puts it; return it from the forward (model.predict gives it)"
                 )
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor that the first forward has made is the same in every forward."""
+        return self._first.aliases.find(tensor) is not None and not _varies(
+            tensor, self._first, self._refs
+        )
 
     def check(self, first: Graph, second: Graph, later: Sequence[Change], read: set[int]) -> None:
         """Raises `CarriedError` where a second forward is another than the first.
@@ -121,7 +129,8 @@ def described(changes: Sequence[Change]) -> Descriptions:
 
 def _told(changes: Sequence[Change], name: str) -> str:
     value = next((c.after for c in changes if c.name == name), None)
-    return repr(value) if isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
+    known = isinstance(value, (int, float, str)) and len(repr(value)) < WORTH_TELLING
+    return repr(value) if known else f"a {type(value).__name__}"
 
 
 def _varying(graph: Graph) -> set[Ref]:

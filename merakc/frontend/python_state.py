@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dis
 import inspect
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache
@@ -30,11 +29,10 @@ from merakc.frontend.python_content import (
     put_back,
     same,
 )
+from merakc.frontend.source import INSTALLED
 
 _ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
-# Where functions lie that are not followed from others: libraries are large, and Python's own.
-INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -193,6 +191,7 @@ class PythonState:
             for callee in (helper, *found):  # `mask(...)`, or `helpers.mask(...)`
                 code = getattr(inspect.unwrap(callee) if callable(callee) else 0, "__code__", None)
                 near = getattr(callee, "__globals__", None) is space
+                # Not into libraries, which are large, and Python's own.
                 if code and (near or not code.co_filename.startswith(INSTALLED)):
                     self._see_function(callee)
 

@@ -150,9 +150,8 @@ def _record(
         left = left_by(changes)
         if changes or how.repeated:
             leftovers = Leftovers(changes, first)
-            state.forget()
             torch.clear_autocast_cache()
-            second.leftovers = leftovers.tensors
+            second.leftovers, second.was_constant = leftovers.tensors, leftovers.is_constant
             current.append(second)
             with clocks_ahead():
                 _run(second, model, slots, args, kwargs, fallbacks)

@@ -39,7 +39,7 @@ from merakc.frontend.contexts import (
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
-from merakc.frontend.generators import DrawnError, GeneratorWatch
+from merakc.frontend.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.history import HistoryRecorder
 from merakc.frontend.made import recorded_tensors
 from merakc.frontend.opaque import (
@@ -106,6 +106,7 @@ class Recorder(AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignor
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(self.speaking())
+            stack.enter_context(without_entropy())
             stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
