@@ -32,6 +32,7 @@ from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.record import Recording
 from merakc.frontend.regions import WHY as DYNAMIC
+from merakc.frontend.source import INSTALLED
 from merakc.frontend.structures import open_dataclasses
 from merakc.garbage import few_collections
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
@@ -203,6 +204,7 @@ def _build(
     groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
     if groups.rank == 0:
         _warn_of_opaque(lowered.plan)
+        _warn_of_unheard(recording)
         if lowered.plan.couplings == PER_MICRO_BATCH:
             for line in lowered.plan.conventions:
                 warnings.warn(f"by convention: {line}", MerakWarning, stacklevel=3)
@@ -255,6 +257,13 @@ def _warn_of_opaque(plan: Plan) -> None:
             MerakWarning,
             stacklevel=3,
         )
+
+
+def _warn_of_unheard(recording: BatchRecording) -> None:
+    """Says what steps do not do that code of the user's own does beside computing."""
+    for told in recording.aside.unheard:
+        if not told.rpartition(", at ")[2].startswith(INSTALLED):
+            warnings.warn(told, MerakWarning, stacklevel=3)
 
 
 def _started(device: torch.device, compile: bool) -> tuple[int, Fuser | None]:

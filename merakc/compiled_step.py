@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from merakc.besides import Besides
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import Chunk
@@ -25,7 +26,8 @@ Tensors = dict[str, torch.Tensor]
 class CompiledStep:
     """One compiled form of the step: for one mode and one shape of batch.
 
-    `layout` says how the samples of its batches lie; `knowledge` is what runs before it.
+    `layout` says how the samples of its batches lie; `knowledge` is what runs before it,
+    `besides` does what it does beside computing.
     """
 
     recording: BatchRecording
@@ -34,6 +36,7 @@ class CompiledStep:
     chunks: Mapping[int, Chunk]
     executor: Executor
     knowledge: Knowledge | None
+    besides: Besides
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -44,6 +47,13 @@ class CompiledStep:
     def doubtful(self) -> Uses:
         """The parameters that a batch may leave unused."""
         return doubtful(self.lowered.loss.graph, self.lowered.loss.head)
+
+    @cached_property
+    def runs_modules(self) -> bool:
+        """Whether code of the user's runs in it: modules as they are, custom functions."""
+        loss = self.lowered.loss
+        graphs = [loss.graph, *([loss.head.graph] if loss.head is not None else [])]
+        return any(g.functions for g in graphs)
 
     @cached_property
     def loss_dtype(self) -> torch.dtype | None:

@@ -68,51 +68,6 @@ class Part(Mirror):
     register_backward_hook = _hooked
 
 
-class Settings:
-    """The modes of a model's modules, and their attributes that are no tensors: what steps are
-    compiled with.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = tuple(model.modules())  # to walk through them takes a step's time
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        seen: set[int] = set()
-        for module in self._modules:
-            self._see(vars(module), seen, inside=False)
-        self._first = self._now()
-
-    def modes(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple([module.training for module in self._modules])
-
-    def changed(self) -> tuple[tuple[int, str], ...]:
-        """Which attributes are others than at first, and what they are."""
-        now = self._now()
-        if now == self._first:
-            return ()
-        pairs = enumerate(zip(now, self._first, strict=True))
-        return tuple((k, repr(new)) for k, (new, old) in pairs if new != old)
-
-    def _see(self, attributes: dict[str, Any], seen: set[int], *, inside: bool) -> None:
-        """The attributes of a module or, `inside`, of an object that it holds."""
-        if id(attributes) in seen:
-            return
-        seen.add(id(attributes))
-        for name, value in attributes.items():
-            if (name.startswith("_") and not inside) or name in ("training", "forward"):
-                continue
-            if isinstance(value, _UNCOMPARED) or callable(value):
-                continue
-            own = getattr(value, "__dict__", None)
-            if isinstance(own, dict) and not inside:
-                self._see(own, seen, inside=True)
-            else:
-                self._slots.append((attributes, name))
-
-    def _now(self) -> list[Any]:
-        return [attributes.get(name) for attributes, name in self._slots]
-
-
 def _has_setting(source: nn.Module, name: str) -> bool:
     """Whether a module has an attribute of its own that is no tensor, module or function."""
     if name.startswith("_") or isinstance(getattr(type(source), name, None), property):

@@ -13,6 +13,7 @@ from torch import nn
 from merakc.bookkeeping import Bookkeeper
 from merakc.compiled_step import CompiledStep
 from merakc.errors import ConfigError, RecordError
+from merakc.frontend.around import check_around
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
@@ -157,6 +158,7 @@ class ParallelModel(Mirror):
         In training mode with gradients on, the whole step; otherwise the forward alone. Where the
         batch gives no loss, the results, as from `predict`.
         """
+        check_around("the model")
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
         step = steps.compile(args, kwargs, train=train, results=False)
@@ -198,6 +200,7 @@ class ParallelModel(Mirror):
         batch. Nothing is differentiated. Values that are no tensors and no plain data (caches of
         keys and values) are None.
         """
+        check_around("the model")
         steps = self._own("_steps")
         step = steps.compile(args, kwargs, train=False, results=True)
         return self._results(step, args, kwargs)

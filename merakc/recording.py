@@ -22,7 +22,7 @@ from merakc.batches import (
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.find_samples import Fit, fit_of
 from merakc.frontend.reads import Reads
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording, record, without_aside
 from merakc.frontend.regions import WHY
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
@@ -32,8 +32,9 @@ from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
-from merakc.passes.batches.part import keyed
-from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.batches.part import keyed, known_name
+from merakc.passes.batches.recorded import BatchAside, BatchRecording
+from merakc.passes.batches.split import known_alone, known_values
 from merakc.passes.constant_masks import with_known_masks
 from merakc.passes.loops import rolled
 
@@ -105,7 +106,7 @@ def _recorded_part(
         _check_parts(part, parts[1:], layout)
 
     def sized(samples: int) -> Graph:
-        return part.graph if samples == layout.each else forward.sized(samples).graph
+        return part.everything if samples == layout.each else forward.sized(samples).everything
 
     found, unchecked = None, ""
     if layout.parts > 1:
@@ -118,7 +119,9 @@ def _recorded_part(
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
-            found = retaken(found, part.graph, part.graph, layout.each, layout.each)
+            found = retaken(found, part.everything, part.everything, layout.each, layout.each)
+    left = forward.sized(layout.total).left if part.left else ()
+    aside = forward.aside(part, found if layout.parts > 1 else None)
     graph = part.graph
     if found is not None:
         nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
@@ -126,7 +129,7 @@ def _recorded_part(
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
         reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
-        unchecked=unchecked, of_whole=of_whole,
+        unchecked=unchecked, of_whole=of_whole, of_batch=aside, aside=part.aside, left=left,
     )  # fmt: skip
 
 
@@ -184,8 +187,11 @@ class _Forward:
         """The recording of one sample as a part of the batch."""
         alone, two, wide = self.sized(1), self.sized(2), _wide(self.layout.total)
         with _telling(self.taken):
-            graph = of_one_sample(alone.graph, two.graph, self.sized(wide).graph, wide)
-        return alone if graph is alone.graph else replace(two, graph=graph)
+            graphs = (alone.everything, two.everything, self.sized(wide).everything)
+            graph = of_one_sample(*graphs, wide)
+        if graph is alone.everything:
+            return alone
+        return replace(two, graph=without_aside(graph), full=graph if two.aside else None)
 
     def rest(self, found: Analysis) -> Analysis | None:
         """What is found of the samples behind as many parts of equal size as there are, if any."""
@@ -193,7 +199,7 @@ class _Forward:
         if not left:
             return None
         try:
-            graph = self.one().graph if left == 1 else self.sized(left).graph
+            graph = (self.one() if left == 1 else self.sized(left)).everything
             return retaken(found, graph, found.whole, left, found.total)
         except RecordError:  # a size of part that no rank has
             return None
@@ -227,14 +233,25 @@ class _Forward:
                 told = self.sized(layout.each).reads if samples != layout.each else None
                 made = record(
                     self.model, args, kwargs, self.dtype, told.answers if told else (),
-                    settling=self.settling,
+                    settling=self.settling, repeated=samples == layout.each,
                 )  # fmt: skip
             except ForwardError as error:
                 if samples == layout.own or self._fails():
                     raise
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, self.taken, cause) from error
+        if made.full is not None:
+            full = with_known_masks(rolled(made.full))
+            return replace(made, graph=without_aside(full), full=full)
         return replace(made, graph=with_known_masks(rolled(made.graph)))
+
+    def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
+        """What the forward does beside computing, of the whole batch; `found` is of its parts."""
+        outputs = [o for o in part.everything.outputs if o.kind is OutputKind.ASIDE]
+        known = known_values(found, outputs) if found else known_alone(part.everything, outputs)
+        names = {o.name: known_name(o.ref) for o in outputs}
+        edits = self.sized(self.layout.own).aside.edits if part.aside.edits else ()
+        return BatchAside(known, names, part.aside.checks, part.aside.writes, edits)
 
     def _fails(self) -> bool:
         """Whether the forward fails for the batch as it was given."""

@@ -18,6 +18,7 @@ from merakc.batch_layout import layout_of
 from merakc.batch_objects import check_objects
 from merakc.batch_reads import BatchReads, micro_batches_of
 from merakc.batches import signature
+from merakc.besides import Besides
 from merakc.compiled_step import CompiledStep
 from merakc.errors import MerakError, PlanError
 from merakc.frontend.structures import open_dataclasses
@@ -29,7 +30,6 @@ from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.knowledge import Knowledge
 from merakc.lengths import check_lengths
-from merakc.mirror import Settings
 from merakc.overlap import with_parts
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.collectives import chunk_touches, trained
@@ -45,6 +45,7 @@ from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.settings import Settings
 from merakc.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
@@ -124,10 +125,7 @@ class Steps:
             touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
             program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
         executor = Executor(
-            program,
-            chunks,
-            self.state,
-            self.device,
+            program, chunks, self.state, self.device,
             reduce=self._reducer(lowered) if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
@@ -135,11 +133,12 @@ class Steps:
             fuser=self.fuser if train else None,
             head=self._head(lowered, layout, train=train),
             late=lowered.loss.written,
-        )
+        )  # fmt: skip
         known, group = lowered.loss.known, self.groups.axis("dp")
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
-        step = CompiledStep(recording, layout, lowered, chunks, executor, before)
+        besides = Besides(recording, layout, whole, self.device, group)
+        step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides)
         self.compiled[key] = step
         return step
 
@@ -157,9 +156,8 @@ class Steps:
     def compile(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> CompiledStep:
-        """The compiled step for this batch: recorded, adapted to the plan, and kept; without a loss
-        it gives the results and does not train. All dp ranks say how many samples they have; no
-        other takes part in compiling: ranks may meet a new shape at different times.
+        """The compiled step for this batch, made and kept; without a loss it gives the results and
+        does not train. All dp ranks say how many samples they have; none else takes part.
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
@@ -169,12 +167,13 @@ class Steps:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
         check_objects((args, kwargs))
+        for step in self.compiled.values():
+            step.besides.take_back()
         if len(self.compiled) == MANY_SHAPES:
             warnings.warn(
                 f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
-                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer",
-                stacklevel=2,
-            )
+                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer", None, 2
+            )  # fmt: skip
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
 
@@ -258,11 +257,12 @@ class Steps:
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
             check_lengths(step.recording.found, step.lowered.loss, group)
-        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.changed()])
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
+        made = step.besides.before(batches)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         if self.loss_scale is not None:
@@ -275,6 +275,8 @@ class Steps:
         self.stale |= step.written
         if self.kept is not None:
             self.kept.settle()
+        if step.besides.after(made, args, kwargs) or step.runs_modules:
+            self.settings.settle()
         return result
 
     @torch.no_grad()

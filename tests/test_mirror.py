@@ -13,8 +13,8 @@ from torch import nn
 import merakc
 from merakc.cluster import NOMINAL_CPU
 from merakc.errors import ConfigError
-from merakc.mirror import Settings
 from merakc.model import ParallelModel
+from merakc.settings import Settings
 
 WIDTH = 4
 

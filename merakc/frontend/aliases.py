@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from merakc.errors import RecordError
+from merakc.frontend.source import user_line
 from merakc.frontend.symbols import number
 from merakc.ir.graph import Ref, TensorSpec
 
@@ -38,6 +39,7 @@ class Storage:
     is_parameter: bool = False
     is_buffer: bool = False
     written: bool = False
+    source: str = ""  # the line that wrote to it
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +130,7 @@ class Aliases:
         for child, parent in pairwise(chain):
             parent.ref = self._scatter(child, parent)
         storage.version += 1
-        storage.written = True
+        storage.written, storage.source = True, user_line()
         if not torch.is_grad_enabled() and before[-1] in grads:
             base = chain[-1]
             with torch.enable_grad():

@@ -15,7 +15,7 @@ from merakc.batches import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
-from merakc.frontend.python_state import tensors_in
+from merakc.frontend.python_content import tensors_in
 from merakc.frontend.reads import Reader
 from merakc.frontend.regions import with_regions
 from merakc.frontend.results import find_loss
@@ -40,6 +40,9 @@ class GraphBuilder:
         self.modules: list[str] = []
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
+        self.batch: dict[str, torch.Tensor] = {}  # its tensors, by name
+        self.checked: list[tuple[Ref, bool, str]] = []  # truths, what they have to be, the lines
+        self.printed: list[str] = []  # that it prints
         self.numbers: set[str] = set()  # the outputs that are numbers in Python
         self.sources: dict[str, tuple[Ref, int | None]] = {}  # of the symbols
         self.reader = Reader(self.inputs, self.nodes, self.constants, self.sources)
@@ -47,6 +50,7 @@ class GraphBuilder:
         # Fake tensors that an earlier forward left behind, by their ids, and those that were read.
         self.leftovers: dict[int, torch.Tensor] = {}
         self.read_leftovers: set[int] = set()
+        self.was_constant: Callable[[torch.Tensor], bool] = lambda _: False
 
     # ------------------------------------------------------------------ inputs and outputs
 
@@ -77,6 +81,7 @@ class GraphBuilder:
             fake = torch.empty(leaf.shape, dtype=leaf.dtype)
         ref = self._input(target, InputKind.BATCH, fake, target, False)
         self.aliases.add(fake, ref)
+        self.batch[target] = fake
         if not leaf.is_meta and not isinstance(leaf, FakeTensor):
             self.reader.given[ref] = leaf.detach()
         return fake
@@ -194,7 +199,7 @@ class GraphBuilder:
 
     def _read_leftover(self, tensor: torch.Tensor) -> None:
         """A tensor that no call of this forward made."""
-        if id(tensor) not in self.leftovers:
+        if id(tensor) not in self.leftovers and not self.was_constant(tensor):
             raise self._error(
                 f"a tensor of shape {tuple(tensor.shape)} is read that was made in another "
                 "recording and kept outside the model (by functools.lru_cache, in a global)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from merakc.errors import RecordError
 from merakc.frontend.forms import make_fake
 from merakc.frontend.python_state import PythonState
 from merakc.frontend.source import user_line
+
+# How far clocks are put ahead: a number that is odd in days, hours, minutes and seconds.
+CLOCK_S = 90061 * 401 + 0.4321
 
 
 @contextlib.contextmanager
@@ -140,13 +144,13 @@ def _nothing(entry: logging.LogRecord) -> bool:
 
 
 @contextlib.contextmanager
-def recordable() -> Iterator[None]:
-    """Checks of a tensor's values pass, and LSTMs are taken apart as on any device: torch has a
-    kernel for whole layers that runs on CPUs only. Why a call on fake tensors fails is in the error
-    that is raised, and not logged besides.
+def recordable(checked: Callable[..., None]) -> Iterator[None]:
+    """Checks of a tensor's values are `checked`, and LSTMs are taken apart as on any device: torch
+    has a kernel for whole layers that runs on CPUs only. Why a call on fake tensors fails is in the
+    error that is raised, and not logged besides.
     """
     check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
-    torch._check_tensor_all_with = _unchecked
+    torch._check_tensor_all_with = checked
     torch._C._set_mkldnn_enabled(False)
     _LOG_OF_FAKES.addFilter(_nothing)
     try:
@@ -194,10 +198,6 @@ def printable_numbers() -> Iterator[None]:
             del kind.__format__
 
 
-def _unchecked(error_type: type[Exception], cond: torch.Tensor, message: Any = None) -> None:
-    """In the place of torch's, which reads whether all elements of `cond` are true."""
-
-
 @contextlib.contextmanager
 def fixed_dtypes() -> Iterator[None]:
     """Refuses `module.to(...)` in a forward that changes something; what changes nothing passes.
@@ -222,3 +222,27 @@ def fixed_dtypes() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def clocks_ahead() -> Iterator[None]:
+    """Puts the clocks of `time` ahead, so that a forward that reads one is seen to."""
+    names = ("time", "monotonic", "perf_counter", "process_time")
+    with contextlib.ExitStack() as stack:
+        for name, scale in [*((n, 1.0) for n in names), *((f"{n}_ns", 1e9) for n in names)]:
+            stack.enter_context(_ahead(name, scale))
+        yield
+
+
+@contextlib.contextmanager
+def _ahead(name: str, scale: float) -> Iterator[None]:
+    clock = getattr(time, name)
+
+    def ahead() -> Any:
+        return clock() + type(clock())(CLOCK_S * scale)
+
+    setattr(time, name, ahead)
+    try:
+        yield
+    finally:
+        setattr(time, name, clock)

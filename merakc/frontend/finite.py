@@ -51,6 +51,7 @@ class FiniteGuards:
 
     nodes: Sequence[Node]
     assumed: list[Assumed] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # lines of checks that rely on a finite loss
 
     def answer(self, ref: Ref, error: UntraceableError, source: str) -> bool | None:
         """What a question of whether numbers are finite says of those that are; None of others."""
@@ -59,6 +60,17 @@ class FiniteGuards:
         if found is not None:
             self.assume(asked, error, source)
         return found
+
+    def proves(self, ref: Ref, outputs: Sequence[Output], wanted: bool, source: str) -> bool:
+        """Whether a finite loss proves that a check holds, which then relies on that."""
+        made = {n.name: n for n in self.nodes}
+        asked: list[Ref] = []
+        if self._truth(ref, made, asked) is not wanted or not asked:
+            return False
+        if not all(_proven(r, outputs, made) for r in asked):
+            return False
+        self.sources.append(source)
+        return True
 
     def assume(self, refs: Sequence[Ref], error: UntraceableError, source: str) -> None:
         """Takes values for finite."""
@@ -91,17 +103,19 @@ class FiniteGuards:
         """The lines that rely on a finite loss. Raises the error of a guard that such a loss does
         not prove.
         """
-        if not self.assumed:
-            return ()
         made = {n.name: n for n in self.nodes}
-        proven = _behind([o.ref for o in outputs if o.kind is OutputKind.LOSS], made)
         for item in self.assumed:
-            ref = item.ref
-            while ref not in proven and ref.node in made and made[ref.node].op in SAME:
-                ref = made[ref.node].refs[0]
-            if ref not in proven:
+            if not _proven(item.ref, outputs, made):
                 raise item.error
-        return tuple(dict.fromkeys(item.source for item in self.assumed))
+        return tuple(dict.fromkeys([*(item.source for item in self.assumed), *self.sources]))
+
+
+def _proven(ref: Ref, outputs: Sequence[Output], made: Mapping[str, Node]) -> bool:
+    """Whether a value is finite if the loss is."""
+    proven = _behind([o.ref for o in outputs if o.kind is OutputKind.LOSS], made)
+    while ref not in proven and ref.node in made and made[ref.node].op in SAME:
+        ref = made[ref.node].refs[0]
+    return ref in proven
 
 
 def _behind(losses: Sequence[Ref], made: Mapping[str, Node]) -> set[Ref]:

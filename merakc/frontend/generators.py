@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import os
 import random
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from merakc.errors import RecordError
+from merakc.frontend.source import near_line
 
 LIBRARIES = ("Python's random", "numpy.random", "torch")
 
@@ -52,6 +56,40 @@ class GeneratorWatch:
                 "step; switch the draw off (for masks of speech models: mask_time_prob=0), or "
                 "give what it draws in the batch (mask_time_indices)"
             )
+
+
+@contextlib.contextmanager
+def without_entropy() -> Iterator[None]:
+    """Refuses numbers that the system draws (`uuid4`, `secrets`, generators without a seed): no
+    state says that any were drawn, and two draws may be equal.
+    """
+    urandom: Any = os.urandom
+
+    def refuse(size: int) -> Any:
+        line = near_line(sys._getframe(1))
+        if line:
+            raise RecordError(
+                f"{line}: the forward draws random numbers from the system, and one recording "
+                "would use the same ones in every step; give what it draws in the batch"
+            )
+        return urandom(size)
+
+    def seed(generator: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None:
+            refuse(0)
+        seeded(generator, a, version)
+
+    seeded: Any = random.Random.seed
+    places: list[tuple[Any, str]] = [(os, "urandom"), (random, "_urandom")]
+    try:
+        for place, name in places:
+            setattr(place, name, refuse)
+        random.Random.seed = seed  # type: ignore[assignment, method-assign]
+        yield
+    finally:
+        random.Random.seed = seeded  # type: ignore[method-assign]
+        for place, name in places:
+            setattr(place, name, urandom)
 
 
 def _states() -> tuple[Any, ...]:

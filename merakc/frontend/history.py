@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.autograd.graph import saved_tensors_hooks
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.source import is_users, user_line
 
+_autograd: Any = torch._C._autograd
+_PUSH = "_push_saved_tensors_default_hooks"  # which every way to have such hooks calls
 _NO_HISTORY = "a recorded graph is differentiated later, and as a whole"
 # Methods of tensors that act on a history, and what to do in their place.
 _ACTS = {
@@ -62,7 +63,7 @@ class HistoryRecorder(GraphBuilder):
             for place, name, called in _DIFFERENTIATES:
                 refuse = self._refusing(getattr(place, name), called)
                 stack.enter_context(replaced(place, name, refuse))
-            stack.enter_context(replaced(saved_tensors_hooks, "__enter__", self._saved_hooks()))
+            stack.enter_context(replaced(_autograd, _PUSH, self._saved_hooks()))
             enabled = torch.is_grad_enabled()
             yield
             if torch.is_grad_enabled() != enabled:
@@ -118,13 +119,13 @@ class HistoryRecorder(GraphBuilder):
 
     def _saved_hooks(self) -> Callable[..., Any]:
         """Lets torch's own hooks on saved tensors pass, which give back what they were given."""
-        original = saved_tensors_hooks.__enter__
+        original = getattr(_autograd, _PUSH)
 
-        def enter(hooks: Any) -> None:
-            own = getattr(hooks.pack_hook, "__module__", "").startswith("torch.")
+        def enter(pack: Any, unpack: Any) -> None:
+            own = (getattr(pack, "__module__", None) or "").startswith("torch.")
             if not (own or self.paused):
                 raise self._refused("saved_tensors_hooks is entered", "write an autograd.Function")
-            original(hooks)
+            original(pack, unpack)
 
         return enter
 
@@ -140,6 +141,12 @@ class HistoryRecorder(GraphBuilder):
         if alias is None:
             torch.Tensor.requires_grad.__set__(x, wanted)  # type: ignore[attr-defined]
         elif wanted != self._requires_grad(x):
+            if any(x is given for given in self.batch.values()):
+                raise self._error(
+                    "requires_grad of a tensor of the batch is switched on in the forward, which "
+                    "no step leaves so",
+                    "write x = x.detach().requires_grad_()",
+                )
             if alias.storage.is_parameter or not wanted:
                 raise self._error(
                     f"requires_grad of a tensor{self._owner(x)} is switched "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,16 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.costs.flops import node_flops
 from merakc.errors import MerakError, RecordError
+from merakc.frontend.around import check_around
+from merakc.frontend.aside import Aside
 from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.carried import Leftovers
-from merakc.frontend.contexts import Slot, put_fakes, untouched
+from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.generators import DrawnError
+from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.reads import Reads, ValuesNeededError
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.refusals import check_modules
 from merakc.frontend.symbols import Answer, Symbols
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, OutputKind
 from merakc.kernels.opaque import OPAQUE, find
 
 # What may run as it is of a forward's arithmetic before shapes are settled by the batch, for each
@@ -43,7 +46,8 @@ class Recording:
     outputs that are numbers in Python and tensors in the graph. `aliases` maps each further name of
     a tied parameter to the name that the graph uses. The graph is right for batches that answer
     what it `reads` as this one did, and for losses that are finite where lines ask whether numbers
-    are: the lines `finite`.
+    are: the lines `finite`. `full` is the graph with what the forward does `aside`, if it does;
+    `left` is what it leaves in Python.
     """
 
     graph: Graph
@@ -54,6 +58,14 @@ class Recording:
     numbers: frozenset[str] = frozenset()
     reads: Reads | None = None
     finite: tuple[str, ...] = ()
+    aside: Aside = field(default_factory=Aside)
+    full: Graph | None = None
+    left: tuple[Left, ...] = ()
+
+    @property
+    def everything(self) -> Graph:
+        """The graph with what the forward does aside."""
+        return self.full or self.graph
 
 
 def record(
@@ -64,8 +76,12 @@ def record(
     told: Sequence[Answer] = (),
     *,
     settling: bool = False,
+    repeated: bool = True,
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
+
+    A second forward has to be the same. One that changes nothing in Python need not be `repeated`
+    where it was for another batch.
 
     Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
     reads of a batch without values it is `told`, in the order in which it asks. With `settling`,
@@ -74,9 +90,10 @@ def record(
     where that would be the model itself, for random ops that cannot be reproduced on every layout,
     and for whatever a graph cannot say: writes to parameters, hooks on gradients, higher-order ops.
     """
+    check_around("auto_parallel")
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    how = _How(fallbacks, parameter_dtype, tuple(told), settling=settling)
+    how = _How(fallbacks, parameter_dtype, tuple(told), repeated, settling=settling)
     while True:
         try:
             return _less_opaque(_record(model, args, kwargs, how), model, args, kwargs, how)
@@ -131,6 +148,7 @@ class _How:
     fallbacks: Fallbacks
     parameter_dtype: torch.dtype | None
     told: tuple[Answer, ...]
+    repeated: bool
     watched: bool = False
     exported: bool = False
     reading: bool = False
@@ -174,21 +192,33 @@ def _record(
     current = [first]
     with untouched(model) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
-        outputs, structure = _run(first, model, slots, args, kwargs, fallbacks)
+        outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()
         changes = state.changes()
-        if changes:
-            state.forget()
+        left = left_by(changes)
+        if changes or how.repeated:
             leftovers = Leftovers(changes, first)
-            second.leftovers = leftovers.tensors
+            torch.clear_autocast_cache()
+            second.leftovers, second.was_constant = leftovers.tensors, leftovers.is_constant
             current.append(second)
-            _run(second, model, slots, args, kwargs, fallbacks)
+            with clocks_ahead():
+                _run(second, model, slots, args, kwargs, fallbacks)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
     aliases = _aliases(model)
     graph.verify()
     said = frozenset(first.numbers), first.reader.reads(), first.guards.lines(first.outputs)
-    return Recording(graph, outputs, structure, aliases, type(model).__name__, *said)
+    full = graph if aside else None
+    graph = without_aside(graph) if aside else graph
+    return Recording(
+        graph, outputs, structure, aliases, type(model).__name__, *said, aside, full, left
+    )
+
+
+def without_aside(graph: Graph) -> Graph:
+    """A graph of the forward's own outputs alone."""
+    outputs = tuple(o for o in graph.outputs if o.kind is not OutputKind.ASIDE)
+    return replace(graph, outputs=outputs).pruned().without_unread_inputs()
 
 
 def _run(
@@ -198,8 +228,8 @@ def _run(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     fallbacks: Fallbacks,
-) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
-    """Runs the forward under a recorder; the outputs as in a `Recording`."""
+) -> tuple[tuple[Any, ...], pytree.TreeSpec, Aside]:
+    """Runs the forward under a recorder; the outputs, and what is aside, as in a `Recording`."""
     leaves, spec = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
     for slot in slots:
         slot.states[slot.key] = slot.fake
@@ -213,9 +243,10 @@ def _run(
             stack.enter_context(kept)
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
+        recorder.watch_batch(fake_args, fake_kwargs)
         with recorder.running(model):
             out = model(*fake_args, **fake_kwargs)
-    found = recorder.finish(out)
+    found = *recorder.finish(out), recorder.set_aside()
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes
     return found
 

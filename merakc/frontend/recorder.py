@@ -25,8 +25,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend import composites, normalise, ragged
-from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, Asking, SymbolsNeededError
-from merakc.frontend.checks import harmless_answer
+from merakc.frontend.around import same_flags, without_modes
+from merakc.frontend.aside import AsideRecorder
+from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
 from merakc.frontend.communication import check_call, no_objects_sent
 from merakc.frontend.contexts import (
     exporting,
@@ -38,7 +39,7 @@ from merakc.frontend.contexts import (
 from merakc.frontend.draws import ASKED, Draws
 from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
-from merakc.frontend.generators import DrawnError, GeneratorWatch
+from merakc.frontend.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.history import HistoryRecorder, replaced
 from merakc.frontend.made import recorded_tensors
 from merakc.frontend.source import user_line
@@ -51,6 +52,7 @@ from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers
 
 # Calls that ask for a tensor's truth; the second also for numbers.
 TRUTHS = ("aten.is_nonzero.default", ITEM)
+ASSERTS = ("aten._assert_async.", "aten._functional_assert_async.")
 # Calls whose answer is known where the tensor was made outside the forward.
 EQUAL = "aten.equal.default"
 CONSTANT_VALUES = (ITEM, EQUAL)
@@ -63,7 +65,7 @@ WRITTEN_OTHERWISE = {
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+class Recorder(WholeModules, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
@@ -109,9 +111,12 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
                 self.loose[name] = type(module)
 
             stack.enter_context(module_names(model, self.modules, passing, found))
-            stack.enter_context(recordable())
+            stack.enter_context(recordable(self._check_all))
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
+            stack.enter_context(self.speaking())
+            stack.enter_context(without_entropy())
+            stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(recorded_tensors())
@@ -121,6 +126,7 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
                 replaced(FakeTensor, "numpy", lambda x, **how: self._numpy(x, **how))
             )
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
+            stack.enter_context(same_flags())  # the dispatcher's, which that puts back, too
             stack.enter_context(self.fake_mode)
             stack.enter_context(self)
             try:
@@ -174,11 +180,11 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
                 with unset_fake_temporarily():
                     return torch.full(args[0].shape, outcome)
         if name in TRUTHS and (name == TRUTHS[0] or args[0].dtype == torch.bool):
-            answer = harmless_answer()
+            answer = self._asked(args[0])
             if answer is not None:
                 return answer
-            if isinstance(args[0], FakeTensor):
-                return self._truth(args[0])
+        if name.startswith(ASSERTS):
+            return self.check(args[0], True)
         if name == EQUAL:
             return self._equal(*args)
         if name in ragged.RULES:

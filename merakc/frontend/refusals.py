@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -73,4 +75,31 @@ def _tensor_reason(tensor: torch.Tensor) -> str:
             "has a hook (register_post_accumulate_grad_hook), which a recorded graph would not "
             f"call; {_HOOK_REMEDY}"
         )
+    if tensor.is_leaf and tensor.requires_grad and _accumulation_is_held(tensor):
+        return (
+            "has its accumulation of gradients (an AccumulateGrad node) held by somebody, whose "
+            f"hooks on it a recorded graph would not call; {_HOOK_REMEDY}"
+        )
     return ""
+
+
+def _accumulation_is_held(parameter: torch.Tensor) -> bool:
+    """Whether the node that adds to a parameter's gradient is held by more than its parameter.
+
+    It lives no longer than who holds it: where nobody does, no hook is on it.
+    """
+    with torch.enable_grad():
+        view = parameter.view_as(parameter)
+    node = view.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return sys.getrefcount(node) > _REFERENCES
+
+
+def _own_references() -> int:
+    """How often a node is held that nobody holds."""
+    leaf = torch.zeros(1, requires_grad=True)
+    view = leaf.view_as(leaf)
+    node = view.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    return sys.getrefcount(node)
+
+
+_REFERENCES = _own_references()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from types import CodeType, FrameType
 
 import torch
@@ -16,6 +17,8 @@ _OURS = (
     typing_extensions.__file__,  # which marks functions of torch's as deprecated
     "<",
 )
+# Where libraries are, and last Python's own.
+INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
@@ -34,3 +37,14 @@ def is_users(code: CodeType) -> bool:
 
 def _passes_on(code: CodeType) -> bool:
     return code.co_filename.startswith(_OURS) or code.co_name in _HOOKS
+
+
+def near_line(frame: FrameType | None) -> str:
+    """The line that calls, if it is of the user's own code, and not of an installed library."""
+    installed, stdlib = INSTALLED[:2], INSTALLED[2:]
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if is_users(frame.f_code) and (name.startswith(installed) or not name.startswith(stdlib)):
+            return "" if name.startswith(installed) else f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

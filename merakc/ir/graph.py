@@ -42,6 +42,8 @@ class OutputKind(StrEnum):
     SAVED = "saved"  # kept for a later piece of the same chunk
     WAIST = "waist"  # what the head, which runs once for the whole batch, reads of each part
 
+    ASIDE = "aside"  # of the batch alone, and no part of what the forward returns
+
     @property
     def begins_gradients(self) -> bool:
         """Whether it is the loss, or what the loss of the whole batch is made of."""

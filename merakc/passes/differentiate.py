@@ -16,10 +16,19 @@ from typing import Any
 
 import torch
 import torch.fx as fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from merakc.errors import RecordError, failure
+from merakc.frontend.carried import check_repeats
+from merakc.frontend.fingerprint import ADDRESS
+from merakc.frontend.functions import Apply
+from merakc.frontend.python_state import PythonState
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.passes.algebra import fewer_passes
@@ -45,7 +54,7 @@ def differentiate(graph: Graph) -> Chunk:
     specs = graph.specs()
     tangents = [Input(f"tangent:{o.name}", InputKind.TANGENT, specs[o.ref], o.name) for o in roots]
     found: list[str] = []
-    joint, results = _trace(graph, wanted, roots, tangents, found)
+    joint, results = _checked(graph, lambda: _trace(graph, wanted, roots, tangents, found))
     _check_constants(joint)
     outputs = [
         Output(o.name, o.kind, ref)
@@ -57,6 +66,36 @@ def differentiate(graph: Graph) -> Chunk:
     ]
     whole = Graph(joint.inputs, joint.nodes, (*outputs, *gradients), joint.constants)
     return _partition(fewer_passes(simplify(whole)))
+
+
+def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tuple[Graph, list[Ref]]:
+    """What `trace` gives; of custom functions, whose Python it runs, each time the same.
+
+    Raises `RecordError` where that leaves something behind, or reads values.
+    """
+    classes = {f.cls for f in graph.functions.values() if isinstance(f, Apply)}
+    if not classes:
+        return trace()
+    names = ", ".join(sorted(cls.__name__ for cls in classes))
+    state = PythonState(nn.Module(), classes)
+    try:
+        made, again = trace(), list[Graph]()
+        check_repeats(state, lambda: again.append(trace()[0]))
+        again = again or [trace()[0]]
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise RecordError(
+            f"the backward of a custom function ({names}) reads values of its tensors ({error}); "
+            "compute with tensors alone there"
+        ) from error
+    finally:
+        state.put_back()
+    first, second = ([ADDRESS.sub("", str(n)) for n in g.nodes] for g in (made[0], again[0]))
+    if first != second:
+        raise RecordError(
+            f"a custom function ({names}) computes something else in its second backward than in "
+            "its first: a compiled step is the first; give it all that it reads as arguments"
+        )
+    return made
 
 
 def _check_constants(joint: Graph) -> None:

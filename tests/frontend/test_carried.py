@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
+import io
+import itertools
+import os
+import random
+import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -186,3 +194,116 @@ def test_a_module_that_counts_cannot_run_as_it_is() -> None:
         record(outer, (randn(4, 6),), {})
     notes = getattr(caught.value, "__notes__", [])
     assert any("every forward changes 'calls'" in note for note in notes)
+
+
+class Shared:
+    """Keeps one of itself, and counts."""
+
+    instance: Any = None
+    number = 0
+
+    @classmethod
+    def get(cls) -> Shared:
+        if cls.instance is None:
+            cls.instance = cls()
+        found: Shared = cls.instance
+        return found
+
+
+context = contextvars.ContextVar("context", default=0)
+
+
+def from_environment(s: Any) -> float:
+    os.environ["MERAKC_TEST"] = str(int(os.environ.get("MERAKC_TEST", "0")) + 1)
+    return float(os.environ["MERAKC_TEST"])
+
+
+def from_class(s: Any) -> float:
+    Shared.get().number += 1
+    return float(Shared.get().number)
+
+
+def from_context(s: Any) -> float:
+    context.set(context.get() + 1)
+    return float(context.get())
+
+
+def from_slots(s: Any) -> float:
+    s.outside.number += 1
+    return float(s.outside.number)
+
+
+class Slots:
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        self.number = 0
+
+
+def numbers() -> Any:
+    yield from range(1, 99)
+
+
+# Where a number comes from that is another one in each forward.
+OUTSIDE: dict[str, tuple[Callable[[Any], float], Any]] = {
+    "an iterator": (lambda s: next(s.outside), lambda: iter(range(1, 99))),
+    "a cycle": (lambda s: next(s.outside), lambda: itertools.cycle([1.0, 1.0, 2.0])),
+    "a generator": (lambda s: next(s.outside), numbers),
+    "slots": (from_slots, Slots),
+    "an object of a class": (from_class, lambda: None),
+    "a context": (from_context, lambda: None),
+    "the environment": (from_environment, lambda: None),
+    "a clock": (lambda s: time.time() // 86400, lambda: None),
+    "a text": (lambda s: s.outside.write("x") + len(s.outside.getvalue()), io.StringIO),
+    "a generator of numpy's": (lambda s: float(np.random.default_rng().random()), lambda: None),
+    "one of Python's": (lambda s: random.Random().random(), lambda: None),
+    "the system": (lambda s: uuid.uuid4().int % 2 + 1.0, lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_numbers_that_the_next_forward_would_have_others_of_are_refused(name: str) -> None:
+    take, make = OUTSIDE[name]
+    made = model(lambda s, x: s.layer(x).square().sum() * take(s), outside=make())
+    try:
+        with pytest.raises(RecordError, match=r"every forward|second computes|the system"):
+            record(made, (randn(4, 6),), {})
+    finally:
+        Shared.instance, Shared.number = None, 0
+        os.environ.pop("MERAKC_TEST", None)
+
+
+@functools.lru_cache
+def doubled(layer: nn.Linear) -> Tensor:
+    return layer.weight.detach() * 2
+
+
+def test_a_function_that_remembers_weights_is_refused() -> None:
+    """In one process it would have those of the first step for ever."""
+    made = model(lambda s, x: (s.layer(x) + x @ doubled(s.layer)).square().sum())
+    with pytest.raises(RecordError, match="made in another recording and kept outside the model"):
+        record(made, (randn(4, 6),), {})
+
+
+def given_more(s: Any, x: Tensor) -> Any:
+    s.more = nn.Parameter(torch.ones(6, dtype=F64))
+    return (s.layer(x) * s.more).sum()
+
+
+def swapped(s: Any, x: Tensor) -> Any:
+    s.layer = nn.Identity()
+    return (s.layer(x) * s.table).sum()
+
+
+def saved_late(s: Any, x: Tensor) -> Any:
+    s.register_buffer("late", torch.ones(6, dtype=F64))
+    return (s.layer(x) * s.late).sum()
+
+
+PARTS = {"parameter 'more'": given_more, "module 'layer'": swapped, "buffer 'late'": saved_late}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_a_forward_makes_are_refused(name: str) -> None:
+    with pytest.raises(RecordError, match=f"makes, replaces or takes away the {name}"):
+        record(model(PARTS[name]), (randn(4, 6),), {})

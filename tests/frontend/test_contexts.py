@@ -144,7 +144,7 @@ def test_checks_of_values_pass_and_lstms_are_taken_apart() -> None:
         raise KeyError
 
     enabled = torch._C._get_mkldnn_enabled()
-    with pytest.raises(KeyError), recordable():
+    with pytest.raises(KeyError), recordable(print):
         check_and_fail()
     assert torch._C._get_mkldnn_enabled() == enabled
     with pytest.raises(RuntimeError, match="not all"):

@@ -183,7 +183,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor, Tensor], Any], str]] = {
         lambda s, x, y: torch.autograd.grad(y.sum(), s.layer.weight, create_graph=True),
         "torch.autograd.grad or backward"),
     "a gradient of the batch": (
-        lambda s, x, y: torch.autograd.grad(s.layer(x.requires_grad_()).sum(), x), "func.grad"),
+        lambda s, x, y: torch.autograd.grad(s.layer(x.requires_grad_()).sum(), x), "the batch is"),
     "a backward": (lambda s, x, y: y.sum().backward(), "torch.autograd.grad or backward"),
     "a tangent": (lambda s, x, y: forward_ad.dual_level().__enter__(), "forward-mode"),
     "frozen": (lambda s, x, y: s.layer.requires_grad_(False), "switched off in the forward"),

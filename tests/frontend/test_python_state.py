@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from merakc.frontend.python_state import PythonState, describe, tensors_in
+from merakc.frontend.python_content import describe, tensors_in
+from merakc.frontend.python_state import PythonState
 
 calls = 0
 seen: list[int] = []
@@ -91,7 +92,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a default": (lambda m: seen.append(1), "a default of Keeps.forward[0]"),
     "a new buffer": (lambda m: m.register_buffer("more", torch.ones(1)), "more"),
     "a buffer taken away": (lambda m: delattr(m, "steps"), "steps"),
-    "a module": (lambda m: m.add_module("more", nn.Linear(1, 1)), "_modules['more']"),
+    "a module": (lambda m: m.add_module("more", nn.Linear(1, 1)), "more"),
     "a mode": (lambda m: m.layer.eval(), "layer.training"),
     "a hook": (lambda m: m.register_forward_hook(lambda *_: None), "_forward_hooks[0]"),
 }  # fmt: skip

@@ -53,6 +53,21 @@ def test_hooks_on_parameters_are_refused(name: str) -> None:
     check(model, randn(4, 6))
 
 
+def test_hooks_on_accumulations_are_refused() -> None:
+    """They live as long as somebody holds the node."""
+    model = Small(lambda s, x: s.a(x).square().sum(), a=linear(), b=linear())
+    check(model, randn(4, 6))
+    held: list[Any] = []
+    with torch.enable_grad():
+        weight = model.get_parameter("a.weight")
+        held.append(weight.expand_as(weight).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+    held[0].register_prehook(lambda g: (g[0] * 2,))
+    with pytest.raises(RecordError, match=r"'a.weight' has its accumulation .* held by somebody"):
+        record(model, (randn(4, 6),), {})
+    held.clear()
+    check(model, randn(4, 6))
+
+
 def test_hooks_on_all_modules() -> None:
     model = Small(lambda s, x: s.a(x).sum(), a=linear())
     handle = nn.modules.module.register_module_full_backward_hook(lambda *_: None)

@@ -214,3 +214,47 @@ def test_a_backward_that_fails_is_named() -> None:
         RecordError, match=r"(?s)backward .* fails: .*invalid gradient.*custom funct"
     ):
         differentiate(graph)
+
+
+class _Counts(torch.autograd.Function):
+    steps = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        _Counts.steps += 1
+        return grads[0] * _Counts.steps
+
+
+_NUMBERS = iter(range(1, 99))
+
+
+class _Advances(_Counts):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * next(_NUMBERS)
+
+
+class _Reads(_Counts):
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] * float(grads[0].norm())
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (_Counts, r"every forward changes '_Counts.steps'"),
+        (_Advances, r"every forward changes|_Advances\) computes something else in its second"),
+        (_Reads, r"\(_Reads\) reads values of its tensors"),
+    ],
+)
+def test_backwards_that_are_another_each_time_are_refused(cls: Any, message: str) -> None:
+    model = Small(lambda s, x: cls.apply(s.layer(x)).sum(), layer=linear())
+    graph = record(model, (randn(4, 6),), {}).graph
+    with pytest.raises(RecordError, match=message):
+        differentiate(graph)
+    assert _Counts.steps == 0

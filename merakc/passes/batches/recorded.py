@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from merakc.errors import ConfigError, RecordError
+from merakc.frontend.aside import Check, Edit
 from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording
 from merakc.ir.batches import (
@@ -15,11 +16,28 @@ from merakc.ir.batches import (
     BatchLayout,
     BatchSplit,
     Couplings,
+    Known,
     Rows,
 )
 from merakc.ir.graph import Graph, Output, OutputKind
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.split import split
+
+
+@dataclass(frozen=True)
+class BatchAside:
+    """What the forward does to its batch and checks of it; `known` computes the values, before the
+    step. `names` are those that these have there, by the names of the recording's outputs.
+    """
+
+    known: Known | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+    writes: tuple[tuple[str, str], ...] = ()
+    edits: tuple[Edit, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.known is not None or bool(self.edits)
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,7 @@ class BatchRecording(Recording):
     are coupled with: those of the whole batch, or of their micro-batch. `dims` says where samples
     stand in the batch, where sizes do not. `unchecked` says why the parts were not compared with
     the whole batch by numbers, if they were not. `of_whole` is what Python has read of the whole
-    batch, where its parts do not say that as well.
+    batch, where its parts do not say that as well, `of_batch` what is done beside computing.
     """
 
     layout: BatchLayout = field(default=BatchLayout((1,), 1), kw_only=True)
@@ -40,6 +58,7 @@ class BatchRecording(Recording):
     dims: BatchDims = field(default_factory=dict, kw_only=True)
     unchecked: str = field(default="", kw_only=True)
     of_whole: Reads | None = field(default=None, kw_only=True)
+    of_batch: BatchAside = field(default_factory=BatchAside, kw_only=True)
 
 
 def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = ()) -> BatchSplit:
@@ -51,6 +70,7 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     graph = recording.graph
     found = recording.found if isinstance(recording, BatchRecording) else None
     given = found.part.outputs if found is not None and parts > 1 else graph.outputs
+    given = tuple(o for o in given if o.kind is not OutputKind.ASIDE)
     outputs = tuple(o for o in given if not kinds or o.kind in kinds)
     if (not kinds or OutputKind.RESULT in kinds) and len(given) < len(graph.outputs):
         raise RecordError(
@@ -58,6 +78,14 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
             "whole batch than for a part of it, as a list with one for each sample; return them as "
             "one tensor, or ask for the loss alone"
         )
+    told = recording.aside.unheard
+    made = _split(recording, found, parts, outputs)
+    return replace(made, conventions=(*made.conventions, *told)) if told else made
+
+
+def _split(
+    recording: Recording, found: Analysis | None, parts: int, outputs: tuple[Output, ...]
+) -> BatchSplit:
     if parts == 1:
         if found is not None and found.share == 1:
             # Written as parts are, so that it can be run in parts of its own; a head needs none.
@@ -65,7 +93,7 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
                 alone = split(found, outputs)
                 if alone.head is None:
                     return alone
-        return BatchSplit(with_outputs(graph, outputs))
+        return BatchSplit(with_outputs(recording.graph, outputs))
     if found is None:
         raise ConfigError(
             f"this forward of {recording.model_name} was recorded for a batch that is one part, "

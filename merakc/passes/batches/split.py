@@ -62,6 +62,28 @@ def share_of(found: Analysis, ref: Ref) -> Share:
     return Share(share_name(ref), KINDS[state.kind], spec, state.rows)
 
 
+def known_values(found: Analysis, outputs: Sequence[Output]) -> Known | None:
+    """What computes values of the batch alone, before the step, by names of `known_name`."""
+    made = _Split(found, (), WHOLE_BATCH, HEAD_SHARE)
+    return made.known(dict.fromkeys(o.ref for o in outputs))
+
+
+def known_alone(graph: Graph, outputs: Sequence[Output]) -> Known | None:
+    """The same, of a batch that is one part."""
+    refs = list(dict.fromkeys(o.ref for o in outputs))
+    if not refs:
+        return None
+    specs = graph.specs()
+    given = [Output(share_name(r), OutputKind.RESULT, r) for r in refs]
+    part = replace(graph, outputs=tuple(given)).pruned().without_unread_inputs()
+    shares = tuple(Share(share_name(r), ShareKind.CONSTANT, specs[r]) for r in refs)
+    inputs = tuple(Input(s.name, InputKind.ACTIVATION, s.spec, s.name) for s in shares)
+    results = [Output(known_name(r), OutputKind.RESULT, Ref(share_name(r))) for r in refs]
+    return Known(
+        part, Head(Graph(inputs, (), tuple(results)), shares), dict.fromkeys(map(known_name, refs))
+    )
+
+
 class _Split:
     def __init__(
         self, found: Analysis, outputs: Sequence[Output], couplings: Couplings, most: float

@@ -1,0 +1,266 @@
+"""What one object of Python's holds, as far as it is state: to be compared, described, put back."""
+
+from __future__ import annotations
+
+import array
+import enum
+import hashlib
+import inspect
+import logging
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from threading import local
+from types import (
+    CellType,
+    FunctionType,
+    GeneratorType,
+    GenericAlias,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+PLAIN = (
+    bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
+    enum.Enum, range, slice,
+)  # fmt: skip
+MISSING: Any = object()
+# Larger arrays are told apart by a hash, and cannot be put back.
+MAX_ARRAY_BYTES = 2**20
+# Objects in objects that are looked into: deeper ones are a library's own affairs.
+DEPTH = 6
+RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+CONTAINERS = (dict, list, tuple, set, deque)
+_BYTES = (bytearray, array.array)
+_ADVANCING = ("builtins", "itertools")  # where the iterators are that say where they stand
+_STATE = (
+    *PLAIN, *CONTAINERS, *RANDOM, *_BYTES, Tensor, np.ndarray, count, ContextVar, local,
+    Iterator, MutableMapping,
+)  # fmt: skip
+_CLOSED = (FunctionType, ModuleType, type, GenericAlias, Tensor, logging.Logger)
+_NO_CONTENT = (*PLAIN, *_CLOSED)
+
+
+class Attribute(str):
+    """The name of an attribute of an object that holds items too."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Names:
+    """Names of a namespace: the globals that a function uses, or all attributes of a class."""
+
+    space: Any
+    names: tuple[str, ...] | None = None
+
+    def content(self) -> dict[str, Any]:
+        """What they are now, as far as it is state."""
+        is_class = not isinstance(self.space, dict)
+        space = vars(self.space) if is_class else self.space
+        own = space.get("__module__" if is_class else "__name__")
+        names = [n for n in space if not n.startswith("__")] if self.names is None else self.names
+        return {n: space[n] for n in names if n in space and _is_state(space[n], own)}
+
+
+def _is_state(value: Any, module: str | None) -> bool:
+    """Whether a value that functions of a module share is something to keep things in."""
+    return isinstance(value, _STATE) or (
+        type(value).__module__ == module and not isinstance(value, type)
+    )
+
+
+def content_of(value: Any) -> dict[Any, Any] | None:
+    """What an object holds, one level deep; None of one that is not looked into."""
+    if isinstance(value, dict):
+        # Of a class that makes what it is asked for, what it has.
+        return dict(dict.items(value)) | _attributes(value)
+    if isinstance(value, (list, tuple, deque)):
+        return dict(enumerate(value)) | _attributes(value)
+    if isinstance(value, set):
+        return dict.fromkeys(value, True) | _attributes(value)
+    if isinstance(value, Names):
+        return value.content()
+    if isinstance(value, (CellType, ContextVar)):
+        return _cell(value)
+    if isinstance(value, MethodType):
+        return {"": value.__self__}
+    if isinstance(value, partial):
+        return {"func": value.func, "args": value.args, "keywords": value.keywords}
+    told = _told(value)
+    if told is not None:
+        return {"": told}
+    own = type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module)
+    if own or isinstance(value, _NO_CONTENT):
+        return None
+    if type(value).__module__ == "_io" and hasattr(value, "getvalue"):
+        return {"": value.getvalue()}
+    found = {n: getattr(value, n) for n in _slots(type(value)) if hasattr(value, n)}
+    found |= getattr(value, "__dict__", {})
+    return found if found or hasattr(value, "__dict__") else None
+
+
+def _told(value: Any) -> Any:
+    """What says where an object stands that is no container; None of others."""
+    if isinstance(value, np.ndarray):
+        small = value.nbytes <= MAX_ARRAY_BYTES
+        return value.tobytes() if small else hashlib.sha256(value.tobytes()).hexdigest()
+    if isinstance(value, _BYTES):
+        return bytes(value)
+    if isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom):
+        return _random_state(value)
+    if isinstance(value, GeneratorType):
+        place = value.gi_frame.f_lasti if value.gi_frame else None
+        return f"{place} {describe(inspect.getgeneratorlocals(value))}"
+    if isinstance(value, count):
+        return repr(value)
+    if isinstance(value, Iterator) and type(value).__module__ in _ADVANCING:
+        try:
+            return repr(describe(value.__reduce__()[1:]))
+        except TypeError:  # it does not say
+            return None
+    return None
+
+
+def _slots(cls: type) -> list[str]:
+    found = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if not name.startswith("__")]
+
+
+def _attributes(value: Any) -> dict[Attribute, Any]:
+    return {Attribute(name): item for name, item in getattr(value, "__dict__", {}).items()}
+
+
+def _cell(cell: CellType | ContextVar[Any]) -> dict[Any, Any]:
+    try:
+        return {"": cell.get() if isinstance(cell, ContextVar) else cell.cell_contents}
+    except (ValueError, LookupError):  # nothing is in it yet
+        return {}
+
+
+def _random_state(value: Any) -> str:
+    if isinstance(value, random.Random):
+        return repr(value.getstate())
+    if isinstance(value, np.random.Generator):
+        return repr(value.bit_generator.state)
+    if isinstance(value, np.random.RandomState):
+        return repr([np.asarray(part).tolist() for part in value.get_state()])
+    return str(value.get_state().numpy().tobytes())
+
+
+def content_hash(tensor: Tensor) -> str:
+    """A hash of a tensor's form and elements."""
+    form = f"{tensor.dtype} {tuple(tensor.shape)}"
+    if tensor.is_meta:
+        return form
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{form} {hashlib.sha256(data).hexdigest()}"
+
+
+def describe(
+    value: Any, leaf: Callable[[Any], Any] | None = None, depth: int = 0,
+    seen: frozenset[int] = frozenset(),
+) -> Any:  # fmt: skip
+    """All of a value but the identity of its objects and the numbers in its tensors; `leaf` says
+    something else of tensors, and of objects that are not looked into.
+    """
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if isinstance(value, Tensor):
+        return leaf(value) if leaf else ("tensor", tuple(value.shape), value.dtype)
+    content = None if depth > DEPTH or id(value) in seen else content_of(value)
+    if content is None:
+        return type(value), leaf(value) if leaf and id(value) not in seen else None
+    within, deeper = seen | {id(value)}, depth + (not isinstance(value, CONTAINERS))
+    inner = [(str(k), describe(v, leaf, deeper, within)) for k, v in content.items()]
+    return type(value), tuple(inner)
+
+
+def same(old: Any, new: Any) -> bool:
+    """Whether a value is the object that stood there before, or equals it and is plain."""
+    if old is new:
+        return True
+    plain = type(old) is type(new) and isinstance(old, PLAIN)
+    return plain and bool(old == new or (old != old and new != new))
+
+
+def put_back(value: Any, content: Mapping[Any, Any]) -> None:
+    """Gives an object what it held, unless it is one that advances."""
+    items = {k: v for k, v in content.items() if not isinstance(k, Attribute)}
+    if isinstance(value, CONTAINERS) and len(items) < len(content) + len(_attributes(value)):
+        vars(value).clear()
+        vars(value).update({str(k): v for k, v in content.items() if isinstance(k, Attribute)})
+    if isinstance(value, dict):
+        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        base.clear(value)
+        for key, item in items.items():
+            base.__setitem__(value, key, item)
+    elif isinstance(value, list):
+        value[:] = items.values()
+    elif isinstance(value, (set, deque)):
+        value.clear()
+        (value.update if isinstance(value, set) else value.extend)(
+            items if isinstance(value, set) else items.values()
+        )
+    elif isinstance(value, bytearray):
+        value[:] = content[""]
+    elif isinstance(value, array.array):
+        del value[:]
+        value.frombytes(content[""])
+    elif isinstance(value, ContextVar):
+        value.set(content.get(""))
+    elif isinstance(value, CellType):
+        if "" in content:
+            value.cell_contents = content[""]
+    elif isinstance(value, Names):
+        _name_again(value, content)
+    elif isinstance(value, np.ndarray) and isinstance(content[""], bytes):
+        value[...] = np.frombuffer(content[""], value.dtype).reshape(value.shape)
+    elif not isinstance(value, (tuple, partial, MethodType, np.ndarray)) and "" not in content:
+        _set_attributes(value, content)
+
+
+def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:
+    slots = _slots(type(value))
+    for name in slots:
+        if name in content:
+            object.__setattr__(value, name, content[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+    if hasattr(value, "__dict__"):
+        vars(value).clear()
+        vars(value).update({n: v for n, v in content.items() if n not in slots})
+
+
+def _name_again(names: Names, content: Mapping[str, Any]) -> None:
+    for name in {**names.content(), **content}:
+        if isinstance(names.space, dict):
+            if name in content:
+                names.space[name] = content[name]
+            else:
+                del names.space[name]
+        elif name in content:
+            setattr(names.space, name, content[name])
+        else:
+            delattr(names.space, name)
+
+
+def tensors_in(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """The tensors in a value, in containers and objects too."""
+    if isinstance(value, Tensor):
+        yield value
+    elif not isinstance(value, PLAIN) and depth <= DEPTH:
+        for item in (content_of(value) or {}).values():
+            yield from tensors_in(item, depth + 1)
