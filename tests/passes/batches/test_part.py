@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from merakc.errors import RecordError
@@ -21,12 +22,20 @@ def test_names_tell_outputs_apart() -> None:
     assert share_name(Ref("max", 2)) == "share.max.2"
 
 
-def test_a_mean_over_samples_is_taken_by_the_share_of_a_part() -> None:
-    step = check(lambda m, z, b: z.square().mean())
+def test_a_mean_of_losses_is_taken_by_the_share_of_a_part() -> None:
+    step = check(lambda m, z, b: F.mse_loss(z, z.sin()))
     for part, n in zip(step.splits, step.sizes, strict=True):
         *_, mean, share = part.graph.nodes
-        assert mean.op == "aten.mean.default"
+        assert mean.op == "aten.mse_loss.default"
         assert (share.op, share.args) == ("aten.mul.Tensor", (Ref(mean.name), n / 8))
+
+
+def test_a_mean_over_samples_is_a_sum_over_the_number_of_all() -> None:
+    step = check(lambda m, z, b: z.square().mean())
+    for part in step.splits:
+        *_, total, mean = part.graph.nodes
+        assert total.op == "aten.sum.default"
+        assert (mean.op, mean.args) == ("aten.div.Tensor", (Ref(total.name), 8 * CLASSES))
 
 
 def test_a_mean_over_classes_is_not() -> None:
