@@ -18,7 +18,13 @@ from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.passes.batches.aligned import KNOWN, common, is_own
 from merakc.passes.batches.alike import OtherPathError, check_alike, in_common
-from merakc.passes.batches.normalise import normalised, without_copies
+from merakc.passes.batches.normalise import (
+    means_over_samples,
+    normalised,
+    sum_name,
+    summed,
+    without_copies,
+)
 from merakc.passes.batches.places import place_states, with_places
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
@@ -120,7 +126,8 @@ def _written_alike(part: Graph, whole: Graph, samples: int, total: int) -> tuple
         one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
         with suppress(OtherPathError):
             check_alike(one, other, samples, total)
-            return one, other
+            names = means_over_samples(one, other)
+            return summed(one, names), summed(other, names)
     one, other = in_common(one, other)
     check_alike(one, other, samples, total)
     return one, other
@@ -139,7 +146,9 @@ def _as_found(
     picked = {n: o.picked for n, o in found.outcomes.items() if o.picked}
     for copies in (True, False):
         own = found.part if copies else without_copies(found.part)
-        one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        names = {n.name for n in own.nodes if sum_name(n) in found.makers}
+        one = summed(normalised(part, copies=copies), names)
+        other = summed(normalised(whole, copies=copies), names)
         if any(n.op == KNOWN for n in own.nodes) or len(own.outputs) < len(one.outputs):
             one, other = in_common(one, other)
             one = with_places(one, picked, whole=False)

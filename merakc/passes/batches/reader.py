@@ -123,7 +123,8 @@ class Reader:
             return Outcome((state._replace(known=True, whole=True),))
         if not node.refs:
             return self.made(node, twin)
-        if not any(self.states[r].whole for r in node.refs):
+        # What is made of a sum is made of the whole one: parts' quotients add up to less than one.
+        if not any(self.states[r].whole or self.states[r].kind is Kind.SUM for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
             if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
