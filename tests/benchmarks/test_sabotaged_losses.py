@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import cache
 
 import pytest
@@ -21,6 +22,7 @@ from benchmarks.sabotaged_losses import (
     table,
 )
 from merakc.errors import RecordError
+from merakc.passes.batches import certificate
 from merakc.passes.batches.certificate import certify
 
 # A formula for some of the kinds of operation, and what sees each wrong rule of these.
@@ -84,6 +86,7 @@ def test_values_that_hang_on_rounding_say_nothing(monkeypatch: pytest.MonkeyPatc
     found = subject("whitened_targets").found((2, 2, 2, 2))[2]
     loss = next(o for o in found.part.outputs if o.kind.value == "loss")
     assert certify(found, loss) == ""
-    monkeypatch.setattr("merakc.passes.batches.certificate.SURE", 0)
+    for bound in ({"SURE": 0, "LOST": math.inf}).items():
+        monkeypatch.setattr(certificate, *bound)
     with pytest.raises(RecordError, match="computed with numbers"):
         certify(found, loss)

@@ -40,8 +40,9 @@ SMALL = 1e-7
 # Elements of all values together up to which the end is computed: some tenths of a second.
 MOST_ELEMENTS = 1 << 22
 # Where values that are nudged by a part of themselves that is many roundings give another loss, by
-# as much as the parts do or nearly so, nothing is known: of a matrix that has no inverse, say.
-NUDGE, SURE = 1e-13, 10
+# as much as the parts do or nearly so, or by ten billion times as much as they were nudged, nothing
+# is known: of a matrix that has no inverse, say.
+NUDGE, SURE, LOST = 1e-13, 10, 1e-3
 # Calls of the parts and the whole batch together up to which the layers are computed, too.
 MOST_CALLS = 2000
 # Elements up to which more than one draw is compared: a choice, such as of the samples above a
@@ -120,7 +121,7 @@ def _certified(found: Analysis, loss: Output, ends: list[Analysis]) -> str:
         except (RuntimeError, IndexError, ValueError, MerakError) as error:
             why = f"it fails on random values ({error})"
             continue
-        if worst < unsure * SURE:
+        if worst < unsure * SURE or unsure > LOST:
             why = "its values hang on rounding"
             continue
         if worst > limit:
