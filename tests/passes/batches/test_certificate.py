@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -90,6 +91,14 @@ def test_it_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(reader, "by_row", by_row)
     with pytest.raises(RecordError, match=r"computed with numbers, the loss of 4 parts"):
         certified(found_of(loss))
+
+
+def test_gradients_that_are_not_finite_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What zero times infinity is hangs on the order of calls, which parts have another of."""
+    whole, parts = ([torch.ones(()), torch.tensor([x])] for x in (torch.nan, 1.0))
+    given = itertools.cycle([whole, parts, whole])  # and with other rounding
+    monkeypatch.setattr(certificate, "_loss_and_gradients", lambda *_: next(given))
+    assert "no finite gradients" in certified(found_of(RIGHT["size"]))
 
 
 def test_it_says_why_it_cannot() -> None:
