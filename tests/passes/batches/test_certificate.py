@@ -15,7 +15,7 @@ from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, OutputKind
-from merakc.passes.batches import normalise, reader
+from merakc.passes.batches import certificate, normalise, reader
 from merakc.passes.batches.analyse import Analysis, analyse
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.states import Kind, Outcome, State, sums
