@@ -149,7 +149,9 @@ def sabotaged(console: Console) -> list[Line]:
 
 
 def told_sabotages(lines: Sequence[Line]) -> str:
-    """The section of the page on rules that are wrong."""
+    """The section of the page on rules that are wrong, if any were tried."""
+    if not lines:
+        return ""
     return f"""## When a rule is wrong
 
 Each kind of rule of the algebra is replaced by a wrong one in turn, and every formula that it
@@ -239,7 +241,8 @@ def main(
     names = _known(only.split(",") if only else list(FORMULAS), FORMULAS, "--only")
     by_name = {layout.name: layout for layout in LAYOUTS}
     chosen = _known(layouts.split(",") if layouts else list(by_name), by_name, "--layouts")
-    if doc is None and (names, chosen) == (list(FORMULAS), list(by_name)):
+    everything = (names, chosen) == (list(FORMULAS), list(by_name))
+    if doc is None and everything:
         doc = PAGE
     warm_up()
     cells = []
@@ -252,7 +255,8 @@ def main(
     for line in complaints(cells):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if doc is not None:
-        doc.write_text(page(cells, sabotaged(console), sys.argv[1:], wall_s))
+        lines = sabotaged(console) if everything else []
+        doc.write_text(page(cells, lines, sys.argv[1:], wall_s))
     if json_path is not None:
         body = {"wall_s": wall_s, "cells": [dataclasses.asdict(cell) for cell in cells]}
         json_path.write_text(json.dumps(body, indent=1) + "\n")

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from merakc.errors import RecordError
+
 OPAQUE, OPAQUE_BACKWARD = "merakc.opaque.default", "merakc.opaque_backward.default"
 Spec = tuple[tuple[int, ...], torch.dtype]
 
@@ -83,7 +85,11 @@ def opaque(inputs: Sequence[Tensor], seeds: Sequence[Tensor], key: str) -> list[
         found = call([x.detach() for x in inputs])
     # A check of the graph may run it in another precision.
     made = [(tuple(x.shape), x.dtype.is_floating_point) for x in found]
-    assert made == [(s, d.is_floating_point) for s, d in call.outputs], call.module
+    if made != [(s, d.is_floating_point) for s, d in call.outputs]:
+        raise RecordError(
+            f"{call.source}: a part of the forward that runs as it is gives {made}, and when it "
+            f"was recorded gave {call.outputs}; make the shapes the same for all data"
+        )
     return _apart(found, inputs)
 
 

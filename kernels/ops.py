@@ -17,6 +17,7 @@ from merakc.kernels import (
     grouped_mm,
     opaque,
     overwritten,
+    places,
     products,
     ragged,
     vocabulary,
@@ -82,7 +83,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, checks, collectives, draws, gemm, grouped_mm, opaque, overwritten, products,
+    attention, checks, collectives, draws, gemm, grouped_mm, opaque, overwritten, places, products,
 )  # fmt: skip
 
 

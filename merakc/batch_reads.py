@@ -29,16 +29,16 @@ def micro_batches_of(
 class BatchReads:
     """What the recordings of one model have read, by the key of all else that they depend on."""
 
-    known: dict[Any, list[tuple[Reads, Reads | None]]] = field(default_factory=dict)
+    known: dict[Any, list[tuple[Reads | None, Reads | None]]] = field(default_factory=dict)
 
     def add(self, key: Any, reads: Reads | None, of_whole: Reads | None) -> Any:
         """The key of a new recording's step, with what the recording has read, and what that of
         the whole batch has, where the parts do not say it.
         """
-        if reads is None:
+        if reads is None and of_whole is None:
             return key
         self.known.setdefault(key, []).append((reads, of_whole))
-        return key, reads.answers, of_whole and of_whole.answers
+        return key, reads and reads.answers, of_whole and of_whole.answers
 
     def key(self, key: Any, parts: Callable[[int], Sequence[Mapping[str, torch.Tensor]]]) -> Any:
         """The key of the step whose recording read what all parts of a batch say, and the whole;
@@ -47,10 +47,10 @@ class BatchReads:
         known = self.known.get(key, ())
         given = parts(0) if known else ()
         for reads, of_whole in known:
-            if any(map(reads.difference, given)):
+            if reads is not None and any(map(reads.difference, given)):
                 continue
             if of_whole is None or not of_whole.difference(parts(1)[0]):
-                return key, reads.answers, of_whole and of_whole.answers
+                return key, reads and reads.answers, of_whole and of_whole.answers
         return key
 
     def agree(self, reads: Reads | None, group: dist.ProcessGroup | None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch._subclasses.fake_tensor import FakeTensor
 
 from merakc.errors import ConfigError
 from merakc.ir.batches import BY_SIZE, BatchDims, Rows
@@ -190,13 +191,20 @@ def split_batch(
 def resized(
     args: Sequence[Any], kwargs: Mapping[str, Any], sampled: Mapping[str, Rows], samples: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The batch with so many samples; the tensors that hold them are on the meta device."""
-    return with_samples(
-        args, kwargs, sampled,
-        lambda rows, leaf: torch.empty(
-            rows.sized(leaf.shape, samples), dtype=leaf.dtype, device="meta"
-        ),
-    )  # fmt: skip
+    """The batch with so many samples: its first ones, or all of them several times over. Where it
+    has no values, they have none either.
+    """
+
+    def changed(rows: Rows, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_meta or isinstance(leaf, FakeTensor):
+            shape = rows.sized(leaf.shape, samples)
+            return torch.empty(shape, dtype=leaf.dtype, device="meta")
+        own = rows.samples(leaf.shape)
+        times, rest = divmod(samples, own)
+        parts = [leaf] * times + ([rows.take(leaf, 0, rest)] if rest else [])
+        return rows.join(parts)
+
+    return with_samples(args, kwargs, sampled, changed)
 
 
 def with_samples(

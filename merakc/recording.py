@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -19,18 +20,22 @@ from merakc.batches import (
     taken_dims,
 )
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
+from merakc.find_samples import Fit, fit_of
 from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording, record
+from merakc.frontend.regions import WHY
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
+from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.constant_masks import with_known_masks
+from merakc.passes.loops import rolled
 
 
 def record_part(
@@ -55,7 +60,49 @@ def record_part(
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
+    return _fitting(forward, couplings, divided=divided)
+
+
+def _fitting(forward: _Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:
+    """The recording of a part, of which layers are in parts if there is a way to it.
+
+    What costs least comes first: places that the batch says are then checked at every step, and
+    shapes that it says are those for which a step is compiled.
+    """
+    made: BatchRecording | None = None
+    refused: RecordError | None = None
+    for settling, placing in ((False, False), (False, True), (True, True)):
+        if settling and not forward.has_regions:
+            break
+        try:
+            tried = forward.settled() if settling else forward
+            found = _recorded_part(tried, couplings, divided=divided, placing=placing)
+        except ForwardError:
+            raise
+        except RecordError as error:
+            refused = refused or error
+            continue
+        if found.layout.parts == 1 or fit_of(found) is not Fit.REFUSED:
+            return found
+        made = made or found
+    if made is None:
+        assert refused is not None
+        raise refused
+    return made
+
+
+def _recorded_part(
+    forward: _Forward, couplings: Couplings, *, divided: bool, placing: bool
+) -> BatchRecording:
+    """The recording of a part, and what was found of it."""
+    layout, dims = forward.layout, forward.dims
     part = forward.part()
+    reads, of_whole = part.reads, forward.of_whole()
+    if layout.parts > 1 and read_whole(layout, couplings):
+        reads, of_whole = None, forward.sized(layout.total).reads
+    elif layout.parts > 1:
+        parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
+        _check_parts(part, parts[1:], layout)
 
     def sized(samples: int) -> Graph:
         return part.graph if samples == layout.each else forward.sized(samples).graph
@@ -63,7 +110,8 @@ def record_part(
     found, unchecked = None, ""
     if layout.parts > 1:
         with _telling(forward.taken):
-            found = analysed(sized, forward.sampled, layout.each, layout.total, layout.least)
+            each, total = layout.each, layout.total
+            found = analysed(sized, forward.sampled, each, total, layout.least, placing=placing)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss, forward.rest(found))
@@ -77,9 +125,19 @@ def record_part(
         graph = replace(graph, nodes=nodes)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
-        part.reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
-        unchecked=unchecked, of_whole=forward.of_whole(),
+        reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
+        unchecked=unchecked, of_whole=of_whole,
     )  # fmt: skip
+
+
+def read_whole(layout: BatchLayout, couplings: Couplings) -> bool:
+    """Whether what a forward reads of its batch is what it reads of the whole of it, which is here.
+
+    The parts compute what the recording of the whole batch does; of their own recordings only the
+    calls are taken, never a number that Python was told of one of them. Other dp ranks' samples are
+    not known, and by convention a micro-batch may stand for a batch of its own.
+    """
+    return layout.total == layout.own and couplings == WHOLE_BATCH
 
 
 class _Forward:
@@ -101,6 +159,20 @@ class _Forward:
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
         self.taken = taken_dims({n: self.sampled.get(n) for n in tensors})
         self.known: dict[int, Recording] = {}
+        self.settling = False
+
+    @property
+    def has_regions(self) -> bool:
+        """Whether shapes depend on values in what was recorded, and need not."""
+        made = self.known.get(self.layout.each)
+        nodes = made.graph.nodes if made is not None and not self.settling else ()
+        return any(n.op == OPAQUE and find(n.args[-1]).reason == WHY for n in nodes)
+
+    def settled(self) -> _Forward:
+        """The same, with the shapes that the batch says."""
+        now = copy(self)
+        now.known, now.settling = {}, True
+        return now
 
     def part(self) -> Recording:
         """The recording of the first part."""
@@ -143,9 +215,7 @@ class _Forward:
         layout = self.layout
         if samples == layout.each:
             parts = split_batch(self.args, self.kwargs, layout.micro_batches, self.dims)
-            made = self._recorded(samples, *parts[0])
-            _check_parts(made, parts[1:], layout)
-            return made
+            return self._recorded(samples, *parts[0])
         if samples == layout.own:
             return self._recorded(samples, self.args, self.kwargs)
         return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
@@ -155,13 +225,16 @@ class _Forward:
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
             try:
                 told = self.sized(layout.each).reads if samples != layout.each else None
-                made = record(self.model, args, kwargs, self.dtype, told.answers if told else ())
+                made = record(
+                    self.model, args, kwargs, self.dtype, told.answers if told else (),
+                    settling=self.settling,
+                )  # fmt: skip
             except ForwardError as error:
                 if samples == layout.own or self._fails():
                     raise
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, self.taken, cause) from error
-        return replace(made, graph=with_known_masks(made.graph))
+        return replace(made, graph=with_known_masks(rolled(made.graph)))
 
     def _fails(self) -> bool:
         """Whether the forward fails for the batch as it was given."""
@@ -198,7 +271,13 @@ def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayou
 
 
 def analysed(
-    sized: Callable[[int], Graph], sampled: Mapping[str, Rows], samples: int, total: int, least: int
+    sized: Callable[[int], Graph],
+    sampled: Mapping[str, Rows],
+    samples: int,
+    total: int,
+    least: int,
+    *,
+    placing: bool = False,
 ) -> Analysis:
     """What parts of so many samples make of the values of a forward; `sized` records it.
 
@@ -207,7 +286,7 @@ def analysed(
     """
     least = max(least, 2)
     wide = total if total > least else _wide(total)
-    found = analyse(sized(least), sized(wide), sampled, least, wide)
+    found = analyse(sized(least), sized(wide), sampled, least, wide, placing=placing)
     if (samples, total) == (least, wide):
         return found
     return retaken(found, sized(samples), sized(total), samples, total)

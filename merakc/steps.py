@@ -50,6 +50,8 @@ from merakc.unused import drop_unused, forget
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
 MANY_SHAPES, MAX_SHAPES = 8, 64
+# What graphs may raise on the zeros that stand in for a batch: of a real one they would not.
+ON_ZEROS = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
 
 
 @dataclass(eq=False)
@@ -228,8 +230,7 @@ class Steps:
         self._bind()
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        errors = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
-        with suppress(*(errors if alone else ())):
+        with suppress(*(ON_ZEROS if alone else ())):
             return trial_seconds(step.executor, alone=alone)
         return {}
 
@@ -239,7 +240,8 @@ class Steps:
         if step.lowered.loss.known is not None:
             wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
-        self._brought(step, [batch] * self.planned.plan.micro_batches)
+        with suppress(*ON_ZEROS):
+            self._brought(step, [batch] * self.planned.plan.micro_batches)
         self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:

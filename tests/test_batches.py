@@ -105,8 +105,8 @@ def test_samples_by_name() -> None:
 
 @pytest.mark.parametrize("samples", [1, 3, 8])
 def test_the_batch_of_another_size(samples: int) -> None:
-    """Only the tensors of samples change, and nothing is in memory for them."""
-    views = torch.zeros(2, 12, dtype=torch.int32)
+    """Only the tensors of samples change; those without values stay without."""
+    views = torch.zeros(2, 12, dtype=torch.int32, device="meta")
     batch = {"a": torch.arange(4), "mask": torch.zeros(9, 9), "more": [views, 7]}
     rows = {"a": Rows(), "more.0": Rows(1, 1, 3)}
     args, now = resized((batch["mask"],), batch, rows, samples)
@@ -115,5 +115,5 @@ def test_the_batch_of_another_size(samples: int) -> None:
     assert signature((), {"a": now["a"], "v": now["more"][0]}) == signature(
         (), {"a": torch.zeros(samples).long(), "v": torch.zeros(2, 3 * samples).int()}
     )
-    assert now["a"].is_meta
+    assert now["a"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3][:samples]
     assert now["more"][0].is_meta

@@ -42,3 +42,25 @@ def test_draws_are_keyed_by_the_samples(samples: int) -> None:
     ops = [n.op for n in recorded(Averaged(), {"x": x}, 2).graph.nodes]
     (drawn,) = (op for op in ops if op.startswith("merakc."))
     assert drawn in KEY_POSITION
+
+
+class Complete(nn.Module):
+    """A loss that counts more where all labels are there, and all features finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        factor = (1 + (mask.mean() == 1)) * (1 + (y < 1e9).double().mean().floor())
+        return y.square().mean() * factor
+
+
+def test_a_mean_of_ones_is_one() -> None:
+    """Ten tenths add up to less."""
+    torch.manual_seed(0)
+    model, given = Complete(), {"x": torch.randn(10, 3).double(), "mask": torch.ones(10).double()}
+    wanted = model(**given).item()
+    parallel = merakc.auto_parallel(model, given, micro_batches=10, cluster=NOMINAL_CPU)
+    assert parallel(**given).item() == pytest.approx(wanted, rel=1e-12)

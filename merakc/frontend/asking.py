@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import sympy  # type: ignore[import-untyped]
 import torch
+import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,10 +21,12 @@ from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.source import user_line
 from merakc.frontend.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
+from merakc.frontend.writes import written
 from merakc.ir.graph import Ref
 
 # Calls that count, and those that a count passes on its way to Python.
 COUNTS = ("aten.sum.default", "aten.count_nonzero.default")
+RESHAPE = "aten.reshape.default"
 PASSING = frozenset(
     {"aten.to.dtype", "aten.reshape.default", "aten.detach.default", "aten.clone.default",
      "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.clamp.default",
@@ -44,16 +47,20 @@ class SymbolsNeededError(Exception):
 class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A graph that is written as calls pass, and what stands behind the numbers that Python reads.
 
-    With `symbolic`, numbers and sizes that depend on values are symbols.
+    With `symbolic`, numbers and sizes that depend on values are symbols. With `settling`, sizes
+    that the batch alone says are numbers wherever parameters are computed with.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, told: Sequence[Answer]) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, told: Sequence[Answer], *, settling: bool = False
+    ) -> None:
         GraphBuilder.__init__(self, fake_mode)
         TorchDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
         self.told = told
         self.guards = FiniteGuards(self.nodes)
         self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
         self.symbolic = fake_mode.shape_env is not None
+        self.settling = settling
 
     def _untraceable(self, what: str, remedy: str) -> UntraceableError:
         text = str(self._error(what, remedy))
@@ -159,9 +166,19 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return int(value)
             return value
 
+        if self.settling and str(func) == "aten.index.Tensor" and not self._is_known(args[0]):
+            args = self._places(*args)
+        if not is_symbolic((args, kwargs)):
+            return args, kwargs
         if str(func) == "aten.unbind.int" and is_symbolic(args[0].shape[(*args, 0)[1]]):
             with self:  # one by one: the size is wanted
                 args = (args[0].reshape([int(size) for size in args[0].shape]), *args[1:])
+        leaves = pytree.tree_leaves((args, kwargs))
+        if self.settling and not all(map(self._is_known, leaves)):
+            kept = [id(t) for t in pytree.tree_leaves(written(func, args, kwargs))]
+            args, kwargs = pytree.tree_map(
+                lambda x: x if id(x) in kept else self._with_sizes(x), (args, kwargs)
+            )
         kinds = {a.name: str(a.type) for a in func._schema.arguments}
         others = [a for a in args if isinstance(a, torch.Tensor)]
         if str(func).startswith("aten.arange"):
@@ -169,14 +186,42 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [settled(a, k) for a, k in zip(args, kinds.values(), strict=False)]
         return tuple(given), {n: settled(v, kinds[n]) for n, v in kwargs.items()}
 
+    def _is_known(self, value: Any) -> bool:
+        """Whether nothing but the batch stands before an argument."""
+        return not isinstance(value, torch.Tensor) or self.reader.is_known(self._ref(value))
+
+    def _with_sizes(self, value: Any) -> Any:
+        """A tensor whose shape the batch alone says, with numbers in it."""
+        if not isinstance(value, torch.Tensor) or not is_symbolic(value):
+            return value
+        if not self._is_known(value):
+            return value
+        with self:
+            sizes = tuple(int(size) for size in value.shape)
+        with self.fake_mode:
+            found = torch.empty(sizes, dtype=value.dtype)
+        ref = self._ref(value)
+        self.aliases.add(found, self._add(RESHAPE, (ref, sizes), {}, (spec_of(found),)))
+        return found
+
+    def _places(self, x: torch.Tensor, indices: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments of a selection by masks, with the places in which they are true."""
+        found: list[Any] = []
+        for index in indices:
+            mask = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            if mask and self._is_known(index):
+                with self:
+                    found += self._with_sizes(index.nonzero()).unbind(1)
+            else:
+                found.append(index)
+        return x, found
+
     def _snapshot(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a tensor of one number is now, of which no gradient is known."""
         with self.fake_mode:
             found = torch.empty((), dtype=tensor.dtype)
         whole = self._emit("aten.detach.default", (self._ref(tensor),), {}, (tensor,))
-        self.aliases.add(
-            found, self._add("aten.reshape.default", (whole, ()), {}, (spec_of(found),))
-        )
+        self.aliases.add(found, self._add(RESHAPE, (whole, ()), {}, (spec_of(found),)))
         return found
 
     def _as_tensor(self, value: Any, other: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merakc.errors import RecordError
+from merakc.costs.flops import node_flops
+from merakc.errors import MerakError, RecordError
 from merakc.frontend.asking import SymbolsNeededError
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, put_fakes, untouched
@@ -26,6 +27,11 @@ from merakc.frontend.recorder import Recorder
 from merakc.frontend.refusals import check_modules
 from merakc.frontend.symbols import Answer, Symbols
 from merakc.ir.graph import Graph
+from merakc.kernels.opaque import OPAQUE, find
+
+# What may run as it is of a forward's arithmetic before shapes are settled by the batch, for each
+# of whose answers a step is then compiled.
+MUCH_OPAQUE = 0.2
 
 
 @dataclass(frozen=True)
@@ -56,22 +62,24 @@ def record(
     kwargs: Mapping[str, Any],
     parameter_dtype: torch.dtype | None = None,
     told: Sequence[Answer] = (),
+    *,
+    settling: bool = False,
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
     Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
-    reads of a batch without values it is `told`, in the order in which it asks. A module whose
-    control flow depends on the data becomes one node, which runs it as it is. Raises `RecordError`,
-    with the user's line, where that would be the model itself, for random ops that cannot be
-    reproduced on every layout, and for whatever a graph cannot say: writes to parameters, hooks on
-    gradients, higher-order ops.
+    reads of a batch without values it is `told`, in the order in which it asks. With `settling`,
+    shapes behind parameters are those that this batch says. A module whose control flow depends on
+    the data becomes one node, which runs it as it is. Raises `RecordError`, with the user's line,
+    where that would be the model itself, for random ops that cannot be reproduced on every layout,
+    and for whatever a graph cannot say: writes to parameters, hooks on gradients, higher-order ops.
     """
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    how = _How(fallbacks, parameter_dtype, tuple(told))
+    how = _How(fallbacks, parameter_dtype, tuple(told), settling=settling)
     while True:
         try:
-            return _record(model, args, kwargs, how)
+            return _less_opaque(_record(model, args, kwargs, how), model, args, kwargs, how)
         except DrawnError:
             how.watched = True
         except ValuesNeededError:
@@ -80,11 +88,39 @@ def record(
             how.otherwise(error)
 
 
+def _less_opaque(
+    made: Recording,
+    model: torch.nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    how: _How,
+) -> Recording:
+    """The recording; where much of it runs as it is, one of which less does, if there is one: with
+    the sizes that this batch says.
+    """
+    share = opaque_share(made.graph)
+    if share <= MUCH_OPAQUE or not how.reading or how.settling:
+        return made
+    try:
+        other = _record(model, args, kwargs, replace(how, settling=True))
+    except (MerakError, DrawnError, SymbolsNeededError):
+        return made
+    return other if opaque_share(other.graph) < share else made
+
+
+def opaque_share(graph: Graph) -> float:
+    """What runs as it is of the arithmetic of a forward."""
+    specs = graph.specs()
+    total = sum(node_flops(n, specs) for n in graph.nodes if n.op != OPAQUE)
+    as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)
+    return as_it_is / max(total + as_it_is, 1)
+
+
 @dataclass(slots=True)
 class _How:
     """How a forward is recorded: which modules are kept whole, whether each is `watched` as it
-    draws, whether libraries are told that the model is `exported`, and whether Python may be
-    `reading` values.
+    draws, whether libraries are told that the model is `exported`, whether Python may be `reading`
+    values, and whether sizes that the batch says are `settling` the shapes behind them.
 
     They are not told at first: what a library does in eager is what is trained. Exported ones read
     less: what follows from values is asked for where neither does without. `eager` is why eager was
@@ -98,6 +134,7 @@ class _How:
     watched: bool = False
     exported: bool = False
     reading: bool = False
+    settling: bool = False
     exports: bool = True
     asked: bool = False
     eager: Exception | None = None
@@ -112,6 +149,8 @@ class _How:
             self.exported, self.eager = True, error
         elif self.asked and not self.reading:
             self.reading, self.exported = True, False
+        elif self.reading and not self.settling:
+            self.settling, self.exported = True, False
         elif isinstance(error, UntraceableError):
             self.fallbacks.add(error)
         else:
@@ -128,6 +167,7 @@ def _record(
     env = Symbols(lambda number: current[-1].answer(number)) if how.reading else None
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
     fallbacks, modes = how.fallbacks, {"watched": how.watched, "exported": how.exported}
+    modes |= {"settling": how.settling}
     first, second = (
         Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
     )

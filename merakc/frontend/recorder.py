@@ -42,6 +42,7 @@ from merakc.frontend.generators import DrawnError, GeneratorWatch
 from merakc.frontend.history import HistoryRecorder, replaced
 from merakc.frontend.made import recorded_tensors
 from merakc.frontend.source import user_line
+from merakc.frontend.strides import by_dims
 from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
 from merakc.frontend.whole import WholeModules
 from merakc.frontend.writes import REVIEWS, functional, without_out, written
@@ -53,6 +54,11 @@ TRUTHS = ("aten.is_nonzero.default", ITEM)
 # Calls whose answer is known where the tensor was made outside the forward.
 EQUAL = "aten.equal.default"
 CONSTANT_VALUES = (ITEM, EQUAL)
+# Calls that methods of the recorder write in another form.
+WRITTEN_OTHERWISE = {
+    "aten.as_strided.default": "_strided",
+    "aten.scaled_dot_product_attention.default": "_attention",
+}
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
@@ -73,10 +79,11 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
         *,
         watched: bool = False,
         exported: bool = False,
+        settling: bool = False,
         told: Sequence[Answer] = (),
         loose: dict[str, type[torch.nn.Module]] | None = None,
     ) -> None:
-        super().__init__(fake_mode, told)
+        super().__init__(fake_mode, told, settling=settling)
         self.loose = {} if loose is None else loose
         self.watched, self.exported, self.paused = watched, exported, False
         make = functools.partial(make_fake, fake_mode)
@@ -182,13 +189,13 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
-        if self.symbolic and is_symbolic((args, kwargs)):
+        if self.symbolic:
             args, kwargs = self._settled(func, args, kwargs)
         reason = normalise.refused(name, args)
         if reason:
             raise self._error(*reason)
-        if name == "aten.scaled_dot_product_attention.default":
-            return self._attention(*args, **kwargs)
+        if name in WRITTEN_OTHERWISE:
+            return getattr(self, WRITTEN_OTHERWISE[name])(*args, **kwargs)
         if name == "aten.batch_norm.default":
             with self:
                 return normalise.batch_norm(self._batch_norm, *args, **kwargs)
@@ -198,6 +205,16 @@ class Recorder(WholeModules, Asking, FunctionRecorder, HistoryRecorder):  # type
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
+
+    def _strided(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self:
+            found = by_dims(x, *args, **kwargs)
+        if found is None:
+            raise self._untraceable(
+                "as_strided of a tensor's memory, which a graph knows nothing of",
+                "use unfold, views or indices",
+            )
+        return found
 
     def _equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         with self:

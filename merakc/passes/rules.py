@@ -154,6 +154,7 @@ ROWS: Final[dict[str, Row]] = {
     **_all(Whole("which elements go where depends on all of the mask"),
            "masked_scatter masked_select nonzero nonzero_static"),
     "merakc.counted.default": Whole("all of the mask is counted"),
+    "merakc.local.default": Whole("places count through the whole tensor"),
     **_all(Whole("positions count through the whole tensor"),
            "take put trace bincount histc rot90"),
     **_all(Whole("strides see memory, not dims"),

@@ -38,6 +38,8 @@ SEEN = {
     ("the share of a part", "mse"): {Seen.CERTIFICATE},
     ("known values", "targets_standardised"): {Seen.CERTIFICATE, Seen.CHECK},
     ("mean over valid labels", "ce"): {Seen.CERTIFICATE},
+    ("mean over valid labels", "tokens_time_first"): {Seen.CERTIFICATE},
+    ("mean over samples", "cosine_embedding"): {Seen.CERTIFICATE},
 }
 
 

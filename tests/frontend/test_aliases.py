@@ -83,6 +83,7 @@ y -= 1; y *= 2; y /= 3; y **= 2
 r = y; y = y * 2; y += r
 y.zero_(); y.add_(1)
 y[0].fill_(y[1, 0])
+y.as_strided((2,), (1,)).mul_(2)
 y.unsqueeze_(0)
 y.unsqueeze_(0).squeeze_(0)
 v = y[0]; y.t_(); y = y[0].sum() * v
@@ -105,7 +106,7 @@ z = y.clone(); with torch.no_grad(): v = z * z[0].fill_(2); y = z + y * v
 
 REFUSED = {
     "y.unsqueeze(0).expand(3, -1, -1)[0].mul_(2)": "aten.expand",
-    "y.as_strided((2,), (1,)).mul_(2)": "aten.as_strided",
+    "y.as_strided((2, 3), (1, 1)).mul_(2)": "aten.unfold",
     "y.unfold(1, 2, 2)[0].mul_(2)": "aten.unfold",
     "y.view(torch.int64).bitwise_and_(7)": "aten.view.dtype",
     "y.detach().mul_(2)": "autograd does not see",

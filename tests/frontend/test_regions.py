@@ -11,7 +11,7 @@ from torch import Tensor
 
 from merakc.errors import RecordError
 from merakc.frontend.fingerprint import fingerprint
-from merakc.frontend.record import Recording, record
+from merakc.frontend.record import Recording, opaque_share, record
 from merakc.frontend.regions import Region
 from merakc.kernels.opaque import OPAQUE, Call, find
 from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph, same
@@ -100,9 +100,32 @@ def test_a_region_says_where_it_is_from() -> None:
 
 
 def test_its_arithmetic_is_counted_for_all_that_may_be_chosen() -> None:
-    model = Small(lambda s, x, m: s.layer(x[m]).sum(), layer=linear())
-    (call,) = calls(record(model, (randn(4, 6), MASK[:, 0]), {}))
+    def chosen(s: Any, x: Tensor) -> Tensor:
+        return s.layer(x[s.layer(x).sum(1) > 0]).sum()
+
+    (call,) = calls(record(Small(chosen, layer=linear()), (randn(4, 6),), {}))
     assert call.flops == 2 * 4 * 6 * 6
+
+
+def test_where_much_would_run_as_it_is_the_batch_settles_the_shapes() -> None:
+    def chosen(s: Any, x: Tensor, m: Tensor) -> Tensor:
+        return s.layer(torch.dropout(s.layer(x)[m], 0.0, True)).square().mean()
+
+    model, batch = Small(chosen, layer=linear()), (randn(4, 6), MASK[:, 0])
+    recording = record(model, batch, {})
+    assert opaque_share(recording.graph) == 0
+    found = run_graph(recording.graph, inputs_of(recording.graph, model, batch, {}))
+    same(found, run_eager(model, batch, {}), model, 1e-12)
+    assert recording.reads is not None
+    assert recording.reads.answers == recording.reads.of({"0": batch[0], "1": MASK[:, 0]})
+    assert recording.reads.answers != recording.reads.of({"0": batch[0], "1": ~MASK[:, 0]})
+
+
+def test_little_stays_as_it_is_for_any_number_of_places() -> None:
+    recording = record(Small(lambda s, x, m: s.layer(x)[m].mean(), layer=linear()),
+                       (randn(4, 6), MASK), {})  # fmt: skip
+    assert recording.reads is None
+    assert len(calls(recording)) == 1
 
 
 def test_what_a_region_computes_is_part_of_its_identity() -> None:
@@ -128,7 +151,7 @@ def test_without_anything_chosen() -> None:
 def test_a_result_of_such_a_shape_is_refused() -> None:
     def forward(s: Any, x: Tensor, m: Tensor) -> Any:
         y = s.layer(x)
-        return {"loss": y.sum(), "rows": y[m]}
+        return {"loss": y.sum(), "rows": y[y > 0]}
 
     with pytest.raises(
         RecordError, match="the shape of 'rows', which the forward returns"
@@ -139,7 +162,8 @@ def test_a_result_of_such_a_shape_is_refused() -> None:
 
 def test_draws_in_a_region_are_refused() -> None:
     def forward(s: Any, x: Tensor, m: Tensor) -> Tensor:
-        return torch.dropout(s.layer(x)[m], 0.5, True).mean()
+        y = s.layer(x)
+        return torch.dropout(y[y > 0], 0.5, True).mean()
 
     with pytest.raises(RecordError, match="random numbers"):
         record(Small(forward, layer=linear()), (randn(4, 6), MASK), {})

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from merakc.errors import RecordError
-from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.graph import Graph, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE
+from merakc.passes.batches.aligned import aligned, common
 from merakc.passes.batches.routed import JOINS, UNBIND
 
 
@@ -15,8 +16,29 @@ class OtherPathError(RecordError):
     """A forward that does something else for another number of samples."""
 
 
+def _without_results(graph: Graph) -> Graph:
+    kept = tuple(o for o in graph.outputs if o.kind is not OutputKind.RESULT)
+    return replace(graph, outputs=kept).pruned()
+
+
+def in_common(part: Graph, whole: Graph) -> tuple[Graph, Graph]:
+    """Both graphs as they are where they are the same calls; or with what the batch alone says as
+    values of the whole batch, where only that is made otherwise. What leaves them beside the loss
+    is left out where it is another number of tensors for the whole batch.
+    """
+    leaving = [[(o.name, o.kind) for o in g.outputs] for g in (part, whole)]
+    if leaving[0] != leaving[1]:
+        part, whole = _without_results(part), _without_results(whole)
+    try:
+        check_alike(part, whole, 1, 2)
+    except RecordError:
+        return aligned(part, whole, same_call)
+    return part, whole
+
+
 def check_alike(part: Graph, whole: Graph, samples: int, total: int) -> None:
     """Raises `RecordError` where the forward does something else for another number of samples."""
+    part, whole = common(part), common(whole)
     for node, other in zip(part.nodes, whole.nodes, strict=False):
         if not _same(node, other):
             raise _other_path(node, samples, total)
@@ -33,13 +55,23 @@ def _same(node: Node, other: Node) -> bool:
     """Whether two calls are the same, but for their sizes and numbers, and for how many samples
     they take apart, put together or go through.
     """
+    return node.name == other.name and _refs_alike(node, other) and same_call(node, other)
+
+
+def _refs_alike(node: Node, other: Node) -> bool:
+    if node.op in (*JOINS, OPAQUE) and len(node.refs) != len(other.refs):
+        return {r.node for r in node.refs} == {r.node for r in other.refs}
+    return node.refs == other.refs
+
+
+def same_call(node: Node, other: Node) -> bool:
+    """Whether two calls are the same, but for their names, sizes and numbers, and what they
+    read.
+    """
     outputs = [[o and (o.dtype, len(o.shape)) for o in n.outputs] for n in (node, other)]
     if node.op == UNBIND:
         outputs = [o[:1] for o in outputs]
-    refs = node.refs == other.refs
-    if node.op in (*JOINS, OPAQUE) and len(node.refs) != len(other.refs):
-        refs = {r.node for r in node.refs} == {r.node for r in other.refs}
-    return (node.name, node.op) == (other.name, other.op) and refs and outputs[0] == outputs[1]
+    return node.op == other.op and outputs[0] == outputs[1]
 
 
 def _other_path(node: Node, samples: int, total: int) -> RecordError:

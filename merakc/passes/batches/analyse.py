@@ -16,10 +16,19 @@ from dataclasses import dataclass, field, replace
 from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, InputKind, Node, Ref
-from merakc.passes.batches.alike import OtherPathError, check_alike
-from merakc.passes.batches.normalise import normalised, without_copies
+from merakc.passes.batches.aligned import KNOWN, common, is_own
+from merakc.passes.batches.alike import OtherPathError, check_alike, in_common
+from merakc.passes.batches.normalise import (
+    means_over_samples,
+    normalised,
+    sum_name,
+    summed,
+    without_copies,
+)
+from merakc.passes.batches.places import place_states, with_places
 from merakc.passes.batches.reader import MADE_DRAWS, Reader, same_constant, seen_by_shape
 from merakc.passes.batches.states import (
+    Kind,
     Outcome,
     State,
     size,
@@ -64,9 +73,18 @@ class Analysis:
 
 
 def analyse(
-    part: Graph, whole: Graph, sampled: Mapping[str, Rows], samples: int, total: int
+    part: Graph,
+    whole: Graph,
+    sampled: Mapping[str, Rows],
+    samples: int,
+    total: int,
+    *,
+    placing: bool = False,
 ) -> Analysis:
     """What is found of the forward that was recorded for `samples` and for `total` samples.
+
+    With `placing`, places that the batch says are taken to be in their own samples, which every
+    step checks; without, they couple.
 
     `sampled` says where the samples of the batch's tensors stand; all others are whole in every
     part. Raises `RecordError` where a batch of another size takes another path.
@@ -75,25 +93,45 @@ def analyse(
     recorded = whole
     part, whole = _written_alike(part, whole, samples, total)
     part = _guessed(part, sampled)
-    reader = Reader(part, whole, sampled, samples, total)
-    for item, twin in zip(part.inputs, whole.inputs, strict=True):
+    reader = Reader(part, whole, sampled, samples, total, placing=placing)
+    twins = {n.name: n for n in whole.nodes}
+    for item, twin in zip(part.inputs, common(whole).inputs, strict=True):
         reader.enter(item, twin)
-    for node, other in zip(part.nodes, whole.nodes, strict=True):
-        reader.read(node, other)
+    for node in part.nodes:
+        reader.read(node, twins[node.name])
+    picked = {n: o.picked for n, o in reader.outcomes.items() if o.picked}
+    states = {**reader.states, **_of_whole(whole), **place_states(part, picked)}
+    outcomes = dict(reader.outcomes)
+    part, whole = with_places(part, picked, whole=False), with_places(whole, picked, whole=True)
+    for node in part.nodes:
+        outcomes.setdefault(node.name, Outcome(tuple(states[r] for r in node.made)))
     return Analysis(
-        part, whole, samples, total, sampled, reader.states, reader.outcomes, reader.makers,
-        {n.name: n for n in whole.nodes}, recorded,
+        part, whole, samples, total, sampled, states, outcomes,
+        {n.name: n for n in part.nodes}, {n.name: n for n in whole.nodes},
+        None if any(n.op == KNOWN for n in part.nodes) else recorded,
     )  # fmt: skip
 
 
+def _of_whole(whole: Graph) -> dict[Ref, State]:
+    """The states of what only the recording of the whole batch has."""
+    state = State(Kind.CONSTANT, known=True, whole=True)
+    return {ref: state for ref in whole.specs() if is_own(ref.node)}
+
+
 def _written_alike(part: Graph, whole: Graph, samples: int, total: int) -> tuple[Graph, Graph]:
-    """Both normalised, with copies that have a value in one piece where both have the same ones."""
+    """Both normalised, with copies that have a value in one piece where both have the same ones;
+    with what the batch alone says in a common form, where that alone is made otherwise.
+    """
     for copies in (True, False):
         one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
-        with suppress(*(OtherPathError,) * copies):
+        with suppress(OtherPathError):
             check_alike(one, other, samples, total)
             break
-    return one, other
+    else:
+        one, other = in_common(one, other)
+        check_alike(one, other, samples, total)
+    names = means_over_samples(one, other)
+    return summed(one, names), summed(other, names)
 
 
 def _guessed(part: Graph, sampled: Mapping[str, Rows]) -> Graph:
@@ -106,9 +144,18 @@ def _as_found(
     found: Analysis, part: Graph, whole: Graph, samples: int, total: int
 ) -> tuple[Graph, Graph]:
     """Two recordings of other numbers of samples, written as the part was that was looked at."""
+    picked = {n: o.picked for n, o in found.outcomes.items() if o.picked}
     for copies in (True, False):
         own = found.part if copies else without_copies(found.part)
+        names = {n.name for n in own.nodes if sum_name(n) in found.makers}
         one, other = normalised(part, copies=copies), normalised(whole, copies=copies)
+        is_common = any(n.op == KNOWN for n in own.nodes) or len(own.outputs) < len(one.outputs)
+        if is_common:
+            one, other = in_common(one, other)
+        one, other = summed(one, names), summed(other, names)
+        if is_common:
+            one = with_places(one, picked, whole=False)
+            other = with_places(other, picked, whole=True)
         with suppress(*(OtherPathError,) * copies):
             check_alike(one, own, samples, found.samples)
             check_alike(other, own, total, found.samples)
@@ -146,6 +193,7 @@ def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int
                 "dp=1 and micro_batches=1, or with more samples in each micro-batch"
             )
     return replace(
-        found, part=part, whole=whole, samples=samples, total=total, recorded=recorded,
+        found, part=part, whole=whole, samples=samples, total=total,
+        recorded=recorded if found.recorded is not None else None,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
     )  # fmt: skip

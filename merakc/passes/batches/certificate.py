@@ -56,7 +56,15 @@ DRAWS = (
     ("normal", 3), ("small", 2), ("sparse", 3), ("uniform", 2),
 )  # fmt: skip
 SMALL_VALUES, ZEROS = 0.2, 0.4
-VIEWS = ("aten.reshape.default", "aten.slice.Tensor", "aten.to.dtype", "aten.contiguous.default")
+# What labels pass on their way to a call that compares them.
+VIEWS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "reshape.default", "slice.Tensor", "select.int", "unsqueeze.default", "squeeze.dim",
+        "squeeze.default", "transpose.int", "permute.default", "t.default", "expand.default",
+        "to.dtype", "contiguous.default", "clone.default", "detach.default",
+    )
+)  # fmt: skip
 
 # Calls that compare an argument with a number, by the place of the one and the name of the other.
 ASKED = {
@@ -192,11 +200,14 @@ def _difference(wanted: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> 
 
 
 def _nudged(values: Tensors) -> Tensors:
-    """The same values, but for some rounding."""
+    """The same values, but for some rounding; whole numbers, as in masks and signs, as they are."""
+
+    def nudged(x: torch.Tensor, by: float) -> torch.Tensor:
+        plain = x.detach()
+        return plain.where(plain == plain.round(), plain * (1 + by)).requires_grad_(x.requires_grad)
+
     return {
-        name: (x.detach() * (1 + NUDGE * (-1) ** k)).requires_grad_(x.requires_grad)
-        if x.is_floating_point()
-        else x
+        name: nudged(x, NUDGE * (-1) ** k) if x.is_floating_point() else x
         for k, (name, x) in enumerate(values.items())
     }
 

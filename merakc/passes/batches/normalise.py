@@ -7,6 +7,7 @@ it; but whether a copy is needed can depend on the number of samples, and then t
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from merakc.passes.dims import given, signature
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
+SUM_OF_MEAN = {"aten.mean.default": "aten.sum.default", "aten.mean.dim": "aten.sum.dim_IntList"}
 MEAN, SUM = 1, 2  # torch's codes for a loss's reduction
 FULL = "aten.full.default"
 # Calls that read the shape of an argument alone, and what they fill the result with.
@@ -31,7 +33,7 @@ FILLED = {
 FILLED_BY_ARGUMENT = ("aten.full_like.default", "aten.new_full.default")
 COPIES = frozenset({"aten.contiguous.default", "aten.clone.default"})
 # They read memory as it lies, or refuse it.
-OF_MEMORY = frozenset({"aten.as_strided.default", "aten.view_as_complex.default",
+OF_MEMORY = frozenset({"aten.as_strided_scatter.default", "aten.view_as_complex.default",
                        "aten.view_as_real.default", "aten.view.dtype"})  # fmt: skip
 CAT = "aten.cat.default"
 
@@ -71,6 +73,46 @@ def without_copies(graph: Graph) -> Graph:
         else:
             nodes.append(node)
     return replace(graph, nodes=tuple(nodes)).renamed(names)
+
+
+def means_over_samples(part: Graph, whole: Graph) -> set[str]:
+    """The means that are of more elements where there are more samples, by name, in dtypes whose
+    sums are as exact.
+    """
+    one, two = part.specs(), whole.specs()
+    twins = {n.name: n for n in whole.nodes}
+    return {
+        n.name
+        for n in part.nodes
+        if n.op in SUM_OF_MEAN
+        and n.spec.dtype.itemsize >= torch.float32.itemsize
+        and _averaged(n, one) != _averaged(twins[n.name], two)
+    }
+
+
+def _averaged(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """The elements that each mean is of."""
+    return specs[node.refs[0]].numel // max(node.spec.numel, 1)
+
+
+def summed(graph: Graph, names: Collection[str]) -> Graph:
+    """The graph with these means as sums over a number, which are divided when they are added up:
+    a mean of ones is 1, where sums of tenths are less.
+    """
+    specs, nodes = graph.specs(), []
+    for node in graph.nodes:
+        if node.name in names and node.op in SUM_OF_MEAN:
+            total = replace(node, name=sum_name(node), op=SUM_OF_MEAN[node.op])
+            args = Ref(total.name), _averaged(node, specs)
+            nodes += [total, replace(node, op="aten.div.Tensor", args=args, kwargs=())]
+        else:
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def sum_name(mean: Node) -> str:
+    """The name of the sum that a mean is divided from."""
+    return f"{mean.name}.summed"
 
 
 class _Writer:

@@ -11,13 +11,15 @@ from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.opaque import OPAQUE
+from merakc.kernels.opaque import OPAQUE, find
 from merakc.kernels.ops import resolve_op
+from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.apart import holds_batch_norm, seen_apart
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL
 from merakc.passes.batches.own_rules import Place, own_rule
+from merakc.passes.batches.places import INDEX, PUT, placed_rule
 from merakc.passes.batches.routed import UNBIND, routed_rule
 from merakc.passes.batches.states import (
     SAMPLES,
@@ -26,6 +28,7 @@ from merakc.passes.batches.states import (
     Outcome,
     State,
     by_size,
+    call_form,
     coupled,
     every,
     plain,
@@ -44,7 +47,7 @@ VIEWS = frozenset({"aten.reshape.default", "aten.expand.default", "aten.repeat.d
 COPIES = frozenset({"aten.expand.default", "aten.repeat.default"})
 JOINS = frozenset({"aten.cat.default", "aten.stack.default"})
 # Calls that see memory, in which a part of a batch lies otherwise than the whole batch.
-STRIDED = frozenset({"aten.as_strided.default", "aten.as_strided_scatter.default"})
+STRIDED = frozenset({"aten.as_strided_scatter.default"})
 # Tensors of one number throughout: a part makes its own.
 FILLS = frozenset(
     {FULL, "aten.zeros.default", "aten.ones.default", "aten.empty.memory_format",
@@ -56,8 +59,16 @@ class Reader:
     """Goes through both graphs; `states` and `outcomes` are what it finds."""
 
     def __init__(
-        self, part: Graph, whole: Graph, sampled: Mapping[str, Rows], samples: int, total: int
+        self,
+        part: Graph,
+        whole: Graph,
+        sampled: Mapping[str, Rows],
+        samples: int,
+        total: int,
+        *,
+        placing: bool = False,
     ) -> None:
+        self.placing = placing
         self.part, self.whole, self.sampled = part, whole, sampled
         self.samples, self.total = samples, total
         self.states: dict[Ref, State] = {}
@@ -107,9 +118,13 @@ class Reader:
         Where it couples, all samples together give its value, before the step; the shapes then say
         what a part sees of it.
         """
+        if node.op == KNOWN:
+            state = self.by_shape(node, node.spec, twin.spec)
+            return Outcome((state._replace(known=True, whole=True),))
         if not node.refs:
             return self.made(node, twin)
-        if not any(self.states[r].whole for r in node.refs):
+        # What is made of a sum is made of the whole one: parts' quotients add up to less than one.
+        if not any(self.states[r].whole or self.states[r].kind is Kind.SUM for r in node.refs):
             outcome = self.outcome(node, twin, lifted=False)
             if all(s.kind is not Kind.COUPLED for s in self.seen_states(node, twin, outcome)):
                 return outcome
@@ -165,9 +180,9 @@ class Reader:
             self.samples, self.total,
         )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
-        if routed or "sort" in node.op or node.op == "aten.index.Tensor":  # by more than states
+        if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
             return self._outcome(place)
-        key = (node.op, _key(node, states, self.part), _key(twin, {}, self.whole), lifted)
+        key = (node.op, call_form(node, states, self.part), call_form(twin, {}, self.whole), lifted)
         if key not in self.seen:
             self.seen[key] = self._outcome(place)
         return self.seen[key]
@@ -198,7 +213,7 @@ class Reader:
             return coupled(node, "it is not known where the samples stand")
         if row_of(node.op) is None and not node.op.startswith("aten."):
             return self.by_itself(place)
-        own = own_rule(place)
+        own = own_rule(place) or (placed_rule(place) if self.placing else None)
         if own is not None:
             return own
         found = by_row(self.part, node, states, self.samples)
@@ -266,7 +281,8 @@ class Reader:
             found = (written if s is not None and not s.sampled else s for s in states)
             return Outcome(tuple(found), assumed=told)
         what = node.module if node.op == OPAQUE else node.op
-        if apart is False:
+        region = node.op == OPAQUE and find(node.args[-1]).digest  # it may select samples
+        if apart is False or (apart is None and region):
             return coupled(node, f"'{what}' computes over several samples")
         seen = "is seen" if apart else "is taken"
         told = f"'{what}' {seen} to compute each sample by itself"
@@ -382,20 +398,3 @@ def same_constant(part: Graph, whole: Graph, name: str) -> bool:
 
 def _without_ones(dim: tuple[int | str, ...]) -> Dim:
     return tuple(f for f in dim if f != 1)
-
-
-def _key(node: Node, states: Mapping[Ref, State], graph: Graph) -> object:
-    """All that the outcome of a node depends on, but its name."""
-    specs = graph.specs()
-    numbers: dict[Ref, int] = {}
-
-    def plain_form(value: object) -> object:
-        if isinstance(value, Ref):
-            at = numbers.setdefault(value, len(numbers))
-            return ("%", at, specs[value], states.get(value))
-        if isinstance(value, tuple):
-            return tuple(map(plain_form, value))
-        return (type(value).__name__, value)
-
-    args = plain_form(node.args)
-    return args, plain_form(node.kwargs), node.outputs, node.source

@@ -49,8 +49,15 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     would have to be.
     """
     graph = recording.graph
-    outputs = tuple(o for o in graph.outputs if not kinds or o.kind in kinds)
     found = recording.found if isinstance(recording, BatchRecording) else None
+    given = found.part.outputs if found is not None and parts > 1 else graph.outputs
+    outputs = tuple(o for o in given if not kinds or o.kind in kinds)
+    if (not kinds or OutputKind.RESULT in kinds) and len(given) < len(graph.outputs):
+        raise RecordError(
+            f"the forward of {recording.model_name} returns another number of tensors for the "
+            "whole batch than for a part of it, as a list with one for each sample; return them as "
+            "one tensor, or ask for the loss alone"
+        )
     if parts == 1:
         if found is not None and found.share == 1:
             # Written as parts are, so that it can be run in parts of its own; a head needs none.

@@ -27,6 +27,7 @@ from merakc.ir.batches import (
     ShareKind,
 )
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
+from merakc.passes.batches.aligned import KNOWN
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.part import PartWriter, keyed, known_name, share_name
@@ -227,7 +228,7 @@ class _Split:
                     constants[ref.node] = whole.constants[ref.node]
                 elif ref.node not in keep:
                     keep.add(ref.node)
-                    waiting += self.found.makers[ref.node].refs
+                    waiting += self.made_of(ref)
             else:
                 shares[ref] = None
         names = {r: Ref(share_name(r)) for r in shares}
@@ -243,3 +244,10 @@ class _Split:
         rows = {known_name(r): self.state(r).rows for r in wanted}
         waist = tuple(share_of(self.found, r) for r in shares)
         return Known(own, Head(graph, waist), rows)
+
+    def made_of(self, ref: Ref) -> tuple[Ref, ...]:
+        """What a value is made of in the recording of the whole batch."""
+        maker = self.found.makers.get(ref.node)
+        if maker is None or maker.op == KNOWN:
+            return self.found.twins[ref.node].refs
+        return maker.refs  # samples that were taken apart are more in the whole batch

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Node, TensorSpec
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 
 SAMPLES: Final = "S"  # the samples, among the factors of a dim
 Dim = tuple[int | str, ...]  # the factors of a dim, outermost first: sizes, and the samples
@@ -67,6 +67,7 @@ class Outcome(NamedTuple):
     arguments together, so that its constant ones count once in all parts. `places`: the argument
     that holds places of samples, which a part counts for itself. `filled`: it puts the values of
     its last argument where its second is true, which has to be as often as a part has values.
+    `picked`: it reads or writes places of the batch, of which each is in its own sample.
     `assumed`: what was taken to be so without proof.
     """
 
@@ -75,6 +76,7 @@ class Outcome(NamedTuple):
     once: bool = False
     places: int | None = None
     filled: bool = False
+    picked: Any = None
     assumed: str = ""
 
 
@@ -131,3 +133,20 @@ def sums(node: Node, *, scaled: bool = False, once: bool = False) -> Outcome:
         scaled=scaled,
         once=once,
     )
+
+
+def call_form(node: Node, states: Mapping[Ref, State], graph: Graph) -> object:
+    """All that the outcome of a node depends on, but its name."""
+    specs = graph.specs()
+    numbers: dict[Ref, int] = {}
+
+    def plain_form(value: object) -> object:
+        if isinstance(value, Ref):
+            at = numbers.setdefault(value, len(numbers))
+            return ("%", at, specs[value], states.get(value))
+        if isinstance(value, tuple):
+            return tuple(map(plain_form, value))
+        return (type(value).__name__, value)
+
+    args = plain_form(node.args)
+    return args, plain_form(node.kwargs), node.outputs, node.source

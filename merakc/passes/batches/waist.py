@@ -57,7 +57,10 @@ def _network(
         if state.routed:  # in no order that joins: what it is made of is handed over
             net.add_edge((ref, "in"), (ref, "out"))
         elif not coupled:
-            net.add_edge((ref, "in"), (ref, "out"), capacity=specs[ref].size_bytes + 1)
+            # of equal ones the first: a sum, and not what parts would divide it by
+            later = node is not None and any(found.states[r].kind is Kind.SUM for r in node.refs)
+            bytes_ = specs[ref].size_bytes + 1 + later
+            net.add_edge((ref, "in"), (ref, "out"), capacity=bytes_)
             if node is None or is_work(found, node, made):
                 net.add_edge("source", (ref, "in"))
                 continue

@@ -103,21 +103,26 @@ def recorded(model: nn.Module, batch: Batch, samples: int) -> Graph:
     return record(model, (), part).graph
 
 
-def analysed(model: nn.Module, batch: Batch, samples: int) -> Analysis:
+def analysed(model: nn.Module, batch: Batch, samples: int, *, placing: bool = False) -> Analysis:
     """What parts of so many samples make of the forward of a batch."""
     total = len(next(iter(batch.values())))
     rows = {n: Rows() for n, v in batch.items() if v.dim() and len(v) == total}
     whole = recorded(model, batch, total)
-    return analyse(recorded(model, batch, samples), whole, rows, samples, total)
+    part = recorded(model, batch, samples)
+    return analyse(part, whole, rows, samples, total, placing=placing)
 
 
 def in_parts(
-    forward: Loss | nn.Module, batch: Batch | None = None, sizes: Sequence[int] = SIZES
+    forward: Loss | nn.Module,
+    batch: Batch | None = None,
+    sizes: Sequence[int] = SIZES,
+    *,
+    placing: bool = False,
 ) -> Step:
     """A forward in parts of these sizes, which is not yet run."""
     model = forward if isinstance(forward, nn.Module) else Small(forward)
     batch = batch or make_batch(sum(sizes))
-    found = {n: analysed(model, batch, n) for n in sizes}
+    found = {n: analysed(model, batch, n, placing=placing) for n in sizes}
     splits = {n: split(own, own.part.outputs) for n, own in found.items()}
     return Step(
         model, batch, tuple(sizes), tuple(found[n] for n in sizes),
@@ -126,10 +131,14 @@ def in_parts(
 
 
 def check(
-    forward: Loss | nn.Module, batch: Batch | None = None, sizes: Sequence[int] = SIZES
+    forward: Loss | nn.Module,
+    batch: Batch | None = None,
+    sizes: Sequence[int] = SIZES,
+    *,
+    placing: bool = False,
 ) -> Step:
     """The step in parts, once its loss and all gradients equal those of the plain model."""
-    step = in_parts(forward, batch, sizes)
+    step = in_parts(forward, batch, sizes, placing=placing)
     model, batch = step.model, step.batch
     parameters = dict(model.named_parameters())
     loss = model(**batch)["loss"]

@@ -71,7 +71,8 @@ SABOTAGED: dict[str, tuple[Loss, str, Callable[..., Outcome]]] = {
         lambda z, y: (z.softmax(0) * z).sum(), "softmax", rows_all_the_same),
     "cumulated": (lambda z, y: (z.cumsum(0) * z).sum(), "cumsum", rows_all_the_same),
     "maximum as a sum": (lambda z, y: z.amax(0).sum(), "amax", lambda node, *_: sums(node)),
-    "mean as a sum": (lambda z, y: z.mean(0).sum(), "mean", lambda node, *_: sums(node)),
+    "mean as a sum": (
+        lambda z, y: F.mse_loss(z, z.sin()), "mse_loss", lambda node, *_: sums(node)),
     "sum as a mean": (
         lambda z, y: z.sum(0).sum(), "sum", lambda node, *_: sums(node, scaled=True)),
 }  # fmt: skip
@@ -110,7 +111,7 @@ def test_it_says_why_it_cannot() -> None:
 
 def test_uneven_parts_are_compared() -> None:
     def loss(z: Tensor, y: Tensor) -> Tensor:
-        return z.square().mean()
+        return z.square().sum() + 3.0  # of which each part has its share
 
     found, rest = found_of(loss, 5), found_of(loss, 3)
     (root,) = [o for o in found.part.outputs if o.kind is OutputKind.LOSS]

@@ -110,7 +110,7 @@ class Detached(nn.Module):
             scale = y.clone()
         z = (y * scale.t().contiguous().reshape(-1, 6)).sum()
         if self.windows:
-            z = z + y.as_strided((2, 3), (1, 1)).sum()
+            z = z + y.as_strided_scatter(y[:2, :3] * 2, (2, 3), (6, 1)).sum()
         return {"loss": z}
 
 

@@ -21,12 +21,12 @@ def test_names_tell_outputs_apart() -> None:
     assert share_name(Ref("max", 2)) == "share.max.2"
 
 
-def test_a_mean_over_samples_is_taken_by_the_share_of_a_part() -> None:
+def test_a_mean_over_samples_is_a_sum_over_the_elements_of_the_whole_batch() -> None:
     step = check(lambda m, z, b: z.square().mean())
-    for part, n in zip(step.splits, step.sizes, strict=True):
-        *_, mean, share = part.graph.nodes
-        assert mean.op == "aten.mean.default"
-        assert (share.op, share.args) == ("aten.mul.Tensor", (Ref(mean.name), n / 8))
+    for part in step.splits:
+        *_, total, mean = part.graph.nodes
+        assert total.op == "aten.sum.default"
+        assert (mean.op, mean.args) == ("aten.div.Tensor", (Ref(total.name), 8 * CLASSES))
 
 
 def test_a_mean_over_classes_is_not() -> None:

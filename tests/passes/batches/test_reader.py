@@ -210,5 +210,18 @@ def test_what_follows_from_all_samples_is_known_of_all() -> None:
 
 
 def test_what_sees_memory_is_refused() -> None:
-    with pytest.raises(RecordError, match=r"as_strided of samples: it sees memory"):
-        last_of(lambda y, w: y.as_strided((len(y),), (1,)) * 1, "mul")
+    with pytest.raises(RecordError, match=r"as_strided_scatter of samples: it sees memory"):
+        last_of(lambda y, w: y.as_strided_scatter(y * 2, (len(y),), (1,)) * 1, "mul")
+
+
+def test_windows_that_cross_no_samples_are_rows() -> None:
+    within = last_of(lambda y, w: windows(y[:, None] * torch.arange(6.0), 6) * 1, "mul")
+    assert within.kind is Kind.ROWS, within
+    across = last_of(lambda y, w: windows(y[:, None] * torch.arange(6.0), 3) * 1, "mul")
+    assert across.kind is Kind.COUPLED, across
+
+
+def windows(x: Tensor, step: int) -> Tensor:
+    """Windows of four numbers of `x` [n, 6], one every `step` of them."""
+    count = (x.numel() - 6) // step + 1
+    return x.as_strided((count, 2, 4), (step, 2, 1))
