@@ -38,6 +38,8 @@ class _LiftedCasts(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             func = torch.Tensor.double
+        if func is torch.Tensor.view:  # the same bits in another dtype
+            return func(*args, **(kwargs or {}))
         lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
         return func(*map(_lift, args), **lifted)
 

@@ -22,6 +22,7 @@ def test_lifted_casts_reach_every_spelling() -> None:
             torch.zeros(2, dtype=torch.float32),
         ]
         assert x.to(torch.int32).dtype == torch.int32
+        assert x.view(torch.uint8).view(torch.float32).shape == (4,)  # the same bits
     assert {t.dtype for t in lifted} == {torch.float64}
     assert x.float().dtype == torch.float32
 

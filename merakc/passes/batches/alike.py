@@ -123,6 +123,8 @@ class _Line:
             inputs.append(replace(item, spec=spec))
         nodes = []
         for node, twin in zip(two.nodes, many.nodes, strict=True):
+            if len(node.outputs) != len(twin.outputs):  # samples that are taken apart
+                return None
             specs = [self.spec(a, b) for a, b in zip(node.outputs, twin.outputs, strict=True)]
             if any(s is None and o is not None for s, o in zip(specs, node.outputs, strict=True)):
                 return None

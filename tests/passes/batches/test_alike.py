@@ -123,3 +123,14 @@ def test_sizes_that_are_on_no_line_are_refused(call: Callable[[Small, Tensor], T
     """A table of samples by samples; a call that was recorded with its sizes."""
     with pytest.raises(RecordError, match="for a part of 1 samples"):
         of_one_sample(graph(call, 1), graph(call, 2), graph(call, 4), 4)
+
+
+def taken_apart(s: Small, x: Tensor) -> Tensor:
+    """One by one, and alone on a path of its own."""
+    y = torch.stack(s.layer(x).unbind(0))
+    return y.cumsum(1) if len(x) == 1 else y * 2
+
+
+def test_samples_that_are_taken_apart_say_nothing_of_one() -> None:
+    with pytest.raises(RecordError, match="does something else"):
+        of_one_sample(*(graph(taken_apart, n) for n in (1, 2, 8)), 8)

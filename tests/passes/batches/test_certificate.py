@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, OutputKind
-from merakc.passes.batches import normalise, reader
+from merakc.passes.batches import certificate, normalise, reader
 from merakc.passes.batches.analyse import Analysis, analyse
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.states import Kind, Outcome, State, sums
@@ -91,6 +92,14 @@ def test_it_sees_a_wrong_rule(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(reader, "by_row", by_row)
     with pytest.raises(RecordError, match=r"computed with numbers, the loss of 4 parts"):
         certified(found_of(loss))
+
+
+def test_gradients_that_are_not_finite_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What zero times infinity is hangs on the order of calls, which parts have another of."""
+    whole, parts = ([torch.ones(()), torch.tensor([x])] for x in (torch.nan, 1.0))
+    given = itertools.cycle([whole, parts, whole])  # and with other rounding
+    monkeypatch.setattr(certificate, "_loss_and_gradients", lambda *_: next(given))
+    assert "no finite gradients" in certified(found_of(RIGHT["size"]))
 
 
 def test_it_says_why_it_cannot() -> None:
