@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -99,9 +100,11 @@ def module_names(
     own = {id(module) for module in model.modules()}
 
     def enter(path: str) -> None:
-        if names:
-            passing()
-        names.append(path)
+        try:
+            if names:
+                passing()
+        finally:
+            names.append(path)  # torch calls `leave` also where this fails
 
     def leave(out: Any) -> None:
         try:
@@ -129,7 +132,9 @@ def module_names(
     handles.append(register_module_forward_pre_hook(enter_other))
     handles.append(register_module_forward_hook(leave_other, always_call=True))
     try:
-        yield
+        with warnings.catch_warnings():  # a compiled module is recorded as what it wraps
+            warnings.filterwarnings("ignore", message="Using `torch.compile")
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -153,6 +153,8 @@ def _trace(
         # torch's own tracer can do more, or says why it cannot
         try:
             traced = _traced(joint, values, seeds)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            raise
         except RuntimeError as error:
             raise RecordError(
                 f"the backward of the forward that was recorded fails: {failure(error)}; mend the "

@@ -170,7 +170,8 @@ class _Divider:
                 args = (Ref(item.name), j * self.parts.samples)
                 self.own[j].append(Node(name, "aten.add.Tensor", args, (), (item.spec,)))
                 self.now[j][Ref(item.name)] = Ref(name)
-        elif full.spec != item.spec:
+        elif full.spec != item.spec or item.name in self.parts.sample_dims:
+            # One of equal shape has its samples split over tp: a rank's are not those of its parts.
             self.cut(item, full)
 
     def cut(self, item: Input, full: Input) -> None:

@@ -46,5 +46,7 @@ def test_it_is_refused_with_the_line(name: str, branching: bool) -> None:
 
     inner = Small(forward, layer=linear())
     model = Small(lambda s, x: s.inner(s.layer(x)).sum(), layer=linear(), inner=inner)
-    with pytest.raises(RecordError, match=r"test_communication.py:\d+: the forward communicates"):
+    # What runs as it is may be refused for that first.
+    told = r"the forward communicates" + "|control flow depends on the data" * branching
+    with pytest.raises(RecordError, match=rf"test_communication.py:\d+: .*({told})"):
         record(model, (randn(4, 6),), {})
