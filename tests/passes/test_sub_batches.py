@@ -149,6 +149,16 @@ def test_the_graph_of_a_part_that_reads_otherwise_is_refused() -> None:
         make_parts(whole.loss.graph, whole.stages, whole.loss.graph, whole.stages, {})
 
 
+def test_a_value_of_which_ranks_hold_other_samples_is_refused() -> None:
+    """Where tp splits the samples, a rank's share of the whole is as large as a part."""
+    whole, made = model_in_parts("gpt2", 2, pp=2)
+    local, part = whole.stages.graphs[1], made.parts[0].stages.graphs[1]
+    specs = {i.name: i.spec for i in part.inputs}
+    alike = tuple(replace(i, spec=specs[i.name]) for i in local.inputs)
+    with pytest.raises(PlanError, match="in 2 parts: the graph of a part reads act:"):
+        divided(replace(local, inputs=alike), part, made.parts[0])
+
+
 def test_a_buffer_that_the_forward_writes_is_refused() -> None:
     _, made = model_in_parts("resnet", 2)
     with pytest.raises(PlanError, match="makes no buffer"):
