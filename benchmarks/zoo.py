@@ -323,7 +323,8 @@ def main(
         text = progress(row, len(rows), len(chosen))
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if json_path is not None:
-            json_path.write_text(json.dumps([dataclasses.asdict(r) for r in rows], indent=1) + "\n")
+            kept = (done | {r.model: r for r in rows}).values()  # what is yet to come, too
+            json_path.write_text(json.dumps([dataclasses.asdict(r) for r in kept], indent=1) + "\n")
     if doc is not None:
         doc.write_text(page(rows))
     state = "passed" if passes(rows) else "FAILED"

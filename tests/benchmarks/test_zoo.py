@@ -162,6 +162,9 @@ def test_a_stopped_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     _run(*arguments, "--resume")
     assert measured == ["peeking"]
     assert zoo.load(figures)["small"] == before
+    assert list(zoo.load(figures)) == ["small", "peeking"]
+    _run(*arguments, "--only", "peeking", "--resume")
+    assert list(zoo.load(figures)) == ["small", "peeking"]  # none is lost
     _run(*arguments, "--only", "small")
     assert measured == ["peeking", "small"]
 
