@@ -7,6 +7,9 @@ zeros, and with those of messages and collectives apart; then it trains. A step 
 
 Beside it stands what the cost model says of the same plan from the cluster file of this machine
 (`merakc calibrate`), without a look at the model's own kernels.
+
+CLIP's contrastive loss couples all samples: its micro-batches wait for each other at the loss. The
+price of that is the step over one in which each micro-batch is a batch of its own.
 """
 
 from __future__ import annotations
@@ -16,20 +19,19 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import transformers
 import typer
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 import merakc
+from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import step_peak
 from benchmarks.ranks import run_ranks
 from benchmarks.reports import told_run
@@ -38,51 +40,10 @@ from merakc.cluster import Hardware
 from merakc.cluster_files import load_cluster
 from merakc.predict import predict
 
-STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND = 0.10, 0.05, 0.05, 0.05
-BATCH, LENGTH, VOCABULARY, MICRO_BATCHES = 16, 96, 512, 4
+STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND, PRICE_BOUND = 0.10, 0.05, 0.05, 0.05, 0.05
+BATCH, MICRO_BATCHES = 16, 4
 WARM_UP = 3
-WIDTH, HEADS, LAYERS = 256, 4, 4
 MOST_RANKS = 4
-Batch = dict[str, torch.Tensor]
-
-
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS,
-        use_cache=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=3 * WIDTH,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS, num_key_value_heads=2,
-        max_position_embeddings=LENGTH, use_cache=False,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
-
-
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=4 * WIDTH,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
-    )  # fmt: skip
-    return transformers.BertForMaskedLM(config)
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=3 * WIDTH, num_layers=2,
-        num_decoder_layers=2, num_heads=HEADS, decoder_start_token_id=0, pad_token_id=0,
-        use_cache=False,
-    )  # fmt: skip
-    return transformers.T5ForConditionalGeneration(config)
-
-
-MODELS: Mapping[str, Callable[[], nn.Module]] = {
-    "gpt2": _gpt2, "llama": _llama, "bert": _bert, "t5": _t5,
-}  # fmt: skip
 PIPELINE = {"pp": 2, "schedule": "1f1b", "recompute": "none"}
 # By name: the options of `auto_parallel`. All plans of a model train the same batch.
 PLANS: Mapping[str, dict[str, Any]] = {
@@ -100,7 +61,17 @@ LEFT_OUT = {
     "bert": "pp 2, 1f1b, recomputed",
     "t5": "pp 2, 1f1b",
 }
-CELLS = tuple((m, p) for m in MODELS for p in PLANS if p != LEFT_OUT[m])
+# The same without waiting for the whole batch, which trains another loss where one couples samples.
+UNCOUPLED = {f"{name}, uncoupled": name for name in ("pp 2, 1f1b", "dp 2")}
+CELLS = tuple((m, p) for m in LEFT_OUT for p in PLANS if p != LEFT_OUT[m]) + tuple(
+    ("clip", plan) for pair in UNCOUPLED.items() for plan in reversed(pair)
+)
+
+
+def options_of(plan: str) -> dict[str, Any]:
+    """Of `auto_parallel`."""
+    couplings = {"couplings": "per micro-batch"} if plan in UNCOUPLED else {}
+    return {"dp": 1, "tp": 1, "pp": 1, **PLANS[UNCOUPLED.get(plan, plan)], **couplings}
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +131,36 @@ class Choice:
     loss: float
 
 
+@dataclass(frozen=True, slots=True)
+class Price:
+    """How much longer a plan's step is for what couples samples, relative to one without."""
+
+    model: str
+    plan: str
+    predicted: float
+    measured: float
+
+
+def prices(cells: Sequence[Cell]) -> list[Price]:
+    """Of each plan that was run both ways."""
+    found = {(cell.model, cell.plan): cell for cell in cells}
+    return [
+        Price(
+            model, UNCOUPLED[plan],
+            found[model, UNCOUPLED[plan]].predicted_s / cell.predicted_s - 1,
+            found[model, UNCOUPLED[plan]].measured_s / cell.measured_s - 1,
+        )
+        for (model, plan), cell in found.items()
+        if plan in UNCOUPLED
+    ]  # fmt: skip
+
+
 def choices(cells: Sequence[Cell]) -> list[Choice]:
     """Of each model and number of ranks with several plans."""
     groups: dict[tuple[str, int], list[Cell]] = {}
     for cell in cells:
-        groups.setdefault((cell.model, cell.ranks), []).append(cell)
+        if cell.plan not in UNCOUPLED:
+            groups.setdefault((cell.model, cell.ranks), []).append(cell)
     found = []
     for (model, ranks), own in groups.items():
         if len(own) > 1:
@@ -175,16 +171,9 @@ def choices(cells: Sequence[Cell]) -> list[Choice]:
     return found
 
 
-def make_batch(model: str, size: int, seed: int = 0) -> Batch:
-    """Random words, and the labels of the model's kind."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, VOCABULARY, (size, LENGTH), generator=generator)
-    return {"input_ids": ids, "labels": ids}
-
-
 def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
     """One rank of a cell; collective."""
-    options = {"dp": 1, "tp": 1, "pp": 1, **PLANS[plan]}
+    options = options_of(plan)
     torch.manual_seed(0)
     batch = make_batch(model, BATCH // options["dp"], seed=0)
     parallel = merakc.auto_parallel(
@@ -214,8 +203,8 @@ def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
 
 def measure(model: str, plan: str, steps: int, hardware: Hardware) -> Cell:
     """Runs a cell on processes of its own."""
-    options = PLANS[plan]
-    ranks = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
+    options = options_of(plan)
+    ranks = options["dp"] * options["tp"] * options["pp"]
     found = run_ranks(ranks, run_cell, model, plan, steps, hardware, timeout_s=300.0)
     runs_s = tuple(max(each) for each in zip(*(own.runs_s for own in found), strict=True))
     return Cell(
@@ -230,17 +219,20 @@ class Summary:
 
     cells: tuple[Cell, ...]
     choices: tuple[Choice, ...]
+    prices: tuple[Price, ...]
 
     @property
     def rows(self) -> list[tuple[str, float, float]]:
         """What it is, the worst that was found, and what is allowed."""
         errors = [abs(cell.error) for cell in self.cells]
         losses = [choice.loss for choice in self.choices]
+        prices = [abs(price.predicted - price.measured) for price in self.prices]
         return [
             ("step, worst cell", max(errors), STEP_BOUND),
             ("step, median of the cells", statistics.median(errors), MEDIAN_BOUND),
             ("peak memory, worst rank", max(c.memory_error for c in self.cells), MEMORY_BOUND),
             ("loss of the plan predicted best, worst", max(losses, default=0.0), CHOICE_BOUND),
+            ("price of what couples samples, worst", max(prices, default=0.0), PRICE_BOUND),
         ]
 
     @property
@@ -278,6 +270,9 @@ def summary_table(summary: Summary) -> Table:
     for one in summary.choices:
         text = f"{one.model} on {one.ranks} ranks: predicted best is {one.chosen}"
         table.add_row(text, f"{one.loss:+.1%}", "")
+    for price in summary.prices:
+        text = f"{price.model}, {price.plan}: coupling costs {price.predicted:+.1%} by prediction"
+        table.add_row(text, f"{price.measured:+.1%}", "")
     return table
 
 
@@ -306,6 +301,9 @@ def document(summary: Summary, arguments: Sequence[str]) -> str:
     ]
     for one in summary.choices:
         lines.append(f"| {one.model} | {one.ranks} | {one.chosen} | {one.best} | {one.loss:+.1%} |")
+    lines += ["", "| model | plan | price of coupling, predicted | measured |", "|---|---|---|---|"]
+    lines += [f"| {p.model} | {p.plan} | {p.predicted:+.1%} | {p.measured:+.1%} |"
+              for p in summary.prices]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -332,7 +330,7 @@ def main(
     for k, (model, plan) in enumerate(todo, 1):
         said.print(f"{k} of {len(todo)}: {model}, {plan}", style="dim", highlight=False)
         cells.append(measure(model, plan, steps, hardware))
-    summary = Summary(tuple(cells), tuple(choices(cells)))
+    summary = Summary(tuple(cells), tuple(choices(cells)), tuple(prices(cells)))
     Console(width=120).print(cells_table(cells), summary_table(summary))
     print("passed" if summary.passed else "FAILED")
     if json_path is not None:

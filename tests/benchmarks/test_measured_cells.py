@@ -9,24 +9,25 @@ import pytest
 
 from benchmarks.measured_cells import (
     CELLS,
-    MODELS,
     PLANS,
+    UNCOUPLED,
     Cell,
     Summary,
     choices,
     document,
     measure,
+    prices,
 )
+from benchmarks.measured_models import MODELS
 from merakc.cluster_files import preset
 
 CELL = Cell("m", "a", 2, 1.0, 2.0, (1.25, 1.0, 9.0), (100, 200), (104, 200))
 
 
-def test_there_are_24_cells_of_all_models_and_plans() -> None:
-    assert len(CELLS) == len(set(CELLS)) == 24
-    assert set(Counter(model for model, _ in CELLS).values()) == {6}
-    assert {plan for _, plan in CELLS} == set(PLANS)
-    assert {model for model, _ in CELLS} == set(MODELS)
+def test_there_are_28_cells_of_all_models_and_plans() -> None:
+    assert len(CELLS) == len(set(CELLS)) == 28
+    assert Counter(model for model, _ in CELLS) == {m: 4 if m == "clip" else 6 for m in MODELS}
+    assert {plan for _, plan in CELLS} == {*PLANS, *UNCOUPLED}
 
 
 def test_errors_are_of_the_median_and_of_the_worst_rank() -> None:
@@ -50,19 +51,34 @@ def test_a_choice_loses_what_the_plan_predicted_best_takes_more() -> None:
 
 def test_every_bound_is_kept() -> None:
     good = replace(CELL, predicted_s=1.25)
-    assert Summary((good,), ()).passed
+    assert Summary((good,), (), ()).passed
     for bad in (
         replace(good, predicted_s=1.25 * 1.11),
         replace(good, predicted_s=1.25 * 1.06),  # the median
         replace(good, measured_bytes=(90, 200)),
     ):
-        assert not Summary((bad,), ()).passed
+        assert not Summary((bad,), (), ()).passed
     other = replace(good, plan="b", predicted_s=1.2, runs_s=(1.35,))
     cells = (good, other, good)
-    assert not Summary(cells, tuple(choices(cells))).passed
-    page = document(Summary(cells, tuple(choices(cells))), ["--steps", "3"])
+    assert not Summary(cells, tuple(choices(cells)), ()).passed
+    page = document(Summary(cells, tuple(choices(cells)), ()), ["--steps", "3"])
     assert "| m | a | 1250.0 ms | 1250.0 ms | 1000 to 9000 ms | +0.0% | +60% | 3.8% |" in page
     assert "python -m benchmarks.measured_cells --steps 3" in page
+
+
+def test_the_price_of_coupling_is_over_the_same_plan_without() -> None:
+    plain = replace(CELL, plan="dp 2, uncoupled", predicted_s=0.5)
+    coupled = replace(CELL, plan="dp 2", predicted_s=0.55, runs_s=(1.5,))
+    (price,) = prices((plain, coupled, CELL))
+    assert (price.plan, price.predicted, price.measured) == (
+        "dp 2",
+        pytest.approx(0.1),
+        pytest.approx(0.2),
+    )
+    assert choices((plain, coupled)) == []
+    summary = Summary((plain, coupled), (), (price,))
+    assert summary.rows[-1][1:] == (pytest.approx(0.1), 0.05)
+    assert "| m | dp 2 | +10.0% | +20.0% |" in document(summary, [])
 
 
 def test_a_cell_runs() -> None:
