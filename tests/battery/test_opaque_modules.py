@@ -17,6 +17,7 @@ from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import Batch, ModelCase
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
+from merakc.ir.batches import PER_MICRO_BATCH
 from merakc.ir.program import Mesh
 from tests.battery.small_models import Words, build, parallel, warm_up, words
 
@@ -165,7 +166,8 @@ def noisy_losses(mesh: Mesh) -> tuple[list[float], list[float]]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", merakc.MerakWarning)
-        model = parallel(make, words(0), tp=mesh.tp, pp=mesh.pp, micro_batches=2)
+        degrees = {"tp": mesh.tp, "pp": mesh.pp, "micro_batches": 2}
+        model = parallel(make, words(0), **degrees, couplings=PER_MICRO_BATCH)
         before = torch.get_rng_state()
         for _ in range(2):
             loss = model(**words(0))["loss"]

@@ -8,8 +8,8 @@ more than that: numbers at random may all lie on one side of a bound.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,15 +18,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from merakc.errors import failure
+from merakc.frontend.opaque import ModuleCall
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
-from merakc.kernels.opaque import OPAQUE, autograd_reachable, drawing, find
+from merakc.kernels.opaque import OPAQUE, Call, autograd_reachable, drawing, find
 from merakc.passes.batches.own_rules import Place
-from merakc.passes.batches.states import State
 
 # Arithmetic of the whole batch, and elements of a function's values, up to which they are tried:
 # about a second on a CPU.
 MOST_FLOPS, MOST_ELEMENTS = 2 * 10**10, 1 << 23
+# What the sizes of larger ones become: of sequences, and of a function's matrices.
+FEW, MANY = 4, 256
+SEVERAL = "computes over several samples"
 # What parts may differ by, relative to the largest number: they call kernels of other shapes.
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-4}
 LIMIT_OF_HALF, NEAR_ZERO = 2e-2, 1e-2
@@ -38,54 +42,81 @@ ASKS = "aten._local_scalar_dense.default"
 GUARDS = ("aten.isnan.default", "aten.isinf.default", "aten.isfinite.default")
 
 
-@dataclass(frozen=True)
+# The shape of an argument, and where its samples stand.
+_Sized = tuple[tuple[int, ...], Rows | None]
+
+
+@dataclass
 class _Trial:
-    """A call for some number of samples: its arguments, and how they make what it returns, of the
-    shapes `outputs`.
+    """A call for some number of samples: its arguments, and how they make what it returns.
+
+    `specs` are those of what it returned the last time.
     """
 
     run: Callable[[Sequence[Tensor], int], list[Tensor]]
     refs: tuple[Ref, ...]
-    outputs: tuple[TensorSpec, ...]
+    specs: list[TensorSpec] = field(default_factory=list)
 
 
-def seen_apart(place: Place) -> bool | None:
-    """Whether parts of random arguments give the parts of what all of them give, values and
-    gradients; None where that cannot be tried: it fails on random numbers, or computes too much.
+@dataclass(frozen=True)
+class _Values:
+    """Random arguments of all samples of a trial, in parts of so many; `trained` have gradients."""
+
+    whole: list[Tensor]
+    rows_of: list[Rows | None]
+    trained: list[bool]
+    samples: int
+    total: int
+
+    def parts(self, values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What the parts have of arguments; some samples may be in none."""
+        firsts = range(0, self.total - self.samples + 1, self.samples)
+        pairs = list(zip(values, self.rows_of, strict=True))
+        return [[r.take(v, k, self.samples) if r else v for v, r in pairs] for k in firsts]
+
+
+def why_not_apart(place: Place) -> str:
+    """Why it is not seen that parts of random arguments give the parts of what all of them give,
+    values and gradients; empty where it is seen.
     """
-    node, states, total = place.node, place.states, place.total
-    mine, other = _trial(place.part, node), _trial(place.part, place.twin)
+    mine, other = _trial(place.part, place.node), _trial(place.part, place.twin)
     specs, grads = place.part.specs(), place.part.grad_values()
-    whole = [_whole(specs[r], states[r], total) for r in mine.refs]
-    if _is_large(place, whole):
-        return None
-    rows_of = [states[r].rows for r in mine.refs]
-    values = _random(whole)
     trained = [r in grads for r in mine.refs]
-    firsts = range(0, total - place.samples + 1, place.samples)
-    try:
-        with _disable_current_modes(), autograd_reachable():
-            with torch.no_grad():
-                together, again = other.run(values, 0), other.run(values, 1)
-                if not _alike(together, again):
-                    return None  # it draws, and parts draw otherwise
+    given = [(specs[r].shape, place.states[r].rows) for r in mine.refs]
+    large, module = _is_large(place), place.node.op == OPAQUE
+    samples, total = (1, 2) if large else (place.samples, place.total)
+    why = "is too large to be tried"
+    for sizes in _smaller(given, module=module) if large else [given]:
+        made = [
+            TensorSpec(rows.sized(shape, total) if rows else shape, specs[r].dtype)
+            for r, (shape, rows) in zip(mine.refs, sizes, strict=True)
+        ]
+        try:
+            with _disable_current_modes(), autograd_reachable():
+                rows_of = [rows for _, rows in sizes]
+                values = _Values(_random(made), rows_of, trained, samples, total)
+                return _why_not(mine, other, values, module=module)
+        except Exception as error:  # of the user's own code, given what it is not made for
+            if not large:
+                why = f"fails on random numbers ({failure(error)})"
+    return why
 
-            def parted(values: Sequence[Tensor]) -> list[list[Tensor]]:
-                pairs = list(zip(values, rows_of, strict=True))
-                return [[r.take(v, k, place.samples) if r else v for v, r in pairs] for k in firsts]
 
-            with torch.no_grad():
-                for given in (values, _grouped(values, rows_of, total)):
-                    together = other.run(given, 0)
-                    for k, part in enumerate(parted(given)):
-                        if not _alike(mine.run(part, 0), _of_part(mine, together, k)):
-                            return False
-            parts = parted(values)
-            return _same_gradients(place, (mine, other), (parts, values), trained) and not (
-                node.op == OPAQUE and _asks_of_several(place, other, values, trained)
-            )
-    except Exception:  # of the user's own code, given what it is not made for
-        return None
+def _why_not(mine: _Trial, other: _Trial, values: _Values, *, module: bool) -> str:
+    """The same for arguments that are given."""
+    with torch.no_grad():
+        if not _alike(other.run(values.whole, 0), other.run(values.whole, 1)):
+            return "draws random numbers, which parts would draw otherwise"
+        grouped = _grouped(values.whole, values.rows_of, values.total)
+        for given in (values.whole, grouped):
+            together = other.run(given, 0)
+            for k, part in enumerate(values.parts(given)):
+                if not _alike(mine.run(part, 0), _of_part(mine, together, k)):
+                    return SEVERAL
+    apart = _same_gradients(mine, other, values) and not (
+        module and _asks_of_several(other, values)
+    )
+    return "" if apart else SEVERAL
 
 
 def _trial(graph: Graph, node: Node) -> _Trial:
@@ -97,30 +128,61 @@ def _trial(graph: Graph, node: Node) -> _Trial:
             if node.op == OPAQUE:
                 call = find(node.args[-1])
                 with call.holding(values):
-                    out: Any = call(values)
+                    out: Any = _results(call, values)
             else:
                 given = dict(zip(refs, values, strict=True))
                 out = graph.functions[node.op](*map_refs(node.args, given.__getitem__))
         outs = out if isinstance(out, (tuple, list)) else (out,)
-        return [x for x, spec in zip(outs, node.outputs, strict=True) if spec is not None]
+        found = [x for x, spec in zip(outs, node.outputs, strict=True) if spec is not None]
+        trial.specs[:] = [TensorSpec(tuple(x.shape), x.dtype) for x in found]
+        return found
 
-    return _Trial(run, refs, tuple(s for s in node.outputs if s is not None))
+    trial = _Trial(run, refs)
+    return trial
 
 
-def _is_large(place: Place, whole: Sequence[TensorSpec]) -> bool:
+def _results(call: Call, values: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What a call makes of values, which may be of other sizes than what was recorded."""
+    forward = call.forward
+    return forward.run(values).tensors if isinstance(forward, ModuleCall) else forward(values)
+
+
+def _is_large(place: Place) -> bool:
     if place.node.op == OPAQUE:
         return find(place.twin.args[-1]).flops > MOST_FLOPS
-    made = (s for s in place.twin.outputs if s is not None)
-    return sum(s.numel for s in (*whole, *made)) > MOST_ELEMENTS
+    whole = place.whole.specs()
+    return sum(whole[ref].numel for ref in (*place.twin.refs, *place.twin.made)) > MOST_ELEMENTS
+
+
+def _smaller(given: Sequence[_Sized], *, module: bool) -> Iterator[list[_Sized]]:
+    """Smaller arguments to try what is too large on: of a module, whose parameters fix most sizes,
+    one other size of its samples at a time, as of a sequence; of a function all large ones.
+    """
+    if not module:
+        yield [
+            (tuple(MANY if d > MANY and d % MANY == 0 else d for d in shape), rows)
+            for shape, rows in given
+        ]
+        return
+    beside = [d for shape, rows in given if rows
+              for d in (rows.inner, *shape[: rows.dim], *shape[rows.dim + 1 :])]  # fmt: skip
+    for size in dict.fromkeys(d for d in beside if d > FEW):
+        yield [
+            (
+                tuple(FEW if rows and d == size else d for d in shape),
+                replace(rows, inner=FEW) if rows and rows.inner == size else rows,
+            )
+            for shape, rows in given
+        ]
 
 
 def holds_batch_norm(node: Node) -> bool:
     """Whether the module of a call normalises over the samples of its part, by convention."""
     if node.op != OPAQUE:
         return False
-    module = getattr(find(node.args[-1]).forward, "module", None)
-    return isinstance(module, torch.nn.Module) and any(
-        isinstance(m, _BatchNorm) and m.training for m in module.modules()
+    call = find(node.args[-1]).forward
+    return isinstance(call, ModuleCall) and any(
+        isinstance(m, _BatchNorm) and m.training for m in call.module.modules()
     )
 
 
@@ -133,39 +195,30 @@ def _of_part(mine: _Trial, together: Sequence[Tensor], number: int) -> list[Tens
         value
         if tuple(value.shape) == spec.shape
         else value[number * spec.shape[0] : (number + 1) * spec.shape[0]]
-        for value, spec in zip(together, mine.outputs, strict=True)
+        for value, spec in zip(together, mine.specs, strict=True)
     ]
 
 
-def _same_gradients(
-    place: Place,
-    trials: tuple[_Trial, _Trial],
-    values: tuple[Sequence[Sequence[Tensor]], Sequence[Tensor]],
-    trained: Sequence[bool],
-) -> bool:
+def _same_gradients(mine: _Trial, other: _Trial, values: _Values) -> bool:
     """Whether the parts' gradients of samples are those of the whole, and add up to those of
     constants.
     """
-    (mine, other), (parts, whole) = trials, values
-    many = place.node.op == OPAQUE and find(place.twin.args[-1]).flops > MOST_FLOPS // 8
+    parts, rows_of, trained = values.parts(values.whole), values.rows_of, values.trained
     generator = torch.Generator().manual_seed(1)
-    for scale in SCALES[:1] if many else SCALES:
-        given = [[scale * _numbers(s, generator) for s in mine.outputs] for _ in parts]
+    for scale in SCALES:
+        given = [[scale * _numbers(s, generator) for s in mine.specs] for _ in parts]
         every = [
             _filled(torch.cat(own), s) if own[0].shape != s.shape else torch.stack(own).sum(0)
-            for own, s in zip(zip(*given, strict=True), other.outputs, strict=True)
+            for own, s in zip(zip(*given, strict=True), other.specs, strict=True)
         ]
-        covered = len(parts) * place.samples
-        wanted = [
-            rows.take(g, 0, covered) if (rows := place.states[r].rows) else g
-            for r, g in zip(other.refs, _gradients(other, whole, every, trained), strict=True)
-        ]
+        whole = _gradients(other, values.whole, every, trained)
+        covered = len(parts) * values.samples
+        wanted = [r.take(g, 0, covered) if r else g for r, g in zip(rows_of, whole, strict=True)]
         each = zip(*(_gradients(mine, p, g, trained) for p, g in zip(parts, given, strict=True)),
                    strict=True)  # fmt: skip
-        states = [place.states[ref] for ref in mine.refs]
         joined = [
-            s.rows.join(own) if s.rows else torch.stack(own).sum(0)
-            for s, own in zip(states, each, strict=True)
+            rows.join(own) if rows else torch.stack(own).sum(0)
+            for rows, own in zip(rows_of, each, strict=True)
         ]
         if not _alike(joined, wanted):
             return False
@@ -200,11 +253,6 @@ def _gradients(
             g if x.requires_grad and (g := next(found)) is not None else torch.zeros_like(x)
             for x in own
         ]
-
-
-def _whole(spec: TensorSpec, state: State, total: int) -> TensorSpec:
-    """The spec for all samples."""
-    return TensorSpec(state.rows.sized(spec.shape, total), spec.dtype) if state.rows else spec
 
 
 def _alike(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
@@ -283,35 +331,32 @@ class _Asked(TorchDispatchMode):
         return out
 
 
-def _asks_of_several(
-    place: Place, trial: _Trial, values: Sequence[Tensor], trained: Sequence[bool]
-) -> bool:
+def _asks_of_several(trial: _Trial, values: _Values) -> bool:
     """Whether an answer depends on more than one sample: numbers that change with each of two."""
 
     def asked(given: Sequence[Tensor]) -> list[list[Tensor]]:
         with torch.no_grad():
-            watch = _Asked([v for v, t in zip(given, trained, strict=True) if t])
+            watch = _Asked([v for v, t in zip(given, values.trained, strict=True) if t])
             with watch:
                 trial.run(given, 0)
         return watch.asked
 
     def moved(sample: int) -> list[Tensor]:
         found = []
-        for ref, value, floating in zip(trial.refs, values, trained, strict=True):
-            rows = place.states[ref].rows
+        for value, rows, floating in zip(values.whole, values.rows_of, values.trained, strict=True):
             if floating and rows is not None:
-                each = [rows.take(value, k, 1) for k in range(place.total)]
+                each = [rows.take(value, k, 1) for k in range(values.total)]
                 each[sample] = each[sample] + NUDGE
                 value = rows.join(each)
             found.append(value)
         return found
 
-    plain = asked(values)
+    plain = asked(values.whole)
     if not plain:
         return False
     changed = [
         [any(map(_unlike, a, b)) for a, b in zip(plain, asked(moved(k)), strict=False)]
-        for k in (0, place.total - 1)
+        for k in (0, values.total - 1)
     ]
     return any(all(both) for both in zip(*changed, strict=False))
 

@@ -11,10 +11,10 @@ from merakc.errors import RecordError
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.opaque import OPAQUE, find
+from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import resolve_op
 from merakc.passes.batches.aligned import KNOWN
-from merakc.passes.batches.apart import holds_batch_norm, seen_apart
+from merakc.passes.batches.apart import SEVERAL, holds_batch_norm, why_not_apart
 from merakc.passes.batches.linear import of_sums
 from merakc.passes.batches.local import by_row
 from merakc.passes.batches.normalise import FULL
@@ -272,18 +272,15 @@ class Reader:
                 states.append(State(Kind.ROWS, (first, *plain(spec.shape[1:]))))
         if not any(s is not None and s.sampled for s in states):
             return coupled(node, "it is not seen what it does to samples")
-        apart = seen_apart(place)
         if holds_batch_norm(node):
             written = State(Kind.COUPLED, why=f"{node.source}: batch norm in '{node.module}'")
             told = f"batch norm in '{node.module}' is over each micro-batch by itself"
             found = (written if s is not None and not s.sampled else s for s in states)
             return Outcome(tuple(found), assumed=told)
         what = node.module if node.op == OPAQUE else node.op
-        region = node.op == OPAQUE and find(node.args[-1]).digest  # it may select samples
-        if apart is False or (apart is None and region):
-            return coupled(node, f"'{what}' computes over several samples")
-        seen = "is seen" if apart else "is taken"
-        told = f"'{what}' {seen} to compute each sample by itself"
+        if why := why_not_apart(place):
+            return coupled(node, f"'{what}' {why}")
+        told = f"'{what}' is seen to compute each sample by itself"
         return Outcome(tuple(states), assumed=told)
 
     def of_constants(self, place: Place) -> Outcome:
@@ -296,11 +293,10 @@ class Reader:
         )
         if self.grads.isdisjoint(node.refs):
             return Outcome(states)
-        apart, what = seen_apart(place), node.module if node.op == OPAQUE else node.op
-        if apart is False:
+        why, what = why_not_apart(place), node.module if node.op == OPAQUE else node.op
+        if why == SEVERAL:
             return coupled(node, f"gradients of parts do not add up behind '{what}'")
-        told = "" if apart else f"gradients of parts are taken to add up behind '{what}'"
-        return Outcome(states, assumed=told)
+        return coupled(node, f"'{what}' {why}") if why else Outcome(states)
 
     def other_sizes(self, place: Place) -> bool:
         """Whether a size or a place among a node's arguments grows with the batch, and is none of

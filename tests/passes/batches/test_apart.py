@@ -13,6 +13,7 @@ from merakc.frontend.record import record
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Ref
 from merakc.kernels.opaque import OPAQUE
+from merakc.passes.batches import apart
 from merakc.passes.batches.analyse import Analysis, analyse
 from merakc.passes.batches.states import Kind, State
 
@@ -81,6 +82,18 @@ class Centring(Function):
         return grad - grad.mean(0)
 
 
+class Failing(Function):
+    """Of gradients that it is not made for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise ValueError("no")
+
+
 class Scaling(Function):
     """By a number that each call is given, and a bound on gradients."""
 
@@ -134,10 +147,11 @@ def test_numbers_of_each_sample_may_be_asked_for() -> None:
         (lambda m, x: Scaling.apply(m.first(x), 2.0), Kind.ROWS),
         (lambda m, x: Scaling.apply(m.first(x), float(len(x))), Kind.COUPLED),
         (lambda m, x: Centring.apply(m.first(x)), Kind.COUPLED),
+        (lambda m, x: Failing.apply(m.first(x)), Kind.COUPLED),
         (lambda m, x: m.first(x) * Scaling.apply(m.scale, 2.0), Kind.COUPLED),
         (lambda m, x: m.first(x) * Reversing.apply(m.scale), Kind.ROWS),
     ],
-    ids=["scaled", "by size", "centred", "bound on a parameter", "of a parameter"],
+    ids=["scaled", "by size", "centred", "failing", "bound on a parameter", "of a parameter"],
 )
 def test_custom_functions_are_tried(forward: Any, kind: Kind) -> None:
     class Custom(nn.Module):
@@ -152,7 +166,6 @@ def test_custom_functions_are_tried(forward: Any, kind: Kind) -> None:
     found = analyse(*graphs, {"0": Rows()}, 3, 8)
     (node,) = [n for n in found.part.nodes if n.op == "aten.pow.Tensor_Scalar"]
     assert found.states[node.refs[0]].kind is kind
-    assert not any("taken" in told for told in found.assumed)
 
 
 def test_whole_numbers_of_small_parts() -> None:
@@ -170,10 +183,58 @@ def test_whole_numbers_of_small_parts() -> None:
     assert found.states[Ref(node.name)].whole
 
 
-def test_what_draws_is_taken_for_it() -> None:
-    found, state = found_of(Branching(lambda x: torch.nn.functional.dropout(x)))
-    assert state.kind is Kind.ROWS
-    assert "is taken to compute" in found.assumed[0]
+def test_what_draws_is_not_taken_for_it() -> None:
+    _, state = found_of(Branching(torch.nn.functional.dropout))
+    assert state.kind is Kind.COUPLED
+    assert "'inner' draws random numbers, which parts would draw otherwise" in state.why
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: x.softmax(1), Kind.ROWS),
+        (lambda x: x - x.mean(1, keepdim=True), Kind.ROWS),
+        (lambda x: x - x.mean((0, 1)), Kind.COUPLED),
+        (lambda x: x.flip(0), Kind.COUPLED),
+    ],
+)
+def test_large_modules_are_tried_on_short_sequences(
+    function: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "MOST_FLOPS", 0)
+    model = Model(Branching(function))
+    graphs = [record(model, (torch.zeros(n, 50, 4),), {}).graph for n in (2, 6)]
+    found = analyse(*graphs, {"0": Rows()}, 2, 6)
+    (node,) = [n for n in found.part.nodes if n.op == OPAQUE]
+    assert found.states[Ref(node.name)].kind is kind
+
+
+def test_what_is_too_large_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "MOST_FLOPS", 0)
+    _, state = found_of(Branching(lambda x: x.softmax(1)))  # no size but that of its parameters
+    assert state.kind is Kind.COUPLED
+    assert "is too large to be tried" in state.why
+
+
+@pytest.mark.parametrize(("function", "kind"), [(Scaling, Kind.ROWS), (Centring, Kind.COUPLED)])
+def test_large_functions_are_tried_on_smaller_matrices(
+    function: Any, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apart, "MOST_ELEMENTS", 1000)
+    more = (2.0,) if function is Scaling else ()
+
+    class Custom(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1024))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function.apply(x * self.scale, *more).square().mean()  # type: ignore[no-any-return]
+
+    graphs = [record(Custom(), (torch.zeros(n, 1024),), {}).graph for n in (3, 8)]
+    found = analyse(*graphs, {"0": Rows()}, 3, 8)
+    (node,) = [n for n in found.part.nodes if n.op == "aten.pow.Tensor_Scalar"]
+    assert found.states[node.refs[0]].kind is kind
 
 
 def test_a_batch_norm_is_named() -> None:
