@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -104,6 +105,8 @@ def _recorded_part(
     elif layout.parts > 1:
         parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
         _check_parts(part, parts[1:], layout)
+        if layout.each == 1 and part is not forward.sized(1):
+            _check_read_alike(forward.sized(1).reads, forward.sized(2).reads)
 
     def sized(samples: int) -> Graph:
         return part.everything if samples == layout.each else forward.sized(samples).everything
@@ -191,7 +194,9 @@ class _Forward:
             graph = of_one_sample(*graphs, wide)
         if graph is alone.everything:
             return alone
-        return replace(two, graph=without_aside(graph), full=graph if two.aside else None)
+        full, step = (graph, without_aside(graph)) if two.aside else (None, graph)
+        # Two samples are told what one says; of a part of one only that one's numbers can be asked.
+        return replace(two, graph=step, full=full, reads=alone.reads)
 
     def rest(self, found: Analysis) -> Analysis | None:
         """What is found of the samples behind as many parts of equal size as there are, if any."""
@@ -284,6 +289,20 @@ def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayou
             f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
             "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
             "tensor, or train with dp=1"
+        )
+
+
+def _check_read_alike(one: Reads | None, two: Reads | None) -> None:
+    """Raises `RecordError` where Python reads something else of two samples than of one, for which
+    the calls of two are taken.
+    """
+    told = [[(r.source, r.answer) for r in reads.asked] if reads else [] for reads in (one, two)]
+    if told[0] != told[1]:
+        source, answer = next(b for a, b in zip_longest(*told) if a != b) or told[0][-1]
+        raise RecordError(
+            f"{source}: the forward reads a number ({answer}) of its batch that it does not read "
+            "alike of one sample and of two, and a micro-batch has one; give micro-batches more "
+            "samples, or run the batch whole (dp=1 and micro_batches=1)"
         )
 
 

@@ -8,7 +8,11 @@ from torch import nn
 
 import merakc
 from merakc.cluster import NOMINAL_CPU
+from merakc.errors import RecordError
+from merakc.ir.batches import BatchLayout
 from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.batches.recorded import BatchRecording
+from merakc.recording import record_part
 from tests.recorded import recorded
 
 
@@ -64,3 +68,43 @@ def test_a_mean_of_ones_is_one() -> None:
     wanted = model(**given).item()
     parallel = merakc.auto_parallel(model, given, micro_batches=10, cluster=NOMINAL_CPU)
     assert parallel(**given).item() == pytest.approx(wanted, rel=1e-12)
+
+
+class ReadInPlaces(nn.Module):
+    """Asks for padding, of rows that it takes by their places; one row takes a path of its own."""
+
+    def __init__(self, *, otherwise: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2).double()
+        self.otherwise = otherwise
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = mask[torch.arange(len(x))]
+        y = self.layer(x)
+        if (rows if len(x) > 1 or not self.otherwise else mask.flip(0)).any():
+            y = y * 2
+        if len(x) > 1:
+            y = y.square()
+            if self.otherwise and (mask == 7).any():
+                y = y + 1
+        else:
+            y = y * y
+        return {"loss": y.mean()}
+
+
+def _read_in_places(*, otherwise: bool) -> BatchRecording:
+    batch = {"x": torch.ones(2, 3).double(), "mask": torch.ones(2, 3, dtype=torch.int64)}
+    layout, model = BatchLayout((2, 2), 2), ReadInPlaces(otherwise=otherwise)
+    return record_part(model, (), batch, layout, torch.device("cpu"))
+
+
+def test_one_sample_is_asked_for_what_one_says() -> None:
+    made = _read_in_places(otherwise=False)
+    assert made.reads is not None
+    assert any(n.op == "aten.pow.Tensor_Scalar" for n in made.graph.nodes)  # the batch's path
+    assert made.reads.of({"mask": torch.zeros(1, 3, dtype=torch.int64)}) == (False,)
+
+
+def test_numbers_that_one_sample_is_not_asked_for_are_refused() -> None:
+    with pytest.raises(RecordError, match=r"test_recording.py:\d+: .* does not read alike of one"):
+        _read_in_places(otherwise=True)

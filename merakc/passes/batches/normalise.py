@@ -2,7 +2,8 @@
 
 A mean over valid labels is a sum over a count of the labels; a tensor made in the shape of another
 is made of its sizes. What is copied to have it in one piece stays so, since a kernel may ask for
-it; but whether a copy is needed can depend on the number of samples, and then there are none.
+it; but whether a copy is needed can depend on the number of samples, and then there are none. Of
+copies of one value fewer are made where only some are read (`merakc.passes.batches.windows`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.passes.batches.windows import with_windows
 from merakc.passes.dims import given, signature
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
@@ -52,7 +54,7 @@ def normalised(graph: Graph, *, copies: bool = True) -> Graph:
             writer.joined(node)
         else:
             writer.nodes.append(node)
-    made = replace(graph, nodes=tuple(writer.nodes)).pruned()
+    made = with_windows(replace(graph, nodes=tuple(writer.nodes)).pruned())
     return made if copies else without_copies(made)
 
 
