@@ -168,7 +168,8 @@ def _decide(
     @cache
     def reading() -> int:
         """Which request reads the batch as the forward does."""
-        found = find_samples(range(len(requests)), first) if len(requests) > 1 else 0
+        among = range(len(requests)), first, partial(made, parts=1, dp=1)
+        found = find_samples(*among) if len(requests) > 1 else 0
         if found == 0 and asked.undivided is not None:
             raise asked.undivided
         return found

@@ -30,14 +30,27 @@ class Fit(IntEnum):
     REFUSED = 2  # samples meet before the layers
 
 
-def find_samples(readings: Sequence[int], record: Callable[[int], BatchRecording]) -> int:
+def find_samples(
+    readings: Sequence[int],
+    record: Callable[[int], BatchRecording],
+    alone: Callable[[int], BatchRecording] | None = None,
+) -> int:
     """Which of several readings of a batch, likeliest first, its forward fits.
 
     The first is taken where the losses of its parts add up, and where no other one fits; whoever
     uses it then gets its error. `record` gives the recording under a reading, in the parts that are
-    to be. Raises `ConfigError` where there are several dp ranks, whose batches could be joined in
-    several ways, and `ValuesNeededError` as recordings do.
+    to be, and `alone` in one part, by which draws are keyed. Raises `ConfigError` where there are
+    several dp ranks, whose batches could be joined in several ways, and `ValuesNeededError` as
+    recordings do.
     """
+    found = _fitting(readings, record)
+    if found != readings[0] and alone is not None and has_draws(record(found).graph):
+        return _fitting(readings, alone)
+    return found
+
+
+def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording]) -> int:
+    """The reading that the recordings fit."""
     first, *others = readings
     recording = _recorded(record, first)
     fit = fit_of(recording) if recording is not None else Fit.REFUSED

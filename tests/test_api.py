@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,10 @@ from benchmarks.peers.training import Training
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import train_reference
 from merakc.cluster import NOMINAL_CPU
+from merakc.errors import RecordError
 from merakc.ir.program import ActionKind, Mesh
 from tests.battery.small_models import Words, assert_close, build, gradients, warm_up, words
+from tests.frontend.small import Small
 
 ROOT = Path(__file__).resolve().parents[1]
 # What torch's own pipelining cannot trace or cannot split.
@@ -111,6 +115,47 @@ def test_one_process_without_torch_distributed() -> None:
     assert prediction is not None
     assert prediction.step_s > 0
     assert model.simulation is not None
+
+
+def rows_of_own(
+    layer: nn.Module, x: torch.Tensor, w: torch.Tensor, *, replacement: bool
+) -> torch.Tensor:
+    z: torch.Tensor = layer(x.gather(1, torch.multinomial(w, 5, replacement=replacement)))
+    return z
+
+
+def samples_chosen(layer: nn.Module, x: torch.Tensor, w: torch.Tensor, number: int) -> torch.Tensor:
+    z: torch.Tensor = layer(x)[torch.multinomial(w[:, 0], number)]
+    return z
+
+
+def drawn_step(pick: Callable[..., torch.Tensor], micro_batches: int) -> tuple[float, torch.Tensor]:
+    """The loss and the gradient of a layer of which numbers that are drawn `pick` some."""
+    torch.manual_seed(0)
+    layer, x, w = nn.Linear(5, 6).double(), torch.randn(8, 5).double(), torch.rand(8, 5) + 0.1
+    model = Small(lambda s, x, w: {"loss": pick(s.layer, x, w).square().mean()}, layer=layer)
+    made = merakc.auto_parallel(model, {"x": x, "w": w}, micro_batches=micro_batches)
+    loss = made(x=x, w=w)["loss"]
+    loss.backward()
+    return loss.item(), made.full_gradients()["layer.weight"]
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [partial(rows_of_own, replacement=False), partial(rows_of_own, replacement=True),
+     partial(samples_chosen, number=2)],
+    ids=str,
+)  # fmt: skip
+def test_parts_draw_several_numbers_a_row_as_one_batch_does(
+    pick: Callable[..., torch.Tensor],
+) -> None:
+    torch.testing.assert_close(drawn_step(pick, 4), drawn_step(pick, 1), rtol=1e-12, atol=0)
+
+
+def test_what_is_drawn_reads_the_batch_as_one_part_does() -> None:
+    """No part has three samples: weights that are the same for all would key draws otherwise."""
+    with pytest.raises(RecordError, match=r"fails for 2 of them.*k not in range"):
+        drawn_step(partial(samples_chosen, number=3), 4)
 
 
 def test_the_predictions_of_a_given_cluster_are_the_same_at_every_run() -> None:

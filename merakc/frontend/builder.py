@@ -34,6 +34,8 @@ class GraphBuilder:
         self.nodes: list[Node] = []
         self.outputs: list[Output] = []
         self.constants: dict[str, torch.Tensor] = {}
+        # Custom functions' calls: how they are named, their arguments, and the leaves of these.
+        self.applied: list[tuple[str, Any, list[int]]] = []
         self.functions: dict[str, Callable[..., Any]] = {}
         self.aliases = Aliases(lambda op, args, spec: self._add(op, args, {}, (spec,)))
         self.states: list[tuple[Slot, Alias]] = []

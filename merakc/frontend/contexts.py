@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch.nn.modules.module import (
 from merakc.errors import RecordError
 from merakc.frontend.forms import make_fake
 from merakc.frontend.python_state import PythonState
-from merakc.frontend.source import user_line
+from merakc.frontend.source import is_installed, user_line
 
 # How far clocks are put ahead: a number that is odd in days, hours, minutes and seconds.
 CLOCK_S = 90061 * 401 + 0.4321
@@ -166,13 +167,21 @@ def recordable(checked: Callable[..., None]) -> Iterator[None]:
         torch._check_tensor_all_with = check
 
 
+class _ForLibraries:
+    """A flag that is true where an installed library asks; to the user's own code, all is eager."""
+
+    def __bool__(self) -> bool:
+        return is_installed(sys._getframe(1).f_code)
+
+
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """torch.compiler's flags as during export, so that libraries take their safe branches: in them,
-    no tensor's values are read. Not all compute what the others do, and some only nearly.
+    no tensor's values are read. Not all compute what the others do, and some only nearly. Nothing
+    says that the branches of the user's own code do.
     """
     before = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = _ForLibraries()  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.python_content import describe
+from merakc.frontend.source import user_line
 from merakc.frontend.writes import written
 from merakc.ir.graph import Ref
 
@@ -50,7 +53,33 @@ class Apply:
 
     def __call__(self, *leaves: Any) -> Any:
         """What the function returns."""
-        return apply_plainly(self.cls, *pytree.tree_unflatten(leaves, self.structure))
+        args = pytree.tree_unflatten(leaves, self.structure)
+        out = apply_plainly(self.cls, *args)
+        if (given := _GIVEN.get()) is not None:
+            given.append((self.cls.__name__, args, describe(args, id)))
+        return out
+
+
+# Functions called under `unchanged_arguments`: their names, arguments, and what these held.
+_GIVEN: ContextVar[list[tuple[str, Any, Any]] | None] = ContextVar("given", default=None)
+
+
+@contextlib.contextmanager
+def unchanged_arguments() -> Iterator[None]:
+    """Refuses backwards, run inside, that change what their function was given in Python."""
+    given: list[tuple[str, Any, Any]] = []
+    token = _GIVEN.set(given)
+    try:
+        yield
+        for name, args, held in given:
+            if describe(args, id) != held:
+                raise RecordError(
+                    f"the backward of custom function {name} changes a list, dict or object that "
+                    "its forward was given, which a compiled step does not; return it as a "
+                    "tensor, or change it outside of the step"
+                )
+    finally:
+        _GIVEN.reset(token)
 
 
 @contextlib.contextmanager
@@ -98,6 +127,16 @@ class FunctionRecorder(GraphBuilder):
 
     paused: bool
 
+    def finish(self, out: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
+        """As a `GraphBuilder` does, of functions whose containers are still as they were given."""
+        for called, args, held in self.applied:
+            if [id(x) for x in pytree.tree_leaves(args)] != held:
+                raise RecordError(
+                    f"{called} is given a list or dict that the forward changes later, which its "
+                    "backward would not see in a compiled step; give it a copy, or tensors alone"
+                )
+        return super().finish(out)
+
     def _untraceable(self, what: str, remedy: str) -> RecordError:
         raise NotImplementedError
 
@@ -120,6 +159,8 @@ class FunctionRecorder(GraphBuilder):
         finally:
             self.paused = False
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        held = [id(x) for x in pytree.tree_leaves(args)]
+        self.applied.append((f"{user_line()}: custom function {cls.__name__}", args, held))
         changed = self._check(cls, given, outs, watch)
         refs = [self._given(x, changed) for x in leaves]
         ref = self._emit(self._function_name(Apply(cls, structure)), tuple(refs), {}, outs)

@@ -125,6 +125,7 @@ class Recorder(WholeModules, AsideRecorder, FunctionRecorder, HistoryRecorder): 
             stack.enter_context(
                 replaced(FakeTensor, "numpy", lambda x, **how: self._numpy(x, **how))
             )
+            stack.enter_context(replaced(FakeTensor, "data_ptr", self._address))
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(same_flags())  # the dispatcher's, which that puts back, too
             stack.enter_context(self.fake_mode)
@@ -211,6 +212,9 @@ class Recorder(WholeModules, AsideRecorder, FunctionRecorder, HistoryRecorder): 
             if result is not NotImplemented:
                 return result
         return self._call(func, args, kwargs)
+
+    def _address(self, *_: Any) -> int:
+        raise self._error("the address of a tensor is read", "tell tensors apart by `is`")
 
     def _strided(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self:

@@ -35,6 +35,11 @@ def is_users(code: CodeType) -> bool:
     return not _passes_on(code)
 
 
+def is_installed(code: CodeType) -> bool:
+    """Whether code is that of an installed library, torch among them."""
+    return code.co_filename.startswith(INSTALLED[:2])
+
+
 def _passes_on(code: CodeType) -> bool:
     return code.co_filename.startswith(_OURS) or code.co_name in _HOOKS
 

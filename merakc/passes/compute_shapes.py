@@ -97,6 +97,18 @@ def _embedding(dims: Dims, node: Node) -> None:
     dims.summed[node.name] = [table[0]]
 
 
+def _searchsorted(dims: Dims, node: Node) -> None:
+    """Each row of values is looked up in a row of its own, or all in one."""
+    values = dims.of[node.args[1]]
+    for ref in (node.args[0], given(node, "sorter")):
+        if ref is not None:
+            *rows, row = dims.of[ref]
+            need_whole(row, node)
+            for mine, other in zip(rows, values, strict=False):
+                unify(mine, other)
+    dims.put(node, values)
+
+
 def _cross_entropy(dims: Dims, node: Node) -> None:
     logits, target = dims.of[node.args[0]], dims.of[node.args[1]]
     weight = argument(node, 2, "weight")
@@ -231,6 +243,7 @@ COMPUTE_SHAPES: dict[str, Callable[[Dims, Node], None]] = {
     "matmul": _matmul,
     "norm": _norm,
     "pixel_shuffle": _pixel_shuffle,
+    "searchsorted": _searchsorted,
     "pixel_unshuffle": _pixel_unshuffle,
     "weight_norm": _weight_norm,
 }

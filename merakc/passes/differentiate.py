@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from merakc.errors import RecordError, failure
 from merakc.frontend.carried import check_repeats
 from merakc.frontend.fingerprint import ADDRESS
-from merakc.frontend.functions import Apply
+from merakc.frontend.functions import Apply, unchanged_arguments
 from merakc.frontend.python_state import PythonState
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
@@ -79,7 +79,8 @@ def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tupl
     names = ", ".join(sorted(cls.__name__ for cls in classes))
     state = PythonState(nn.Module(), classes)
     try:
-        made, again = trace(), list[Graph]()
+        with unchanged_arguments():
+            made, again = trace(), list[Graph]()
         check_repeats(state, lambda: again.append(trace()[0]))
         again = again or [trace()[0]]
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -51,6 +51,7 @@ ROWS: Final[dict[str, Row]] = {
     # tables
     "aten.embedding.default": Shape("embedding"),
     "aten.bucketize.Tensor": "..., n! -> ...",
+    "aten.searchsorted.Tensor": Shape("searchsorted"),
     # losses
     "aten.cross_entropy_loss.default": Shape("cross_entropy"),
     **_all(Loss(), "mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy"),
@@ -165,7 +166,7 @@ ROWS: Final[dict[str, Row]] = {
            "_grouped_mm"),
     **_all(Whole("all pairs of all rows"), "_pdist_forward _euclidean_dist"),
     **_all(Whole("values are looked up in all of the others"),
-           "searchsorted.Tensor searchsorted.Scalar isin.Tensor_Tensor _unique2"),
+           "searchsorted.Scalar isin.Tensor_Tensor _unique2"),
     **_all(Whole("it scatters into a dim of its own making"),
            "diag_embed diagonal_scatter block_diag affine_grid_generator _trilinear"),
     **_all(Whole("sizes or hidden statistics among its arguments; the torch.nn.functional "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from merakc.frontend.source import INSTALLED
 
 WIDTH = 6
 
@@ -39,3 +42,9 @@ def here(function: Callable[..., Any], offset: int = 1) -> str:
     """`file:line` of the `offset`-th line after the first of a function."""
     code = function.__code__
     return f"{code.co_filename}:{code.co_firstlineno + offset}"
+
+
+def as_installed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as an installed library would have it."""
+    code = function.__code__.replace(co_filename=f"{INSTALLED[0]}/library.py")
+    return FunctionType(code, function.__globals__, function.__name__)

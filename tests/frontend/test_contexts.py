@@ -19,7 +19,7 @@ from merakc.frontend.contexts import (
 )
 from merakc.frontend.record import record
 from tests.frontend.against_eager import check
-from tests.frontend.small import Small, linear, randn
+from tests.frontend.small import Small, as_installed, linear, randn
 
 
 class Holds(nn.Module):
@@ -123,14 +123,17 @@ def test_modules_that_a_forward_makes_are_found() -> None:
     assert len(found) == 2
 
 
-def test_the_compilers_flags() -> None:
-    def check_and_fail() -> None:
+def test_the_compilers_flags_are_raised_for_libraries_alone() -> None:
+    def library_fails() -> None:
         assert torch.compiler.is_compiling()
         assert torch.compiler.is_exporting()
         raise KeyError
 
     with pytest.raises(KeyError), exporting():
-        check_and_fail()
+        as_installed(library_fails)()
+    with exporting():
+        assert not torch.compiler.is_compiling()
+        assert not torch.compiler.is_exporting()
     assert not torch.compiler.is_compiling()
     assert not torch.compiler.is_exporting()
 

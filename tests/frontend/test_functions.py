@@ -252,6 +252,18 @@ def test_what_a_node_cannot_hold_is_refused(how: str) -> None:
         record(Small(forward, layer=linear()), (randn(4, 6),), {})
 
 
+def _grown_later(s: Any, x: Tensor) -> Tensor:
+    rest = [x]
+    out: Tensor = Contained.apply(s.layer(x), {"by": (x,)}, rest)
+    rest.append(out)
+    return out.sum()
+
+
+def test_a_list_that_changes_behind_the_call_is_refused() -> None:
+    with pytest.raises(RecordError, match=r"Contained is given a list .* changes later"):
+        record(Small(_grown_later, layer=linear()), (randn(4, 6),), {})
+
+
 def test_calls_are_handed_over() -> None:
     def handle(cls: Any, args: Any) -> Any:
         assert cls is Signs

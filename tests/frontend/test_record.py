@@ -22,7 +22,7 @@ from merakc.frontend.record import record
 from merakc.ir.graph import InputKind, OutputKind
 from merakc.kernels.opaque import OPAQUE
 from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph
-from tests.frontend.small import Small, linear, randn
+from tests.frontend.small import Small, as_installed, linear, randn
 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {"head_dim": 8, "sliding_window": 6}),
@@ -86,7 +86,26 @@ def flags(s: Any, x: Tensor) -> Any:
 
 
 def test_libraries_are_told_of_an_export_where_they_must_be() -> None:
-    check(Small(flags, layer=linear()), randn(4, 6))
+    check(Small(as_installed(flags), layer=linear()), randn(4, 6))
+
+
+def test_the_users_own_code_is_never_told_of_an_export() -> None:
+    with pytest.raises(RecordError, match="control flow depends on the data"):
+        record(Small(in_eager_alone, layer=linear()), (randn(4, 6),), {})
+
+
+def in_eager_alone(s: Any, x: Tensor) -> Any:
+    """What an export would skip: whether eager does it follows from weights."""
+    y = s.layer(x)
+    if not torch.compiler.is_compiling() and bool((y > -100).any()):
+        y = y * 2
+    return y.sum()
+
+
+def test_the_address_of_a_tensor_is_not_to_be_read() -> None:
+    model = Small(lambda s, x: s.layer(x).sum() * (1 + (x.data_ptr() == 0)), layer=linear())
+    with pytest.raises(RecordError, match=r"test_record.py:\d+: the address of a tensor is read"):
+        record(model, (randn(4, 6),), {})
 
 
 def fails_exported(s: Any, x: Tensor) -> Any:
@@ -99,7 +118,7 @@ def test_an_export_that_fails_says_nothing_of_the_model() -> None:
         y = s.layer(x)
         return y * 2 if y.sum() > 0 else y
 
-    model = Small(fails_exported, branching=Small(branching, layer=linear()))
+    model = Small(as_installed(fails_exported), branching=Small(branching, layer=linear()))
     (node,) = [n for n in check(model, randn(4, 6)).graph.nodes if n.op == OPAQUE]
     assert node.module == "branching"
 

@@ -361,6 +361,8 @@ CALLS: dict[str, Callable[[Pick, int, int, int, int], Call]] = {
     "aten.pixel_shuffle.default": lambda pick, b, m, n, i: (randn(b, 4 * m, 2, 3), 2),
     "aten.pixel_unshuffle.default": lambda pick, b, m, n, i: (randn(b, m, 4, 6), 2),
     "aten.channel_shuffle.default": lambda pick, b, m, n, i: (randn(b, m * n, 2, 3), m),
+    "aten.searchsorted.Tensor": lambda pick, b, m, n, i: (
+        randn(b, m).sort()[0] if pick(0, 1) else randn(m).sort()[0], randn(b, n)),
     "aten.grid_sampler_2d.default": lambda pick, b, m, n, i: (
         randn(b, m, 4, 5), 2 * torch.rand(b, n, i, 2).double() - 1, 0, 0, False),
     "aten.grid_sampler_3d.default": lambda pick, b, m, n, i: (
@@ -418,6 +420,7 @@ WITHOUT_GRADIENT = {
     "aten.floor_divide.default": EVERY,
     "aten.floor_divide.Scalar": EVERY,
     "aten.scatter.reduce": EVERY,
+    "aten.searchsorted.Tensor": EVERY,
     "aten.scatter.value_reduce": EVERY,
     "aten.soft_margin_loss.default": range(1, 2),
 }

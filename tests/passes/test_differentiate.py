@@ -244,6 +244,27 @@ class _Reads(_Counts):
         return grads[0] * float(grads[0].norm())
 
 
+class _Grows(torch.autograd.Function):
+    """Lists that it is given are made anew at each call: a second backward is like the first."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, given: list[int]) -> Tensor:
+        ctx.given = given
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        ctx.given.append(1)
+        return grads[0] * len(ctx.given), None
+
+
+def test_a_backward_that_changes_a_list_that_it_is_given_is_refused() -> None:
+    model = Small(lambda s, x: _Grows.apply(s.layer(x), [1]).sum(), layer=linear())
+    graph = record(model, (randn(4, 6),), {}).graph
+    with pytest.raises(RecordError, match="backward of custom function _Grows changes a list"):
+        differentiate(graph)
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
