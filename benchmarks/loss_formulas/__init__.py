@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.loss_formulas import (
+    chosen,
     contrastive,
     disguised,
     misleading,
@@ -15,6 +16,15 @@ from benchmarks.loss_formulas.formula import Formula
 
 FORMULAS: dict[str, Formula] = {
     formula.name: formula
-    for module in (of_torch, scaled, of_the_batch, contrastive, statistics, misleading, disguised)
+    for module in (
+        of_torch,
+        scaled,
+        of_the_batch,
+        chosen,
+        contrastive,
+        statistics,
+        misleading,
+        disguised,
+    )
     for formula in module.FORMULAS
 }
