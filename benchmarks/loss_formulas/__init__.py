@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.loss_formulas import (
     chosen,
     contrastive,
+    derived,
     disguised,
     misleading,
     of_the_batch,
@@ -23,6 +24,7 @@ FORMULAS: dict[str, Formula] = {
         chosen,
         contrastive,
         statistics,
+        derived,
         misleading,
         disguised,
     )
