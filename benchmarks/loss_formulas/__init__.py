@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.loss_formulas import (
+    chosen,
     contrastive,
+    derived,
     disguised,
     misleading,
     of_the_batch,
@@ -15,6 +17,16 @@ from benchmarks.loss_formulas.formula import Formula
 
 FORMULAS: dict[str, Formula] = {
     formula.name: formula
-    for module in (of_torch, scaled, of_the_batch, contrastive, statistics, misleading, disguised)
+    for module in (
+        of_torch,
+        scaled,
+        of_the_batch,
+        chosen,
+        contrastive,
+        statistics,
+        derived,
+        misleading,
+        disguised,
+    )
     for formula in module.FORMULAS
 }

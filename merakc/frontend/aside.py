@@ -24,6 +24,7 @@ from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import Asking
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.history import replaced
+from merakc.frontend.places import is_certain
 from merakc.frontend.python_content import PLAIN, Attribute, content_of, put_back, same
 from merakc.frontend.source import near_line, user_line
 from merakc.ir.graph import Output, OutputKind, Ref
@@ -156,6 +157,8 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
         for ref, wanted, source in dict.fromkeys(self.checked):
             if self.reader.is_known(ref):
                 checks.append(Check(self._aside(ref), wanted, source))
+            elif wanted and is_certain(ref, self.nodes, self.inputs):
+                continue
             elif not self.guards.proves(ref, self.outputs, wanted, source):
                 unheard.append(f"{UNCHECKED} at {source}")
         writes = tuple(

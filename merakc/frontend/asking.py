@@ -162,6 +162,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
                 and "int" in kind
                 and isinstance(found := number(value), Number)
                 and self.reader.knows(found)
+                and (self.settling or not found.expression.free_symbols <= sizes)
             ):
                 return int(value)
             return value
@@ -181,6 +182,8 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         kinds = {a.name: str(a.type) for a in func._schema.arguments}
         others = [a for a in args if isinstance(a, torch.Tensor)]
+        own = (number(size) for a in others for size in a.shape)
+        sizes = {s for n in own if isinstance(n, Number) for s in n.expression.free_symbols}
         if str(func).startswith("aten.arange"):
             kinds = dict.fromkeys(kinds, "int")
         given = [settled(a, k) for a, k in zip(args, kinds.values(), strict=False)]

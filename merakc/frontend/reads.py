@@ -192,7 +192,8 @@ class Reader:
         """The values of the symbols."""
         return Symbolic(self.sources, self.value)
 
-    def _node(self, name: str) -> Node | None:
+    def maker_of(self, name: str) -> Node | None:
+        """The node of a name, if it is none of an input."""
         for node in self.nodes[len(self.made) :]:
             self.made[node.name] = node
         return self.made.get(name)
@@ -205,7 +206,7 @@ class Reader:
         waiting, entered = [ref.node], set[str]()
         while waiting:
             name = waiting[-1]
-            node = self._node(name)
+            node = self.maker_of(name)
             if name in self.origins:
                 waiting.pop()
             elif node is None:
@@ -227,9 +228,9 @@ class Reader:
 
     def maker(self, ref: Ref, passing: Set[str]) -> str:
         """The call that made a value, looking through those that are `passing` it on."""
-        node = self._node(ref.node)
+        node = self.maker_of(ref.node)
         while node is not None and node.op in passing:
-            node = self._node(node.refs[0].node)
+            node = self.maker_of(node.refs[0].node)
         return node.op if node is not None else ""
 
     def knows(self, number: Number) -> bool:
@@ -245,7 +246,7 @@ class Reader:
         """A value that the batch knows. Raises `ValuesNeededError` where there are only shapes."""
         waiting = [ref]
         while waiting:
-            node = self._node(waiting[-1].node)
+            node = self.maker_of(waiting[-1].node)
             if waiting[-1] in self.values:
                 waiting.pop()
             elif node is None:
@@ -279,11 +280,11 @@ class Reader:
         one, of comparisons with such, and of a sum that is more than some bound in each.
         """
         ref, dim = self.sources[symbol]
-        node = self._node(ref.node)
+        node = self.maker_of(ref.node)
         if dim is not None or node is None:
             return False
         if node.op == ITEM:
-            node = self._node(node.refs[0].node)
+            node = self.maker_of(node.refs[0].node)
         if node is not None and node.op in COMPARED and len(node.refs) == 1:
             more = node.op in MORE and bool(answer) and node.args[1] >= 0
             made = self.maker(node.refs[0], VIEWS)

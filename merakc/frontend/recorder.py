@@ -42,6 +42,7 @@ from merakc.frontend.functions import FunctionRecorder, function_calls
 from merakc.frontend.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.history import HistoryRecorder, replaced
 from merakc.frontend.made import recorded_tensors
+from merakc.frontend.selections import Selecting
 from merakc.frontend.source import user_line
 from merakc.frontend.strides import by_dims
 from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
@@ -65,7 +66,7 @@ WRITTEN_OTHERWISE = {
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
-class Recorder(WholeModules, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
+class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
     """The mode that turns calls into nodes.
 
     `watched` says whether each module is seen to draw, `exported` whether libraries are told that
@@ -192,14 +193,14 @@ class Recorder(WholeModules, AsideRecorder, FunctionRecorder, HistoryRecorder): 
             return self._ragged(name, args, kwargs)
         if name == ITEM and isinstance(args[0], FakeTensor) and self._is_structure(args[0]):
             return self.answer(self._number_of(args[0]))
-        parts = composites.part_by_part(name, args)
-        if parts is not None:
+        if (parts := composites.part_by_part(name, args)) is not None:
             with self:
                 return parts(*args, **kwargs)
         if self.symbolic:
+            if (chosen := self._select(name, args, kwargs)) is not NotImplemented:
+                return chosen
             args, kwargs = self._settled(func, args, kwargs)
-        reason = normalise.refused(name, args)
-        if reason:
+        if reason := normalise.refused(name, args):
             raise self._error(*reason)
         if name in WRITTEN_OTHERWISE:
             return getattr(self, WRITTEN_OTHERWISE[name])(*args, **kwargs)

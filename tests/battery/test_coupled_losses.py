@@ -48,7 +48,6 @@ def trained(name: str, options: dict[str, Any]) -> tuple[list[float], Tensors]:
     return steps(model, batch), model.full_state_dict()
 
 
-@pytest.mark.filterwarnings("ignore:a check of values:merakc.errors.MerakWarning")
 @pytest.mark.parametrize(
     ("name", "options"),
     [

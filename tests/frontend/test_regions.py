@@ -67,11 +67,12 @@ def chosen(s: Any, y: Tensor, m: Tensor) -> Tensor:
 
 
 REGIONS: dict[Forward, list[list[str]]] = {
-    ragged: [["index", "pow", "mean"]],
+    ragged: [["nonzero", "unbind", "index", "pow", "mean"]],
     own: [["index", "sum"]],
-    put: [["index", "mul", "index_put"]],
+    put: [["nonzero", "unbind", "index", "mul", "index_put"]],
     # What stands between two of its calls is inside.
-    through: [["index", "mean", "stack", "linear", "tanh", "sum", "mul", "sum"]],
+    through: [["nonzero", "unbind", "index", "mean", "stack", "linear", "tanh", "sum", "mul",
+               "sum"]],
     # The places of a mask are made again for each of their readers.
     twice: [["nonzero", "select", "select", "index", "mean"],
             ["nonzero", "select", "select", "index", "pow", "mean"]],

@@ -54,7 +54,8 @@ def normalised(graph: Graph, *, copies: bool = True) -> Graph:
             writer.joined(node)
         else:
             writer.nodes.append(node)
-    made = with_windows(replace(graph, nodes=tuple(writer.nodes)).pruned())
+    made = replace(graph, nodes=tuple(writer.nodes)).renamed(writer.counts)
+    made = with_windows(made.pruned())
     return made if copies else without_copies(made)
 
 
@@ -121,6 +122,7 @@ class _Writer:
     def __init__(self, graph: Graph) -> None:
         self.specs = graph.specs()
         self.nodes: list[Node] = []
+        self.counts: dict[Ref, Ref] = {}  # what else a loss gives, for its derivative
 
     def filled(self, node: Node) -> None:
         value = FILLED[node.op] if node.op in FILLED else given(node, "fill_value")
@@ -143,9 +145,11 @@ class _Writer:
         order = sorted(signature(node.op), key=lambda name: signature(node.op)[name][0])
         args = tuple(SUM if name == "reduction" else given(node, name) for name in order)
         self.nodes.append(replace(node, name=f"{node.name}.summed", args=args, kwargs=()))
-        summed = Ref(self.nodes[-1].name)
+        summed, count = Ref(self.nodes[-1].name), self._count(node)
+        if isinstance(count, Ref):
+            self.counts[Ref(node.name, 1)] = count
         quotient = replace(
-            node, op="aten.div.Tensor", args=(summed, self._count(node)), kwargs=(),
+            node, op="aten.div.Tensor", args=(summed, count), kwargs=(),
             outputs=node.outputs[:1],
         )  # fmt: skip
         self.nodes.append(quotient)

@@ -47,6 +47,27 @@ def test_a_mean_over_labels_is_a_sum_over_their_count(name: str) -> None:
     assert grads == [summed.name], "counts have no gradient"
 
 
+@pytest.mark.parametrize("weighed", [False, True])
+def test_a_derivative_in_the_forward_divides_by_their_count(weighed: bool) -> None:
+    def loss(m: nn.Module, z: Tensor, b: dict[str, Tensor]) -> Tensor:
+        weight = m.weights if weighed else None
+
+        def mean(z: Tensor) -> Tensor:
+            return F.cross_entropy(z, b["missing"], weight=weight)
+
+        return torch.func.grad(mean)(z).square().sum()
+
+    model, batch = Small(loss), make_batch()
+    graph = recorded(model, batch, 8)
+    made = normalised(graph)
+    made.verify()
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **batch}
+    values = [
+        interpret(g, {i.name: state[i.target] for i in g.inputs})[0].detach() for g in (graph, made)
+    ]
+    torch.testing.assert_close(values[1], values[0], rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_sums_and_single_losses_stay(reduction: str) -> None:
     model = Small(lambda m, z, b: F.cross_entropy(z, b["label"], reduction=reduction).sum())
