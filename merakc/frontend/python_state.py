@@ -165,7 +165,7 @@ class PythonState:
             function = function.fget if isinstance(function, property) else function.__wrapped__
         if not isinstance(function, FunctionType) or id(function) in self._held:
             return
-        if (function.__module__ or "").startswith("torch."):
+        if (function.__module__ or "").startswith(("torch.", "merakc.")):
             return
         self._hold(Held(function, "", {}, True))
         name = function.__qualname__

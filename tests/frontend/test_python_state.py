@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import merakc
 from merakc.frontend.python_content import describe, tensors_in
 from merakc.frontend.python_state import PythonState
 
@@ -165,3 +166,22 @@ def test_tensors_are_told_by_their_forms() -> None:
 class Holder:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+
+
+def test_names_of_the_users_code_do_not_lead_into_merakc() -> None:
+    """Where merakc runs from a checkout, it is no installed library."""
+
+    class Training(nn.Module):
+        def step(self) -> None:
+            """A method by the name of what trains, beside the model."""
+            run_on_all()
+
+    found = PythonState(Training())
+    held = [h.value for h in found.held()]
+    assert run_on_all in held
+    assert merakc.auto_parallel not in held
+    assert not any(isinstance(v, FunctionType) and v.__module__.startswith("merakc.") for v in held)
+
+
+def run_on_all() -> Any:
+    return merakc.auto_parallel
