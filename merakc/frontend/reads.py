@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merakc.errors import RecordError
 from merakc.frontend.symbols import ITEM, Answer, Number, numbers
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
-from merakc.kernels.ops import resolve_op
+from merakc.kernels.ops import is_pointwise, resolve_op
 
 Sources = Mapping[str, tuple[Ref, int | None]]
 """Where a symbol's value is from: the number that a value is, or its size along a dim."""
@@ -34,6 +34,25 @@ ELEMENTS = frozenset(
 VIEWS = frozenset({"aten.reshape.default", "aten.to.dtype", "aten.detach.default"})
 MORE = ("aten.gt.Scalar", "aten.ge.Scalar")
 COMPARED = (*MORE, "aten.lt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar")
+
+
+# Calls that only pass elements on, and those that make fewer of dims that are given.
+PASSING = frozenset(
+    {
+        ITEM,
+        "aten.to.dtype",
+        "aten.detach.default",
+        "aten.select.int",
+        "aten.slice.Tensor",
+        "aten.flip.default",
+    }
+)
+REDUCTIONS = frozenset(
+    f"aten.{name}" for name in (
+        "sum.dim_IntList", "mean.dim", "prod.dim_int", "amax.default", "amin.default", "max.dim",
+        "min.dim", "argmax.default", "argmin.default", "any.dim", "any.dims", "all.dim", "all.dims",
+    )
+)  # fmt: skip
 
 
 class Origin(IntEnum):
@@ -281,7 +300,7 @@ class Reader:
         """
         ref, dim = self.sources[symbol]
         node = self.maker_of(ref.node)
-        if dim is not None or node is None:
+        if dim is not None or node is None or not self._apart(ref):
             return False
         if node.op == ITEM:
             node = self.maker_of(node.refs[0].node)
@@ -290,6 +309,39 @@ class Reader:
             made = self.maker(node.refs[0], VIEWS)
             return made in ELEMENTS or (made == "aten.sum.default" and more)
         return node is not None and self.maker(Ref(node.name), VIEWS) in ELEMENTS
+
+    def _apart(self, ref: Ref) -> bool:
+        """Whether the calls before a value keep apart what stands in the first dim, in which parts
+        hold other samples, but for one: that which takes an element or the sum of all.
+        """
+        waiting, entered, one = [ref.node], set[str](), False
+        while waiting:
+            node = self.maker_of(waiting.pop())
+            if node is None or node.name in entered:
+                continue
+            entered.add(node.name)
+            waiting += [r.node for r in node.refs if self._origin(r) is not Origin.NOTHING]
+            keeps = node.op in PASSING or is_pointwise(node.op) or self._over_later_dims(node)
+            if any(numbers((node.args, node.kwargs))) or (one and not keeps):
+                return False
+            one = one or not keeps
+        return True
+
+    def _over_later_dims(self, node: Node) -> bool:
+        """Whether it reduces dims of which the first is none, or takes elements as they are."""
+        if node.op in VIEWS:
+            return node.spec.numel == 1
+        if node.op == "aten.index.Tensor":  # at places that do not follow from the batch
+            return all(self._origin(r) is Origin.NOTHING for r in node.refs[1:])
+        if node.op not in REDUCTIONS or len(node.args) < 2:
+            return False
+        dims = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+        (ref,) = node.refs
+        maker = self.maker_of(ref.node)
+        spec = (
+            maker.outputs[ref.index] if maker else {i.name: i.spec for i in self.inputs}[ref.node]
+        )
+        return spec is not None and bool(dims) and all(d % len(spec.shape) for d in dims)
 
     def reads(self) -> Reads | None:
         """What was read, with the graph that reads it again; None where that is nothing."""
