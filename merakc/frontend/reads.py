@@ -20,8 +20,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import RecordError
 from merakc.frontend.symbols import ITEM, Answer, Number, numbers
-from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
-from merakc.kernels.ops import is_pointwise, resolve_op
+from merakc.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Ref,
+    TensorSpec,
+    iter_refs,
+)
+from merakc.kernels.ops import is_pointwise, resolve_op, returns_view
 
 Sources = Mapping[str, tuple[Ref, int | None]]
 """Where a symbol's value is from: the number that a value is, or its size along a dim."""
@@ -36,17 +46,10 @@ MORE = ("aten.gt.Scalar", "aten.ge.Scalar")
 COMPARED = (*MORE, "aten.lt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar")
 
 
-# Calls that only pass elements on, and those that make fewer of dims that are given.
+# Calls that pass elements on, their dims in their places; and reductions of dims that are given.
 PASSING = frozenset(
-    {
-        ITEM,
-        "aten.to.dtype",
-        "aten.detach.default",
-        "aten.select.int",
-        "aten.slice.Tensor",
-        "aten.flip.default",
-    }
-)
+    f"aten.{name}" for name in ("to.dtype", "to.device", "detach.default", "flip.default")
+) | {ITEM}  # fmt: skip
 REDUCTIONS = frozenset(
     f"aten.{name}" for name in (
         "sum.dim_IntList", "mean.dim", "prod.dim_int", "amax.default", "amin.default", "max.dim",
@@ -311,37 +314,57 @@ class Reader:
         return node is not None and self.maker(Ref(node.name), VIEWS) in ELEMENTS
 
     def _apart(self, ref: Ref) -> bool:
-        """Whether the calls before a value keep apart what stands in the first dim, in which parts
-        hold other samples, but for one: that which takes an element or the sum of all.
+        """Whether the calls before a value keep apart what stands in the first dim of the batch, in
+        which parts hold other samples, but for one: that which takes an element or the sum of all.
         """
-        waiting, entered, one = [ref.node], set[str](), False
+        # With whether the dims must be those of the batch.
+        waiting, entered, one = [(ref.node, False)], set[tuple[str, bool]](), False
         while waiting:
-            node = self.maker_of(waiting.pop())
-            if node is None or node.name in entered:
+            name, placed = waiting.pop()
+            node = self.maker_of(name)
+            if node is None or (name, placed) in entered:
                 continue
-            entered.add(node.name)
-            waiting += [r.node for r in node.refs if self._origin(r) is not Origin.NOTHING]
-            keeps = node.op in PASSING or is_pointwise(node.op) or self._over_later_dims(node)
-            if any(numbers((node.args, node.kwargs))) or (one and not keeps):
+            entered.add((name, placed))
+            if any(numbers((node.args, node.kwargs))):
                 return False
-            one = one or not keeps
+            reduces = self._over_later_dims(node)
+            if not (reduces or self._of_elements(node) or (not placed and self._views(node))):
+                if one or placed:
+                    return False
+                one = True
+            before = [r.node for r in node.refs if self._origin(r) is not Origin.NOTHING]
+            waiting += [(r, placed or reduces) for r in before]
         return True
 
-    def _over_later_dims(self, node: Node) -> bool:
-        """Whether it reduces dims of which the first is none, or takes elements as they are."""
-        if node.op in VIEWS:
-            return node.spec.numel == 1
-        if node.op == "aten.index.Tensor":  # at places that do not follow from the batch
+    def _of_elements(self, node: Node) -> bool:
+        """Whether each element is of those in its place."""
+        if node.op == "aten.index_put.default":  # by masks
+            kinds = [self._spec(r).dtype for r in iter_refs(node.args[1])]
+            same = self._origin(node.args[2]) is Origin.NOTHING
+            return same and all(kind == torch.bool for kind in kinds)
+        return node.op in PASSING or is_pointwise(node.op)
+
+    def _views(self, node: Node) -> bool:
+        """Whether it takes elements, at places that do not follow from the batch."""
+        if node.op == "aten.index.Tensor":
             return all(self._origin(r) is Origin.NOTHING for r in node.refs[1:])
+        return node.op.startswith("aten.") and (node.op in VIEWS or returns_view(node.op))
+
+    def _over_later_dims(self, node: Node) -> bool:
+        """Whether it reduces dims of which the first is none."""
         if node.op not in REDUCTIONS or len(node.args) < 2:
             return False
         dims = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        (ref,) = node.refs
+        count = len(self._spec(node.refs[0]).shape)
+        return bool(dims) and all(d % count for d in dims)
+
+    def _spec(self, ref: Ref) -> TensorSpec:
         maker = self.maker_of(ref.node)
         spec = (
             maker.outputs[ref.index] if maker else {i.name: i.spec for i in self.inputs}[ref.node]
         )
-        return spec is not None and bool(dims) and all(d % len(spec.shape) for d in dims)
+        assert spec is not None, f"{ref} is no tensor"
+        return spec
 
     def reads(self) -> Reads | None:
         """What was read, with the graph that reads it again; None where that is nothing."""

@@ -118,6 +118,8 @@ def test_what_a_parameter_stands_before_is_refused() -> None:
         (lambda x: x.sum(1).max() > 3, True),
         (lambda x: x[torch.arange(len(x))].any(), True),
         (lambda x: x.sum() > 3, True),
+        (lambda x: (x > 3).flatten().any(), True),
+        (lambda x: x[None].sum(1).max() > 3, False),
         (lambda x: (x - x.mean()).max() > 3, False),
         (lambda x: (x - x.mean(0)).max() > 3, False),
         (lambda x: x.cumsum(0).max() > 3, False),
