@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
@@ -22,7 +23,7 @@ from merakc.batches import (
 )
 from merakc.errors import ConfigError, ForwardError, RecordError, failure
 from merakc.find_samples import Fit, fit_of
-from merakc.frontend.reads import Reads
+from merakc.frontend.reads import Read, Reads
 from merakc.frontend.record import Recording, record, without_aside
 from merakc.frontend.regions import WHY
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
@@ -32,6 +33,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
+from merakc.passes.batches.answers import unsaid
 from merakc.passes.batches.certificate import certify
 from merakc.passes.batches.part import keyed, known_name
 from merakc.passes.batches.recorded import BatchAside, BatchRecording
@@ -99,14 +101,15 @@ def _recorded_part(
     """The recording of a part, and what was found of it."""
     layout, dims = forward.layout, forward.dims
     part = forward.part()
-    reads, of_whole = part.reads, forward.of_whole()
+    reads, of_whole = part.reads, None
     if layout.parts > 1 and read_whole(layout, couplings):
         reads, of_whole = None, forward.sized(layout.total).reads
     elif layout.parts > 1:
         parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
-        _check_parts(part, parts[1:], layout)
         if layout.each == 1 and part is not forward.sized(1):
             _check_read_alike(forward.sized(1).reads, forward.sized(2).reads)
+        _check_parts(part, parts[1:], forward)
+        of_whole = forward.of_whole()
 
     def sized(samples: int) -> Graph:
         return part.everything if samples == layout.each else forward.sized(samples).everything
@@ -178,6 +181,7 @@ class _Forward:
         """The same, with the shapes that the batch says."""
         now = copy(self)
         now.known, now.settling = {}, True
+        vars(now).pop("unsaid", None)
         return now
 
     def part(self) -> Recording:
@@ -211,10 +215,19 @@ class _Forward:
 
     def of_whole(self) -> Reads | None:
         """What Python has read of the whole batch, where that of its parts does not say it."""
-        layout, reads = self.layout, self.sized(self.layout.each).reads
-        if layout.parts == 1 or reads is None or all(read.of_whole for read in reads.asked):
-            return None
-        return self.sized(layout.total).reads
+        return self.sized(self.layout.total).reads if self.unsaid else None
+
+    @cached_property
+    def unsaid(self) -> Sequence[Read]:
+        """What Python reads of which the parts do not say what it is for the whole batch."""
+        layout, own = self.layout, self.sized(self.layout.each).reads
+        if layout.parts == 1 or own is None:
+            return ()
+        least, wide = _compared(layout.least, layout.total)
+        part, whole = self.sized(least).reads, self.sized(wide).reads
+        if part is None or len(part.asked) != len(own.asked):
+            return own.asked
+        return unsaid(part, whole, self.sampled, least, wide)
 
     def sized(self, samples: int) -> Recording:
         """The recording for so many samples: a part and this rank's batch with their values."""
@@ -269,7 +282,7 @@ class _Forward:
         return False
 
 
-def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayout) -> None:
+def _check_parts(recording: Recording, others: Sequence[Any], forward: _Forward) -> None:
     """Raises `RecordError` where Python reads something else of another micro-batch, or may of the
     whole batch.
     """
@@ -283,12 +296,12 @@ def _check_parts(recording: Recording, others: Sequence[Any], layout: BatchLayou
                 f"{difference}; one graph runs all micro-batches: pad them alike, keep the number "
                 "in a tensor, or run the batch whole (micro_batches=1)"
             )
-    unclear = [read for read in recording.reads.asked if not read.of_whole]
-    if unclear and layout.total != layout.own:
+    unclear = forward.unsaid
+    if unclear and forward.layout.total != forward.layout.own:
         raise RecordError(
             f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
             "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
-            "tensor, or train with dp=1"
+            "tensor, compute with its .item() (and no float() or int() of it), or train with dp=1"
         )
 
 
@@ -320,8 +333,7 @@ def analysed(
     Every rank looks at parts of the `least` samples, so that all come to the same; of one sample,
     no dim can be told from another of size 1: what holds for parts of two holds for it.
     """
-    least = max(least, 2)
-    wide = total if total > least else _wide(total)
+    least, wide = _compared(least, total)
     found = analyse(sized(least), sized(wide), sampled, least, wide, placing=placing)
     if (samples, total) == (least, wide):
         return found
@@ -335,6 +347,12 @@ def _telling(taken: str) -> Iterator[None]:
         yield
     except OtherPathError as error:
         raise RecordError(f"{error}; {taken}") from error
+
+
+def _compared(least: int, total: int) -> tuple[int, int]:
+    """The numbers of samples of the two recordings that are compared, for parts of `least`."""
+    least = max(least, 2)
+    return least, total if total > least else _wide(total)
 
 
 def _wide(total: int) -> int:

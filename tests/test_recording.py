@@ -71,7 +71,7 @@ def test_a_mean_of_ones_is_one() -> None:
 
 
 class ReadInPlaces(nn.Module):
-    """Asks for padding, of rows that it takes by their places; one row takes a path of its own."""
+    """Asks for padding, of as many rows as there are; one row takes a path of its own."""
 
     def __init__(self, *, otherwise: bool = False) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class ReadInPlaces(nn.Module):
         self.otherwise = otherwise
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        rows = mask[torch.arange(len(x))]
+        rows = mask.reshape(len(x), 3)
         y = self.layer(x)
         if (rows if len(x) > 1 or not self.otherwise else mask.flip(0)).any():
             y = y * 2

@@ -28,34 +28,11 @@ from merakc.ir.graph import (
     Output,
     OutputKind,
     Ref,
-    TensorSpec,
-    iter_refs,
 )
-from merakc.kernels.ops import is_pointwise, resolve_op, returns_view
+from merakc.kernels.ops import resolve_op
 
 Sources = Mapping[str, tuple[Ref, int | None]]
 """Where a symbol's value is from: the number that a value is, or its size along a dim."""
-
-
-# Calls that give an element, the largest or smallest one, or whether there is one.
-ELEMENTS = frozenset(
-    f"aten.{name}.default" for name in ("max", "min", "amax", "amin", "any", "all")
-) | {"aten.select.int", "aten.unbind.int"}  # fmt: skip
-VIEWS = frozenset({"aten.reshape.default", "aten.to.dtype", "aten.detach.default"})
-MORE = ("aten.gt.Scalar", "aten.ge.Scalar")
-COMPARED = (*MORE, "aten.lt.Scalar", "aten.le.Scalar", "aten.eq.Scalar", "aten.ne.Scalar")
-
-
-# Calls that pass elements on, their dims in their places; and reductions of dims that are given.
-PASSING = frozenset(
-    f"aten.{name}" for name in ("to.dtype", "to.device", "detach.default", "flip.default")
-) | {ITEM}  # fmt: skip
-REDUCTIONS = frozenset(
-    f"aten.{name}" for name in (
-        "sum.dim_IntList", "mean.dim", "prod.dim_int", "amax.default", "amin.default", "max.dim",
-        "min.dim", "argmax.default", "argmin.default", "any.dim", "any.dims", "all.dim", "all.dims",
-    )
-)  # fmt: skip
 
 
 class Origin(IntEnum):
@@ -124,15 +101,11 @@ def read_refs(node: Node, sources: Sources) -> list[Ref]:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A number that Python was told, and the line that asked.
-
-    `of_whole` says that the whole batch answers so if all of its parts do.
-    """
+    """A number that Python was told, and the line that asked."""
 
     number: Number
     answer: Answer
     source: str
-    of_whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,78 +266,8 @@ class Reader:
         """Notes what Python was told, if other batches may say something else."""
         refs = [self.sources[s][0] for s in number.symbols]
         if any(self._origin(ref) is Origin.BATCH for ref in refs):
-            whole = all(self._is_of_whole(s, answer) for s in number.symbols)
-            self.asked.append(Read(number, answer, source, whole))
+            self.asked.append(Read(number, answer, source))
         return answer
-
-    def _is_of_whole(self, symbol: str, answer: Answer) -> bool:
-        """Whether all parts of a batch that say so say it of the whole: of an element or a largest
-        one, of comparisons with such, and of a sum that is more than some bound in each.
-        """
-        ref, dim = self.sources[symbol]
-        node = self.maker_of(ref.node)
-        if dim is not None or node is None or not self._apart(ref):
-            return False
-        if node.op == ITEM:
-            node = self.maker_of(node.refs[0].node)
-        if node is not None and node.op in COMPARED and len(node.refs) == 1:
-            more = node.op in MORE and bool(answer) and node.args[1] >= 0
-            made = self.maker(node.refs[0], VIEWS)
-            return made in ELEMENTS or (made == "aten.sum.default" and more)
-        return node is not None and self.maker(Ref(node.name), VIEWS) in ELEMENTS
-
-    def _apart(self, ref: Ref) -> bool:
-        """Whether the calls before a value keep apart what stands in the first dim of the batch, in
-        which parts hold other samples, but for one: that which takes an element or the sum of all.
-        """
-        # With whether the dims must be those of the batch.
-        waiting, entered, one = [(ref.node, False)], set[tuple[str, bool]](), False
-        while waiting:
-            name, placed = waiting.pop()
-            node = self.maker_of(name)
-            if node is None or (name, placed) in entered:
-                continue
-            entered.add((name, placed))
-            if any(numbers((node.args, node.kwargs))):
-                return False
-            reduces = self._over_later_dims(node)
-            if not (reduces or self._of_elements(node) or (not placed and self._views(node))):
-                if one or placed:
-                    return False
-                one = True
-            before = [r.node for r in node.refs if self._origin(r) is not Origin.NOTHING]
-            waiting += [(r, placed or reduces) for r in before]
-        return True
-
-    def _of_elements(self, node: Node) -> bool:
-        """Whether each element is of those in its place."""
-        if node.op == "aten.index_put.default":  # by masks
-            kinds = [self._spec(r).dtype for r in iter_refs(node.args[1])]
-            same = self._origin(node.args[2]) is Origin.NOTHING
-            return same and all(kind == torch.bool for kind in kinds)
-        return node.op in PASSING or is_pointwise(node.op)
-
-    def _views(self, node: Node) -> bool:
-        """Whether it takes elements, at places that do not follow from the batch."""
-        if node.op == "aten.index.Tensor":
-            return all(self._origin(r) is Origin.NOTHING for r in node.refs[1:])
-        return node.op.startswith("aten.") and (node.op in VIEWS or returns_view(node.op))
-
-    def _over_later_dims(self, node: Node) -> bool:
-        """Whether it reduces dims of which the first is none."""
-        if node.op not in REDUCTIONS or len(node.args) < 2:
-            return False
-        dims = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-        count = len(self._spec(node.refs[0]).shape)
-        return bool(dims) and all(d % count for d in dims)
-
-    def _spec(self, ref: Ref) -> TensorSpec:
-        maker = self.maker_of(ref.node)
-        spec = (
-            maker.outputs[ref.index] if maker else {i.name: i.spec for i in self.inputs}[ref.node]
-        )
-        assert spec is not None, f"{ref} is no tensor"
-        return spec
 
     def reads(self) -> Reads | None:
         """What was read, with the graph that reads it again; None where that is nothing."""

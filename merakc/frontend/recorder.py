@@ -28,6 +28,7 @@ from merakc.frontend import composites, normalise, ragged
 from merakc.frontend.around import same_flags, without_modes
 from merakc.frontend.aside import AsideRecorder
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
+from merakc.frontend.builtin_calls import symbolic_builtins
 from merakc.frontend.communication import check_call, no_objects_sent
 from merakc.frontend.contexts import (
     exporting,
@@ -116,6 +117,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(self.speaking())
+            stack.enter_context(symbolic_builtins(lambda x: not self.paused and self._is_known(x)))
             stack.enter_context(without_entropy())
             stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())
