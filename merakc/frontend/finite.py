@@ -22,6 +22,7 @@ KEPT = frozenset({"aten.any.default", "aten.all.default", "aten.reshape.default"
 NOT = ("aten.logical_not.default", "aten.bitwise_not.default")
 EITHER = ("aten.logical_or.default", "aten.bitwise_or.Tensor")
 BOTH = ("aten.logical_and.default", "aten.bitwise_and.Tensor", "aten.mul.Tensor")
+LOGIC = frozenset({*KEPT, *NOT, *EITHER, *BOTH})
 # Calls whose result is not finite where the values here are not; of a quotient, the first.
 PASSING = frozenset(
     f"aten.{name}"
@@ -90,14 +91,17 @@ class FiniteGuards:
         if known is not None:
             asked.append(node.refs[0])
             return known
-        inner = [self._truth(r, made, asked) for r in node.refs]
-        if not inner or None in inner:
+        if node.op not in LOGIC or not node.refs:
             return None
+        inner: list[bool] = []
+        for each in node.refs:
+            truth = self._truth(each, made, asked)
+            if truth is None:  # which is seen at once of what is computed in many ways
+                return None
+            inner.append(truth)
         if node.op in NOT:
             return not inner[0]
-        if node.op in BOTH or (node.op in KEPT and len(inner) == 1):
-            return all(inner)
-        return any(inner) if node.op in EITHER else None
+        return any(inner) if node.op in EITHER else all(inner)
 
     def lines(self, outputs: Sequence[Output]) -> tuple[str, ...]:
         """The lines that rely on a finite loss. Raises the error of a guard that such a loss does

@@ -108,3 +108,14 @@ def test_a_number_in_a_text() -> None:
 
     check(Small(forward, layer=linear()), randn(4, 6), relative=1e-13)
     assert "__format__" not in vars(torch.SymFloat)
+
+
+def test_a_question_of_what_is_computed_in_many_ways_is_refused_at_once() -> None:
+    def forward(s: Any, x: Tensor) -> Tensor:
+        y = z = s.layer(x).sum()
+        for _ in range(60):
+            y, z = y * z, y + z  # 2 ** 60 ways
+        return z if y > 1 else y
+
+    with pytest.raises(RecordError, match="control flow depends on the data"):
+        record(Small(forward, layer=linear()), (randn(4, 6),), {})
