@@ -25,6 +25,10 @@ class ForwardError(RecordError):
     """An error of the model's own, raised by its forward; the cause is that error."""
 
 
+class OtherSizeError(RecordError):
+    """A forward that takes the batch that is given, and none of another number of samples."""
+
+
 class ShardError(MerakError):
     """A tensor-parallel degree that the model's graph does not allow."""
 

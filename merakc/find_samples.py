@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 from merakc.batch_dims import ambiguous
-from merakc.errors import MerakError
+from merakc.errors import MerakError, OtherSizeError
 from merakc.frontend.reads import ValuesNeededError
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Rows
 from merakc.ir.graph import InputKind, OutputKind
@@ -38,7 +38,8 @@ def find_samples(
     """Which of several readings of a batch, likeliest first, its forward fits.
 
     The first is taken where the losses of its parts add up, and where no other one fits; whoever
-    uses it then gets its error. `record` gives the recording under a reading, in the parts that are
+    uses it then gets its error. Where it fits no other number of samples, and another one does and
+    fails elsewhere, that is it. `record` gives the recording under a reading, in the parts that are
     to be, and `alone` in one part, by which draws are keyed. Raises `ConfigError` where there are
     several dp ranks, whose batches could be joined in several ways, and `ValuesNeededError` as
     recordings do.
@@ -52,14 +53,21 @@ def find_samples(
 def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording]) -> int:
     """The reading that the recordings fit."""
     first, *others = readings
-    recording = _recorded(record, first)
-    fit = fit_of(recording) if recording is not None else Fit.REFUSED
-    if fit is Fit.APART or (recording and fit is Fit.COUPLED and _all_sampled(recording)):
+    recording, told = _recorded(record, first), first
+    sized = not isinstance(recording, OtherSizeError)
+    fit = Fit.REFUSED if isinstance(recording, MerakError) else fit_of(recording)
+    if fit is Fit.APART:
+        return first
+    if not isinstance(recording, MerakError) and fit is Fit.COUPLED and _all_sampled(recording):
         return first
     found: list[tuple[Fit, int, BatchRecording]] = []
     for reading in others[:MOST_TRIED]:
         recording = _recorded(record, reading)
-        if recording is None or all(rows is None for _, rows in _read(recording)):
+        if isinstance(recording, MerakError):
+            if not sized and not isinstance(recording, OtherSizeError):
+                told, sized = reading, True
+            continue
+        if all(rows is None for _, rows in _read(recording)):
             continue  # of a forward that reads no samples each part would be the whole batch
         own = fit_of(recording)
         if own < fit:
@@ -67,7 +75,7 @@ def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording]) -
         if own is Fit.APART and len(recording.layout.sizes) == 1:
             break  # all that fit give one step
     if not found:
-        return first
+        return told
     best = min(own for own, _, _ in found)
     fitting = [(reading, recording) for own, reading, recording in found if own is best]
     unlike: dict[Any, BatchDims] = {}
@@ -78,14 +86,14 @@ def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording]) -
     return fitting[0][0]
 
 
-def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRecording | None:
-    """The recording under a reading; None where the forward does not take it."""
+def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRecording | MerakError:
+    """The recording under a reading, or why the forward does not take it."""
     try:
         return record(reading)
     except (ValuesNeededError, CertificateError):  # under any reading
         raise
-    except MerakError:
-        return None
+    except MerakError as error:
+        return error
 
 
 def fit_of(recording: BatchRecording) -> Fit:

@@ -21,7 +21,7 @@ from merakc.batches import (
     split_batch,
     taken_dims,
 )
-from merakc.errors import ConfigError, ForwardError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, OtherSizeError, RecordError, failure
 from merakc.find_samples import Fit, fit_of
 from merakc.frontend.reads import Read, Reads
 from merakc.frontend.record import Recording, record, without_aside
@@ -360,9 +360,9 @@ def _wide(total: int) -> int:
     return total if total > 2 else 2 * total
 
 
-def _other_size(samples: int, own: int, taken: str, error: BaseException) -> RecordError:
+def _other_size(samples: int, own: int, taken: str, error: BaseException) -> OtherSizeError:
     """That a forward only takes the batch that was given."""
-    return RecordError(
+    return OtherSizeError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
         f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
         "micro_batches=1"

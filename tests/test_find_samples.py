@@ -11,7 +11,7 @@ from torch import nn
 
 from merakc.batch_dims import parse_batch_dims
 from merakc.batches import batch_size_of
-from merakc.errors import ConfigError, RecordError
+from merakc.errors import ConfigError, OtherSizeError, RecordError
 from merakc.find_samples import MOST_TRIED, Fit, find_samples, fit_of
 from merakc.ir.batches import BatchDims, BatchLayout
 from merakc.passes.batches.certificate import CertificateError
@@ -87,6 +87,14 @@ def test_where_none_fits_the_first_is_taken() -> None:
     assert len(seen) == MOST_TRIED + 1
     with pytest.raises(RecordError, match=r"batch_dims=\{'x': 0, 'y': None\}"):
         own(0)
+
+
+def test_of_readings_that_fail_one_is_told_that_takes_other_numbers_of_samples() -> None:
+    def record(reading: int) -> BatchRecording:
+        raise (RecordError if reading == 2 else OtherSizeError)("it fails")
+
+    assert find_samples(range(4), record) == 2
+    assert find_samples(range(2), record) == 0
 
 
 def test_ranks_have_to_know_how_their_batches_join() -> None:
