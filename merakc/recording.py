@@ -301,7 +301,7 @@ def _check_parts(recording: Recording, others: Sequence[Any], forward: _Forward)
         raise RecordError(
             f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
             "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
-            "tensor, compute with its .item() (and no float() or int() of it), or train with dp=1"
+            "tensor (mask.sum().clamp(min=1)), or train with dp=1"
         )
 
 

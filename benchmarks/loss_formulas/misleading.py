@@ -39,7 +39,20 @@ def _written(z: Tensor, b: Named) -> Tensor:
     return (buffer - b.target[:, :3]).pow(2).mean()
 
 
+def _twice_if(z: Tensor, b: Named, asked: object) -> Tensor:
+    return _square(z, b).mean() * (2 if asked else 1)
+
+
 ROWS = formulas("misleading", {
+    "twice_if_middle_weight": lambda z, b, p: _twice_if(
+        z, b, b.weight[len(b.weight) // 2] > b.weight[0]),
+    "twice_if_middle_of_view": lambda z, b, p: _twice_if(z, b, b.mask.view(2, -1)[1, 0] > 0),
+    "twice_if_more_than_samples": lambda z, b, p: _twice_if(z, b, b.multi.max() >= len(z) - 3),
+    "twice_if_weights_spread": lambda z, b, p: _twice_if(
+        z, b, b.weight.max().item() - b.weight.min().item() > 3),
+    "twice_if_class_is_usual": lambda z, b, p: _twice_if(
+        z, b, F.one_hot(b.c, CLASSES).sum(0)[2].item() > 2),
+    "twice_if_all_but_last": lambda z, b, p: _twice_if(z, b, (b.y[:-1] < 0).any()),
     "square_parameter": lambda z, b, p: (_wide(z, p) @ p.square).pow(2).mean(),
     "square_parameter_first": lambda z, b, p: (p.square @ _wide(z, p).T).tanh().mean(),
     "square_parameter_over_samples": lambda z, b, p: (p.square @ z).tanh().mean(),

@@ -193,6 +193,17 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether nothing but the batch stands before an argument."""
         return not isinstance(value, torch.Tensor) or self.reader.is_known(self._ref(value))
 
+    def _known_tensor(self, value: Any) -> torch.Tensor | None:
+        """A tensor, or a symbol as one, if nothing but the batch stands before it."""
+        if isinstance(value, torch.Tensor):
+            return value if self._is_known(value) else None
+        if not self.reader.knows(number(value)):
+            return None
+        with self.fake_mode:
+            found = torch.empty((), dtype=torch.float64)
+        self.aliases.add(found, self._tensor_of(value))
+        return found
+
     def _with_sizes(self, value: Any) -> Any:
         """A tensor whose shape the batch alone says, with numbers in it."""
         if not isinstance(value, torch.Tensor) or not is_symbolic(value):

@@ -117,7 +117,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(self.speaking())
-            stack.enter_context(symbolic_builtins(lambda x: not self.paused and self._is_known(x)))
+            stack.enter_context(symbolic_builtins(self._known_tensor))
             stack.enter_context(without_entropy())
             stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())

@@ -1,4 +1,4 @@
-"""`max` and `min` of whole numbers that the batch says: one graph, whatever they give."""
+"""`max` and `min` of what the batch says: one graph, whatever they give."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ def by_item(y: Tensor, m: Tensor) -> Tensor:
     return (y * m).sum() / max(1, m.sum().item())
 
 
+def by_float_item(y: Tensor, m: Tensor) -> Tensor:
+    return (y * m).sum() / max(m.double().sum().item(), 1) + y.mean() * min(
+        2.5, m.mul(2.0).sum().item()
+    )
+
+
+def by_two_floats(y: Tensor, m: Tensor) -> Tensor:
+    w = m.float()
+    return y.sum() / (1 + max(w[0].mean().item(), w[1].mean().item()))
+
+
+def by_float_tensor(y: Tensor, m: Tensor) -> Tensor:
+    return (y * m).sum() / max(m.double().sum(), 1.0) + y.mean() * min(3, m.double().sum())
+
+
 def by_tensor(y: Tensor, m: Tensor) -> Tensor:
     return (y * m).sum() / max(m.sum(), 1) + y.mean() * min(3, m.sum())
 
@@ -31,7 +46,7 @@ def by_two_items(y: Tensor, m: Tensor) -> Tensor:
     return y.sum() / (1 + max(m[0].sum().item(), m[1].sum().item()))
 
 
-FORWARDS = [by_item, by_tensor, by_two_items]
+FORWARDS = [by_item, by_float_item, by_two_floats, by_float_tensor, by_tensor, by_two_items]
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
@@ -67,11 +82,22 @@ def test_what_parameters_stand_before_is_asked_as_before() -> None:
         record(Small(forward, layer=linear()), (randn(4, 6),), {})
 
 
-def test_floats_are_compared_as_python_does() -> None:
-    def forward(s: Any, x: Tensor, m: Tensor) -> Tensor:
-        return s.layer(x).sum() * max(1.0, m.double().sum().item())
+@pytest.mark.parametrize("item", [True, False])
+@pytest.mark.parametrize("name", ["max", "min"])
+@pytest.mark.parametrize("bound_first", [True, False])
+def test_what_is_no_number_is_compared_as_python_does(
+    name: str, bound_first: bool, item: bool
+) -> None:
+    def forward(s: Any, x: Tensor, w: Tensor) -> Tensor:
+        total = w.sum().item() if item else w.sum()
+        function = getattr(builtins, name)
+        factor = function(1.5, total) if bound_first else function(total, 1.5)
+        return s.layer(x).sum() * (w.new_zeros(()) + factor).nan_to_num(7.0)
 
-    model = Small(forward, layer=linear())
-    reads = check(model, randn(4, 6), MASK, relative=1e-12).reads
-    assert reads is not None
-    assert [type(read.answer) for read in reads.asked] == [bool]
+    model, x = Small(forward, layer=linear()), randn(4, 6)
+    recording = record(model, (x, torch.ones(2).double()), {})
+    assert recording.reads is None
+    for weights in (torch.ones(2), torch.full((2,), float("nan")), -torch.ones(2)):
+        given = x, weights.double()
+        found = run_graph(recording.graph, inputs_of(recording.graph, model, given, {}))
+        same(found, run_eager(model, given, {}), model, 1e-12)
