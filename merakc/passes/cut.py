@@ -106,8 +106,13 @@ def cut(
 
 def _check_stages(dag: WeightedDag, stages: int, unit: str) -> None:
     """Raises `CutError` where there are too few nodes that take time, of this `unit`."""
+    if not dag.weights:
+        raise CutError(
+            "the loss follows from no operation on parameters, so that there is nothing to train; "
+            "return a loss of what the layers compute"
+        )
     working = sum(weight > 0 for weight in dag.weights)
-    most = max(working, min(1, len(dag.weights)))
+    most = max(working, 1)
     if not 1 <= stages <= most:
         raise CutError(
             f"cannot cut the graph into {stages} pipeline stages: {working} of its {unit} take "

@@ -229,3 +229,8 @@ def test_thousands_of_nodes_with_a_dominating_head() -> None:
     report = check(chain([*layers, sum(layers) / 4], [100, 900, 900, 50, 900, 70] * 801), 32)
     assert report.bound_load == pytest.approx(0.2 * 32)
     assert report.cut_bytes == 31 * 50
+
+
+def test_a_loss_of_nothing_is_refused() -> None:
+    with pytest.raises(CutError, match="the loss follows from no operation on parameters"):
+        cut(chain([]), 1)
