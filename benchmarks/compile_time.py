@@ -25,12 +25,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from merakc.cluster import Cluster
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
-from merakc.passes.shard import shard
-from merakc.planner import make_plan
-from merakc.recording import record_part
+from merakc.lowering.lowered import make_plan
+from merakc.lowering.recording import record_part
+from merakc.machines.cluster import Cluster
+from merakc.passes.sharding.shard import shard
 from merakc.report.text import format_bytes, format_seconds
 
 TP, PP = 8, 8

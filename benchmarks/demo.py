@@ -30,10 +30,10 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
-from merakc.report.plot import plot_losses
+from merakc.report.charts.plot import plot_losses
 from merakc.report.text import format_bytes, format_seconds, plan_table
 from merakc.report.trace import write_trace
-from merakc.simulate import Simulation
+from merakc.simulation.simulate import Simulation
 
 TP, PP = 2, 2
 MICRO_BATCHES = 4

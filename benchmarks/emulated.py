@@ -32,11 +32,11 @@ from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import TensorSpec
 from merakc.ir.program import ActionKind, Mesh, Program, Transfer
 from merakc.ir.schedule import Schedule
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.runtime.groups import Groups
 from merakc.runtime.messages import Messages
 from merakc.schedules.registry import NAMES, make_schedule
-from merakc.simulate import simulate
+from merakc.simulation.simulate import simulate
 
 BOUND, REAL_BOUND = 0.03, 0.10
 CALIBRATIONS = 10

@@ -31,9 +31,9 @@ from benchmarks.fidelity_data import (
     read_rows,
 )
 from benchmarks.fidelity_fit import constants_of, correct, fit, predict
-from merakc.cluster import Hardware
-from merakc.cluster_files import preset
 from merakc.costs.measured import NONE, Corrections
+from merakc.machines.cluster import Hardware
+from merakc.machines.cluster_files import preset
 
 BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
 FITTED = 20

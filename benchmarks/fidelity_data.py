@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.gpt import Shape
 from merakc.costs.state import Precision
-from merakc.estimate import Degrees, Habits
 from merakc.ir.state import StateShards
+from merakc.planner.estimate import Degrees, Habits
 
 FILES = ("vtrain_single_node.csv", "vtrain_multi_node.csv", "published.json")
 COLUMNS = (

@@ -11,10 +11,10 @@ from scipy.optimize import least_squares
 
 from benchmarks.fidelity_data import Row, labels
 from benchmarks.gpt import gpt_pieces
-from merakc.cluster import Hardware
 from merakc.costs.measured import NONE, Corrections, learn
-from merakc.costs.pieces import Piece
-from merakc.estimate import Estimate, estimate_step
+from merakc.costs.work.pieces import Piece
+from merakc.machines.cluster import Hardware
+from merakc.planner.estimate import Estimate, estimate_step
 
 
 @dataclass(frozen=True, slots=True)

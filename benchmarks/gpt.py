@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from merakc.costs.pieces import Piece, cut_pieces
+from merakc.costs.work.pieces import Piece, cut_pieces
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph
+from merakc.lowering.lowered import TRAINING
+from merakc.lowering.recording import record_part
 from merakc.passes.batches.recorded import in_parts
-from merakc.passes.localise import localise
-from merakc.passes.shard import shard
-from merakc.planner import TRAINING
-from merakc.recording import record_part
+from merakc.passes.sharding.localise import localise
+from merakc.passes.sharding.shard import shard
 
 Attention = Literal["parts", "fused"]
 DROPPED = 0.1

@@ -11,7 +11,6 @@ import torch.distributed as dist
 import merakc
 from benchmarks.models import ModelCase
 from benchmarks.reference import split_batch, step_batch
-from merakc.cluster import Cluster
 from merakc.equality.casts import lifted_casts
 from merakc.equality.compare import (
     Difference,
@@ -24,6 +23,7 @@ from merakc.equality.compare import (
 )
 from merakc.ir.program import Mesh
 from merakc.ir.state import ShardsGiven
+from merakc.machines.cluster import Cluster
 
 __all__ = [
     "Difference",

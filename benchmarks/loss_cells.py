@@ -23,10 +23,10 @@ import merakc
 from benchmarks.loss_formulas import FORMULAS
 from benchmarks.loss_formulas.formula import SAMPLES, build, samples_between, whole_batch
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
-from merakc.cluster import NOMINAL_CPU
 from merakc.equality.compare import Reference, Tensors, worst_difference
 from merakc.errors import MerakError, MismatchError
 from merakc.ir.program import Mesh
+from merakc.machines.cluster import NOMINAL_CPU
 
 BOUND = 1e-10
 # The formulas in one set of ranks: few enough for progress to be seen, enough for starts not to.

@@ -41,7 +41,7 @@ from benchmarks.sabotaged_losses import complaints as missed
 from benchmarks.sabotaged_losses import summary as sabotage_summary
 from benchmarks.sabotaged_losses import table as sabotage_rows
 from merakc.ir.program import Mesh
-from merakc.passes.batches.certificate import LIMIT
+from merakc.passes.batches.proof.certificate import LIMIT
 
 # Where tp splits what the loss is made of: classes, words, features, parameters, similarities.
 TP_FORMULAS = """

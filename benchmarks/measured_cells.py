@@ -35,10 +35,10 @@ from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import step_peak
 from benchmarks.ranks import run_ranks
 from benchmarks.reports import told_run
-from merakc.calibration import calibrate
-from merakc.cluster import Hardware
-from merakc.cluster_files import load_cluster
-from merakc.predict import predict
+from merakc.cli.calibration import calibrate
+from merakc.lowering.predict import predict
+from merakc.machines.cluster import Hardware
+from merakc.machines.cluster_files import load_cluster
 
 STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND, PRICE_BOUND = 0.10, 0.05, 0.05, 0.05, 0.05
 BATCH, MICRO_BATCHES = 16, 4

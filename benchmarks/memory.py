@@ -29,8 +29,8 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
-from merakc.model import ParallelModel
 from merakc.runtime.live_bytes import LiveBytes
+from merakc.train.model import ParallelModel
 
 # Large enough that kernels, and not Python between them, say when a message leaves.
 RANKS, MICRO_BATCHES, BATCH_SIZE = 2, 4, 512

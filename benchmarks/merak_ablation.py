@@ -42,8 +42,8 @@ from benchmarks.merak_plans import (
     stage_aware,
     unrecomputed,
 )
-from merakc.cluster import Hardware
-from merakc.cluster_files import preset
+from merakc.machines.cluster import Hardware
+from merakc.machines.cluster_files import preset
 
 # Sequences of a Megatron-LM of these sizes, and a step of its 8.3 billion parameters (Shoeybi et
 # al., arXiv 1909.08053, section 5.1); its vocabulary, padded for tp = 8.

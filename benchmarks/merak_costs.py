@@ -1,9 +1,9 @@
 """The stages of a GPT whose micro-batches run whole or in parts, from kernels by shape.
 
 Parts are ordered by the list scheduler that orders the graphs of a real stage
-(`merakc.passes.two_resources`): here its tasks are the kernels of a recorded part on a device, and
-the collectives on links. Smaller products are less efficient, each part launches all of its kernels
-anew, and what runs beside communication is slower.
+(`merakc.passes.overlap.two_resources`): here its tasks are the kernels of a recorded part on a
+device, and the collectives on links. Smaller products are less efficient, each part launches all of
+its kernels anew, and what runs beside communication is slower.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from itertools import accumulate
 
 from benchmarks.gpt import Shape, gpt_graph
 from merakc.costs.device import OVERLAP_NORM, Place, collective_seconds, kernel_seconds
-from merakc.costs.kernels import Kernel, KernelKind, parts_work
-from merakc.costs.pieces import NUMBERED, Piece, cut_pieces
 from merakc.costs.stages import PieceCost, piece_cost, stage_costs
+from merakc.costs.work.kernels import Kernel, KernelKind, parts_work
+from merakc.costs.work.pieces import NUMBERED, Piece, cut_pieces
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind, Node
 from merakc.ir.state import UNSHARDED, StateShards
-from merakc.passes.interval import least_largest_load
-from merakc.passes.subpipeline import LAGS, SLOWDOWN
-from merakc.passes.two_resources import Task, list_schedule
+from merakc.passes.overlap.subpipeline import LAGS, SLOWDOWN
+from merakc.passes.overlap.two_resources import Task, list_schedule
+from merakc.passes.stages.interval import least_largest_load
 
 # The first and the last block differ from those between; two and three of these in a row show what
 # one more takes.

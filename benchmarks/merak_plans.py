@@ -1,7 +1,8 @@
 """Layouts of a GPT on a cluster, and the orders of work that each of them runs: how long a step is.
 
 The orders are those of `merakc.schedules`, run on costs of stages from pieces (`merak_costs`).
-What follows the micro-batches, reducing gradients and the optimizer, is `merakc.estimate`'s.
+What follows the micro-batches, reducing gradients and the optimizer, is
+`merakc.planner.estimate`'s.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from benchmarks.merak_costs import (
     pieces_of,
     with_kept_blocks,
 )
-from merakc.cluster import Hardware
 from merakc.costs.fabric import message_seconds
 from merakc.costs.stages import even_stages, piece_cost, rank_place
 from merakc.errors import ConfigError
-from merakc.estimate import Degrees, Habits, estimate_step
 from merakc.ir.costs import StageCost
 from merakc.ir.state import StateShards
-from merakc.passes.subpipeline import SLOWDOWN
+from merakc.machines.cluster import Hardware
+from merakc.passes.overlap.subpipeline import SLOWDOWN
+from merakc.planner.estimate import Degrees, Habits, estimate_step
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
 from merakc.schedules.placement import Placement, place

@@ -29,7 +29,6 @@ from rich.progress import track
 from torch import nn
 
 from benchmarks.models import words
-from merakc.cluster import NOMINAL_GPU
 from merakc.equality.check import DOUBLE, LIMIT
 from merakc.equality.compare import worst_difference
 from merakc.equality.ranks import run_ranks
@@ -41,11 +40,12 @@ from merakc.ir.plan import Plan, file_text, parse_plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import parse_shards
-from merakc.overlap import with_parts
-from merakc.planner import apply_plan, make_plan
-from merakc.predict import predict
-from merakc.recording import record_part
-from merakc.verify import verify_programs
+from merakc.lowering.lowered import apply_plan, make_plan
+from merakc.lowering.overlap import with_parts
+from merakc.lowering.predict import predict
+from merakc.lowering.recording import record_part
+from merakc.machines.cluster import NOMINAL_GPU
+from merakc.simulation.faults import verify_programs
 
 SAMPLES, MICRO_BATCHES, VOCABULARY, LENGTH = 8, 4, 24, 6
 REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"

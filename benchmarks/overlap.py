@@ -39,7 +39,7 @@ from rich.table import Table
 
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
-from merakc.cluster import NOMINAL_CPU
+from merakc.machines.cluster import NOMINAL_CPU
 
 MODELS = "llama,gpt2"
 SHARES = "0.10,0.25,0.45,0.60"

@@ -29,9 +29,9 @@ from benchmarks.layouts import Difference, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, lifted_casts, split_state, step_batch
 from benchmarks.zoo_models import ZOO
-from merakc.cluster import NOMINAL_CPU
-from merakc.costs.flops import COLLECTIVES, PIPELINED
-from merakc.model import ParallelModel
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
 
 TRIED = "gpt2,llama,qwen3,t5,bert,vit,mixtral,whisper,deepseek_v3,nn_transformer"
 LAYOUTS = "2,1;4,1;2,2;4,2"  # tp, pp

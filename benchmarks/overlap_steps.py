@@ -24,12 +24,12 @@ from benchmarks.peers.networks import Network, NetworkError
 from benchmarks.peers.rounds import MAX_OTHERS, cpu_busy_s
 from benchmarks.ranks import run_ranks
 from benchmarks.waiting import Device, standing_in
-from merakc.cluster import NOMINAL_CPU, Cluster
 from merakc.costs.roofline import graph_seconds, link_seconds, node_seconds
 from merakc.ir.graph import Graph
 from merakc.kernels.ops import STARTED
-from merakc.model import ParallelModel
+from merakc.machines.cluster import NOMINAL_CPU, Cluster
 from merakc.runtime.agreement import Agreement
+from merakc.train.model import ParallelModel
 
 RANKS = 2
 MICRO_BATCHES = 1

@@ -36,8 +36,8 @@ from benchmarks.loss_formulas.formula import (
     build,
     whole_batch,
 )
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import MerakError
+from merakc.machines.cluster import NOMINAL_CPU
 
 MICRO_BATCHES = 4
 DEPTH = 5

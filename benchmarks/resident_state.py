@@ -24,8 +24,8 @@ import merakc
 from benchmarks.layouts import Task
 from benchmarks.reference import optimizer_for, split_batch, step_batch
 from merakc.ir.program import Action, ActionKind
-from merakc.model import ParallelModel
 from merakc.runtime.executor import Step
+from merakc.train.model import ParallelModel
 
 Sizes = dict[int, int]  # bytes by a storage's address
 LOOKS, LOOKS_APART_S = 3, 0.02

@@ -30,14 +30,14 @@ from benchmarks.sabotage import Log, Sabotage
 from merakc.errors import MerakError, RecordError
 from merakc.ir.batches import BatchLayout, BatchSplit, Rows
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind, Ref
+from merakc.lowering.recording import _Forward, analysed
+from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.analyse import Analysis
-from merakc.passes.batches.certificate import LIMIT, certify
 from merakc.passes.batches.part import keyed
-from merakc.passes.batches.replay import replay
+from merakc.passes.batches.proof.certificate import LIMIT, certify
+from merakc.passes.batches.proof.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import Kind
-from merakc.passes.interpret import interpret
-from merakc.recording import _Forward, analysed
 
 CPU = torch.device("cpu")
 EVEN, UNEVEN = (2, 2, 2, 2), (5, 3)

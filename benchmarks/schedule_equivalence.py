@@ -27,8 +27,8 @@ from benchmarks.layouts import Difference, first_inequality, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, lifted_casts, split_state, step_batch
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import CutError
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.schedules.registry import NAMES
 
 TRIED = "gpt2,llama,t5,bert,resnet"

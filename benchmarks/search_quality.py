@@ -25,19 +25,19 @@ from torch import nn
 from benchmarks.fidelity import BESIDE
 from benchmarks.fidelity_data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
-from merakc.candidates import Candidates, find_candidates, open_layouts, price_layout
-from merakc.cluster import Hardware
-from merakc.cluster_files import hardware_for, preset
-from merakc.costs.scaled import SAMPLES
 from merakc.costs.state import MIXED
+from merakc.costs.work.scaled import SAMPLES
 from merakc.errors import FitError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
-from merakc.offline import Recordings, asked_for, plan_offline, state_precision
-from merakc.piece_table import PieceTable
-from merakc.recording import record_part
-from merakc.search import Request, search
-from merakc.sources import Source
+from merakc.lowering.recording import record_part
+from merakc.machines.cluster import Hardware
+from merakc.machines.cluster_files import hardware_for, preset
+from merakc.planner.candidates import Candidates, find_candidates, open_layouts, price_layout
+from merakc.planner.offline import Recordings, asked_for, plan_offline, state_precision
+from merakc.planner.piece_table import PieceTable
+from merakc.planner.search import Request, search
+from merakc.planner.sources import Source
 
 TOLERANCE = 0.01
 CPU = torch.device("cpu")

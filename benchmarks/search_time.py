@@ -79,12 +79,12 @@ def search_here(case: Case) -> dict[str, object]:
     """The figures of this process, once the plan is written."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     # First, as by the command line: it imports torch without looking for garbage all the time.
-    from merakc.commands.clusters import machines
-    from merakc.garbage import leave_garbage
+    from merakc.cli.clusters import machines
     from merakc.ir.precision import parse_precision
-    from merakc.offline import plan_offline
-    from merakc.search import Request
-    from merakc.sources import load_source
+    from merakc.machines.garbage import leave_garbage
+    from merakc.planner.offline import plan_offline
+    from merakc.planner.search import Request
+    from merakc.planner.sources import load_source
 
     import torch  # isort: skip
 

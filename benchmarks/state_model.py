@@ -25,7 +25,7 @@ from scipy.optimize import differential_evolution
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import DpGroup, Layer, StateCost, state_bytes, state_cost
 from merakc.ir.state import StateShards
-from merakc.passes.state import choose_state
+from merakc.passes.programs.state import choose_state
 
 MAX_ERROR = 0.06
 RANKS_PER_NODE = 8

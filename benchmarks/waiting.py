@@ -18,11 +18,11 @@ from unittest import mock
 
 import torch
 
-from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES, FREE
 from merakc.costs.roofline import node_seconds
+from merakc.costs.work.flops import COLLECTIVES, FREE
 from merakc.ir.graph import Graph, Node
 from merakc.kernels.ops import STARTED, WAIT
+from merakc.machines.cluster import Cluster
 from merakc.runtime import codegen, pieces
 
 # A wait that takes longer had something to wait for.

@@ -36,14 +36,14 @@ from benchmarks.zero_study_measured import (
     measured_table,
     misses,
 )
-from merakc.cluster import Cluster
 from merakc.costs.fabric import Fabric
 from merakc.costs.layers import graph_layers
-from merakc.costs.memory import live_bytes
 from merakc.costs.state import DpGroup, Layer, state_cost
+from merakc.costs.work.memory import live_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import InputKind
 from merakc.ir.state import StateShards
+from merakc.machines.cluster import Cluster
 from merakc.report.text import format_bytes
 
 WIDTH = 110  # of what is printed, at least

@@ -32,12 +32,12 @@ from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
 from benchmarks.reports import one_line
 from benchmarks.zoo_models import ZOO
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import MerakError, RecordError, ShardError
 from merakc.frontend.record import record
 from merakc.ir.program import Mesh
-from merakc.passes.shard import shard
-from merakc.planner import training_graph
+from merakc.lowering.lowered import training_graph
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.passes.sharding.shard import shard
 
 # name -> (dp, tp, pp)
 CELLS = {

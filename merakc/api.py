@@ -17,48 +17,48 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merakc.batch_dims import GivenDims, parse_batch_dims
-from merakc.batches import (
+from merakc.batches.dims import GivenDims, parse_batch_dims
+from merakc.batches.split import (
     call_arguments,
     tensors_of,
     with_tensor_specs,
 )
-from merakc.bookkeeping import Bookkeeper, make_header
-from merakc.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.errors import MerakWarning
-from merakc.expected import expected
-from merakc.find_samples import find_samples
-from merakc.frontend.fingerprint import fingerprint
-from merakc.frontend.reads import ValuesNeededError
+from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.frontend.regions import WHY as DYNAMIC
 from merakc.frontend.source import INSTALLED
-from merakc.frontend.structures import open_dataclasses
-from merakc.garbage import few_collections
+from merakc.frontend.values.reads import ValuesNeededError
+from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven
 from merakc.kernels import gemm
 from merakc.kernels.collectives import unbind_axes
-from merakc.model import ParallelModel
-from merakc.overlap import with_parts
+from merakc.lowering.find_samples import find_samples
+from merakc.lowering.lowered import Lowered, apply_plan
+from merakc.lowering.overlap import with_parts
+from merakc.lowering.recording import record_part, with_loss
+from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.machines.garbage import few_collections
+from merakc.machines.start import device_of, start_distributed
 from merakc.passes.batches.recorded import BatchRecording
-from merakc.planner import Lowered, apply_plan
-from merakc.recording import record_part, with_loss
-from merakc.requested import first_parts, requested
+from merakc.planner.requested import first_parts, requested
+from merakc.planner.search import Request, meshes, search
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
-from merakc.search import Request, meshes, search
-from merakc.start import device_of, start_distributed
-from merakc.steps import Steps
-from merakc.trials import shared_cores
+from merakc.train.bookkeeping import Bookkeeper, make_header
+from merakc.train.expected import expected
+from merakc.train.model import ParallelModel
+from merakc.train.steps import Steps
+from merakc.train.trials import shared_cores
+from merakc.train.weights import find_placements, shard_state, take_over
 from merakc.version import __version__
-from merakc.weights import find_placements, shard_state, take_over
 
 _living: WeakSet[Steps] = WeakSet()
 # The share of the forward's arithmetic from which on it matters that a part runs as it is.

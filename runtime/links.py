@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from merakc.cluster import Sharing
+from merakc.machines.cluster import Sharing
 
 REPEATS = 5
 SMALL_BYTES, LARGE_BYTES = 64, 1 << 22

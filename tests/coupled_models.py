@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from merakc.ir.batches import BatchLayout, ShareKind
+from merakc.lowering.recording import record_part
 from merakc.passes.batches.recorded import BatchRecording
-from merakc.recording import record_part
 
 Tensors = dict[str, torch.Tensor]
 WIDTH, EXPERTS = 8, 3

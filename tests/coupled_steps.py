@@ -8,18 +8,18 @@ from typing import Any
 
 import torch
 
-from merakc.cluster import NOMINAL_CPU
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, Ref
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
 from merakc.kernels.collectives import bind_axis
-from merakc.knowledge import Knowledge
-from merakc.planner import Lowered, adapt_plan, make_plan
+from merakc.lowering.lowered import Lowered, adapt_plan, make_plan
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.executor import Executor
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups
 from merakc.runtime.head import HeadRunner
+from merakc.train.knowledge import Knowledge
 from tests.coupled_models import Coupled, Tensors
 
 CPU = torch.device("cpu")

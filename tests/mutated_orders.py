@@ -10,8 +10,8 @@ from dataclasses import replace
 from merakc.errors import MerakError
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
 from merakc.ir.schedule import Schedule
-from merakc.passes.schedule import build_programs
-from merakc.verify import run_programs, verify_programs
+from merakc.passes.programs.schedule import build_programs
+from merakc.simulation.faults import run_programs, verify_programs
 
 KINDS = [k for k in ActionKind if k.is_compute]
 

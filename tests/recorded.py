@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import batch_size_of, call_arguments
+from merakc.batches.split import batch_size_of, call_arguments
 from merakc.ir.batches import BatchLayout
+from merakc.lowering.recording import record_part
 from merakc.passes.batches.recorded import BatchRecording
-from merakc.recording import record_part
 
 
 def recorded(

@@ -18,9 +18,9 @@ from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import train_reference
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import RecordError
 from merakc.ir.program import ActionKind, Mesh
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Words, assert_close, build, gradients, warm_up, words
 from tests.frontend.small import Small
 

@@ -29,7 +29,7 @@ def printed(folder: Path, command: str) -> str:
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": COLUMNS}
     done = subprocess.run(
-        [sys.executable, "-c", "from merakc.cli import app; app()", *command.split()[1:]],
+        [sys.executable, "-c", "from merakc.cli.app import app; app()", *command.split()[1:]],
         cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -25,9 +25,9 @@ from benchmarks.reference import (
     step_batch,
     train_reference,
 )
-from merakc.cluster import NOMINAL_CPU
-from merakc.costs.sharded import OPTIMIZER_STATES
+from merakc.costs.work.sharded import OPTIMIZER_STATES
 from merakc.ir.program import Mesh
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.shards import Bucket
 
 # peft asks transformers by a name that transformers will drop.

@@ -101,7 +101,7 @@ def test_the_command_line_works(tmp_path: Path) -> None:
     lines = [c.split()[1:] for c in COMMANDS if c.startswith("merakc ")]
     assert [words[0] for words in lines] == ["plan", "plan", "show", "show", "diff"]
     for words in lines:
-        command = [sys.executable, "-c", "from merakc.cli import app; app()", *words]
+        command = [sys.executable, "-c", "from merakc.cli.app import app; app()", *words]
         done = subprocess.run(
             command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True, text=True, timeout=240, check=False,

@@ -27,7 +27,7 @@ def printed(folder: Path) -> str:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": COLUMNS}
     done = None
     for line in BLOCK.splitlines():
-        command = [sys.executable, "-c", "from merakc.cli import app; app()", *line.split()[1:]]
+        command = [sys.executable, "-c", "from merakc.cli.app import app; app()", *line.split()[1:]]
         done = subprocess.run(
             command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
         )

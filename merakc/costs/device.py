@@ -7,8 +7,8 @@ too few; so the model takes the best of them. Nothing is faster than its memory 
 Waterman and Patterson, "Roofline", CACM 52(4), 2009).
 
 Four constants of a device say how far programs are from its data sheet: `product_share`,
-`traffic_share`, `launch_s` and the links' `link_share` (`merakc.cluster`). All others here are the
-same for every device.
+`traffic_share`, `launch_s` and the links' `link_share` (`merakc.machines.cluster`). All others here
+are the same for every device.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
-from merakc.cluster import Device, DtypeName, Factors, Points, Profile
 from merakc.costs.fabric import Fabric, Group, all_gather_seconds, all_reduce_seconds, axis_group
-from merakc.costs.kernels import Kernel, KernelKind, Work
+from merakc.costs.work.kernels import Kernel, KernelKind, Work
+from merakc.machines.cluster import Device, DtypeName, Factors, Points, Profile
 
 # Tiles of a product that libraries choose from, rows by columns, and the share of the best rate
 # that each reaches: smaller ones read their arguments more often (the guide above, figure 4).

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from merakc.cluster import Hardware
+from merakc.machines.cluster import Hardware
 
 
 @dataclass(frozen=True, slots=True)

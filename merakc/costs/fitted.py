@@ -7,10 +7,10 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from merakc.cluster import Factors
 from merakc.errors import CalibrationError
 from merakc.ir.ledger import Header, Ledger, StepLine
 from merakc.ir.program import ActionKind
+from merakc.machines.cluster import Factors
 
 FORWARD = (ActionKind.FORWARD, ActionKind.RECOMPUTE)
 BACKWARD = (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES, PIPELINED, wire_bytes
 from merakc.costs.roofline import link_seconds, node_seconds, pipelined
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED, wire_bytes
 from merakc.ir.costs import GraphCollective, GraphCollectives
 from merakc.ir.graph import Graph, Node
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.ops import STARTED, WAIT
+from merakc.machines.cluster import Cluster
 
 
 def graph_collectives(graph: Graph, cluster: Cluster) -> tuple[GraphCollective, ...]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merakc.cluster import Cluster
 from merakc.costs.roofline import node_seconds
 from merakc.costs.state import Layer
 from merakc.ir.graph import Graph, InputKind, Ref
+from merakc.machines.cluster import Cluster
 
 # A backward is two forwards: the gradients of both arguments of every product.
 BACKWARD_PER_FORWARD = 2.0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from merakc.cluster import Cluster, Device, Hardware, slowest_of
 from merakc.ir.program import Mesh
+from merakc.machines.cluster import Cluster, Device, Hardware, slowest_of
 
 
 @lru_cache(maxsize=1 << 10)

@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merakc.cluster import Cluster
-from merakc.costs.flops import COLLECTIVES, FREE, PIPELINED, node_bytes, node_flops, wire_bytes
+from merakc.costs.work.flops import COLLECTIVES, FREE, PIPELINED, node_bytes, node_flops, wire_bytes
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels.ops import STARTED, WAIT
+from merakc.machines.cluster import Cluster
 
 # How often a collective moves its tensor over a rank's link. A ring all-reduce is a reduce-scatter
 # and an all-gather (Patarasuk and Yuan, JPDC 69(2), 2009), each (n - 1) / n times on n ranks.

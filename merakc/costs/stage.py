@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from merakc.cluster import Cluster, Device, Factors
 from merakc.costs.device import backward_seconds, forward_seconds
-from merakc.costs.kernels import graph_work
-from merakc.costs.memory import ActionBytes, live_bytes, order_bytes
-from merakc.costs.pieces import kept_and_again
 from merakc.costs.roofline import graph_seconds
-from merakc.costs.sharded import graph_state_bytes
 from merakc.costs.stages import rank_place
+from merakc.costs.work.kernels import graph_work
+from merakc.costs.work.memory import ActionBytes, live_bytes, order_bytes
+from merakc.costs.work.pieces import kept_and_again
+from merakc.costs.work.sharded import graph_state_bytes
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Chunk
 from merakc.ir.state import UNSHARDED, StateShards
+from merakc.machines.cluster import Cluster, Device, Factors
 
 # A backward is about two forwards: the gradients of both arguments of every product.
 BACKWARD_PER_FORWARD = 2.0

@@ -10,14 +10,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from merakc.cluster import Device, Hardware
 from merakc.costs.device import Place, backward_seconds, forward_seconds, traffic_seconds
 from merakc.costs.fabric import hardware_fabric
 from merakc.costs.measured import NONE, Corrections
-from merakc.costs.pieces import Piece
 from merakc.costs.state import MIXED, Precision, state_bytes
+from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.state import UNSHARDED, StateShards
+from merakc.machines.cluster import Device, Hardware
 
 
 @dataclass(frozen=True, slots=True)

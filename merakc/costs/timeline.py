@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
 from merakc.costs.head import HeadBytes
-from merakc.costs.memory import ActionBytes, Sum, order_bytes
-from merakc.costs.sharded import SunkGradients
+from merakc.costs.work.memory import ActionBytes, Sum, order_bytes
+from merakc.costs.work.sharded import SunkGradients
 from merakc.errors import ProgramError
 from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Chunk, Event, Program
 

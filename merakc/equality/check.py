@@ -12,8 +12,7 @@ from itertools import product
 import torch
 from torch import nn
 
-from merakc.batches import call_arguments
-from merakc.carry import Degrees, carry_plan
+from merakc.batches.split import call_arguments
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
 from merakc.equality.lower import lost, lower_degrees, replicas
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
@@ -22,15 +21,16 @@ from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink
 from merakc.equality.train import Case, comparable, train_on_rank
 from merakc.errors import ConfigError, MerakError, PlanError
-from merakc.frontend.fingerprint import fingerprint, first_difference
+from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
-from merakc.recording import record_part
+from merakc.lowering.recording import record_part
+from merakc.planner.carry import Degrees, carry_plan
+from merakc.planner.sources import Source
 from merakc.report.units import format_bytes
-from merakc.sources import Source
 
 STEPS = 2
 LIMIT = 1e-10  # float64 has sixteen digits, and other orders of summation lose some

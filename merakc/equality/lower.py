@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from merakc.carry import Degrees, shard_counts
 from merakc.errors import ConfigError
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
+from merakc.planner.carry import Degrees, shard_counts
 
 # The least that splits at all.
 DEGREE = 2

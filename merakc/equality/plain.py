@@ -10,7 +10,7 @@ from torch import nn
 
 from merakc.equality.compare import Reference, optimizer_for, split_state
 from merakc.errors import ConfigError
-from merakc.frontend.results import find_loss
+from merakc.frontend.values.results import find_loss
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]  # the arguments of one micro-batch
 

@@ -14,22 +14,22 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from merakc.batches import batch_size_of, call_arguments
-from merakc.cluster import NOMINAL_CPU
+from merakc.batches.split import batch_size_of, call_arguments
 from merakc.equality.compare import Reference
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.ir.batches import PER_MICRO_BATCH, BatchLayout, Rows
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
+from merakc.lowering.lowered import make_plan
+from merakc.lowering.recording import record_part
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.own_rules import BATCH_NORM
 from merakc.passes.batches.part import loss_terms
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.batches.states import Kind
-from merakc.passes.key_draws import has_draws
-from merakc.planner import make_plan
-from merakc.recording import record_part
+from merakc.passes.sharding.key_draws import has_draws
 
 PLAIN = "the plain model in one process"
 

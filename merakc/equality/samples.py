@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.batches import (
+from merakc.batches.split import (
     batch_size_of,
     call_arguments,
     cast_floats,
@@ -20,8 +20,8 @@ from merakc.batches import (
     with_samples,
 )
 from merakc.ir.batches import BatchDims
-from merakc.sources import Source, source_of
-from merakc.weights import initialise
+from merakc.planner.sources import Source, source_of
+from merakc.train.weights import initialise
 
 # Added to every weight: a norm's ones and a bias's zeros would hide what becomes of them.
 NOISE = 0.02

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches import call_arguments
+from merakc.batches.split import call_arguments
 from merakc.equality.casts import without_dropout
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
+from merakc.planner.sources import Source, source_of
 from merakc.report.units import name_pattern
-from merakc.sources import Source, source_of
 
 # Integers below this stay: dims of one or two elements leave norms nothing to tell apart.
 FLOOR = 16

@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 from merakc.api import auto_parallel
-from merakc.batches import call_arguments, named_tensors, split_batch
-from merakc.cluster import NOMINAL_CPU
+from merakc.batches.split import call_arguments, named_tensors, split_batch
 from merakc.equality.casts import lifted_casts, without_dropout
 from merakc.equality.compare import Reference, Tensors, optimizer_for, split_state
 from merakc.equality.norms import norms_by_parts
 from merakc.equality.plain import Call, train_plain
 from merakc.errors import ConfigError
-from merakc.frontend.results import find_loss
+from merakc.frontend.values.results import find_loss
 from merakc.ir.batches import BatchDims, Rows
 from merakc.ir.plan import Plan
+from merakc.machines.cluster import NOMINAL_CPU
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 
 from merakc.errors import RecordError
 from merakc.frontend.source import user_line
-from merakc.frontend.symbols import number
+from merakc.frontend.values.symbols import number
 from merakc.ir.graph import Ref, TensorSpec
 
 Emit = Callable[[str, tuple[Any, ...], TensorSpec], Ref]

@@ -12,16 +12,16 @@ import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from merakc.frontend import ragged
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.calls import ragged
+from merakc.frontend.calls.writes import written
 from merakc.frontend.checks import asks_whether_finite, harmless_answer
 from merakc.frontend.finite import FiniteGuards
 from merakc.frontend.opaque import UntraceableError
-from merakc.frontend.reads import ValuesNeededError
 from merakc.frontend.source import user_line
-from merakc.frontend.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
-from merakc.frontend.writes import written
+from merakc.frontend.values.reads import ValuesNeededError
+from merakc.frontend.values.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
 from merakc.ir.graph import Ref
 
 # Calls that count, and those that a count passes on its way to Python.

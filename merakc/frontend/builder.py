@@ -11,17 +11,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from merakc.batches import path_name
+from merakc.batches.split import path_name
 from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
-from merakc.frontend.python_content import tensors_in
-from merakc.frontend.reads import Reader
+from merakc.frontend.python.content import tensors_in
 from merakc.frontend.regions import with_regions
-from merakc.frontend.results import find_loss
 from merakc.frontend.source import user_line
-from merakc.frontend.structures import open_dataclasses
-from merakc.frontend.symbols import SYMBOLIC, number
+from merakc.frontend.values.reads import Reader
+from merakc.frontend.values.results import find_loss
+from merakc.frontend.values.structures import open_dataclasses
+from merakc.frontend.values.symbols import SYMBOLIC, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
 

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
-from merakc.frontend.python_content import content_hash, describe, tensors_in
-from merakc.frontend.python_state import Change, PythonState
+from merakc.frontend.python.content import content_hash, describe, tensors_in
+from merakc.frontend.python.state import Change, PythonState
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref, map_refs
 
 WORTH_TELLING = 60  # characters of a value

@@ -19,8 +19,8 @@ from torch.nn.modules.module import (
 )
 
 from merakc.errors import RecordError
-from merakc.frontend.forms import make_fake
-from merakc.frontend.python_state import PythonState
+from merakc.frontend.calls.forms import make_fake
+from merakc.frontend.python.state import PythonState
 from merakc.frontend.source import is_installed, user_line
 
 # How far clocks are put ahead: a number that is odd in days, hours, minutes and seconds.

@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
-from merakc.frontend.python_content import describe
+from merakc.frontend.calls.writes import written
+from merakc.frontend.python.content import describe
 from merakc.frontend.source import user_line
-from merakc.frontend.writes import written
 from merakc.ir.graph import Ref
 
 # The class through which every `apply` of Python's goes on to C++'s.

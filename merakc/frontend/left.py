@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.errors import ConfigError
-from merakc.frontend.python_content import (
+from merakc.frontend.python.content import (
     MISSING,
     content_of,
     put_back,
     same,
     tensors_in,
 )
-from merakc.frontend.python_state import Change
-from merakc.frontend.symbols import is_symbolic
+from merakc.frontend.python.state import Change
+from merakc.frontend.values.symbols import is_symbolic
 
 
 class NotLeft:

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from merakc.errors import RecordError
+from merakc.frontend.calls.communication import Silence
 from merakc.frontend.carried import CarriedError, check_repeats
-from merakc.frontend.communication import Silence
 from merakc.frontend.contexts import eager, untouched
 from merakc.frontend.history import AskedError, unasked
 from merakc.kernels.opaque import Spec, autograd_reachable, drawing

@@ -15,20 +15,20 @@ import torch
 import torch.utils._pytree as pytree
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from merakc.costs.flops import node_flops
+from merakc.costs.work.flops import node_flops
 from merakc.errors import MerakError, RecordError
-from merakc.frontend.around import check_around
 from merakc.frontend.aside import Aside
 from merakc.frontend.asking import SymbolsNeededError
+from merakc.frontend.calls.around import check_around
+from merakc.frontend.calls.generators import DrawnError
+from merakc.frontend.calls.refusals import check_modules
 from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
-from merakc.frontend.generators import DrawnError
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
-from merakc.frontend.reads import Reads, ValuesNeededError
 from merakc.frontend.recorder import Recorder
-from merakc.frontend.refusals import check_modules
-from merakc.frontend.symbols import Answer, Symbols
+from merakc.frontend.values.reads import Reads, ValuesNeededError
+from merakc.frontend.values.symbols import Answer, Symbols
 from merakc.ir.graph import Graph, OutputKind
 from merakc.kernels.opaque import OPAQUE, find
 

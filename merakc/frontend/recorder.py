@@ -24,12 +24,17 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from merakc.errors import ForwardError, MerakError, RecordError, failure
-from merakc.frontend import composites, normalise, ragged
-from merakc.frontend.around import same_flags, without_modes
 from merakc.frontend.aside import AsideRecorder
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
 from merakc.frontend.builtin_calls import symbolic_builtins
-from merakc.frontend.communication import check_call, no_objects_sent
+from merakc.frontend.calls import composites, normalise, ragged
+from merakc.frontend.calls.around import same_flags, without_modes
+from merakc.frontend.calls.communication import check_call, no_objects_sent
+from merakc.frontend.calls.draws import ASKED, Draws
+from merakc.frontend.calls.forms import Forms, is_plain_fake, make_fake, run_bare
+from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without_entropy
+from merakc.frontend.calls.strides import by_dims
+from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
 from merakc.frontend.contexts import (
     exporting,
     fixed_dtypes,
@@ -37,18 +42,13 @@ from merakc.frontend.contexts import (
     printable_numbers,
     recordable,
 )
-from merakc.frontend.draws import ASKED, Draws
-from merakc.frontend.forms import Forms, is_plain_fake, make_fake, run_bare
 from merakc.frontend.functions import FunctionRecorder, function_calls
-from merakc.frontend.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.history import HistoryRecorder, replaced
-from merakc.frontend.made import recorded_tensors
 from merakc.frontend.selections import Selecting
 from merakc.frontend.source import user_line
-from merakc.frontend.strides import by_dims
-from merakc.frontend.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
+from merakc.frontend.values.made import recorded_tensors
+from merakc.frontend.values.symbols import ITEM, SYMBOLIC, Answer, is_symbolic
 from merakc.frontend.whole import WholeModules
-from merakc.frontend.writes import REVIEWS, functional, without_out, written
 from merakc.ir.graph import InputKind, Ref, TensorSpec
 from merakc.kernels import attention, draws, grouped_mm  # noqa: F401  registers their ops
 

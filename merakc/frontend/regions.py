@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from merakc.costs.flops import node_flops
+from merakc.costs.work.flops import node_flops
 from merakc.errors import RecordError
-from merakc.frontend.ragged import CTC
-from merakc.frontend.reads import Sources, Symbolic, read_refs, run_node
-from merakc.frontend.symbols import ITEM, Number, numbers
+from merakc.frontend.calls.ragged import CTC
+from merakc.frontend.values.reads import Sources, Symbolic, read_refs, run_node
+from merakc.frontend.values.symbols import ITEM, Number, numbers
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, Call, Spec, enter

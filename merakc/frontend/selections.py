@@ -16,8 +16,8 @@ from torch import Tensor
 
 from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import RESHAPE, Asking
-from merakc.frontend.reads import read_refs
-from merakc.frontend.symbols import is_symbolic
+from merakc.frontend.values.reads import read_refs
+from merakc.frontend.values.symbols import is_symbolic
 from merakc.ir.graph import Ref, map_refs
 
 NONZERO = "aten.nonzero.default"

@@ -11,9 +11,9 @@ import torch
 import torch.utils._pytree as pytree
 
 from merakc.frontend.builder import GraphBuilder
-from merakc.frontend.draws import Draws
+from merakc.frontend.calls.draws import Draws
 from merakc.frontend.opaque import CannotBeNodeError, UntraceableError, module_call, try_out
-from merakc.frontend.symbols import is_symbolic
+from merakc.frontend.values.symbols import is_symbolic
 from merakc.ir.graph import Ref
 from merakc.kernels.opaque import OPAQUE, Call, enter
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from merakc.cluster import Sharing
 from merakc.ir.program import ActionKind, CollectiveKind
+from merakc.machines.cluster import Sharing
 
 
 @dataclass(frozen=True, slots=True)

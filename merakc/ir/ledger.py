@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import pydantic
 
-from merakc.cluster import Hardware
 from merakc.errors import LedgerError
 from merakc.ir.plan import Prediction
+from merakc.machines.cluster import Hardware
 
 LEDGER_VERSION = 1
 DIGEST_LENGTH = 16

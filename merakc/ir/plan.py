@@ -11,7 +11,6 @@ from typing import Any
 
 import pydantic
 
-from merakc.cluster import Cluster, Sharing
 from merakc.errors import MerakError, PlanError
 from merakc.ir.batches import WHOLE_BATCH, Couplings, Rows
 from merakc.ir.plan_checks import check_values, first_unlike
@@ -19,6 +18,7 @@ from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.report import Report
 from merakc.ir.state import UNSHARDED, StateShards
+from merakc.machines.cluster import Cluster, Sharing
 
 SCHEMA_VERSION = 5
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"

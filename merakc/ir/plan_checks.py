@@ -1,6 +1,6 @@
 """What must hold between the values of a plan, whatever model it is for.
 
-`merakc.planner.apply_plan` checks the rest, against the graph. The values are those of
+`merakc.lowering.lowered.apply_plan` checks the rest, against the graph. The values are those of
 `dataclasses.asdict`, so that this module needs no plan.
 """
 

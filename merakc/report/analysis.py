@@ -7,25 +7,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from merakc.cluster import Cluster, Factors
 from merakc.costs.buckets import tied_seconds
-from merakc.costs.flops import FREE
-from merakc.costs.kernels import Work, graph_work
 from merakc.costs.ranks import least_spare, rank_memory_bytes, stage_devices
+from merakc.costs.work.flops import FREE
+from merakc.costs.work.kernels import Work, graph_work
 from merakc.ir.alternatives import Alternatives
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.ir.program import ActionKind
 from merakc.ir.report import HeadTimes, Origin, RankMemory, RankTimes, Report, StageTimes, Verdict
-from merakc.planner import Lowered
-from merakc.predict import planned_costs, predict, tied_bytes
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import planned_costs, predict, tied_bytes
+from merakc.machines.cluster import Cluster, Factors
 from merakc.report.annotation import source_files, top_nodes
 from merakc.report.attribution import attribute
 from merakc.report.idle import idle_split
 from merakc.report.packing import pack, placed
 from merakc.report.traffic import traffic
 from merakc.report.waterfall import Link, Steps, rank_memory, steps_of
-from merakc.simulate import Simulation
+from merakc.simulation.simulate import Simulation
 
 TOP_NODES = 20
 

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from merakc.cluster import Cluster, Device
 from merakc.costs.device import Place, collective_seconds, kernel_seconds
-from merakc.costs.flops import COLLECTIVES
-from merakc.costs.kernels import Kernel, KernelKind, Work, parts_work
 from merakc.costs.ranks import stage_devices
 from merakc.costs.roofline import link_seconds, node_seconds
 from merakc.costs.stage import BACKWARD_PER_FORWARD
 from merakc.costs.stages import rank_place
+from merakc.costs.work.flops import COLLECTIVES
+from merakc.costs.work.kernels import Kernel, KernelKind, Work, parts_work
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.ir.program import ActionKind
-from merakc.passes.sharding import Sharding
-from merakc.planner import Lowered
+from merakc.lowering.lowered import Lowered
+from merakc.machines.cluster import Cluster, Device
+from merakc.passes.sharding.layouts import Sharding
 from merakc.report.units import name_pattern
 
 # The prefixes and the overload of an operation's name tell readers nothing.

@@ -6,8 +6,8 @@ from pathlib import PurePath
 
 from merakc.ir.alternatives import Alternative, Alternatives
 from merakc.ir.report import HeadTimes, RankMemory, Report, SourceFile, Verdict
+from merakc.report.charts.labels import ComputeLabel, parse_label
 from merakc.report.decisions import Section
-from merakc.report.labels import ComputeLabel, parse_label
 from merakc.report.units import bytes_unit, count_of, format_bytes, format_count, format_seconds
 
 COMPUTES = {

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merakc.ir.program import ActionKind, Event
-from merakc.report.labels import MessageLabel, parse_label
+from merakc.report.charts.labels import MessageLabel, parse_label
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from merakc.ir.program import ActionKind, Event
 from merakc.ir.report import Timeline
-from merakc.simulate import MemorySample, Simulation
+from merakc.simulation.simulate import MemorySample, Simulation
 
 # Events that a file holds: of regular schedules each takes a few bytes.
 MOST_EVENTS = 20_000

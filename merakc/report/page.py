@@ -8,10 +8,10 @@ from pathlib import Path
 from merakc.errors import PlanError
 from merakc.ir.plan import Plan
 from merakc.ir.report import Report, SourceFile
+from merakc.report.charts.markup import Markup, join, tag, void
+from merakc.report.charts.picture import memory_picture, schedule_picture
 from merakc.report.decisions import Section, plan_facts, plan_sections
 from merakc.report.findings import LEAST_SHARE, NO_LINE, report_sections, throughput, verdict
-from merakc.report.markup import Markup, join, tag, void
-from merakc.report.picture import memory_picture, schedule_picture
 from merakc.report.units import format_bytes, format_seconds
 
 STYLE = Path(__file__).with_name("page.css")

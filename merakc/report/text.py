@@ -11,7 +11,7 @@ from rich.text import Text
 
 from merakc.ir.plan import Plan
 from merakc.ir.report import Report
-from merakc.report.chart import memory_chart, schedule_chart
+from merakc.report.charts.chart import memory_chart, schedule_chart
 from merakc.report.decisions import Section, plan_facts, plan_sections
 from merakc.report.findings import report_sections, verdict
 from merakc.report.tables import Fitted

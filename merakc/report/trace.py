@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
-from merakc.report.labels import ComputeLabel, MessageLabel, parse_label
-from merakc.simulate import MemorySample
+from merakc.report.charts.labels import ComputeLabel, MessageLabel, parse_label
+from merakc.simulation.simulate import MemorySample
 
 _TraceEvent = dict[str, Any]
 

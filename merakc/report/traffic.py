@@ -7,21 +7,21 @@ from collections.abc import Sequence
 
 import torch
 
-from merakc.cluster import Cluster
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.head import gather_seconds, gathered_bytes
-from merakc.costs.kernels import Kernel
+from merakc.costs.work.kernels import Kernel
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Action, ActionKind, CollectiveKind
 from merakc.ir.report import AxisTraffic
-from merakc.passes.collectives import rank_buckets
-from merakc.planner import Lowered
-from merakc.predict import tied_bytes
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import tied_bytes
+from merakc.machines.cluster import Cluster
+from merakc.passes.programs.collectives import rank_buckets
 from merakc.report.attribution import Attribution
 from merakc.report.waterfall import Link, Steps, arrivals
-from merakc.simulate import Simulation
+from merakc.simulation.simulate import Simulation
 
 
 def ring_bytes(size_bytes: float, ranks: int) -> float:

@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from merakc.costs.sharded import graph_state_bytes
+from merakc.costs.work.sharded import graph_state_bytes
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import InputKind
 from merakc.ir.program import Action, ActionKind, Event, Program
 from merakc.ir.report import RankMemory
-from merakc.planner import Lowered
+from merakc.lowering.lowered import Lowered
 
 # A rank's actions with their simulated times.
 Steps = Mapping[int, Sequence[tuple[Action, Event]]]
@@ -53,7 +53,7 @@ def arrivals(steps: Sequence[tuple[Action, Event]], link: Link) -> Iterator[tupl
 def rank_memory(
     lowered: Lowered, costs: Sequence[StageCost], steps: Steps, link: Link
 ) -> tuple[RankMemory, ...]:
-    """The parts of every rank's peak, with the rules and the order of `merakc.simulate`."""
+    """The parts of every rank's peak, by the rules and in the order of the simulator."""
     found = []
     for place, (rank, own) in enumerate(steps.items()):
         stages = [s for s, holder in enumerate(lowered.plan.rank_of) if holder == place]

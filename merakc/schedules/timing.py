@@ -2,7 +2,7 @@
 
 An order is run with durations in place of kernels. A rank does one action after the other, so the
 bytes that it holds follow from its order alone, and the times from a longest path. Reductions and
-buffers of messages are left to `merakc.simulate`, which runs whole Programs.
+buffers of messages are left to `merakc.simulation.simulate`, which runs whole Programs.
 """
 
 from __future__ import annotations

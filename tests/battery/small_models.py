@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import merakc
-from merakc.cluster import NOMINAL_CPU
-from merakc.model import ParallelModel
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
 
 Tensors = dict[str, torch.Tensor]
 WIDTH, WORDS, LENGTH = 8, 16, 6

@@ -11,12 +11,12 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import RankError, run_ranks
-from merakc.batch_dims import parse_batch_dims
-from merakc.batches import split_batch
-from merakc.cluster import NOMINAL_CPU
+from merakc.batches.dims import parse_batch_dims
+from merakc.batches.split import split_batch
 from merakc.equality.casts import lifted_casts
 from merakc.errors import ConfigError, MerakError, RecordError
 from merakc.frontend.record import record
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.batch_models import CASES, DIMS, SAMPLES, Boxes, boxes, illustrated, made, reference
 
 Found = tuple[float, dict[str, torch.Tensor], dict[str, Any]]
@@ -162,7 +162,7 @@ def test_the_usual_batch_is_recorded_no_more_than_twice(monkeypatch: pytest.Monk
         seen.append(1)
         return record(*args, **options)
 
-    monkeypatch.setattr("merakc.recording.record", noted)
+    monkeypatch.setattr("merakc.lowering.recording.record", noted)
     batch = CASES["one vector for all"][1]
     model = made("one vector for all")
     merakc.auto_parallel(model, batch, micro_batches=4, cluster=NOMINAL_CPU)

@@ -14,10 +14,10 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
-from merakc.cluster import NOMINAL_CPU
 from merakc.ir import buckets
 from merakc.ir.program import CollectiveKind
-from merakc.passes.collectives import rank_buckets
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.passes.programs.collectives import rank_buckets
 from merakc.runtime.sharded_state import ShardedState
 
 BATCH_SIZE, BUCKET_BYTES = 8, 20_000  # several buckets a stage

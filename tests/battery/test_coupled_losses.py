@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.cluster import NOMINAL_CPU
-from merakc.model import ParallelModel
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
 from tests.coupled_models import ROUTED, TOWERS, Tensors
 
 CASES = {"towers": TOWERS, "routed": ROUTED}

@@ -11,8 +11,8 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.cluster import NOMINAL_CPU
 from merakc.kernels import gemm
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Tensors, first_part, part
 from tests.passes.lockstep import relative_error
 

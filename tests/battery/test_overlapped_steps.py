@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.ranks import run_ranks
-from merakc.cluster import Cluster
-from merakc.costs.flops import PIPELINED
+from merakc.costs.work.flops import PIPELINED
 from merakc.kernels.ops import STARTED
+from merakc.machines.cluster import Cluster
 from tests.battery.small_models import (
     Tensors,
     Words,

@@ -11,8 +11,8 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import ConfigError, MerakWarning
+from merakc.machines.cluster import NOMINAL_CPU
 
 STEPS, SAMPLES = 4, 8
 Tensors = dict[str, torch.Tensor]

@@ -15,7 +15,7 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import lifted_casts
-from merakc.cluster import NOMINAL_CPU
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Tensors, part, warm_up
 
 SAMPLES = 8

@@ -17,10 +17,10 @@ from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
 from benchmarks.reference import train_reference
-from merakc.cluster import NOMINAL_CPU
 from merakc.errors import ConfigError
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards
+from merakc.machines.cluster import NOMINAL_CPU
 
 STEPS, BATCH_SIZE = 2, 8
 # Tied embeddings over two stages; vocabulary-parallel beside sharded state.

@@ -12,11 +12,11 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.cluster import NOMINAL_CPU
-from merakc.costs.flops import COLLECTIVES
+from merakc.costs.work.flops import COLLECTIVES
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.kernels.ops import STARTED
-from merakc.report.plot import plot_timeline
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.report.charts.plot import plot_timeline
 from merakc.report.trace import write_trace
 from tests.battery.small_models import warm_up
 

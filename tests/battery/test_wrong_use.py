@@ -14,7 +14,6 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.cluster import Cluster
 from merakc.errors import (
     ConfigError,
     CutError,
@@ -25,6 +24,7 @@ from merakc.errors import (
     RecordError,
     ShardError,
 )
+from merakc.machines.cluster import Cluster
 from tests.battery.small_models import WIDTH, Tensors, Words, build, parallel, words
 
 TIMEOUT_S = 20.0

@@ -18,7 +18,7 @@ from benchmarks.demo import Settings, largest_difference
 from benchmarks.models import Batch
 from merakc.ir.plan import CutReport, GraphId, Plan, StageRun
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
-from merakc.simulate import Simulation
+from merakc.simulation.simulate import Simulation
 from tests.benchmarks.stand_in import StandIn
 
 EVENTS = (Event(0, "0F0", ActionKind.FORWARD, 0.0, 1.0),)

@@ -26,7 +26,7 @@ from benchmarks.fidelity import (
     vtrain_hardware,
 )
 from benchmarks.fidelity_data import COLUMNS, read_rows
-from merakc.cluster_files import preset
+from merakc.machines.cluster_files import preset
 
 LINES = [
     f"{8},{16 * b},{b},256,8,{layers},128,{tp},{dp},{8 // tp // dp},{ms}"

@@ -18,8 +18,8 @@ from benchmarks.fidelity_fit import (
     with_constants,
 )
 from benchmarks.gpt import Shape
-from merakc.cluster_files import preset
-from merakc.estimate import Degrees, Habits
+from merakc.machines.cluster_files import preset
+from merakc.planner.estimate import Degrees, Habits
 
 HARDWARE = preset("a100-80")
 TRUTH = with_constants(HARDWARE, Constants(0.6, 0.5, 6e-5, 0.4))

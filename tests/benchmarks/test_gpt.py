@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpt import DROPPED, GPT, RECORDED_LAYERS, Shape, drop, gpt_graph, gpt_pieces
-from merakc.costs.pieces import cut_pieces
+from merakc.costs.work.pieces import cut_pieces
 
 SHAPE = Shape(32, 4, 5, 16, 64, "fused")
 

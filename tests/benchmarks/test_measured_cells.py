@@ -19,7 +19,7 @@ from benchmarks.measured_cells import (
     prices,
 )
 from benchmarks.measured_models import MODELS
-from merakc.cluster_files import preset
+from merakc.machines.cluster_files import preset
 
 CELL = Cell("m", "a", 2, 1.0, 2.0, (1.25, 1.0, 9.0), (100, 200), (104, 200))
 

@@ -26,7 +26,7 @@ from benchmarks.merak_plans import (
     stage_aware,
     unrecomputed,
 )
-from merakc.estimate import Habits, estimate_step
+from merakc.planner.estimate import Habits, estimate_step
 
 SHAPE = Shape(192, 6, 8, 128, 512)
 SETTING = Setting("small", merak_hardware(), 256, (1, 2, 4))

@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.overlap_steps import Size, measure, simulated
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
-from merakc.cluster import NOMINAL_CPU
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.kernels.ops import WAIT
+from merakc.machines.cluster import NOMINAL_CPU
 
 SMALL = Size(layers=1, hidden=64, sequence=16, samples=4)
 

@@ -22,8 +22,8 @@ from benchmarks.sabotaged_losses import (
     table,
 )
 from merakc.errors import RecordError
-from merakc.passes.batches import certificate
-from merakc.passes.batches.certificate import certify
+from merakc.passes.batches.proof import certificate
+from merakc.passes.batches.proof.certificate import certify
 
 # A formula for some of the kinds of operation, and what sees each wrong rule of these.
 SEEN = {

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.fidelity_data import Row
 from benchmarks.gpt import Shape
 from benchmarks.search_quality import Found, against_all, against_published
-from merakc.estimate import Degrees, Habits
+from merakc.planner.estimate import Degrees, Habits
 
 
 def test_a_small_job_against_all_layouts() -> None:

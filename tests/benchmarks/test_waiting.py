@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from benchmarks.waiting import Device, _Waiting, standing_in
-from merakc.cluster import NOMINAL_CPU
 from merakc.costs.roofline import node_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import WAIT
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime import pieces
 from merakc.runtime.codegen import NO_HOOKS
 

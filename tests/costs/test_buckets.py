@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from merakc.cluster import NOMINAL_CPU
-from merakc.cluster_files import preset
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.fabric import hardware_fabric
 from merakc.ir.buckets import BucketSpec
 from merakc.ir.precision import NAMED
 from merakc.ir.program import CollectiveKind, Mesh
 from merakc.ir.state import StateShards
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.machines.cluster_files import preset
 
 CLUSTER = replace(NOMINAL_CPU, link_latency_s=0.0, link_bytes_per_s=1e6)
 KINDS = (

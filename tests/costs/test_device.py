@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import Device, Factors, Profile
 from merakc.costs.device import (
     ATTENTION_SHARE,
     CONTENTION,
@@ -23,7 +22,8 @@ from merakc.costs.device import (
     work_seconds,
 )
 from merakc.costs.fabric import Fabric, all_reduce_seconds
-from merakc.costs.kernels import ALL_REDUCE, Kernel, KernelKind, Work
+from merakc.costs.work.kernels import ALL_REDUCE, Kernel, KernelKind, Work
+from merakc.machines.cluster import Device, Factors, Profile
 
 UNITS = 100
 DEVICE = Device(

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import Device, Factors, Hardware, Level, Nodes
 from merakc.costs.fabric import (
     Fabric,
     Group,
@@ -18,6 +17,7 @@ from merakc.costs.fabric import (
     message_seconds,
     shard_group,
 )
+from merakc.machines.cluster import Device, Factors, Hardware, Level, Nodes
 
 FABRIC = Fabric(8, 100e9, 40e9, 1e-6, 1e-5)
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import Factors
 from merakc.costs.fitted import fit_factors
 from merakc.errors import CalibrationError
 from merakc.ir.ledger import Ledger, Modelled, Spent, StepLine
+from merakc.machines.cluster import Factors
 from tests.ir.test_ledger import HEADER
 
 MODELLED = (Modelled(0, 0.01, 0.02, 0.001), Modelled(1, 0.02, 0.03, 0.0))

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.ranks import run_ranks
-from merakc.cluster import NOMINAL_CPU
 from merakc.costs.head import compiled_head, gather_seconds, head_bytes
 from merakc.costs.timeline import program_memory
 from merakc.ir.program import Mesh
-from merakc.predict import planned_costs, predict
+from merakc.lowering.predict import planned_costs, predict
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.live_bytes import LiveBytes
 from tests.coupled_models import ROUTED, TOWERS, Coupled
 from tests.coupled_steps import prepared

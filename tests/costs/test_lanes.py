@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from merakc.cluster import Cluster
 from merakc.costs.lanes import chunk_collectives, graph_collectives
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.ops import WAIT
+from merakc.machines.cluster import Cluster
 
 # A negation takes 8 s, and so does a sum on the link; a call takes none.
 SPEC = TensorSpec((100, 100), torch.float32)

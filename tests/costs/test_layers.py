@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from merakc.cluster import NOMINAL_GPU
 from merakc.costs.layers import graph_layers
 from merakc.costs.roofline import graph_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
+from merakc.machines.cluster import NOMINAL_GPU
 
 WIDTH, DEPTH = 16, 5
 

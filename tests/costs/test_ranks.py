@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import NOMINAL_CPU, Hardware, Nodes
-from merakc.cluster_files import preset
 from merakc.costs.ranks import (
     fits,
     least_spare,
@@ -16,6 +14,8 @@ from merakc.costs.ranks import (
     stage_devices,
 )
 from merakc.ir.program import Inner, Mesh
+from merakc.machines.cluster import NOMINAL_CPU, Hardware, Nodes
+from merakc.machines.cluster_files import preset
 
 FAST, SLOW = preset("h100").nodes[0].device, preset("a100-40").nodes[0].device
 SMALL = replace(FAST, name="small", memory_bytes=1000)

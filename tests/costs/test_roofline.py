@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from merakc.cluster import Cluster
 from merakc.costs.roofline import graph_seconds, link_seconds, node_seconds, pipelined
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.kernels.ops import WAIT
+from merakc.machines.cluster import Cluster
 
 CLUSTER = Cluster("test", flops_per_s=1e6, bytes_per_s=1e5, op_overhead_s=1e-3,
                   memory_bytes=1, link_latency_s=0.25, link_bytes_per_s=1e3)  # fmt: skip

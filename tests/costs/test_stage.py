@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_CPU, Factors
-from merakc.cluster_files import preset
-from merakc.costs import pieces
 from merakc.costs.device import work_seconds
-from merakc.costs.kernels import graph_work
 from merakc.costs.stage import (
     faster,
     reduced_bytes,
@@ -24,11 +20,15 @@ from merakc.costs.stage import (
     with_seconds,
 )
 from merakc.costs.stages import rank_place
+from merakc.costs.work import pieces
+from merakc.costs.work.kernels import graph_work
 from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
 from merakc.ir.precision import parse_precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
-from merakc.planner import Lowered, make_plan
+from merakc.lowering.lowered import Lowered, make_plan
+from merakc.machines.cluster import NOMINAL_CPU, Factors
+from merakc.machines.cluster_files import preset
 from tests.recorded import one_of_several
 
 

@@ -9,13 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merakc.cluster import Device
-from merakc.cluster_files import preset
 from merakc.costs.device import Place, work_seconds
 from merakc.costs.fabric import Fabric
-from merakc.costs.kernels import Kernel, KernelKind, Work
 from merakc.costs.measured import Corrections
-from merakc.costs.pieces import Piece
 from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
@@ -27,6 +23,10 @@ from merakc.costs.stages import (
     stage_parameters,
 )
 from merakc.costs.state import MIXED
+from merakc.costs.work.kernels import Kernel, KernelKind, Work
+from merakc.costs.work.pieces import Piece
+from merakc.machines.cluster import Device
+from merakc.machines.cluster_files import preset
 
 PLACE = Place(
     Device("d", {"float32": 1e12}, 1e9, 1 << 30, traffic_share=1.0, launch_s=0.0),

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merakc.costs.memory import Sum
-from merakc.costs.sharded import SunkGradients
 from merakc.costs.timeline import program_memory, rank_times, verify_memory
+from merakc.costs.work.memory import Sum
+from merakc.costs.work.sharded import SunkGradients
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk, Mesh, Transfer
-from merakc.passes.differentiate import differentiate
-from merakc.passes.recompute import checkpointed
-from merakc.passes.schedule import build_programs
+from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.autodiff.recompute import checkpointed
+from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.text import parse_schedule
-from merakc.simulate import simulate
+from merakc.simulation.simulate import simulate
 
 WIDTH = 8
 SIZE = 4 * WIDTH * 8  # of a value, float64 [4, WIDTH]

@@ -12,7 +12,6 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from merakc.cluster import NOMINAL_GPU
 from merakc.equality import check
 from merakc.equality.check import check_plan, unlike_splits
 from merakc.equality.compare import Reference
@@ -23,11 +22,12 @@ from merakc.ir.plan import Plan
 from merakc.ir.precision import parse_precision
 from merakc.ir.program import Mesh
 from merakc.kernels import collectives
-from merakc.offline import plan_offline
+from merakc.machines.cluster import NOMINAL_GPU
+from merakc.planner.offline import plan_offline
+from merakc.planner.search import Request
+from merakc.planner.sources import Source, resized, source_of
 from merakc.runtime import executor
 from merakc.runtime.head import HeadRunner
-from merakc.search import Request
-from merakc.sources import Source, resized, source_of
 
 
 @cache

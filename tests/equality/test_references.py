@@ -7,15 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from merakc.cluster import NOMINAL_CPU
 from merakc.equality.compare import worst_difference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.references import Yardstick, yardstick
 from merakc.equality.train import Case, train_on_rank
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.program import Mesh
-from merakc.planner import make_plan
-from merakc.recording import record_part
+from merakc.lowering.lowered import make_plan
+from merakc.lowering.recording import record_part
+from merakc.machines.cluster import NOMINAL_CPU
 
 PARTS, SAMPLES = 4, 16
 NAMED = pytest.mark.filterwarnings("ignore:by convention")  # as is looked at here

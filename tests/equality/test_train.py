@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from merakc.cluster import NOMINAL_CPU
 from merakc.equality.compare import worst_difference
 from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import ConfigError
 from merakc.ir.program import Mesh
-from merakc.planner import make_plan
+from merakc.lowering.lowered import make_plan
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.recorded import recorded
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from merakc.batches import named_tensors
+from merakc.batches.split import named_tensors
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.program import Chunk
-from merakc.passes.differentiate import differentiate
-from merakc.passes.interpret import interpret
+from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.autodiff.interpret import interpret
 
 Tensors = dict[str, Tensor]
 SEED = 11

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from merakc.errors import RecordError
-from merakc.frontend.fingerprint import fingerprint
 from merakc.frontend.opaque import Fallbacks, UntraceableError
+from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Node
 from merakc.kernels.opaque import OPAQUE, find

@@ -1,6 +1,6 @@
 """Recorded models give eager's loss, gradients and buffers; recording leaves the model alone.
 
-The stock models are compared in tests/passes/test_differentiate.py.
+The stock models are compared in tests/passes/autodiff/test_differentiate.py.
 """
 
 from __future__ import annotations

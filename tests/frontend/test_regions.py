@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from merakc.errors import RecordError
-from merakc.frontend.fingerprint import fingerprint
+from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording, opaque_share, record
 from merakc.frontend.regions import Region
 from merakc.kernels.opaque import OPAQUE, Call, find

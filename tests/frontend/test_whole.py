@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import merakc
-from merakc.cluster import NOMINAL_CPU
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.frontend.against_eager import check
 from tests.frontend.small import WIDTH, Small, linear, randn
 from tests.frontend.test_opaque import modules

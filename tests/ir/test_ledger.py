@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from merakc.cluster_files import preset
 from merakc.errors import LedgerError
 from merakc.ir.ledger import Header, Modelled, Spent, StepLine, line_text, read_ledger
 from merakc.ir.plan import Prediction
+from merakc.machines.cluster_files import preset
 
 HEADER = Header(
     plan="abc",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merakc.costs.memory import live_bytes
+from merakc.costs.work.memory import live_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.overwrites import OVERWRITING, overwrites
-from merakc.passes.differentiate import differentiate
-from merakc.passes.interpret import interpret
-from merakc.planner import training_graph
+from merakc.lowering.lowered import training_graph
+from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.autodiff.interpret import interpret
 from merakc.runtime.codegen import compile_graph
 from tests.passes.whole_models import eager
 

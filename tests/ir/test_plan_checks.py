@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from merakc.cluster import NOMINAL_GPU
 from merakc.errors import PlanError
 from merakc.ir.batches import Rows
 from merakc.ir.plan import CoupledLoss, OpaqueModule
 from merakc.ir.plan_checks import MOST, check_values, first_unlike
 from merakc.ir.state import StateShards
+from merakc.machines.cluster import NOMINAL_GPU
 from tests.ir.test_plan import PLAN
 
 FULL = dataclasses.replace(

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from benchmarks.models import MODELS, Batch
 from benchmarks.reference import lifted_casts
-from merakc.batches import named_tensors
+from merakc.batches.split import named_tensors
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.layout import Layout
-from merakc.passes.interpret import interpret
-from merakc.passes.localise import localise
-from merakc.passes.sharding import Sharding
+from merakc.passes.autodiff.interpret import interpret
+from merakc.passes.sharding.layouts import Sharding
+from merakc.passes.sharding.localise import localise
 from tests.passes.lockstep import in_lockstep, relative_error
 
 Tensors = dict[str, Tensor]

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import cache
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_CPU, Cluster
-from merakc.cluster_files import preset
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
@@ -15,8 +13,10 @@ from merakc.ir.precision import parse_precision
 from merakc.ir.program import Mesh
 from merakc.ir.report import Report
 from merakc.ir.state import StateShards
-from merakc.planner import Lowered, make_plan
-from merakc.predict import predict
+from merakc.lowering.lowered import Lowered, make_plan
+from merakc.lowering.predict import predict
+from merakc.machines.cluster import NOMINAL_CPU, Cluster
+from merakc.machines.cluster_files import preset
 from merakc.report.analysis import make_report
 from tests.coupled_models import TOWERS
 from tests.coupled_steps import planned

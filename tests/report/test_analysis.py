@@ -9,14 +9,14 @@ import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models import MODELS
-from merakc.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
-from merakc.cluster_files import preset
 from merakc.costs.head import gather_seconds
-from merakc.costs.kernels import graph_work
+from merakc.costs.work.kernels import graph_work
 from merakc.ir.alternatives import Alternatives
 from merakc.ir.program import Mesh
-from merakc.planner import Lowered
-from merakc.predict import planned_costs
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import planned_costs
+from merakc.machines.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
+from merakc.machines.cluster_files import preset
 from merakc.report.analysis import batch_tokens, main_dtype, make_report, peak_rate
 from tests.report.made import (
     ALL_AXES,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import models
-from merakc.predict import planned_costs
+from merakc.lowering.predict import planned_costs
 from merakc.report.annotation import short_path, short_source, source_files, top_nodes
 from merakc.report.attribution import Attribution, attribute
 from tests import small_source

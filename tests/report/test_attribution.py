@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from merakc.cluster import Cluster
 from merakc.ir.program import Mesh
-from merakc.planner import Lowered
-from merakc.predict import planned_costs, predict
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import planned_costs, predict
+from merakc.machines.cluster import Cluster
 from merakc.report.attribution import Attribution, attribute
 from tests.report.made import ALL_AXES, H100, MICRO_BATCHES, SLOW, lowered
 

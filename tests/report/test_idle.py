@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import Mesh, Transfer
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.report.idle import critical_path, idle_split
 from merakc.schedules.registry import NAMES, make_schedule
-from merakc.simulate import Simulation, simulate
+from merakc.simulation.simulate import Simulation, simulate
 
 
 def simulated(name: str, p: int, m: int, latency_s: float = 0.0) -> Simulation:

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from merakc.ir.program import ActionKind, Event, Mesh
-from merakc.predict import predict
+from merakc.lowering.predict import predict
 from merakc.report.packing import TICKS, Moments, middle, pack, placed, unpack, without
-from merakc.simulate import Simulation
+from merakc.simulation.simulate import Simulation
 from tests.report.made import SLOW, lowered
 
 

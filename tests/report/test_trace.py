@@ -11,10 +11,10 @@ import pytest
 
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import ActionKind, CollectiveEvent, Event, Mesh, Transfer
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.report.trace import write_trace
 from merakc.schedules.registry import make_schedule
-from merakc.simulate import simulate
+from merakc.simulation.simulate import simulate
 
 STAGES, MICRO_BATCHES = 3, 4
 

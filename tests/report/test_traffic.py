@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from merakc.cluster import Cluster
 from merakc.ir.program import Mesh
 from merakc.ir.report import AxisTraffic
-from merakc.planner import Lowered, make_plan
-from merakc.predict import predict
+from merakc.lowering.lowered import Lowered, make_plan
+from merakc.lowering.predict import predict
+from merakc.machines.cluster import Cluster
 from merakc.report.traffic import ring_bytes
 from tests.recorded import one_of_several
 from tests.report.made import MICRO_BATCHES, SLOW, lowered, report

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from merakc.costs.sharded import graph_state_bytes
+from merakc.costs.work.sharded import graph_state_bytes
 from merakc.ir.program import Mesh
-from merakc.planner import Lowered
-from merakc.predict import predict
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import predict
 from tests.report.made import ALL_AXES, SLOW, coupled, lowered, report
 
 CASES = {

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from benchmarks.ranks import run_ranks
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Action, ActionKind, Chunk, Mesh, Transfer
-from merakc.passes.recompute import checkpointed
-from merakc.passes.schedule import build_programs
+from merakc.passes.autodiff.recompute import checkpointed
+from merakc.passes.programs.schedule import build_programs
 from merakc.runtime.executor import Executor
 from merakc.runtime.groups import Groups
 from merakc.schedules.registry import make_schedule

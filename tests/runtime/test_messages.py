@@ -11,7 +11,7 @@ from benchmarks.ranks import RankError, run_ranks
 from merakc.errors import StuckError
 from merakc.ir.graph import TensorSpec
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.runtime.groups import Groups
 from merakc.runtime.messages import Messages, message_tags
 from merakc.schedules.text import parse_schedule

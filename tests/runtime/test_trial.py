@@ -9,7 +9,7 @@ import torch
 
 from merakc.ir.graph import Input, InputKind, Output, OutputKind, Ref
 from merakc.ir.program import ActionKind, Mesh, Transfer
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.runtime.executor import Executor, Step
 from merakc.runtime.trial import MICRO_BATCHES, trial_seconds
 from merakc.schedules.registry import make_schedule

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from merakc.errors import ConfigError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import ActionKind, Mesh, Transfer
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.check import check_schedule
 from merakc.schedules.generate import Generated, fits, generate, known_schedules
 from merakc.schedules.placement import place, split_stages
 from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.timing import make_pipeline, time_schedule
-from merakc.simulate import simulate
+from merakc.simulation.simulate import simulate
 from tests.schedules.test_list_scheduler import stage_costs
 from tests.schedules.unit_costs import KEPT, UNIT, peak, unit_costs, unit_time
 

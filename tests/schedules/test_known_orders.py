@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from merakc.costs.keep import keep_bytes, shared_out
+from merakc.costs.work.keep import keep_bytes, shared_out
 from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
 from merakc.schedules.known_orders import known_orders

@@ -7,12 +7,12 @@ import pytest
 from merakc.errors import ConfigError, ProgramError
 from merakc.ir.plan import CutReport, GraphId, Plan
 from merakc.ir.program import ActionKind, Mesh
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.check import check_schedule
 from merakc.schedules.planned import forwards_first, planned_schedule
 from merakc.schedules.registry import KNOWN, make_schedule
 from merakc.schedules.text import format_schedule
-from merakc.verify import verify_programs
+from merakc.simulation.faults import verify_programs
 
 PLAN = Plan(
     "model", 1, 1, 2, 8, 4, "gpipe", "none", GraphId("", ()), (), {}, {}, {},

@@ -9,13 +9,13 @@ import pytest
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import Mesh, Transfer
-from merakc.passes.schedule import build_programs
+from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.generate import generate
 from merakc.schedules.placement import split_stages
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.text import parse_schedule
 from merakc.schedules.timing import action_times, late_recomputation, make_pipeline, time_schedule
-from merakc.simulate import simulate
+from merakc.simulation.simulate import simulate
 from tests.schedules.unit_costs import UNIT, unit_costs, unit_time
 
 

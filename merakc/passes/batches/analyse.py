@@ -33,7 +33,7 @@ from merakc.passes.batches.states import (
     State,
     size,
 )
-from merakc.passes.key_draws import key_draws
+from merakc.passes.sharding.key_draws import key_draws
 
 
 @dataclass(frozen=True)

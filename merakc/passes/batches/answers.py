@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from merakc.errors import RecordError
-from merakc.frontend.reads import Read, Reads
-from merakc.frontend.symbols import ITEM, numbers
+from merakc.frontend.values.reads import Read, Reads
+from merakc.frontend.values.symbols import ITEM, numbers
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, Output, OutputKind, Ref
 from merakc.kernels.ops import is_pointwise, returns_view
 from merakc.passes.batches.analyse import Analysis, analyse
 from merakc.passes.batches.states import SAMPLES, Kind, ends
-from merakc.passes.dims import given
+from merakc.passes.sharding.dims import given
 
 SELECT = "aten.select.int"
 SUMS = ("aten.sum.default", "aten.sum.dim_IntList")

@@ -20,11 +20,11 @@ from merakc.passes.batches.states import (
     coupled,
     sums,
 )
-from merakc.passes.dims import Dims, given
-from merakc.passes.factors import Factor, leaves
-from merakc.passes.propagate import apply_row
-from merakc.passes.rows import Loss, Reduce
-from merakc.passes.rules import row_of
+from merakc.passes.sharding.dims import Dims, given
+from merakc.passes.sharding.factors import Factor, leaves
+from merakc.passes.sharding.propagate import apply_row
+from merakc.passes.sharding.rows import Loss, Reduce
+from merakc.passes.sharding.rules import row_of
 
 MEAN = 1  # torch's code for a loss's reduction
 # Sums over a dim of samples to which they add an argument, which would count in every part.

@@ -16,7 +16,7 @@ import torch
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.passes.batches.windows import with_windows
-from merakc.passes.dims import given, signature
+from merakc.passes.sharding.dims import given, signature
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 NLL = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")

@@ -23,7 +23,7 @@ from merakc.passes.batches.states import (
     size,
     sums,
 )
-from merakc.passes.dims import given
+from merakc.passes.sharding.dims import given
 
 MARGIN = ("aten.multi_margin_loss.default", "aten.multilabel_margin_loss_forward.default")
 SCATTERED = {"aten.scatter_add.default": "src", "aten.index_add.default": "source"}

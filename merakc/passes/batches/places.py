@@ -16,7 +16,7 @@ from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.passes.batches.aligned import KNOWN, WITHIN
 from merakc.passes.batches.own_rules import Place
 from merakc.passes.batches.states import SAMPLES, Dim, Kind, Outcome, State
-from merakc.passes.dims import given
+from merakc.passes.sharding.dims import given
 
 INDEX, PUT = "aten.index.Tensor", "aten.index_put.default"
 LOCAL = "merakc.local.default"

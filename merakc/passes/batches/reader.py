@@ -34,8 +34,8 @@ from merakc.passes.batches.states import (
     plain,
     size,
 )
-from merakc.passes.dims import given
-from merakc.passes.rules import row_of
+from merakc.passes.sharding.dims import given
+from merakc.passes.sharding.rules import row_of
 
 # Arguments of these types are numbers of arithmetic, and no sizes.
 NUMBERS = frozenset(

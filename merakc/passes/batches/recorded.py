@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from merakc.errors import ConfigError, RecordError
 from merakc.frontend.aside import Check, Edit
-from merakc.frontend.reads import Reads
 from merakc.frontend.record import Recording
+from merakc.frontend.values.reads import Reads
 from merakc.ir.batches import (
     WHOLE_BATCH,
     BatchDims,

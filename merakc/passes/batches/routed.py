@@ -22,12 +22,12 @@ import torch
 
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.kernels.draws import KEY_POSITION
+from merakc.passes.autodiff.interpret import run_node
 from merakc.passes.batches.own_rules import COUNTS, Place
 from merakc.passes.batches.states import SAMPLES, Dim, Kind, Outcome, State, coupled, every
-from merakc.passes.dims import given
-from merakc.passes.interpret import run_node
-from merakc.passes.rows import POINTWISE
-from merakc.passes.rules import row_of
+from merakc.passes.sharding.dims import given
+from merakc.passes.sharding.rows import POINTWISE
+from merakc.passes.sharding.rules import row_of
 
 SORTS = ("aten.sort.default", "aten.sort.stable", "aten.argsort.default", "aten.argsort.stable")
 JOINS = ("aten.cat.default", "aten.stack.default")

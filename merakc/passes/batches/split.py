@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from merakc.batches import taken_dims
-from merakc.costs.flops import node_flops
+from merakc.batches.split import taken_dims
+from merakc.costs.work.flops import node_flops
 from merakc.errors import RecordError
 from merakc.ir.batches import (
     PER_MICRO_BATCH,

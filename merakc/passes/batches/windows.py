@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
-from merakc.passes.dims import given
-from merakc.passes.rows import POINTWISE
-from merakc.passes.rules import row_of
+from merakc.passes.sharding.dims import given
+from merakc.passes.sharding.rows import POINTWISE
+from merakc.passes.sharding.rules import row_of
 
 SLICE, SELECT = "aten.slice.Tensor", "aten.select.int"
 CAT, EXPAND, ALIAS = "aten.cat.default", "aten.expand.default", "aten.alias.default"

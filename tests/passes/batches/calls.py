@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import resolve_op
+from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.analyse import Analysis, analyse
-from merakc.passes.batches.replay import replay
+from merakc.passes.batches.proof.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import Kind
-from merakc.passes.interpret import interpret
 from tests.passes.rule_cases import WITHOUT_GRADIENT, Call, Pick, picked
 
 SIZES, TOTAL = (3, 2, 3), 8

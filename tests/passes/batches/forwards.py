@@ -12,7 +12,7 @@ from merakc.frontend.record import record
 from merakc.ir.batches import BatchSplit, Rows
 from merakc.ir.graph import Graph, Output, OutputKind, Ref
 from merakc.passes.batches.analyse import Analysis, analyse
-from merakc.passes.batches.replay import replay
+from merakc.passes.batches.proof.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import State
 

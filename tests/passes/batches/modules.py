@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from merakc.batches import sample_rows
+from merakc.batches.split import sample_rows
 from merakc.ir.batches import BatchLayout, BatchSplit
+from merakc.lowering.recording import record_part
+from merakc.passes.batches.proof.replay import replay
 from merakc.passes.batches.recorded import in_parts
-from merakc.passes.batches.replay import replay
-from merakc.recording import record_part
 
 CPU = torch.device("cpu")
 

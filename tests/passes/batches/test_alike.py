@@ -11,8 +11,8 @@ from torch import Tensor
 from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
+from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.alike import check_alike, of_one_sample
-from merakc.passes.interpret import interpret
 from tests.frontend.small import Small, linear, randn
 
 WIDTH = 6

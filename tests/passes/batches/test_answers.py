@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from merakc.frontend.reads import Reads
 from merakc.frontend.record import record
+from merakc.frontend.values.reads import Reads
 from merakc.ir.batches import Rows
 from merakc.passes.batches.answers import unsaid
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from merakc.frontend.record import record
+from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.normalise import COPIES, normalised
-from merakc.passes.interpret import interpret
 from tests.passes.batches.forwards import Loss, Small, make_batch, recorded
 from tests.passes.batches.modules import compare
 

@@ -10,6 +10,7 @@ from merakc.errors import ConfigError
 from merakc.frontend.record import record
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Rows
 from merakc.ir.graph import OutputKind
+from merakc.lowering.recording import record_part
 from merakc.passes.batches.recorded import (
     BatchRecording,
     couplings_of,
@@ -17,7 +18,6 @@ from merakc.passes.batches.recorded import (
     rows_of,
     with_outputs,
 )
-from merakc.recording import record_part
 from tests.recorded import one_of_several, recorded
 
 BATCH = {"x": torch.zeros(8, 4).double(), "weight": torch.ones(8).double(), "fixed": torch.ones(4)}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from merakc.errors import RecordError
 from merakc.ir.batches import PER_MICRO_BATCH, Rows, ShareKind
 from merakc.ir.graph import InputKind, OutputKind, Ref
-from merakc.passes.batches.replay import replay
+from merakc.passes.batches.proof.replay import replay
 from merakc.passes.batches.split import split
 from merakc.passes.batches.states import Kind
 from tests.passes.batches.forwards import CLASSES, WIDTH, analysed, check, in_parts, make_batch

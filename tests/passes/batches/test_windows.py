@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from merakc.errors import RecordError
+from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.recorded import in_parts
 from merakc.passes.batches.windows import with_windows
-from merakc.passes.interpret import interpret
 from tests.recorded import recorded
 
 FRAMES, PATCHES, WIDTH = 3, 4, 5

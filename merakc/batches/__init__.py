@@ -1,0 +1,1 @@
+"""Batches: where their samples stand, and their parts."""

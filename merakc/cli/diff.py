@@ -1,0 +1,61 @@
+"""`merakc diff`: two plans, or a plan and the run of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from merakc.cli.console import NO, AsJson, progress_console, told
+from merakc.ir.ledger import Ledger, read_ledger
+from merakc.ir.plan import Plan, load_plan
+from merakc.report.diff import changes_table, plan_changes, prediction_changes
+from merakc.report.run import WARM_UP_STEPS, compare_run, figures, rows_table, timed_steps
+
+LEDGER_SUFFIX = ".jsonl"
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(help="A plan file.")],
+    second: Annotated[Path, typer.Argument(help="Another, or the .jsonl ledger of a run.")],
+    skip: Annotated[
+        int, typer.Option(help="Steps of a run that warm up, and are left out.", min=0)
+    ] = WARM_UP_STEPS,
+    as_json: AsJson = False,
+) -> None:
+    """Show what two plans decide differently, or what a run took beside what its plan predicts.
+
+    Exits with 1 where two plans differ.
+    """
+    if second.suffix == LEDGER_SUFFIX:
+        with told(progress_console()):
+            _show_run(load_plan(first), read_ledger(second), str(first), skip, as_json=as_json)
+        return
+    with told(progress_console()):
+        old, new = load_plan(first), load_plan(second)
+    changes, predictions = plan_changes(old, new), prediction_changes(old, new)
+    console = Console()
+    if as_json:
+        found = {"changes": changes, "predictions": predictions}
+        console.print_json(json.dumps({k: [asdict(c) for c in v] for k, v in found.items()}))
+    elif changes:
+        console.print(changes_table([*changes, *predictions], str(first), str(second)))
+    else:
+        console.print("the plans decide the same")
+    if changes:
+        raise typer.Exit(NO)
+
+
+def _show_run(plan: Plan, ledger: Ledger, where: str, skip: int, *, as_json: bool) -> None:
+    rows = compare_run(plan, ledger, where, skip)
+    count = len(timed_steps(ledger, skip))
+    if as_json:
+        found = {"steps": count, "origin": ledger.header.origin, "rows": figures(rows)}
+        Console().print_json(json.dumps(found))
+        return
+    title = f"{plan.model}: predicted, and the median of {count} measured steps"
+    Console().print(rows_table(rows, title))

@@ -1,0 +1,153 @@
+"""`merakc simulate`: what a plan would cost otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from merakc.cli.clusters import HELP, machines
+from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told, working
+from merakc.costs.ranks import least_spare, rank_memory_bytes
+from merakc.ir.graph import dtype_name
+from merakc.ir.plan import Plan, load_plan
+from merakc.machines.cluster import Cluster
+from merakc.planner.sources import Source, load_source
+from merakc.planner.what_if import Changes, changed, changed_degrees, simulated
+from merakc.report.units import format_bytes, format_seconds
+
+# For plans without a report, which do not say for which machines they were made.
+NOMINAL = "gpu"
+
+
+def simulate(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
+    sequence: Annotated[int | None, typer.Option("--seq", help="As for `plan`.", min=1)] = None,
+    made_for: Annotated[
+        str | None,
+        typer.Option("--from", help=f"The machines before; those of the plan. {HELP}"),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="The machines after, if others.", show_default=False)
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Samples a step, all ranks.", min=1)] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
+    schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan after.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Simulate a plan with another batch, other machines or degrees, all else as it decides.
+
+    Exits with 1 where that does not fit the machines' memory.
+    """
+    progress = progress_console()
+    with told(progress), working(progress, f"reading {file}") as tell:
+        check_outputs(output=output)
+        plan = load_plan(file)
+        given = load_source(source, sequence)
+        changes = Changes(batch, dp, tp, pp, micro_batches, schedule)
+        first = made_for or (plan.report.machines if plan.report else "") or NOMINAL
+        dtype, now = _dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
+        old = machines(first, dtype, plan.mesh.world_size)
+        new = machines(cluster or first, dtype, now)
+        before = simulated(plan, given, old, tell)
+        after = changed(plan, given, changes, new, tell)
+        if output is not None:
+            after.save(output)
+    sides = ((before, old), (after, new))
+    if as_json:
+        names = ("before", "after")
+        found = {n: _figures(p, c) for n, (p, c) in zip(names, sides, strict=True)}
+        Console().print_json(json.dumps(found))
+    else:
+        Console().print(sides_table(*sides))
+    need, have = _tightest(after, new)
+    if need > have:
+        raise typer.Exit(NO)
+
+
+def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Table:
+    """What both decide and cost, a column each, and by how much the figures changed."""
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right", overflow="fold")
+    first, second = (_figures(*side) for side in (before, after))
+    for name, value in first.items():
+        if name == "fits":
+            continue
+        old, new = _shown(name, value), _shown(name, second[name])
+        change = ""
+        if name != "bubble" and (isinstance(value, float) or name.endswith("_bytes")):
+            base, now = float(str(value)), float(str(second[name]))
+            change = f"{now / base - 1:+.1%}" if base and old != new else ""
+        label = name.replace("_per_s", " a second").removesuffix("_s").removesuffix("_bytes")
+        style = "bold" if old != new else ""
+        table.add_row(label.replace("_", " "), old, new, change, style=style)
+    for (plan, cluster), which in ((before, "before"), (after, "after")):
+        need, have = _tightest(plan, cluster)
+        if need > have:
+            table.caption = f"{which}: does not fit the {format_bytes(have)}"
+    return table
+
+
+def _figures(plan: Plan, cluster: Cluster) -> dict[str, object]:
+    """The decisions and costs of one side, by name."""
+    assert plan.prediction is not None
+    found = plan.prediction
+    need, have = _tightest(plan, cluster)
+    batch = plan.batch_size * plan.dp
+    return {
+        "machines": cluster.name,
+        "ranks": plan.mesh.world_size,
+        "degrees": f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp}",
+        "batch": batch,
+        "micro_batches": plan.micro_batches,
+        "schedule": plan.schedule,
+        "recompute": plan.recompute,
+        "state_shards": "; ".join(dict.fromkeys(map(str, plan.state_shards))) or "none",
+        "step_s": found.step_s,
+        "samples_per_s": batch / found.step_s,
+        "bubble": found.bubble_share,
+        "waits_for_dp_s": max(found.exposed_s, default=0.0),
+        "peak_memory_bytes": need,
+        "memory_bytes": have,
+        "fits": need <= have,
+    }
+
+
+def _shown(name: str, value: object) -> str:
+    if name == "bubble":
+        return f"{value:.1%}"
+    if name == "samples_per_s":
+        return f"{value:,.1f}"
+    if isinstance(value, float):
+        return format_seconds(value)
+    if name.endswith("_bytes") and isinstance(value, int):
+        return format_bytes(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _tightest(plan: Plan, cluster: Cluster) -> tuple[int, int]:
+    """The bytes that the rank with least to spare needs at its peak, and those that it has."""
+    assert plan.prediction is not None
+    peaks, memory = plan.prediction.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
+    rank = least_spare(peaks, memory)
+    return peaks[rank], memory[rank]
+
+
+def _dtype(plan: Plan, source: Source) -> str:
+    """What products are computed in."""
+    if plan.precision:
+        return plan.precision.compute
+    floats = [p.dtype for p in source.model.parameters() if p.is_floating_point()]
+    return dtype_name(floats[0]) if floats else "float32"

@@ -1,0 +1,135 @@
+"""`merakc verify`: whether a plan trains as one process does."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from merakc.cli.console import NO, AsJson, progress_console, told
+from merakc.equality.check import STEPS, Verdict, check_plan
+from merakc.ir.plan import Plan, load_plan
+from merakc.planner.sources import load_source
+
+RANKS = 8  # 2 x 2 x 2: every axis, on any machine
+
+
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")],
+    source: Annotated[str, typer.Argument(help="The model it was made for: as in `merakc plan`.")],
+    sequence: Annotated[
+        int | None, typer.Option("--seq", help="As in `merakc plan`.", min=1)
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Local processes, at most.", min=1)] = RANKS,
+    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", help="Seconds, for the ranks.", min=1)
+    ] = 300.0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a plan on local processes, on a small model of the same structure, and compare loss,
+    every gradient and the updated weights with one process.
+
+    Exits with 0 where they are equal, 1 where they differ, and 2 where nothing could be compared.
+    """
+    progress = progress_console()
+    told_last = [""]
+
+    def tell(text: str) -> None:
+        # No live display: a fork while its thread holds a lock would hang the child.
+        if text != told_last[0]:
+            progress.print(text, style="dim")
+        told_last[0] = text
+
+    with told(progress):
+        plan = load_plan(file)
+        given = load_source(source, sequence)
+        verdict = check_plan(
+            plan, given, ranks=ranks, seed=seed, timeout_s=timeout_s, progress=tell
+        )
+    if as_json:
+        plans = {"checked": verdict.checked, "replicas": verdict.replicas}
+        shown = {name: _degrees(own) if own else None for name, own in plans.items()}
+        body = {**asdict(verdict), **shown, "equal": verdict.equal}
+        Console().print_json(json.dumps(body, default=str))
+    else:
+        Console().print(verdict_table(plan, verdict))
+    if not verdict.equal:
+        raise typer.Exit(NO)
+
+
+def verdict_table(plan: Plan, verdict: Verdict) -> Group:
+    """What was run, what was compared and how near it was, and the verdict."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("plan", f"{plan.model}, {_text(plan)}")
+    facts.add_row("checked", _text(verdict.checked))
+    if verdict.replicas is not None:
+        facts.add_row("", f"and, for want of ranks, {_text(verdict.replicas)}")
+    small = f"{verdict.parameters:,} parameters"
+    if verdict.lowered:
+        lowered = (f"{name} {old} → {new}" for name, (old, new) in verdict.lowered.items())
+        small += f" → {verdict.checked_parameters:,}: {', '.join(lowered)}"
+    facts.add_row("model", small)
+    if verdict.lost:
+        facts.add_row("left out", f"{', '.join(verdict.lost)}, for want of ranks: give --ranks")
+    if verdict.unlike:
+        some = ", ".join(verdict.unlike[:3]) + ", ..." * (len(verdict.unlike) > 3)
+        text = f"along other dims than in the plan: {len(verdict.unlike)} tensors ({some})"
+        facts.add_row("split", Text(text, "yellow"))
+    if verdict.compared_with:
+        facts.add_row("against", f"{verdict.compared_with}, {STEPS} AdamW steps")
+    table = Table(box=box.SIMPLE_HEAD)
+    for name, justify in (
+        ("quantity", "left"), ("arithmetic", "left"), ("largest relative error", "right"),
+        ("limit", "right"), ("where", "left"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    for row in verdict.rows:
+        style = "" if row.passed else "red"
+        error = Text(f"{row.error:.1e}", style)
+        table.add_row(row.quantity, row.arithmetic, error, f"{row.limit:.0e}", Text(row.name))
+    if verdict.failed:
+        last = Text(f"failed: {verdict.failed}", "red")
+    elif verdict.equal:
+        last = Text(f"equal to one process, in {verdict.seconds:.0f} s", "green")
+    else:
+        last = Text(f"DIFFERENT from one process, in {verdict.seconds:.0f} s", "red")
+    return Group(facts, table, last)
+
+
+def _degrees(plan: Plan) -> dict[str, object]:
+    """The decisions of a plan in few words, by name."""
+    found: dict[str, object] = {
+        "dp": plan.dp, "tp": plan.tp, "pp": plan.pp, "stages": len(plan.rank_of),
+        "micro_batches": plan.micro_batches, "schedule": plan.schedule,
+        "recompute": plan.recompute, "sequence_parallel": plan.sequence_parallel,
+        "state_shards": [str(s) for s in plan.state_shards],
+        "precision": str(plan.precision) if plan.precision else None,
+        "sub_batches": list(plan.sub_batches),
+    }  # fmt: skip
+    return found
+
+
+def _text(plan: Plan) -> str:
+    parts = [
+        f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp}",
+        f"{plan.micro_batches} micro-batches",
+        f"{plan.schedule} on {len(plan.rank_of)} stages",
+        f"recompute {plan.recompute}",
+    ]
+    if plan.sequence_parallel:
+        parts.append("sequence parallel")
+    if plan.state_shards:
+        parts.append(f"state shards {'; '.join(dict.fromkeys(map(str, plan.state_shards)))}")
+    if plan.sub_batches:
+        parts.append(f"sub-batches {', '.join(map(str, plan.sub_batches))}")
+    if plan.precision:
+        parts.append(str(plan.precision))
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""What graphs compute and keep: flops, kernels, memory."""

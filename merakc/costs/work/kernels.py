@@ -1,0 +1,279 @@
+"""The kernels that a graph runs on a device, forward and backward: what each computes and moves.
+
+The backward is told from the forward, node by node, so that planning needs no derivative: a product
+gives one product for each argument with a gradient; anything else reads the gradients of its
+results and what it had read, and writes those of its arguments. Equal kernels are counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from merakc.costs.work.flops import COLLECTIVES, FREE, node_bytes, node_flops
+from merakc.ir.graph import Graph, InputKind, Node, Ref, dtype_name
+from merakc.kernels.gemm import TORCHS
+
+
+class KernelKind(StrEnum):
+    """What bounds a kernel."""
+
+    PRODUCT = "product"
+    ATTENTION = "attention"
+    TRAFFIC = "traffic"
+    COLLECTIVE = "collective"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Multiplications and additions, and bytes read and written; of a collective, bytes sent.
+
+    `shape` of a product is (batch, m, n, k), and (0, 0, 0, 0) where it is none of matrices. `op` is
+    a collective's.
+    """
+
+    kind: KernelKind
+    flops: int = 0
+    traffic_bytes: int = 0
+    shape: tuple[int, int, int, int] = (0, 0, 0, 0)
+    dtype: str = "bfloat16"
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The kernels of a forward and of its backward, each with how often it runs."""
+
+    forward: Counter[Kernel] = field(default_factory=Counter)
+    backward: Counter[Kernel] = field(default_factory=Counter)
+
+
+ALL_REDUCE = "merakc.all_reduce.default"
+# What a collective is in the backward; those that are not here hand the gradient on.
+CONJUGATE = {
+    "merakc.copy_to.default": ALL_REDUCE,
+    "merakc.gather_to.default": "merakc.reduce_scatter.default",
+    "merakc.reduce_scatter.default": "merakc.all_gather.default",
+    "merakc.scatter.default": "merakc.all_gather.default",
+}
+# Losses and tables in several steps: how often they move their largest tensor, forward and
+# backward. A cross-entropy reads the logits for the maximum, for the exponentials and their sum,
+# and its backward reads them again and writes the gradient.
+LOSSES = {
+    "composite.vocab_parallel_cross_entropy": (6, 4),
+    "aten.cross_entropy_loss.default": (5, 3),
+    "composite.vocab_parallel_embedding": (0, 0),
+    "aten.embedding.default": (0, 0),
+}
+# They hand the gradient of their result to both arguments.
+HANDS_ON = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.add.Scalar"})
+# They read a row as a whole before they write it: what makes the row may run in the same kernel,
+# what reads the result runs in another.
+REDUCES = ("softmax", "layer_norm", "rms_norm", "group_norm")
+
+
+def graph_work(graph: Graph, *, fused: bool = False) -> Work:
+    """The kernels of a graph.
+
+    With `fused`, nodes bound by memory that follow one another on tensors of as many elements are
+    one kernel, as compilers and kernels written by hand have them. The products' flops are those
+    that torch's `FlopCounterMode` counts.
+    """
+    return parts_work(graph, {}, 1, fused=fused)[0]
+
+
+def parts_work(
+    graph: Graph, part_of: Mapping[str, int], parts: int, *, fused: bool = False
+) -> tuple[Work, ...]:
+    """The kernels of each part of a graph; `part_of` has the nodes that are not of part 0."""
+    reader = _Reader(graph)
+    found = tuple(Work() for _ in range(parts))
+    for group in reader.groups(fused=fused):
+        work = found[part_of.get(group[0].name, 0)]
+        work.forward.update(reader.forward(group))
+        work.backward.update(reader.backward(group))
+    for ref, kernel in reader.accumulations():
+        found[part_of.get(ref.node, 0)].backward[kernel] += 1
+    return found
+
+
+class _Reader:
+    """Reads kernels off a graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.specs, self.grads = graph, graph.specs(), graph.grad_values()
+        self.parameters = {Ref(i.name) for i in graph.inputs if i.kind is InputKind.PARAMETER}
+        self.readers: dict[Ref, set[str]] = {}
+        self.origin: dict[Ref, Ref] = {}  # what a view looks at
+        for node in graph.nodes:
+            if self._is_view(node):
+                source = self.origin.get(node.refs[0], node.refs[0])
+                self.origin |= {Ref(node.name, k): source for k in range(len(node.outputs))}
+                continue
+            for ref in node.refs:
+                for seen in {ref, self.origin.get(ref, ref)}:
+                    self.readers.setdefault(seen, set()).add(node.name)
+        for out in graph.outputs:
+            self.readers.setdefault(self.origin.get(out.ref, out.ref), set()).add("output")
+
+    def groups(self, *, fused: bool) -> list[list[Node]]:
+        """The nodes that run, those of one kernel together."""
+        behind: dict[Ref, list[Node]] = {}  # by the value that a node may join behind
+        found: list[list[Node]] = []
+        for node in self.graph.nodes:
+            if self._is_view(node):
+                continue
+            sources = [self.origin.get(ref, ref) for ref in node.refs]
+            plain = self._is_plain(node)
+            ready = [behind[s] for s in sources if s in behind] if fused and plain else []
+            group = next((g for g in ready if g[-1].spec.numel == node.spec.numel), [])
+            if group:
+                behind.pop(Ref(group[-1].name))
+                group.append(node)
+            else:
+                group = [node]
+                found.append(group)
+            if plain and not any(name in node.op for name in REDUCES):
+                behind[Ref(node.name)] = group
+        return found
+
+    def forward(self, group: list[Node]) -> Iterator[Kernel]:
+        """The kernels of a group."""
+        node = group[0]
+        dtype = dtype_name(node.spec.dtype)
+        if node.op in COLLECTIVES:
+            yield self._collective(node, node.op)
+        elif node.op in LOSSES:
+            yield Kernel(KernelKind.TRAFFIC, 0, self._moved(node, LOSSES[node.op][0]), dtype=dtype)
+            if node.op == "composite.vocab_parallel_embedding":
+                yield self._collective(node, ALL_REDUCE)
+        elif node.op in CONJUGATE:
+            return
+        elif not self._is_plain(node):
+            flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
+            yield _product(node, self._shape(node), flops, moved)
+        else:
+            read, written = self._outside(group)
+            moved = sum(self.specs[ref].size_bytes for ref in read | written)
+            yield Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype)
+
+    def backward(self, group: list[Node]) -> Iterator[Kernel]:
+        """The kernels of a group's gradients; none where nothing asks for them."""
+        node = group[0]
+        asked = [r for n in group for r in n.refs if r in self.grads]
+        if not any(n.grad_outputs(self.grads) for n in group) or not asked:
+            return
+        dtype = dtype_name(node.spec.dtype)
+        if node.op in CONJUGATE:
+            yield self._collective(node, CONJUGATE[node.op])
+        elif node.op in COLLECTIVES:
+            return
+        elif node.op in LOSSES:
+            yield Kernel(KernelKind.TRAFFIC, 0, self._moved(node, LOSSES[node.op][1]), dtype=dtype)
+        elif not self._is_plain(node):
+            yield from self._product_gradients(node, asked)
+        else:
+            yield Kernel(KernelKind.TRAFFIC, 0, self._gradient_bytes(group), dtype=dtype)
+
+    def accumulations(self) -> Iterator[tuple[Ref, Kernel]]:
+        """The sums of gradients of values that several nodes read, by value."""
+        for ref, names in self.readers.items():
+            more = len(names - {"output"}) - 1
+            if more > 0 and ref in self.grads - self.parameters and ref not in self.origin:
+                spec = self.specs[ref]
+                dtype = dtype_name(spec.dtype)
+                kernel = Kernel(KernelKind.TRAFFIC, 0, 3 * spec.size_bytes, dtype=dtype)
+                yield from [(ref, kernel)] * more
+
+    def _product_gradients(self, node: Node, asked: list[Ref]) -> Iterator[Kernel]:
+        flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
+        batch, m, n, k = self._shape(node)
+        if "attention" in node.op:  # the scores once more, and four products
+            yield _product(node, (batch, m, n, k), flops * 5 // 2, 2 * moved)
+            return
+        first, second = node.args[:2] if len(node.args) > 1 else (None, None)
+        if first in asked or not node.refs:
+            yield _product(node, (batch, m, k, n), flops, moved)
+        if second in asked:
+            yield _product(node, (batch, k, n, m), flops, moved)
+        for bias in asked:
+            if bias not in (first, second):  # a sum over rows
+                dtype = dtype_name(node.spec.dtype)
+                yield Kernel(KernelKind.TRAFFIC, 0, node.spec.size_bytes, dtype=dtype)
+
+    def _gradient_bytes(self, group: list[Node]) -> int:
+        """Gradients of results read, those of arguments written, and what was read, read again."""
+        read, written = self._outside(group)
+        last = group[-1]
+        handed = set(last.refs) if last.op in HANDS_ON else set()
+        whole = last.spec.numel
+        total = sum(self.specs[r].size_bytes for r in written if r in self.grads)
+        for ref in read:
+            spec = self.specs[ref]
+            if spec.numel < whole:  # a bias or a weight of a norm: its gradient is a sum
+                total += last.spec.size_bytes * (ref in self.grads)
+            elif ref not in handed:
+                linear = all(n.op in HANDS_ON for n in group if ref in n.refs)
+                total += spec.size_bytes * ((ref in self.grads) + (not linear))
+        return total if handed != set(last.refs) or len(group) > 1 else 0
+
+    def _outside(self, group: list[Node]) -> tuple[set[Ref], set[Ref]]:
+        """What a kernel reads and writes beyond its own values."""
+        inside = {n.name for n in group}
+        seen = {ref for n in group for ref in n.refs}
+        read = {ref for ref in seen if self.origin.get(ref, ref).node not in inside}
+        made = {Ref(n.name, k) for n in group for k, out in enumerate(n.outputs) if out}
+        last = Ref(group[-1].name)
+        written = {r for r in made if r == last or self.readers.get(r, set()) - inside}
+        return read, written
+
+    def _collective(self, node: Node, op: str) -> Kernel:
+        sizes = [self.specs[r].size_bytes for r in node.refs if r not in self.parameters]
+        size = max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
+        return Kernel(KernelKind.COLLECTIVE, 0, size, dtype=dtype_name(node.spec.dtype), op=op)
+
+    def _moved(self, node: Node, passes: int) -> int:
+        """Of a loss, so many times its largest tensor; of a table, its rows in and out."""
+        if not passes:
+            return 2 * node.spec.size_bytes
+        return passes * max(self.specs[r].size_bytes for r in node.refs)
+
+    def _shape(self, node: Node) -> tuple[int, int, int, int]:
+        """Batch, m, n, k of a product."""
+        op = TORCHS.get(node.op, node.op)
+        if op == "merakc.attention.default":
+            b, h, m, d = self.specs[node.args[0]].shape
+            return b * h, m, d, self.specs[node.args[1]].shape[-2]
+        if op == "aten.addmm.default":
+            first, second = node.args[1:3]
+        elif op == "aten.linear.default":
+            first = node.args[0]
+            n, k = self.specs[node.args[1]].shape
+            return 1, self.specs[first].numel // k, n, k
+        elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default"):
+            first, second = node.args[:2]
+        else:
+            return 0, 0, 0, 0
+        left, right = self.specs[first].shape, self.specs[second].shape
+        k, n = left[-1], right[-1] if len(right) > 1 else 1
+        if len(right) <= 2:
+            return 1, math.prod(left[:-1]), n, k
+        m = left[-2] if len(left) > 1 else 1
+        return node.spec.numel // (m * n), m, n, k
+
+    def _is_view(self, node: Node) -> bool:
+        return node.op in FREE and node.op not in CONJUGATE and bool(node.refs)
+
+    def _is_plain(self, node: Node) -> bool:
+        """Whether a node does no more than move its tensors."""
+        special = node.op in COLLECTIVES or node.op in CONJUGATE or node.op in LOSSES
+        return not special and not node_flops(node, self.specs)
+
+
+def _product(node: Node, shape: tuple[int, int, int, int], flops: int, moved_bytes: int) -> Kernel:
+    attention = "attention" in node.op
+    kind = KernelKind.ATTENTION if attention else KernelKind.PRODUCT
+    return Kernel(kind, flops, moved_bytes, shape, dtype_name(node.spec.dtype))

@@ -1,0 +1,204 @@
+"""A forward in pieces: what comes before its repeated blocks, each block, and what comes after.
+
+Blocks are found by the numbers in the paths of modules (`model.layers.7.mlp`). A piece is all that
+the cost of a stage is made of, so that equal blocks are looked at once however many there are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from merakc.costs.work.flops import COLLECTIVES, FREE, is_view, view_roots
+from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, parts_work
+from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
+from merakc.kernels.ops import is_pointwise
+
+NUMBERED = re.compile(r"^(.*?)\.?(?<![^.])(\d+)(?:\.|$)")
+# Ops whose backward reads nothing of what they had read: linear in their one argument.
+KEEPS_NOTHING = HANDS_ON | {
+    "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.to.dtype", "aten.clone.default",
+    "aten.contiguous.default", "aten.cat.default", "aten.sum.default", "aten.sum.dim_IntList",
+    "aten.mean.default", "aten.mean.dim", "merakc.dropout.default",
+}  # fmt: skip
+EXPAND = "aten.expand.default"
+# Ops whose backward reads what they pick by, and none of the values.
+PICKS = ("masked_fill", ".where.", "index_select", "aten.index.", "aten.gather.")
+# Ops whose backward reads their result.
+KEEPS_RESULT = ("softmax", "aten.exp.", "aten.tanh.", "aten.sigmoid.", "aten.relu.", "aten.rsqrt.")
+# Values that are no larger are not worth a call that makes them again.
+LEAST_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a forward, of one tp rank and one micro-batch.
+
+    `path` is the module that all blocks of its kind are numbered under, "" of what is no block.
+    `parameters` are the numbers of trained elements by name; `saved_bytes` what the backward reads
+    again; `handed_bytes` what the pieces after it read.
+    """
+
+    path: str
+    work: Work
+    parameters: Mapping[str, int]
+    saved_bytes: int
+    handed_bytes: int
+
+    @property
+    def parameter_count(self) -> int:
+        """Trained elements."""
+        return sum(self.parameters.values())
+
+
+def cut_pieces(graph: Graph, *, fused: bool = False, plain: int = 1) -> tuple[Piece, ...]:
+    """The pieces of a tp rank's forward, in the order in which they run.
+
+    With `fused`, its kernels are those of `merakc.costs.work.kernels.graph_work`. A graph without
+    blocks is cut into at most `plain` runs of as many nodes.
+    """
+    starts = part_starts(graph)
+    if len(starts) == 1:
+        count = min(plain, len(graph.nodes))
+        starts = [("", k * len(graph.nodes) // count) for k in range(count)]
+    paths = [path for path, _ in starts]
+    part_of: dict[str, int] = {}
+    for k, (_, first) in enumerate(starts):
+        last = starts[k + 1][1] if k + 1 < len(starts) else len(graph.nodes)
+        part_of |= {node.name: k for node in graph.nodes[first:last]}
+    works = parts_work(graph, part_of, len(starts), fused=fused)
+    parameters = _parameters(graph, part_of, len(starts))
+    specs = graph.specs()
+    saved = [
+        sum(specs[ref].size_bytes for ref in kept) for kept in _saved(graph, part_of, len(starts))
+    ]
+    handed = _handed(graph, part_of, len(starts))
+    return tuple(map(Piece, paths, works, parameters, saved, handed))
+
+
+def part_starts(graph: Graph) -> list[tuple[str, int]]:
+    """The path and the first node of each piece."""
+    units: dict[tuple[str, str], list[int]] = {}
+    for k, node in enumerate(graph.nodes):
+        found = NUMBERED.match(node.module)
+        if found:
+            path, number = found.groups()
+            units.setdefault((path, number), []).append(k)
+    counts = Counter(path for path, _ in units)
+    blocks = sorted(
+        (places[0], places[-1], path) for (path, _), places in units.items() if counts[path] > 1
+    )
+    starts: list[tuple[str, int]] = [("", 0)]
+    for j, (first, last, path) in enumerate(blocks):
+        if starts[-1] == ("", first):
+            starts.pop()
+        starts.append((path, first))
+        follows = blocks[j + 1] if j + 1 < len(blocks) else None
+        if (follows is None or follows[2] != path) and last + 1 < len(graph.nodes):
+            starts.append(("", last + 1))
+    return starts
+
+
+def _parameters(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[dict[str, int]]:
+    """The trained elements of each piece; of a parameter that two pieces read, in both."""
+    trained = {
+        Ref(i.name): i for i in graph.inputs if i.kind is InputKind.PARAMETER and i.requires_grad
+    }
+    found: list[dict[str, int]] = [{} for _ in range(parts)]
+    for node in graph.nodes:
+        for ref in node.refs:
+            if ref in trained:
+                found[part_of[node.name]][trained[ref].target] = trained[ref].spec.numel
+    return found
+
+
+def kept_and_again(graph: Graph) -> tuple[int, Graph]:
+    """The bytes that a forward keeps for its backward, each value once, and the calls by which the
+    backward makes others again, as a graph.
+    """
+    specs = graph.specs()
+    saved = _saved(graph, {node.name: 0 for node in graph.nodes}, 1)[0]
+    again = _made_again(graph, saved, specs)
+    nodes = tuple(node for node in graph.nodes if Ref(node.name) in again)
+    read = dict.fromkeys(ref for node in nodes for ref in node.refs if ref not in again)
+    inputs = tuple(Input(f"saved:{ref}", InputKind.SAVED, specs[ref]) for ref in read)
+    names = {ref: Ref(item.name) for ref, item in zip(read, inputs, strict=True)}
+    kept_bytes = sum(specs[ref].size_bytes for ref in saved - again)
+    return kept_bytes, Graph(inputs, nodes, ()).renamed(names)
+
+
+def _made_again(graph: Graph, saved: set[Ref], specs: Mapping[Ref, TensorSpec]) -> set[Ref]:
+    """The saved values that backwards make again (`merakc.passes.autodiff.rematerialise`): what a
+    pointwise call makes of what is there anyway.
+    """
+    roots = view_roots(graph)
+    kept = {roots.get(ref, ref) for ref in saved}
+    worth = {ref for ref in kept if specs[ref].size_bytes > LEAST_BYTES}
+    if not worth:
+        return set()
+    others = (i for i in graph.inputs if i.kind is not InputKind.ACTIVATION)
+    there = kept | {Ref(i.name) for i in others}
+    waited: set[Ref] = set()  # values that a call of another kind has read
+    found: set[Ref] = set()
+    for node in graph.nodes:
+        own, cheap = Ref(node.name), is_pointwise(node.op)
+        if is_view(node) or (cheap and own not in worth):
+            continue
+        read = {roots.get(ref, ref) for ref in node.refs}
+        if not cheap:
+            waited |= read
+        elif read <= there - waited:
+            found.add(own)
+    return found
+
+
+def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref]]:
+    """What each piece's backward reads of its forward."""
+    specs, grads = graph.specs(), graph.grad_values()
+    held = {Ref(i.name) for i in graph.inputs if i.kind is not InputKind.ACTIVATION}
+    origin: dict[Ref, Ref] = {}
+    found: list[set[Ref]] = [set() for _ in range(parts)]
+    for node in graph.nodes:
+        if node.op in FREE and node.op not in CONJUGATE and node.refs:
+            source = origin.get(node.refs[0], node.refs[0])
+            # What was expanded and is then reshaped has memory of its own.
+            if node.op == EXPAND or node.spec.numel <= specs[source].numel:
+                origin |= {Ref(node.name, k): source for k in range(len(node.outputs))}
+        elif node.grad_outputs(grads):
+            kept = {origin.get(ref, ref) for ref in _kept(node, specs, grads)}
+            found[part_of[node.name]] |= kept - held
+    return found
+
+
+def _kept(node: Node, specs: Mapping[Ref, TensorSpec], grads: set[Ref]) -> set[Ref]:
+    """The values that the backward of a node reads."""
+    if node.op in KEEPS_NOTHING or node.op in COLLECTIVES or node.op in CONJUGATE:
+        return set()
+    own = {Ref(node.name, k) for k, out in enumerate(node.outputs) if out is not None}
+    if any(name in node.op for name in KEEPS_RESULT):
+        return own
+    if "attention" in node.op:
+        return own | set(node.refs)
+    if node.op in LOSSES:
+        largest = max(node.refs, key=lambda ref: specs[ref].size_bytes)
+        return {largest} if "entropy" in node.op else set()
+    if any(name in node.op for name in PICKS):
+        return {ref for ref in node.refs if not specs[ref].dtype.is_floating_point}
+    if node.op in ("aten.mul.Tensor", "aten.matmul.default", "aten.bmm.default", "aten.mm.default"):
+        pairs = zip(node.refs, reversed(node.refs), strict=True)
+        return {ref for ref, other in pairs if other in grads and len(node.refs) > 1}
+    return set(node.refs)
+
+
+def _handed(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[int]:
+    """The bytes of floating-point values that pass from each piece to a later one."""
+    specs = graph.specs()
+    crossing: list[set[Ref]] = [set() for _ in range(parts)]
+    for node in graph.nodes:
+        for ref in node.refs:
+            if ref.node in part_of and specs[ref].dtype.is_floating_point:
+                for part in range(part_of[ref.node], part_of[node.name]):
+                    crossing[part].add(ref)
+    return [sum(specs[ref].size_bytes for ref in refs) for refs in crossing]

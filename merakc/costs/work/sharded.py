@@ -1,0 +1,147 @@
+"""Bytes of a stage's state on one rank, from its buckets (Rajbhandari et al., "ZeRO", 2020).
+
+With P trained parameters in s_p, s_g and s_os shards, of c bytes as they are computed with, g bytes
+of a gradient and m bytes as they are optimized, a rank keeps P c / s_p of parameters, P m / s_os of
+masters where the two differ, and as much for each number that the optimizer keeps. While
+micro-batches run it adds up P g / s_g of gradients; in the end it has P m / s_os of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from merakc.costs.work.memory import Sum
+from merakc.ir.buckets import BucketSpec, Held, plan_buckets
+from merakc.ir.graph import Graph, InputKind
+from merakc.ir.precision import Precision, kept_dtype
+from merakc.ir.state import StateShards
+
+# Adam and AdamW keep two numbers a parameter, beside the parameter and its gradient.
+OPTIMIZER_STATES = 2
+GATHERED = 2  # whole buckets at a time: the one that is read and the next
+
+
+@dataclass(frozen=True, slots=True)
+class StateBytes:
+    """What a rank holds of a stage's buckets.
+
+    `kept_bytes` are there all the time: masters, optimizer state and the `parameter_bytes` that are
+    computed with. `gathered_bytes` are whole parameters, `summed_bytes` what the gradients of
+    micro-batches are added up in, and `filling_bytes` a bucket of whole gradients that are
+    scattered when the last is there. In the end `reduced_bytes` of gradients stand in the place of
+    those two.
+    """
+
+    kept_bytes: int
+    parameter_bytes: int
+    gathered_bytes: int
+    summed_bytes: int
+    filling_bytes: int
+    reduced_bytes: int
+
+
+def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = None) -> StateBytes:
+    """The bytes of these buckets, shards rounded up."""
+    kept = parameters = summed = filling = reduced = 0
+    gathered = [0]
+    for spec in buckets:
+        shards, numel = spec.shards, spec.numel
+        mixed = precision if spec.is_trained else None
+        computed = mixed.dtype("compute") if mixed else spec.dtype
+        gradient = mixed.dtype("gradients") if mixed else spec.dtype
+        parameters += computed.itemsize * -(-numel // shards.parameters)
+        if shards.parameters > 1:
+            gathered.append(computed.itemsize * numel)
+        if not spec.is_trained:
+            continue
+        owned = spec.dtype.itemsize * -(-numel // shards.optimizer)
+        kept += (OPTIMIZER_STATES + (mixed is not None)) * owned
+        summed += gradient.itemsize * -(-numel // shards.gradients)
+        if shards.gradients > 1:
+            filling = max(filling, gradient.itemsize * numel)
+        reduced += owned
+    whole = sum(sorted(gathered)[-GATHERED:])
+    return StateBytes(kept + parameters, parameters, whole, summed, filling, reduced)
+
+
+def graph_state_bytes(
+    graph: Graph,
+    shards: StateShards,
+    precision: Precision | None = None,
+    tied: Mapping[str, StateShards] = MappingProxyType({}),
+) -> StateBytes:
+    """The same of all parameters of a stage's graph; those of `tied` follow another stage's."""
+    kinds = [shards, *dict.fromkeys(tied.values())]
+    held = [
+        Held(
+            i.target,
+            kept_dtype(i.spec.dtype, precision, is_trained=i.requires_grad),
+            i.spec.numel,
+            (kinds.index(tied.get(i.target, shards)),),
+            i.requires_grad,
+        )
+        for i in graph.inputs
+        if i.kind is InputKind.PARAMETER
+    ]
+    return state_bytes(plan_buckets(held, kinds.__getitem__), precision)
+
+
+@dataclass(frozen=True, slots=True)
+class SunkGradients:
+    """The gradients of a stage that go into its buckets as they are made.
+
+    They are added to `sums`. Where these are scattered, `scattered_bytes` is what is left of them
+    between micro-batches. `reduced_bytes` stand in the place of all in the end, shared parameters'
+    among them.
+    """
+
+    sums: tuple[Sum, ...]
+    scattered_bytes: int
+    reduced_bytes: int
+
+    @property
+    def held_bytes(self) -> int:
+        """What is there between two micro-batches."""
+        return self.scattered_bytes + sum(s.size_bytes for s in self.sums if not s.is_scattered)
+
+
+def _reducing_bytes(spec: BucketSpec, gradient: torch.dtype) -> int:
+    """What the reduction of a bucket takes beside its gradients: as much again for other ranks'
+    parts of them, where they are scattered, or all of them in float32.
+    """
+    if spec.shards.optimizer > 1:
+        return gradient.itemsize * spec.numel
+    reduced = torch.promote_types(gradient, torch.float32)
+    return reduced.itemsize * spec.numel if reduced != gradient else 0
+
+
+def sunk_gradients(
+    buckets: Iterable[BucketSpec], stages: Collection[int], precision: Precision | None = None
+) -> dict[int, SunkGradients]:
+    """Those of a rank, by its `stages`; shared parameters' are added up whole, and reduced last."""
+    of_stage: dict[int, list[BucketSpec]] = {}
+    for spec in buckets:
+        if spec.is_trained:
+            stage = min(s for s in spec.stages if s in stages)
+            of_stage.setdefault(stage, []).append(spec)
+    found = {}
+    for stage, specs in of_stage.items():
+        own = [spec for spec in specs if not spec.is_shared]
+        sums = []
+        for spec in own:
+            dtype = precision.dtype("gradients") if precision else spec.dtype
+            size_bytes = dtype.itemsize * spec.numel
+            is_scattered = spec.shards.gradients > 1
+            reducing_bytes = _reducing_bytes(spec, dtype)
+            sums.append(Sum(frozenset(spec.members), size_bytes, is_scattered, reducing_bytes))
+        scattered = [s for s in own if s.shards.gradients > 1]
+        found[stage] = SunkGradients(
+            tuple(sums),
+            state_bytes(scattered, precision).summed_bytes,
+            state_bytes(specs, precision).reduced_bytes,
+        )
+    return found

@@ -1,0 +1,1 @@
+"""How calls of torch's are written in a graph, or refused."""

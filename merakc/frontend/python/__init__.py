@@ -1,0 +1,1 @@
+"""Python's own state that a forward can see."""

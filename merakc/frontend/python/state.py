@@ -1,0 +1,233 @@
+"""What a model's Python keeps from one forward to the next, and what a forward does to it.
+
+Attributes of modules and of the objects that they hold, containers at any depth, variables that
+functions close over or share as globals, attributes of classes, generators of random numbers and
+iterators.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import _lru_cache_wrapper, cache
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+from merakc.frontend.python.content import (
+    CONTAINERS,
+    DEPTH,
+    MISSING,
+    PLAIN,
+    Attribute,
+    Names,
+    content_of,
+    put_back,
+    same,
+)
+from merakc.frontend.source import INSTALLED
+
+_ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
+_WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
+_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+# The hooks that torch calls around every module.
+_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that stands in another state than before; `name` is in the user's words.
+
+    `shared` is what belongs to no module: globals, closures, attributes of classes. `part` says
+    what a module has registered under the name: a parameter, a buffer or a module. `holder` is the
+    object that holds it, under `key`.
+    """
+
+    name: str
+    before: Any
+    after: Any
+    shared: bool
+    part: str = ""
+    holder: Any = None
+    key: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An object and what it held; of the tensors of a module, the names alone count. `part` is what
+    it holds in a module.
+    """
+
+    value: Any
+    name: str
+    content: Mapping[Any, Any]
+    shared: bool
+    part: str = ""
+
+    @property
+    def names_alone(self) -> bool:
+        """Whether it holds parameters or buffers."""
+        return self.part in ("parameter", "buffer")
+
+
+class PythonState:
+    """What the Python of a model, and of `others`, holds at one time."""
+
+    def __init__(self, model: nn.Module, others: Iterable[type] = ()) -> None:
+        self._held: dict[int, Held] = {}
+        self._caches: dict[Any, Any] = {}
+        self._classes: set[type] = set()
+        classes: dict[type, None] = dict.fromkeys(others)
+        modules = []
+        for path, module in model.named_modules():
+            parts = {"parameter": module._parameters, "buffer": module._buffers}
+            for part, states in {**parts, "module": module._modules}.items():
+                self._hold(Held(states, path, dict(states), False, part))
+            modules.append(self._hold(Held(module, path, dict(vars(module)), False)))
+            classes |= dict.fromkeys(type(module).__mro__)
+        for held in modules:
+            self._see_inside(held, 0)
+        for cls in classes:
+            if cls is not object and not cls.__module__.startswith("torch."):
+                self._see_class(cls)
+        for name in _HOOKS:
+            self._see(getattr(torch_modules, name), name, True)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors in it but parameters and buffers, by name."""
+        for held in self._held.values():
+            if not held.names_alone:
+                for key, item in held.content.items():
+                    if isinstance(item, Tensor):
+                        yield _joined(held, key), item
+
+    def held(self) -> Iterable[Held]:
+        """All objects that it is kept in."""
+        return self._held.values()
+
+    def changes(self) -> list[Change]:
+        """What was assigned, added, taken away or advanced since."""
+        return [
+            Change(_joined(held, key), before, after, held.shared, held.part, held.value, key)
+            for held in self._held.values()
+            for key, before, after in differences(held)
+            if not held.names_alone or MISSING in (before, after)
+        ]
+
+    def put_back(self) -> None:
+        """Gives every object what it held, but for generators and iterators that have advanced."""
+        self.forget()
+        for held in self._held.values():
+            if any(True for _ in differences(held)):
+                put_back(held.value, held.content)
+
+    def forget(self) -> None:
+        """Empties the caches of functions (`functools.lru_cache`) that were filled since."""
+        for function, before in self._caches.items():
+            if function.cache_info() != before:
+                function.cache_clear()
+                self._caches[function] = None  # what is in it now is of a recording
+
+    def _see(self, value: Any, name: str, shared: bool, depth: int = 0) -> None:
+        """Notes what an object holds, and goes on to the objects in it."""
+        if isinstance(value, (*_WRAPPERS, FunctionType)):
+            self._see_function(value)
+        if type(value) in _ATOMS or id(value) in self._held or depth > DEPTH:
+            return
+        content = content_of(value)
+        if content is None:
+            return
+        deeper = depth + (not isinstance(value, CONTAINERS))
+        self._see_inside(self._hold(Held(value, name, content, shared)), deeper)
+
+    def _see_inside(self, held: Held, depth: int) -> None:
+        for key, item in held.content.items():
+            if type(item) not in _ATOMS and id(item) not in self._held:
+                self._see(item, _joined(held, key), held.shared, depth)
+
+    def _hold(self, held: Held) -> Held:
+        self._held[id(held.value)] = held
+        return held
+
+    def _see_class(self, cls: type) -> None:
+        self._see(Names(cls), cls.__name__, True)
+        for value in vars(cls).values():
+            self._see(value, "", True)
+
+    def _see_function(self, function: Any) -> None:
+        if isinstance(function, _lru_cache_wrapper):
+            self._caches[function] = function.cache_info()
+        if isinstance(function, _WRAPPERS):
+            function = function.fget if isinstance(function, property) else function.__wrapped__
+        if not isinstance(function, FunctionType) or id(function) in self._held:
+            return
+        if (function.__module__ or "").startswith(("torch.", "merakc.")):
+            return
+        self._hold(Held(function, "", {}, True))
+        name = function.__qualname__
+        for cell, free in zip(
+            function.__closure__ or (), function.__code__.co_freevars, strict=True
+        ):
+            self._see(cell, f"{free} of {name}", True)
+        for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self._see(default, f"a default of {name}", True)
+        self._see(vars(function), name, True)
+        names, space = _global_names(function.__code__), function.__globals__
+        self._see(Names(space, _globals(function.__code__)), function.__module__ or "globals", True)
+        for used in names:
+            helper = space.get(used)
+            if (
+                isinstance(helper, type)
+                and helper.__module__ == space.get("__name__")
+                and helper not in self._classes
+            ):
+                self._classes.add(helper)
+                self._see(Names(helper), helper.__name__, True)
+            found = [vars(helper).get(n) for n in names] if isinstance(helper, ModuleType) else []
+            for callee in (helper, *found):  # `mask(...)`, or `helpers.mask(...)`
+                code = getattr(inspect.unwrap(callee) if callable(callee) else 0, "__code__", None)
+                near = getattr(callee, "__globals__", None) is space
+                # Not into libraries, which are large, and Python's own.
+                if code and (near or not code.co_filename.startswith(INSTALLED)):
+                    self._see_function(callee)
+
+
+@cache
+def _globals(code: CodeType) -> tuple[str, ...]:
+    """The globals that some code, and the code in it, reads or writes."""
+    found = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL]
+    inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _globals(c)]
+    return tuple(dict.fromkeys([*found, *inner]))
+
+
+@cache
+def _global_names(code: CodeType) -> tuple[str, ...]:
+    """All names that code looks up, of attributes too: `helpers.mask`."""
+    inner = [c for c in code.co_consts if isinstance(c, CodeType)]
+    return tuple(dict.fromkeys([*code.co_names, *(n for c in inner for n in _global_names(c))]))
+
+
+def differences(held: Held) -> Iterator[tuple[Any, Any, Any]]:
+    """Keys of what has changed, with what stood there and what stands there now."""
+    before, now = held.content, content_of(held.value) or {}
+    if len(before) == len(now) and all(map(same, before.values(), now.values())):
+        return
+    for key in {**before, **now}:
+        old, new = before.get(key, MISSING), now.get(key, MISSING)
+        if not same(old, new):
+            yield key, old, new
+
+
+def _joined(held: Held, key: Any) -> str:
+    """The name of what an object holds: `layers.0.calls`, `self.table['x']`."""
+    if key == "":
+        return held.name
+    if isinstance(key, Attribute):
+        return f"{held.name}.{key}"
+    if isinstance(held.value, CONTAINERS) and not held.part:
+        return f"{held.name}[{key!r}]"
+    return f"{held.name}.{key}" if held.name else str(key)

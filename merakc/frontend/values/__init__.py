@@ -1,0 +1,1 @@
+"""Values of a recording: symbols, what Python reads, and results."""

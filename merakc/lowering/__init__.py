@@ -1,0 +1,1 @@
+"""From a model and a plan to graphs and Programs."""

@@ -1,0 +1,390 @@
+"""From a recording to a plan, and from a plan to the graphs of its stages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from merakc.costs.ranks import stage_devices
+from merakc.costs.work.flops import graph_flops
+from merakc.errors import PlanError
+from merakc.frontend.python.fingerprint import fingerprint, first_difference
+from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchSplit
+from merakc.ir.buckets import BucketSpec
+from merakc.ir.graph import Graph, InputKind, OutputKind
+from merakc.ir.layout import Layout, parse_layout
+from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
+from merakc.ir.program import ActionKind, Chunk, Mesh, Program
+from merakc.ir.schedule import Schedule
+from merakc.kernels.opaque import OPAQUE, find
+from merakc.machines.cluster import NOMINAL_GPU, Cluster
+from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.autodiff.loss_gradient import without_zeros
+from merakc.passes.autodiff.recompute import checkpointed, selective, within_bytes
+from merakc.passes.autodiff.rematerialise import lean, rematerialised
+from merakc.passes.autodiff.split_backward import split_backward
+from merakc.passes.batches.recorded import couplings_of, dims_of, in_parts, with_outputs
+from merakc.passes.overlap.collective_matmul import chunk_rows
+from merakc.passes.overlap.fused_products import fuse_products
+from merakc.passes.overlap.sub_batches import Parts, divided
+from merakc.passes.overlap.subpipeline import overlapped, same_nodes
+from merakc.passes.programs.collectives import (
+    Touches,
+    like,
+    rank_buckets,
+    rough_touches,
+    trained,
+    with_collectives,
+)
+from merakc.passes.programs.onednn import by_onednn
+from merakc.passes.programs.schedule import build_programs
+from merakc.passes.sharding.gather_products import gather_all, gather_products, gathers
+from merakc.passes.sharding.layouts import Sharding
+from merakc.passes.sharding.localise import localise
+from merakc.passes.sharding.separate_heads import separate_heads
+from merakc.passes.sharding.shard import shard
+from merakc.passes.stages.match_plan import check_match, holders
+from merakc.passes.stages.stage import (
+    Stages,
+    assign_stages,
+    split_stages,
+    stage_runs,
+    stages_of_runs,
+    transfer_stages,
+)
+from merakc.schedules.planned import planned_schedule
+from merakc.schedules.registry import stage_ranks
+from merakc.schedules.text import parse_schedule
+from merakc.version import __version__
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A plan applied to a recording: what every rank agrees on, before any rank's own graphs."""
+
+    plan: Plan
+    loss: BatchSplit
+    stages: Stages
+    parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
+    compiled: bool = False  # whether runs of its graphs' calls become kernels
+    onednn: bool = False  # whether larger products of float32 are oneDNN's
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of work."""
+        return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
+
+    @property
+    def head_stage(self) -> int | None:
+        """The stage behind which the samples of the batch are coupled, if they are."""
+        return self.stages.head if self.loss.head is not None else None
+
+    def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
+        """The executable graphs of one rank and stage, with the pieces that the schedule runs;
+        without `train` no backward.
+        """
+        if not train:
+            local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
+            frozen = tuple(replace(i, requires_grad=False) for i in local.inputs)
+            return differentiate(replace(local, inputs=frozen))
+        chunk = self._pieces(stage, tp_rank)
+        if not self.plan.sub_batches or self.plan.tp == 1:
+            return chunk
+        machines = self.plan.machines or NOMINAL_GPU
+        unlike = self.stages.sharding.unlike_ranks(self.stages.graphs[stage])
+        if len(unlike) == 1:
+            return overlapped(chunk, machines)
+        # Every rank comes to the same order, without a word to the others.
+        kinds = [self._pieces(stage, rank) for rank in unlike]
+        alike = all(same_nodes(c, kinds[0]) for c in kinds)
+        return overlapped(chunk, machines, kinds[0]) if alike else chunk
+
+    def local(self, stage: int, tp_rank: int) -> Graph:
+        """The forward of a micro-batch on one rank and stage, in parts or with products in chunks
+        of rows, or fused with collectives, where the plan says so.
+        """
+        local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
+        count = self.plan.sub_batches[stage] if self.plan.sub_batches else 1
+        for parts in self.parts:
+            if parts.count == count:
+                stages = parts.stages
+                part = localise(stages.graphs[stage], stages.sharding, tp_rank)
+                return divided(local, part, parts)
+        if not (self.plan.row_chunks or self.plan.fused_products):
+            return local
+        graph, sharding = self.stages.graphs[stage], self.stages.sharding
+        unlike = sharding.unlike_ranks(graph)
+        kinds = [localise(graph, sharding, rank) for rank in unlike] if len(unlike) > 1 else []
+        fused = fuse_products(local, self.plan.fused_products, kinds)
+        return chunk_rows(local, self.plan.row_chunks, kinds) if fused is local else fused
+
+    def _pieces(self, stage: int, tp_rank: int) -> Chunk:
+        chunk = differentiate(self.local(stage, tp_rank))
+        chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
+        order = self.schedule.orders[self.schedule.rank_of[stage]]
+        kinds = {a.kind for a in order if a.stage == stage}
+        if ActionKind.INPUT_GRAD in kinds and chunk.backward is not None:
+            input_grad, weight_grad = split_backward(chunk)
+            chunk = replace(chunk, input_grad=input_grad, weight_grad=weight_grad)
+        if ActionKind.RECOMPUTE not in kinds:
+            return chunk
+        if self.plan.recompute == "selective":
+            return checkpointed(chunk, selective(chunk))
+        if self.plan.recompute == "solved":
+            # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
+            kept = within_bytes(chunk, self.plan.keep_bytes[stage], NOMINAL_GPU)
+            return checkpointed(chunk, kept)
+        return checkpointed(chunk, ())
+
+    def head(self, *, train: bool = True) -> Chunk | None:
+        """The graphs of what couples the samples of the batch, if anything does; without `train` no
+        backward.
+        """
+        if self.loss.head is None:
+            return None
+        graph = self.loss.head.graph
+        frozen = tuple(replace(i, requires_grad=i.requires_grad and train) for i in graph.inputs)
+        chunk = differentiate(replace(graph, inputs=frozen))
+        if train:
+            chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
+        return by_onednn(chunk) if self.onednn else chunk
+
+    def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
+        """The chunks of all stages of one rank of the mesh."""
+        _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
+        stages = [s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank]
+        chunks = {s: self.chunk(s, tp_rank, train=train) for s in stages}
+        return {s: by_onednn(c) for s, c in chunks.items()} if self.onednn else chunks
+
+    def programs(
+        self, *, forward_only: bool = False, ranks: Iterable[int] | None = None
+    ) -> tuple[Program, ...]:
+        """The actions of every rank, or of these, without collectives over dp."""
+        return build_programs(
+            self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
+            ranks=ranks, head=self.head_stage,
+        )  # fmt: skip
+
+    def with_collectives(
+        self,
+        programs: Sequence[Program],
+        touches: Mapping[int, Touches] | None = None,
+        buckets: Sequence[BucketSpec] | None = None,
+    ) -> tuple[Program, ...]:
+        """Programs with their collectives over dp.
+
+        Without the `touches` of the stages' own pieces, rough ones are used; `buckets` are those of
+        the Programs' one pipeline rank, where they are known.
+        """
+        if self.plan.dp == 1:
+            return tuple(programs)
+        local = self.stages.local
+        touches = touches or {s: rough_touches(graph) for s, graph in enumerate(local)}
+        of_loss, made = trained(self.loss.graph), {}
+        found = []
+        for program in programs:
+            _, rank, _ = self.plan.mesh.coordinates(program.rank)
+            if rank not in made:
+                own = rank_buckets(self.plan, local, rank) if buckets is None else buckets
+                made[rank] = with_collectives(program, touches, own, of_loss)
+            found.append(like(program, made[rank]))
+        return tuple(found)
+
+
+# What training needs of a forward: the loss and the written buffers.
+TRAINING = (OutputKind.LOSS, OutputKind.BUFFER)
+
+
+def training_graph(graph: Graph) -> Graph:
+    """The recorded graph for its outputs that training needs."""
+    return with_outputs(graph, tuple(o for o in graph.outputs if o.kind in TRAINING))
+
+
+def make_plan(
+    recording: Recording,
+    mesh: Mesh,
+    micro_batches: int,
+    cluster: Cluster,
+    *,
+    batch_size: int = 0,
+    schedule: str = "1f1b",
+    order: tuple[str, ...] = (),
+    chunks: int | None = None,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+) -> tuple[Plan, Lowered]:
+    """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
+
+    Of as many stages as `schedule` has with `chunks` a rank, or `order`, a text. Raises `CutError`
+    where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide it.
+    """
+    loss = headed(in_parts(recording, mesh.dp * micro_batches, TRAINING), mesh.tp)
+    sharding = shard(
+        loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
+    )
+    placement = _placement(mesh, schedule, order, chunks)
+    devices = stage_devices(cluster, mesh, placement)
+    of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
+    stages = split_stages(loss.graph, of, len(placement), sharding)
+    splits = sharding.splits(loss.graph)
+    splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathers(loss.graph))
+    plan = Plan(
+        model=recording.model_name,
+        **asdict(mesh),
+        batch_size=batch_size,
+        micro_batches=micro_batches,
+        schedule=schedule,
+        recompute=recompute,
+        graph=fingerprint(recording.graph),
+        stages=stage_runs(loss.graph, of),
+        parameters=holders(stages.graphs),
+        splits={name: str(layout) for name, layout in splits.items()},
+        collectives=_collectives(stages),
+        cut=report,
+        whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
+        opaque_modules=_opaque_modules(loss, mesh.dp * micro_batches),
+        **_of_batches(recording, loss, stages),
+        sequence_parallel=bool(sharding.sequences),
+        placement=placement if placement != tuple(range(mesh.pp)) else (),
+        order=order,
+        merakc_version=__version__,
+    )
+    return plan, Lowered(plan, loss, stages)
+
+
+def _placement(
+    mesh: Mesh, schedule: str, order: tuple[str, ...], chunks: int | None
+) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
+    if order:
+        return parse_schedule("\n".join(order), schedule).rank_of
+    return stage_ranks(schedule, mesh.pp, chunks)
+
+
+def apply_plan(plan: Plan, recording: Recording) -> Lowered:
+    """Applies a plan to the very graph that it was made from.
+
+    Raises `PlanError` with the first difference on any other.
+    """
+    difference = first_difference(plan.graph, fingerprint(recording.graph))
+    if difference:
+        raise PlanError(
+            f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
+            "again with this model, batch shape and dtype"
+        )
+    loss = headed(in_parts(recording, plan.dp * plan.micro_batches, TRAINING), plan.tp)
+    sharding = planned_sharding(loss.graph, plan)
+    of = stages_of_runs(loss.graph, plan.stages)
+    stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
+    check_match(plan, recording.graph, loss.graph, stages)
+    return Lowered(plan, loss, stages)
+
+
+def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowered:
+    """Applies a plan to another recording of the same model: eval mode, or other shapes.
+
+    Parameters stay where they are; with `results`, everything that the forward returns is
+    computed, otherwise the loss alone.
+    """
+    plan = lowered.plan
+    split = in_parts(recording, plan.dp * plan.micro_batches, () if results else TRAINING)
+    loss = headed(split, plan.tp, gathered=gathers(lowered.loss.graph))
+    sharding = planned_sharding(loss.graph, plan)
+    of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
+    stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
+    return replace(lowered, loss=loss, stages=stages, parts=())
+
+
+def headed(split: BatchSplit, tp: int, *, gathered: bool | None = None) -> BatchSplit:
+    """The step whose graph is sharded and cut: with heads apart, and products to be gathered.
+
+    `gathered` says whether its products are to be gathered; where it is None, the graph does.
+    """
+    return replace(split, graph=with_heads(split.graph, tp, gathered=gathered))
+
+
+def with_heads(graph: Graph, tp: int, *, gathered: bool | None = None) -> Graph:
+    """The graph of `headed`."""
+    found = separate_heads(graph, tp)
+    if gathered is None:
+        return gather_products(found, tp)
+    return gather_all(found) if gathered else found
+
+
+def _splits_of_results(
+    graph: Graph, splits: Mapping[str, Layout], tp: int, *, gathered: bool
+) -> dict[str, Layout]:
+    """The layouts of the split tensors that only the results read, as the given splits demand."""
+    trained = {i.target for i in training_graph(graph).inputs}
+    kinds = (InputKind.PARAMETER, InputKind.BUFFER)
+    if tp == 1 or all(i.target in trained for i in graph.inputs if i.kind in kinds):
+        return {}
+    whole = with_heads(with_outputs(graph, graph.outputs), tp, gathered=gathered)
+    try:
+        found = shard(whole, tp, splits).splits(whole)
+    except PlanError:  # the results need whole what training splits: `predict` refuses them
+        return {}
+    return {name: layout for name, layout in found.items() if name not in trained}
+
+
+def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
+    """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
+    splits = {name: parse_layout(text) for name, text in plan.splits.items()}
+    return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+
+
+def _of_batches(recording: Recording, loss: BatchSplit, stages: Stages) -> dict[str, Any]:
+    """What the plan says of the batch and its parts."""
+    return {
+        "couplings": couplings_of(recording),
+        "batch_dims": dims_of(recording),
+        "conventions": loss.conventions,
+        "head": _coupled(loss, stages),
+    }
+
+
+def _coupled(loss: BatchSplit, stages: Stages) -> CoupledLoss | None:
+    """What the plan tells of a loss that couples samples."""
+    head, stage = loss.head, stages.head
+    if head is None or stage is None:
+        return None
+    return CoupledLoss(stage, head.source, head.why, head.size_bytes)
+
+
+def _opaque_modules(loss: BatchSplit, parts: int) -> tuple[OpaqueModule, ...]:
+    """The modules that run as they are, each once, with what all their calls compute."""
+    graphs = [(loss.graph, parts), *([(loss.head.graph, 1)] if loss.head else [])]
+    total = max(sum(graph_flops(graph) * times for graph, times in graphs), 1)
+    calls = [
+        (find(n.args[-1]), times) for graph, times in graphs for n in graph.nodes if n.op == OPAQUE
+    ]
+    flops: Counter[str] = Counter()
+    for call, times in calls:
+        flops[call.module] += call.flops * times
+    seen = {call.module: call for call, _ in reversed(calls)}
+    return tuple(
+        OpaqueModule(name, seen[name].source, seen[name].reason, flops[name] / total)
+        for name in dict.fromkeys(call.module for call, _ in calls)
+    )
+
+
+def _collectives(stages: Stages) -> dict[str, int]:
+    """Tp collectives of one micro-batch: the forward's, and their conjugates in the backward."""
+    if stages.sharding.tp == 1:
+        return {}
+    ops = Counter(node.op for graph in stages.local for node in graph.nodes)
+    scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
+    found = {
+        "forward all-reduce": ops["merakc.all_reduce.default"],
+        "backward all-reduce": ops["merakc.copy_to.default"],
+        "forward reduce-scatter": scatters,
+        "forward all-gather": gathers + ops["merakc.all_gather.default"],
+        "backward reduce-scatter": gathers,
+        "backward all-gather": scatters + ops["merakc.scatter.default"],
+        "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
+    }
+    return {name: number for name, number in found.items() if number or "all-reduce" in name}

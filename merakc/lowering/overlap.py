@@ -1,0 +1,207 @@
+"""Decides where tensor-parallel communication runs under computation, and in how many parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from merakc.errors import ConfigError, MerakError
+from merakc.frontend.record import Recording
+from merakc.ir.graph import Graph
+from merakc.lowering.lowered import TRAINING, Lowered, headed, planned_sharding
+from merakc.machines.cluster import Cluster
+from merakc.passes.batches.recorded import in_parts, rows_of
+from merakc.passes.overlap.collective_matmul import RowChunks
+from merakc.passes.overlap.fused_products import FusedProducts
+from merakc.passes.overlap.sub_batches import Parts, make_parts
+from merakc.passes.overlap.subpipeline import stage_seconds
+from merakc.passes.sharding.gather_products import gathers
+from merakc.passes.stages.stage import split_stages, stages_like
+
+# Parts of a micro-batch, or chunks of rows, that are tried. More hide more, and multiply smaller
+# matrices.
+COUNTS = (2, 4)
+# Those where the cores that compute carry the messages too, so that less is hidden. Chunks of rows
+# are not tried there: a Llama's step on two ranks took more of the CPU's time so than in two parts.
+COUNTS_BY_CORES = (2,)
+# The share of a stage's seconds that it must save: estimates are not better than that.
+WORTH = 0.03
+
+
+def with_parts(
+    lowered: Lowered, record: Callable[[int], Recording], samples: int | None = None
+) -> Lowered:
+    """The same with the parts of micro-batches that its plan asks for.
+
+    `record` gives the recording for a number of micro-batches. Where `samples`, those of a dp
+    rank, do not divide into the parts, a micro-batch runs whole. Raises `PlanError` where the
+    graph of a part does not take the plan's splits.
+    """
+    plan = lowered.plan
+    counts = sorted({count for count in plan.sub_batches if count > 1})
+    if samples is not None:
+        counts = [k for k in counts if samples % (plan.micro_batches * k) == 0]
+    return replace(lowered, parts=tuple(_parts(lowered, record, count) for count in counts))
+
+
+def _parts(lowered: Lowered, record: Callable[[int], Recording], count: int) -> Parts:
+    plan, whole = lowered.plan, lowered.loss.graph
+    recording = record(plan.micro_batches * count)
+    split = in_parts(recording, plan.dp * plan.micro_batches * count, TRAINING)
+    graph = headed(split, plan.tp, gathered=gathers(whole)).graph
+    sharding = planned_sharding(graph, plan)
+    of = stages_like(graph, whole, lowered.stages.of)
+    stages = split_stages(graph, of, len(plan.rank_of), sharding)
+    return make_parts(whole, lowered.stages, graph, stages, rows_of(recording, split))
+
+
+def choose_overlap(
+    lowered: Lowered, record: Callable[[int], Recording], cluster: Cluster, asked: int | None
+) -> Lowered:
+    """The same with the parts in which each stage runs a micro-batch, and what that saves.
+
+    `record` gives the recording for a number of micro-batches. `asked` is the number of parts, 0
+    for collectives that block; where it is None, each stage gets what takes least time by the
+    figures of `cluster`: parts, or the micro-batch whole, with products in chunks of rows or, in
+    symmetric memory, in one op with their collectives. A stage that cannot run in the parts asked
+    for gets as many chunks, or runs whole.
+
+    Raises `ConfigError` where parts are asked for and no stage can run in them, nor in chunks.
+    """
+    plan = lowered.plan
+    if asked == 0 or plan.tp == 1:
+        return lowered
+    cluster = cluster.joining(plan.tp)
+    open_counts = COUNTS_BY_CORES if cluster.by_cores else COUNTS
+    counts = open_counts if asked is None else (asked,)
+    tried, failure = _tried(lowered, record, counts)
+    forms, gains = [], []
+    for stage, local in enumerate(lowered.stages.local):
+        found: list[_Form] = []
+        for count, made in tried.items():
+            try:
+                found.append(_Form(stage_seconds(made.local(stage, 0), cluster)[0], count))
+            except MerakError as error:
+                failure = error
+        forms.append(_best(found, local, cluster, asked))
+        gains.append(1 - forms[-1].seconds / stage_seconds(local, cluster)[1])
+    if asked is None and max(gains) < WORTH:
+        return lowered
+    chunks = {weight: count for form in forms for weight, count in form.chunks.items()}
+    if asked is not None and all(form.count != asked for form in forms) and not chunks:
+        raise ConfigError(f"overlap={asked}: no stage can run a micro-batch so: {failure}")
+    chosen = replace(
+        plan,
+        sub_batches=tuple(form.count for form in forms),
+        row_chunks=dict(sorted(chunks.items())),
+        fused_products=tuple(sorted({weight for form in forms for weight in form.fused})),
+        overlap_gains=tuple(gains),
+        machines=replace(cluster, memory_bytes=0, hardware=None),
+    )
+    return with_parts(replace(lowered, plan=chosen), record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How a stage runs a micro-batch: its seconds, in how many parts, and where it runs whole, the
+    weights of products in chunks of rows or in one op with their collectives.
+    """
+
+    seconds: float
+    count: int = 1
+    chunks: Mapping[str, int] = field(default_factory=dict)
+    fused: frozenset[str] = frozenset()
+
+
+def _best(found: Sequence[_Form], local: Graph, cluster: Cluster, asked: int | None) -> _Form:
+    """The form of a stage that was asked for, or the fastest of those found and of one micro-batch
+    whole.
+    """
+    for form in found:
+        if form.count == asked:
+            return form
+    best = min(found, key=lambda form: (form.seconds, form.count))
+    counts = COUNTS if asked is None else (asked,)
+    by_cores = asked is None and cluster.by_cores
+    chunks, seconds = ({}, math.inf) if by_cores else choose_chunks(local, cluster, counts)
+    if chunks and (asked is not None or seconds < best.seconds):
+        best = _Form(seconds, chunks=chunks)
+    if asked is None and cluster.symmetric_memory:
+        fused, seconds = choose_fused(local, cluster)
+        if fused and seconds < best.seconds:
+            best = _Form(seconds, fused=fused)
+    return best
+
+
+def choose_chunks(
+    local: Graph, cluster: Cluster, counts: Sequence[int]
+) -> tuple[dict[str, int], float]:
+    """The numbers of chunks of rows for products of a stage, by their weights, and its seconds.
+
+    Of each number, first all products that collectives stand beside are in chunks; then those that
+    are alike are taken out where the stage is faster without them.
+    """
+    rows = RowChunks(local)
+    found: dict[str, int] = {}
+    found_s = math.inf
+    for count in counts:
+        kinds = rows.kinds(count)
+        kept = frozenset(kinds)
+        best_s = _chunked_seconds(rows, kept, count, cluster)
+        for kind in kinds if len(kinds) > 1 else ():
+            rest = kept - {kind}
+            rest_s = _chunked_seconds(rows, rest, count, cluster) if rest else math.inf
+            if rest_s < best_s:
+                kept, best_s = rest, rest_s
+        if kept and best_s < found_s:
+            found, found_s = {weight: count for kind in kept for weight in kind}, best_s
+    return found, found_s
+
+
+def choose_fused(local: Graph, cluster: Cluster) -> tuple[frozenset[str], float]:
+    """The weights of the products of a stage that are best in one op with the collective beside
+    them, and the seconds of the stage; those that are alike are in it together.
+    """
+    products = FusedProducts(local)
+
+    def seconds(kinds: Collection[frozenset[str]]) -> float:
+        if not kinds:
+            return math.inf
+        return stage_seconds(products.written(frozenset().union(*kinds)), cluster)[0]
+
+    kept = frozenset(products.kinds())
+    best_s = seconds(kept)
+    for kind in products.kinds():
+        rest_s = seconds(kept - {kind})
+        if rest_s < best_s:
+            kept, best_s = kept - {kind}, rest_s
+    return frozenset().union(*kept), best_s
+
+
+def _chunked_seconds(
+    rows: RowChunks, kinds: Collection[frozenset[str]], count: int, cluster: Cluster
+) -> float:
+    made = rows.written({weight: count for kind in kinds for weight in kind})
+    return stage_seconds(made, cluster)[0]
+
+
+def _tried(
+    lowered: Lowered, record: Callable[[int], Recording], counts: Sequence[int]
+) -> tuple[dict[int, Lowered], MerakError | None]:
+    """The plan with the same number of parts on all stages, by that number, and why one failed."""
+    plan, found = lowered.plan, {1: lowered}
+    failure: MerakError | None = None
+    for count in counts:
+        if plan.batch_size % (plan.micro_batches * count):
+            failure = ConfigError(
+                f"{plan.batch_size} samples do not divide into {plan.micro_batches} micro-batches "
+                f"of {count} parts"
+            )
+            continue
+        parted = replace(plan, sub_batches=(count,) * len(plan.rank_of))
+        try:
+            found[count] = with_parts(replace(lowered, plan=parted), record)
+        except MerakError as error:
+            failure = error
+    return found, failure

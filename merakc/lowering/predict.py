@@ -1,0 +1,122 @@
+"""What a plan should cost: the simulated step of its Programs, on a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.head import even_layout, planned_head
+from merakc.costs.ranks import stage_devices
+from merakc.costs.stage import faster, rough_stage_cost
+from merakc.ir.costs import CostTable, GraphCollectives, StageCost
+from merakc.ir.graph import Graph, InputKind
+from merakc.ir.plan import Plan, Prediction
+from merakc.ir.program import CollectiveKind
+from merakc.lowering.lowered import Lowered
+from merakc.machines.cluster import Cluster
+from merakc.passes.programs.collectives import Touches, rank_buckets
+from merakc.simulation.simulate import Simulation, simulate
+
+
+def predict(
+    lowered: Lowered,
+    cluster: Cluster,
+    costs: tuple[StageCost, ...] | None = None,
+    touches: Mapping[int, Touches] | None = None,
+    *,
+    dp_rank: int | None = None,
+    collectives: GraphCollectives | None = None,
+    messages: tuple[float, float] | None = None,
+    overlap: float | None = None,
+) -> tuple[Prediction, Simulation]:
+    """Simulates one step, of all ranks or of one dp rank's, which stands for all.
+
+    Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
+    the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
+    those between stages, `overlap` the share of their speed that collectives over dp have beside
+    computes, otherwise that of the cluster.
+    """
+    plan, local = lowered.plan, lowered.stages.local
+    mesh = plan.mesh
+    costs = costs or planned_costs(lowered, cluster)
+    costs = tuple(
+        replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
+        for s, (c, g) in enumerate(zip(costs, local, strict=True))
+    )
+    if overlap is None:
+        overlap = cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0
+    near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
+    table = CostTable(
+        costs,
+        *(messages or (near.link_latency_s, near.link_bytes_per_s)),
+        collective_s=_collective_seconds(plan, local, cluster),
+        overlap=overlap,
+        collectives=collectives or {},
+        sharing=cluster.sharing,
+        ranks=mesh.world_size,
+    )
+    own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
+    programs = lowered.programs(ranks=None if dp_rank is None else own)
+    placed = lowered.with_collectives(programs, touches)
+    simulation = simulate(placed, table, head=lowered.head_stage)
+    if dp_rank is not None:
+        own = list(range(mesh.pp))
+    prediction = Prediction(
+        simulation.step_s,
+        simulation.bubble_share,
+        tuple(simulation.peak_bytes[k] for k in own),
+        tuple(simulation.exposed_s[k] for k in own),
+    )
+    return prediction, simulation
+
+
+def _collective_seconds(
+    plan: Plan, local: Sequence[Graph], cluster: Cluster
+) -> dict[tuple[str, CollectiveKind], float]:
+    """Of the buckets of all pipeline ranks, over dp."""
+    found: dict[tuple[str, CollectiveKind], float] = {}
+    for rank in range(plan.pp if plan.dp > 1 else 0):
+        buckets = rank_buckets(plan, local, rank)
+        found |= bucket_seconds(buckets, dp_group(plan.mesh, cluster), plan.precision)
+    return found
+
+
+def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
+    """Rough costs of the stages, less the communication that is to run under computation."""
+    plan = lowered.plan
+    devices = stage_devices(cluster, plan.mesh, plan.rank_of)
+    costs = tuple(
+        rough_stage_cost(
+            g, cluster, plan.shards(s), plan.precision, plan.tied_shards(s), plan.tp, devices[s]
+        )
+        for s, g in enumerate(lowered.stages.local)
+    )
+    gains = plan.overlap_gains or (0.0,) * len(costs)
+    found = [faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True)]
+    head, at = lowered.loss.head, lowered.head_stage
+    if head is not None and at is not None:
+        layout, local = even_layout(plan.mesh, plan.micro_batches), lowered.stages.local[at]
+        found[at] = planned_head(found[at], head, local, layout, plan.mesh, cluster, devices[at])
+    return tuple(found)
+
+
+def tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
+    """Bytes of the gradients that a rank adds up for this stage, by the ranks that share them.
+
+    Where there are several dp ranks, that is what it optimizes of them, reduced already.
+    """
+    found: Counter[int] = Counter()
+    for item in local.inputs:
+        if item.kind is InputKind.PARAMETER and item.requires_grad:
+            stages = plan.parameters[item.target]
+            ranks = {plan.rank_of[s] for s in stages}
+            mine = min(s for s in stages if plan.rank_of[s] == plan.rank_of[stage])
+            if len(ranks) > 1 and stage == mine:
+                numel, kept = item.spec.numel, item.spec.dtype.itemsize
+                if plan.dp > 1 or plan.precision:
+                    numel = -(-numel // plan.shards(stages[0]).optimizer)
+                    kept = max(kept, 4)  # float32 at least
+                found[len(ranks)] += numel * kept
+    return dict(found)

@@ -1,0 +1,1 @@
+"""Machines: what they are, and this process on one of them."""

@@ -1,0 +1,1 @@
+"""Backward graphs: derivatives, recomputation, simplification."""

@@ -1,0 +1,129 @@
+"""A graph with two in the place of each run of equal blocks: what its parts cost, told in a
+fraction of the time.
+
+Two blocks are equal where one is the other with every value that it reads of itself, of the block
+before it and of its own parameters moved on by one block. A run of equal blocks computes something
+else than one of them, but every block in it costs the same.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from merakc.ir.graph import Graph, InputKind, Node, Ref, map_refs
+from merakc.kernels.draws import KEY_POSITION
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
+STATES = (InputKind.PARAMETER, InputKind.BUFFER)
+
+
+def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tuple[int, ...]]:
+    """The graph with the first and the last alone of each run of equal blocks, and for how many
+    each part that is left stands: the first for all but the last.
+
+    `starts` are the paths of the graph's parts, "" of what is no block, and their first nodes
+    (`merakc.costs.work.pieces.part_starts`).
+    """
+    ends = [*(first for _, first in starts[1:]), len(graph.nodes)]
+    parts = [graph.nodes[first:end] for (_, first), end in zip(starts, ends, strict=True)]
+    forms = _Forms(graph, parts)
+    runs: list[list[int]] = []
+    for k, (path, _) in enumerate(starts):
+        alike = path and runs and starts[runs[-1][0]][0] == path and forms.equal(runs[-1][0], k)
+        if alike:
+            runs[-1].append(k)
+        else:
+            runs.append([k])
+    kept: list[int] = []
+    counts: list[int] = []
+    now: dict[str, str] = {}  # what stands in the place of a node that is gone
+    for first, *others in runs:
+        ends_run = others[-1:]  # its results are read by something else
+        kept += [first, *ends_run]
+        counts += [max(len(others), 1), *(1 for _ in ends_run)]
+        for k in others[:-1]:
+            now |= {n.name: m.name for n, m in zip(parts[k], parts[first], strict=True)}
+    if len(kept) == len(parts):
+        return graph, tuple(counts)
+
+    def moved(ref: Ref) -> Ref:
+        return Ref(now.get(ref.node, ref.node), ref.index)
+
+    nodes = [
+        replace(
+            node,
+            args=map_refs(node.args, moved),
+            kwargs=tuple((name, map_refs(value, moved)) for name, value in node.kwargs),
+        )
+        for k in kept
+        for node in parts[k]
+    ]
+    outputs = tuple(o.at(moved(o.ref)) for o in graph.outputs)
+    read = {r.node for node in nodes for r in node.refs} | {o.ref.node for o in outputs}
+    inputs = tuple(i for i in graph.inputs if i.name in read)
+    found = replace(graph, inputs=inputs, nodes=tuple(nodes), outputs=outputs)
+    found.verify()
+    return found, tuple(counts)
+
+
+class _Forms:
+    """What the nodes of each part are, but for which part it is."""
+
+    def __init__(self, graph: Graph, parts: Sequence[Sequence[Node]]) -> None:
+        self.states = {i.name: i for i in graph.inputs if i.kind in STATES}
+        self.place = {n.name: (k, j) for k, part in enumerate(parts) for j, n in enumerate(part)}
+        self.parts = parts
+        self.readers: list[set[int]] = [set() for _ in parts]
+        for k, part in enumerate(parts):
+            self._read(k, (ref for node in part for ref in node.refs))
+        self._read(len(parts), (out.ref for out in graph.outputs))
+        self.known: dict[int, object] = {}
+
+    def _read(self, reader: int, refs: Iterable[Ref]) -> None:
+        for ref in refs:
+            if ref.node in self.place:
+                self.readers[self.place[ref.node][0]].add(reader)
+
+    def equal(self, one: int, other: int) -> bool:
+        """Whether all parts from one to the other are equal, and each is read by itself and by the
+        next alone, until the last.
+        """
+        inner = range(one, other)
+        return self._of(one) == self._of(other) and all(
+            self.readers[k] <= {k, k + 1} for k in inner
+        )
+
+    def _of(self, part: int) -> object:
+        if part not in self.known:
+            self.known[part] = tuple(self._node(node, part) for node in self.parts[part])
+        return self.known[part]
+
+    def _node(self, node: Node, part: int) -> object:
+        args: tuple[Any, ...] = node.args
+        at = KEY_POSITION.get(node.op)
+        if at is not None:  # every draw has a key of its own
+            args = (*args[:at], None, *args[at + 1 :])
+
+        def relative(ref: Ref) -> object:
+            if ref.node in self.place:
+                where, j = self.place[ref.node]
+                near = part - where
+                return (near, j, ref.index) if near in (0, 1) else ref
+            state = self.states.get(ref.node)
+            return (_NUMBER.sub("*", state.target), state.spec) if state else ref
+
+        return node.op, _mapped(args, relative), _mapped(node.kwargs, relative), node.outputs
+
+
+def _mapped(value: Any, relative: Any) -> Any:
+    """Nested tuples with every `Ref` in another form."""
+    if isinstance(value, Ref):
+        return relative(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_mapped(item, relative) for item in value)
+    if isinstance(value, Mapping):
+        return tuple((k, _mapped(v, relative)) for k, v in value.items())
+    return value

@@ -1,0 +1,1 @@
+"""The certificate: parts against the whole batch, with numbers."""

@@ -1,0 +1,168 @@
+"""Attention masks that depend on nothing but their shape: recognised as causal, or as none at all.
+
+Models that are traced write such masks out, and kernels that know of a causal mask do half of the
+work and read none. A mask is looked at in blocks of rows, whose ops are computed one block at a
+time: a mask of long sequences would not fit the memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from merakc.ir.graph import Graph, Node, Ref, map_refs
+from merakc.kernels.ops import resolve_op
+from merakc.passes.autodiff.interpret import run_node
+
+ATTENTION = "merakc.attention.default"
+MASK, CAUSAL = 3, 4  # places among its arguments
+# What is computed whole has at most so many elements, and so has a block.
+MOST_ELEMENTS = 1 << 24
+EXPAND, UNSQUEEZE = "aten.expand.default", "aten.unsqueeze.default"
+
+
+def with_known_masks(graph: Graph) -> Graph:
+    """The same function, whose attentions are told of masks that are causal, or that hide nothing.
+
+    A mask of floats is causal where it is 0 for what is seen and so low elsewhere that nothing of
+    it is left.
+    """
+    masks = _Masks(graph)
+    told: dict[Ref, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        mask = node.args[MASK] if node.op == ATTENTION and len(node.args) > CAUSAL else None
+        if isinstance(mask, Ref):
+            if mask not in told:
+                told[mask] = masks.kind(mask)
+            if told[mask]:
+                causal = node.args[CAUSAL] or told[mask] == "causal"
+                args = (*node.args[:MASK], None, causal, *node.args[CAUSAL + 1 :])
+                node = replace(node, args=args)
+        nodes.append(node)
+    return replace(graph, nodes=tuple(nodes)).pruned() if any(told.values()) else graph
+
+
+class _Masks:
+    """The values of a graph that follow from constants, where they are needed."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.specs = graph, graph.specs()
+        self.nodes = {n.name: n for n in graph.nodes}
+        self.values: dict[Ref, Any] = {Ref(k): v for k, v in graph.constants.items()}
+        self.fixed: set[str] = set(graph.constants)
+        for node in graph.nodes:
+            if all(r.node in self.fixed for r in node.refs) and not _is_random(graph, node):
+                self.fixed.add(node.name)
+
+    def kind(self, mask: Ref) -> str:
+        """What a mask is: "causal", "none" where all is seen, "" for any other."""
+        shape = self.specs[mask].shape
+        if mask.node not in self.fixed or len(shape) < 2 or 0 in shape:
+            return ""
+        *outer, rows, columns = shape
+        height = max(1, min(rows, MOST_ELEMENTS // columns))
+        if any(not self._is_alike(mask, dim) for dim, size in enumerate(outer) if size > 1):
+            return ""
+        kinds = {"causal", "none"}
+        for first in range(0, rows, height):
+            own = self._block(mask, len(shape), first, min(first + height, rows))
+            if own is None:
+                return ""
+            seen = _seen(own.reshape(-1, columns))
+            if seen is None:
+                return ""
+            future = torch.arange(columns) > torch.arange(first, first + len(seen))[:, None]
+            if not seen.all():
+                kinds.discard("none")
+            if not torch.equal(seen, ~future):
+                kinds.discard("causal")
+            if not kinds:
+                return ""
+        return sorted(kinds)[-1]
+
+    def _is_alike(self, ref: Ref, dim: int) -> bool:
+        """Whether a value is the same all along a dim, as seen on what it is computed from."""
+        place = dim - len(self.specs[ref].shape)
+        stack, known = [ref], set()
+        while stack:
+            now = stack.pop()
+            shape = self.specs[now].shape
+            if now in known or -place > len(shape) or shape[place] == 1:
+                continue
+            known.add(now)
+            node, value = self.nodes.get(now.node), self._whole(now)
+            if value is None and node is not None and _is_spread(node):
+                stack.extend(node.refs)
+                continue
+            if value is None or not torch.equal(value, value.narrow(place, 0, 1).expand_as(value)):
+                return False
+        return True
+
+    def _block(self, ref: Ref, dims: int, first: int, last: int) -> torch.Tensor | None:
+        """Some rows of the first of a value's outer indices; of `dims` dims, or fewer."""
+        node = self.nodes.get(ref.node)
+        if node is None or not _is_spread(node):
+            value = self._whole(ref)
+            if value is None or value.dim() < 2:
+                return value
+            value = value.narrow(-2, first, last - first) if value.shape[-2] > 1 else value
+            for dim in range(value.dim() - 2):
+                value = value.narrow(dim, 0, 1)
+            return value
+        parts = {r: self._block(r, dims, first, last) for r in node.refs}
+        if any(part is None for part in parts.values()):
+            return None
+        if node.op == UNSQUEEZE:
+            return parts[node.refs[0]]
+        if node.op == EXPAND:
+            (part,) = parts.values()
+            assert part is not None
+            rows, columns = self.specs[ref].shape[-2:]
+            height = last - first if rows > 1 else 1
+            return part.expand(*part.shape[:-2], height, columns) if part.dim() > 1 else part
+        args = map_refs(node.args, parts.__getitem__)
+        kwargs = {k: map_refs(v, parts.__getitem__) for k, v in node.kwargs}
+        found: torch.Tensor = resolve_op(node.op)(*args, **kwargs)
+        return found
+
+    def _whole(self, ref: Ref) -> torch.Tensor | None:
+        """A value; None where it, or what it is computed from, is too large."""
+        if ref not in self.values:
+            node = self.nodes[ref.node]
+            sizes = [o.numel for o in node.outputs if o is not None]
+            if max(sizes) > MOST_ELEMENTS or any(self._whole(r) is None for r in node.refs):
+                return None
+            run_node(self.graph, node, self.values)
+        found: torch.Tensor = self.values[ref]
+        return found
+
+
+def _is_spread(node: Node) -> bool:
+    """Whether each element of the result follows from those of the arguments at its place, counted
+    from the last dim.
+    """
+    if node.op == UNSQUEEZE:
+        rank = len(node.spec.shape)
+        return bool(node.args[1] % rank < rank - 2)
+    return node.op == EXPAND or torch.Tag.pointwise in _tags(node)
+
+
+def _is_random(graph: Graph, node: Node) -> bool:
+    is_own = node.op in graph.functions or not node.op.startswith("aten.")
+    return is_own or torch.Tag.nondeterministic_seeded in _tags(node)
+
+
+def _tags(node: Node) -> list[torch.Tag]:
+    return getattr(resolve_op(node.op), "tags", [])
+
+
+def _seen(block: torch.Tensor) -> torch.Tensor | None:
+    """What may be attended; None where a mask of floats does something else."""
+    if block.dtype == torch.bool:
+        return block
+    seen = block == 0
+    lowest = torch.finfo(block.dtype).min / 2
+    return seen if bool((seen | (block <= lowest)).all()) else None

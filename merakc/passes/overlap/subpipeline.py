@@ -1,0 +1,243 @@
+"""Communication under computation: the order of a graph's nodes on two resources.
+
+A collective is parted into a start, as early as its input exists, and a wait, as late as its first
+reader; what does not depend on it runs in between, in the order of
+`merakc.passes.overlap.two_resources`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+from merakc.costs.roofline import (
+    computing_seconds,
+    graph_seconds,
+    link_seconds,
+    node_seconds,
+    pipelined,
+)
+from merakc.costs.stage import BACKWARD_PER_FORWARD
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED
+from merakc.costs.work.memory import Memory, live_bytes
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
+from merakc.ir.program import Chunk
+from merakc.kernels.ops import STARTS, WAIT
+from merakc.machines.cluster import Cluster
+from merakc.passes.autodiff.rematerialise import late
+from merakc.passes.overlap.two_resources import Task, list_schedule
+
+# By how many depths nodes that lead to no collective may be put off: all are tried.
+LAGS = (0, 1, 4)
+# An order that is faster by less than this is not worth more memory.
+WORTH = 0.01
+# How much longer arithmetic takes beside communication, as Galvatron measured (arXiv 2211.13878).
+SLOWDOWN = 1.126
+# What each collective is in the backward; of the others' results every rank has its own part.
+CONJUGATES = {
+    "merakc.copy_to.default": "merakc.all_reduce.default",
+    "merakc.all_reduce.default": "merakc.copy_to.default",
+    "merakc.gather_to.default": "merakc.reduce_scatter.default",
+    "merakc.reduce_scatter.default": "merakc.all_gather.default",
+    "merakc.scatter.default": "merakc.all_gather.default",
+    "merakc.all_gather.default": "merakc.copy_to.default",
+}
+PIECES: Final = ("forward", "backward", "checkpoint", "recompute", "input_grad", "weight_grad")
+
+
+def overlapped(chunk: Chunk, cluster: Cluster, like: Chunk | None = None) -> Chunk:
+    """The chunk with the communication of each of its graphs under their computation.
+
+    The order is that of the chunk `like`, where given: ranks of a group must start collectives in
+    one order, and costs differ where their parts of tensors do.
+    """
+    found = {}
+    for name in PIECES:
+        graph, model = getattr(chunk, name), getattr(like or chunk, name)
+        if graph is not None:
+            found[name] = overlap(graph, cluster, model)
+    return replace(chunk, **found)
+
+
+def same_nodes(one: Chunk, other: Chunk) -> bool:
+    """Whether the graphs of two chunks have nodes of the same names and ops, in the same order."""
+
+    def listed(chunk: Chunk) -> list[list[tuple[str, str]]]:
+        graphs = (getattr(chunk, name) for name in PIECES)
+        return [[(n.name, n.op) for n in graph.nodes] if graph else [] for graph in graphs]
+
+    return listed(one) == listed(other)
+
+
+def overlap(graph: Graph, cluster: Cluster, like: Graph | None = None) -> Graph:
+    """The graph in the best order that is found, with its collectives in starts and waits.
+
+    `like` has the same nodes: its costs decide.
+    """
+    model = like or graph
+    if not any(n.op in COLLECTIVES for n in model.nodes):
+        return graph
+    orders = _orders(model, cluster)
+    graphs = [written(model, order) for order in orders]
+    step_s = WORTH * graph_seconds(graphs[0], cluster)
+    prices = [_price(g, cluster, step_s) for g in graphs]
+    best = prices.index(min(prices))
+    return graphs[best] if model is graph else written(graph, orders[best])
+
+
+def _orders(graph: Graph, cluster: Cluster) -> list[tuple[str, ...]]:
+    """Orders to choose from. What a backward makes again hides no communication: it stands where
+    it is read, so that it takes memory as late as can be.
+    """
+    tasks, nodes = graph_tasks(graph, cluster), {n.name: n for n in graph.nodes}
+    found = []
+    for lag in LAGS:
+        in_order = tuple(nodes[name] for name in list_schedule(tasks, lag)[1])
+        found.append(tuple(n.name for n in late(replace(graph, nodes=in_order)).nodes))
+    return list(dict.fromkeys(found))
+
+
+def _price(graph: Graph, cluster: Cluster, step_s: float) -> tuple[int, int]:
+    """Seconds, in steps that count, then bytes."""
+    saved = (i for i in graph.inputs if i.kind is InputKind.SAVED)
+    handed = {i.name: Memory(i.name, i.spec.size_bytes) for i in saved}
+    return round(graph_seconds(graph, cluster) / step_s), live_bytes(graph, handed).peak_bytes
+
+
+def written(graph: Graph, order: tuple[str, ...]) -> Graph:
+    """The graph's nodes in another order, each collective's start in its own place and its wait
+    before its first reader. One that is waited for at once stays whole.
+    """
+    nodes = {n.name: n for n in graph.nodes}
+    in_order = [nodes[name] for name in order]
+    apart = _parted(in_order)
+    done: list[Node] = []
+    waited: set[str] = set()
+
+    def wait_for(name: str) -> None:
+        if name in apart and name not in waited:
+            waited.add(name)
+            node = nodes[name]
+            args = (Ref(f"{name}.start"),)
+            done.append(replace(node, op=WAIT, args=args, kwargs=()))
+
+    for node in in_order:
+        for ref in node.refs:
+            wait_for(ref.node)
+        if node.name in apart:
+            node = replace(node, name=f"{node.name}.start", op=STARTS[node.op])
+        done.append(node)
+    for out in graph.outputs:
+        wait_for(out.ref.node)
+    found = replace(graph, nodes=tuple(done))
+    found.verify()
+    return found
+
+
+def _parted(in_order: list[Node]) -> set[str]:
+    """The collectives with something between them and their first reader, or none at all."""
+    first: dict[str, int] = {}
+    for k, node in enumerate(in_order):
+        for ref in node.refs:
+            first.setdefault(ref.node, k)
+    return {
+        n.name
+        for k, n in enumerate(in_order)
+        if n.op in COLLECTIVES and first.get(n.name, len(in_order)) > k + 1
+    }
+
+
+def graph_tasks(graph: Graph, cluster: Cluster) -> list[Task]:
+    """What a graph's nodes ask of the two resources."""
+    specs = graph.specs()
+    found = []
+    for node in graph.nodes:
+        after = tuple(dict.fromkeys(r.node for r in node.refs))
+        if node.op in PIPELINED:
+            found.append(_pipelined_task(node, after, specs, cluster))
+            continue
+        is_link = node.op in COLLECTIVES
+        own_s = cluster.op_overhead_s if is_link else node_seconds(node, specs, cluster)
+        link_s = link_seconds(node, specs, cluster) if is_link else 0.0
+        found.append(Task(node.name, after, own_s, link_s))
+    return found
+
+
+def _pipelined_task(
+    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], cluster: Cluster
+) -> Task:
+    """A product and its collective in one, slowed down by what they do at once."""
+    own = pipelined(node, specs, cluster)
+    slower_s = (SLOWDOWN - 1) * own.hidden_s
+    return Task(node.name, after, own.seconds + slower_s, 0.0, holds_link=True)
+
+
+def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of a stage's forward and backward, overlapped and blocking, from its forward alone:
+    for planning, where nothing is differentiated.
+
+    A backward has a task for each of the forward's on trained values, in reverse, and one for the
+    weights of those that read parameters, which adds to the gradient where another has read them
+    too; its collectives are the conjugates of the forward's.
+    """
+    overlapped_s = blocking_s = 0.0
+    for tasks in (graph_tasks(local, cluster), _backward_tasks(local, cluster)):
+        compute_s, link_s = sum(t.compute_s for t in tasks), sum(t.link_s for t in tasks)
+        end_s, _ = list_schedule(tasks, LAGS[0])
+        hidden_s = compute_s + link_s - end_s
+        overlapped_s += end_s + (SLOWDOWN - 1) * max(hidden_s, 0.0)
+        blocking_s += compute_s + link_s
+    return min(overlapped_s, blocking_s), blocking_s
+
+
+def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
+    grads, specs, readers = local.grad_values(), local.specs(), local.users()
+    trained = {i.name for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
+    made: set[str] = set()
+    summed: set[str] = set()  # parameters of which a gradient is there to be added to
+    found: list[Task] = []
+    for node in reversed(local.nodes):
+        if not any(Ref(node.name, k) in grads for k in range(len(node.outputs))):
+            continue
+        after = tuple(n.name for n in readers[node.name] if n.name in made)
+        made.add(node.name)
+        if node.op in PIPELINED:
+            found += _pipelined_backward(node, after, specs, cluster)
+            continue
+        own_s, link_s = node_seconds(node, specs, cluster), 0.0
+        if node.op in CONJUGATES:
+            own_s = cluster.op_overhead_s
+            conjugate = replace(node, op=CONJUGATES[node.op])
+            link_s = link_seconds(conjugate, specs, cluster)
+        elif read := {r.node for r in node.refs if r.node in trained}:
+            again_s = sum(
+                3 * specs[Ref(name)].size_bytes / cluster.bytes_per_s + cluster.op_overhead_s
+                for name in sorted(read & summed)
+            )
+            summed |= read
+            found.append(Task(f"{node.name} weights", after, own_s + again_s, 0.0))
+        else:
+            own_s *= BACKWARD_PER_FORWARD
+        found.append(Task(node.name, after, own_s, link_s))
+    return found
+
+
+def _pipelined_backward(
+    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], cluster: Cluster
+) -> list[Task]:
+    """The other one of the two for what the node read, and products for the weights.
+
+    Several weights, and the gradients of their products, are put together for it. Behind a scatter
+    the weights wait for what it gathers.
+    """
+    weights = list(dict.fromkeys(node.refs))[1:]
+    own = _pipelined_task(node, after, specs, cluster)
+    if len(weights) > 1:
+        parts = [specs[w] for w in weights] + [o for o in node.outputs[1:] if o is not None]
+        joined_s = 2 * sum(part.size_bytes for part in parts) / cluster.bytes_per_s
+        own = replace(own, compute_s=own.compute_s + joined_s + 2 * cluster.op_overhead_s)
+    of_weights_s = computing_seconds(node, specs, cluster) + len(weights) * cluster.op_overhead_s
+    if node.op == "merakc.matmul_scatter.default":
+        after = (node.name,)
+    return [own, Task(f"{node.name} weights", after, of_weights_s, 0.0)]

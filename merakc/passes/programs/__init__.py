@@ -1,0 +1,1 @@
+"""Programs of ranks: orders of actions, collectives, state."""

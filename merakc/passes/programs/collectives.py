@@ -1,0 +1,302 @@
+"""Places the collectives over dp in a Program: which bucket is gathered and reduced when.
+
+Parameters of a bucket are gathered one bucket ahead of their first reader, in forward, backward and
+recomputation alike; two buckets are gathered at a time. Gradients are reduced as soon as the last
+one of a bucket is made. What the optimizers wrote is gathered from the start of the step on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from merakc.costs.roofline import node_seconds
+from merakc.ir.buckets import BucketSpec, Held, parameters_in_order, plan_buckets
+from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
+from merakc.ir.plan import Plan
+from merakc.ir.precision import kept_dtype
+from merakc.ir.program import Action, ActionKind, Chunk, Collective, CollectiveKind, Program
+from merakc.machines.cluster import NOMINAL_GPU
+
+GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """Where a graph first reads a parameter, or has made its gradient.
+
+    That is before, or after, `node`, with `share` of the graph's seconds before it.
+    """
+
+    parameter: str
+    is_gradient: bool
+    node: str
+    share: float
+
+
+# By the kind of a compute, and whether its micro-batch is recomputed.
+Touches = Mapping[tuple[ActionKind, bool], tuple[Touch, ...]]
+
+
+def chunk_touches(chunk: Chunk) -> Touches:
+    """What the pieces of a chunk do with parameters."""
+    targets = {i.name: i.target for i in chunk.forward.inputs if i.kind is InputKind.PARAMETER}
+    found = {}
+    for kind in ActionKind:
+        for again in (False, True):
+            piece = chunk.piece(kind, again=again) if kind.is_compute else None
+            if piece is not None:
+                found[kind, again] = graph_touches(piece, targets)
+    return found
+
+
+def graph_touches(graph: Graph, targets: Mapping[str, str]) -> tuple[Touch, ...]:
+    """What one graph does with parameters; `targets` names them by the forward's inputs."""
+    unread = {Ref(i.name): i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    made: dict[str, list[str]] = {}
+    for out in sorted(graph.outputs, key=lambda o: o.ref.index):
+        if out.kind is OutputKind.GRADIENT and out.name in targets:
+            made.setdefault(out.ref.node, []).append(targets[out.name])
+    found = [Touch(p, True, "", 0.0) for i in graph.inputs for p in made.get(i.name, ())]
+    for node, (before, after) in zip(graph.nodes, pairwise(_shares(graph)), strict=True):
+        for ref in node.refs:
+            if ref in unread:
+                found.append(Touch(unread.pop(ref), False, node.name, before))
+        found += [Touch(p, True, node.name, after) for p in made.get(node.name, ())]
+    returned = dict.fromkeys(o.ref for o in graph.outputs if o.ref in unread)
+    return (*found, *(Touch(unread[ref], False, "", 1.0) for ref in returned))
+
+
+def rough_touches(local: Graph) -> Touches:
+    """The same of a stage whose forward alone is known: the backward is the forward reversed."""
+    parameters = {Ref(i.name): i for i in local.inputs if i.kind is InputKind.PARAMETER}
+    forward = graph_touches(local, {})
+    backward: list[Touch] = []
+    unread, first_reader = set(parameters), {t.parameter: t.node for t in forward}
+    shares = list(pairwise(_shares(local)))
+    for node, (before, after) in zip(reversed(local.nodes), reversed(shares), strict=True):
+        refs = [r for r in dict.fromkeys(node.refs) if r in parameters]
+        for ref in refs:
+            if ref in unread:
+                unread.remove(ref)
+                backward.append(Touch(parameters[ref].target, False, node.name, 1.0 - after))
+        for ref in refs:
+            item = parameters[ref]
+            if item.requires_grad and first_reader[item.target] == node.name:
+                backward.append(Touch(item.target, True, node.name, 1.0 - before))
+    reads = tuple(t for t in backward if not t.is_gradient)
+    gradients = tuple(t for t in backward if t.is_gradient)
+    found: dict[tuple[ActionKind, bool], tuple[Touch, ...]] = {}
+    for again in (False, True):
+        found[ActionKind.FORWARD, again] = found[ActionKind.RECOMPUTE, again] = forward
+        found[ActionKind.BACKWARD, again] = tuple(backward)
+        found[ActionKind.INPUT_GRAD, again] = reads
+        found[ActionKind.WEIGHT_GRAD, again] = gradients
+    return found
+
+
+def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketSpec, ...]:
+    """The buckets of a pipeline rank, from the stages' own forward graphs."""
+    own = [s for s, holder in enumerate(plan.rank_of) if holder == rank]
+    specs = {i.target: i for s in own for i in parameters_in_order(local[s])}
+    names = dict.fromkeys(i.target for graph in local for i in parameters_in_order(graph))
+    held = []
+    for name in names:
+        if name in specs:
+            stages, item = plan.parameters[name], specs[name]
+            dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
+            shared = sum(s in own for s in stages) > 1
+            held.append(Held(name, dtype, item.spec.numel, stages, item.requires_grad, shared))
+    return plan_buckets(held, plan.shards)
+
+
+def trained(graph: Graph) -> set[str]:
+    """The names of the parameters that the loss gives a gradient to."""
+    grads = graph.grad_values()  # a mask has none, nor what it was made of
+    needed = {o.ref.node for o in graph.outputs if o.kind.begins_gradients and o.ref in grads}
+    for node in reversed(graph.nodes):
+        if node.name in needed and node.grad_outputs(grads):
+            needed.update(r.node for r in node.refs if r in grads)
+    return {
+        i.target
+        for i in graph.inputs
+        if i.kind is InputKind.PARAMETER and i.requires_grad and i.name in needed
+    }
+
+
+def _shares(graph: Graph) -> list[float]:
+    """The share of the graph's seconds before each node, and 1.
+
+    Of the machines only the ratio of arithmetic to traffic matters.
+    """
+    specs = graph.specs()
+    seconds = [node_seconds(n, specs, NOMINAL_GPU) for n in graph.nodes]
+    total_s = sum(seconds)
+    return [done_s / total_s for done_s in accumulate(seconds, initial=0.0)] if seconds else []
+
+
+def with_collectives(
+    program: Program,
+    touches: Mapping[int, Touches],
+    buckets: Sequence[BucketSpec],
+    trained: Collection[str],
+) -> Program:
+    """The Program of a rank with the collectives of its buckets over dp.
+
+    `touches` are those of its stages, `trained` the parameters that get a gradient. A `GATHER`
+    action at its head starts what needs no compute; a bucket of shared parameters is reduced in the
+    last `REDUCE`.
+    """
+    return _Placing(program, touches, buckets, trained).run()
+
+
+def like(program: Program, placed: Program) -> Program:
+    """The Program with the collectives of another replica's, which does the same."""
+    head = placed.actions[: len(placed.actions) - len(program.actions)]
+    pairs = zip(program.actions, placed.actions[len(head) :], strict=True)
+    actions = (replace(a, collectives=b.collectives) if b.collectives else a for a, b in pairs)
+    return Program(program.rank, (*head, *actions))
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The place at which a compute begins to read a bucket, or has made its gradients."""
+
+    bucket: BucketSpec
+    touch: Touch
+    gradients: frozenset[str] = frozenset()
+
+    def at(self, kind: CollectiveKind, bucket: BucketSpec | None = None) -> Collective:
+        """A collective in this place, of this bucket where no other is given."""
+        return Collective(kind, (bucket or self.bucket).name, self.touch.node, self.touch.share)
+
+
+class _Placing:
+    """The walk along one Program."""
+
+    def __init__(
+        self,
+        program: Program,
+        touches: Mapping[int, Touches],
+        buckets: Sequence[BucketSpec],
+        trained: Collection[str],
+    ) -> None:
+        self.program, self.buckets = program, buckets
+        self.bucket_of = {name: b for b in buckets for name in b.members}
+        actions = program.actions
+        made = {
+            touch.parameter
+            for stage in {a.stage for a in actions}
+            for found in touches[stage].values()
+            for touch in found
+            if touch.is_gradient and touch.parameter in trained
+        }
+        self.wanted = {b.name: made.intersection(b.members) for b in buckets}
+        self.last = {a.stage: k for k, a in enumerate(actions) if a.kind in GRADIENTS}
+        again = {(a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.RECOMPUTE}
+        known: dict[tuple[int, ActionKind, bool], tuple[_Use, ...]] = {}
+        self.uses: list[tuple[_Use, ...]] = []
+        for action in actions:
+            key = action.stage, action.kind, (action.stage, action.micro_batch) in again
+            if key not in known:
+                found = touches[action.stage].get(key[1:], ()) if action.kind.is_compute else ()
+                known[key] = tuple(self._merged(found))
+            self.uses.append(known[key])
+
+    def _merged(self, touches: Sequence[Touch]) -> Iterator[_Use]:
+        """The touches of a graph by bucket: reads where the bucket changes, gradients at the
+        last.
+        """
+        current = None
+        left: dict[str, list[str]] = {}
+        for touch in touches:
+            if touch.is_gradient and touch.parameter in self.bucket_of:
+                left.setdefault(self.bucket_of[touch.parameter].name, []).append(touch.parameter)
+        for touch in touches:
+            bucket = self.bucket_of.get(touch.parameter)
+            if bucket is None:
+                continue
+            if touch.is_gradient:
+                names = left[bucket.name]
+                if touch.parameter == names[-1] and not bucket.is_shared:
+                    yield _Use(bucket, touch, frozenset(names))
+            elif bucket is not current:
+                current = bucket
+                yield _Use(bucket, touch)
+
+    def run(self) -> Program:
+        """The Program with its collectives."""
+        head, waits = self._gathers()
+        reductions = self._reductions()
+        actions = []
+        for k, action in enumerate(self.program.actions):
+            found: list[Collective] = []
+            for i in range(len(self.uses[k])):
+                found += waits.get((k, i), ())
+                found += reductions.get((k, i), ())
+            found += reductions.get((k, -1), ())
+            actions.append(replace(action, collectives=tuple(found)) if found else action)
+        if head:
+            stage = min(a.stage for a in actions)
+            actions.insert(0, Action(ActionKind.GATHER, stage, collectives=tuple(head)))
+        return Program(self.program.rank, tuple(actions))
+
+    def _gathers(self) -> tuple[list[Collective], dict[tuple[int, int], list[Collective]]]:
+        """What starts with the step, and what is waited for and gathered at each use."""
+        places: list[tuple[tuple[int, int], _Use]] = []
+        current, seen = None, set()
+        for k, uses in enumerate(self.uses):
+            for i, use in enumerate(uses):
+                shards = use.bucket.shards
+                if use.gradients or shards.optimizer == 1:
+                    continue
+                if shards.parameters > 1:
+                    if use.bucket is current:
+                        continue
+                    current = use.bucket
+                elif use.bucket.name in seen or not use.bucket.is_trained:
+                    continue
+                seen.add(use.bucket.name)
+                places.append(((k, i), use))
+        head = [
+            Collective(CollectiveKind.REFRESH, b.name)
+            for b in self.buckets
+            if b.name in seen and b.is_trained and b.shards.optimizer > b.shards.parameters
+        ]
+        gathered = [use.bucket for _, use in places if use.bucket.shards.parameters > 1]
+        held: tuple[BucketSpec, ...] = tuple(gathered[:1])
+        head += [Collective(CollectiveKind.GATHER, b.name) for b in held]
+        following = iter(gathered[1:])
+        found: dict[tuple[int, int], list[Collective]] = {}
+        for place, use in places:
+            found[place] = [use.at(CollectiveKind.WAIT)]
+            if use.bucket.shards.parameters > 1:
+                then = next(following, None)
+                if then is not None and then not in held:
+                    found[place].append(use.at(CollectiveKind.GATHER, then))
+                    held = use.bucket, then
+        return head, found
+
+    def _reductions(self) -> dict[tuple[int, int], list[Collective]]:
+        """Where reductions start; place -1 is that of a `REDUCE`."""
+        found: dict[tuple[int, int], list[Collective]] = {}
+        arrived: dict[str, set[str]] = {}
+        for k, (action, uses) in enumerate(zip(self.program.actions, self.uses, strict=True)):
+            for i, use in enumerate(uses):
+                name = use.bucket.name
+                come = arrived.setdefault(name, set())
+                come |= use.gradients
+                if not use.gradients or not come >= self.wanted[name]:
+                    continue
+                come.clear()
+                if k == self.last[action.stage]:
+                    found[k, i] = [use.at(CollectiveKind.REDUCE)]
+                elif use.bucket.shards.gradients > 1:
+                    found[k, i] = [use.at(CollectiveKind.SCATTER)]
+        shared = [b for b in self.buckets if b.is_shared and self.wanted[b.name]]
+        reduces = [k for k, a in enumerate(self.program.actions) if a.kind is ActionKind.REDUCE]
+        if reduces and shared:
+            shared.sort(key=lambda b: max(self.wanted[b.name]))
+            found[reduces[-1], -1] = [Collective(CollectiveKind.REDUCE, b.name) for b in shared]
+        return found

@@ -1,0 +1,38 @@
+"""Products of matrices that oneDNN computes in the place of torch's own, on a CPU.
+
+The last pass of a chunk: no other needs to know its ops. See `merakc.kernels.gemm` for why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+import torch
+
+from merakc.costs.work.flops import node_flops
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.ir.program import Chunk
+from merakc.kernels.gemm import LEAST_FLOPS, OPS
+
+
+def by_onednn(chunk: Chunk) -> Chunk:
+    """The chunk with all its larger products of float32 matrices computed by oneDNN."""
+    graphs = {f.name: getattr(chunk, f.name) for f in fields(chunk)}
+    return replace(chunk, **{name: g and _rewritten(g) for name, g in graphs.items()})
+
+
+def _rewritten(graph: Graph) -> Graph:
+    specs = graph.specs()
+    nodes = (replace(n, op=OPS[n.op]) if _gains(n, specs) else n for n in graph.nodes)
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _gains(node: Node, specs: Mapping[Ref, TensorSpec]) -> bool:
+    if node.op not in OPS or node.kwargs:
+        return False
+    read = [specs[ref] for ref in node.refs]
+    if node.op == "aten.addmm.default" and len(read[0].shape) != 1:
+        return False
+    floats = all(spec.dtype == torch.float32 for spec in read)
+    return floats and node_flops(node, specs) >= LEAST_FLOPS

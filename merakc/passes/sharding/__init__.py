@@ -1,0 +1,1 @@
+"""Tensor parallelism: rules, propagation, and graphs of one rank."""

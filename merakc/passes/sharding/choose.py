@@ -1,0 +1,298 @@
+"""Chooses the factors that are split over the tp axis."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+
+import numpy as np
+
+from merakc.costs.roofline import node_seconds
+from merakc.errors import PlanError, ShardError
+from merakc.ir.graph import InputKind, Node, Ref
+from merakc.ir.layout import DimFactor, Layout
+from merakc.kernels.draws import KEY_POSITION
+from merakc.machines.cluster import Cluster
+from merakc.passes.sharding.dims import Dims
+from merakc.passes.sharding.factors import Dim, Factor, atoms, leaves, segments_of
+from merakc.passes.sharding.rows import Along
+from merakc.passes.sharding.rules import GATHERED, row_of
+
+# Forward and backward together cost three forwards, and each tp collective of the forward has its
+# conjugate in the backward (Megatron-LM, arXiv 1909.08053, section 3).
+PASSES = 3
+# What a parameter's bytes cost, in reads or writes a micro-batch: a step of Adam reads and writes
+# parameter, gradient and two numbers of state, and a step has a few micro-batches.
+PARAMETER_TRAFFIC = 4
+MAX_REASONS = 4  # that an error names
+VOCABULARY_OPS = ("aten.embedding.default", "aten.cross_entropy_loss.default")
+
+
+# Small models are worth no communication, but whoever asks for tp is to have it: what the cluster's
+# figures leave whole is split as in a larger model, 16 FLOPs to a byte of the link, and where that
+# splits nothing either, at any price.
+LIKE_LARGE = Cluster("no machine", 16.0, 16.0, 0.0, 0, 0.0, 1.0)
+AT_ANY_PRICE = replace(LIKE_LARGE, link_bytes_per_s=math.inf)
+
+
+@dataclass(slots=True)
+class Candidate:
+    """A factor that could be split, and what that saves and costs a micro-batch."""
+
+    factor: Factor
+    work_s: float = 0.0
+    parameter_bytes: int = 0
+    wire_bytes: int = 0
+    collectives: int = 0
+    rivals: set[Factor] = field(default_factory=set)
+
+    def gain_s(self, tp: int, cluster: Cluster) -> float:
+        """Seconds of a micro-batch, forward and backward, that splitting the factor saves."""
+        saved = 1 - 1 / tp
+        held_s = PARAMETER_TRAFFIC * self.parameter_bytes / cluster.bytes_per_s
+        wire_s = 2 * saved * self.wire_bytes / cluster.link_bytes_per_s  # a ring all-reduce
+        latency_s = self.collectives * cluster.link_latency_s
+        return saved * (PASSES * self.work_s + held_s) - wire_s - latency_s
+
+
+def node_factors(dims: Dims, node: Node) -> set[Factor]:
+    """Every factor of the node's arguments and outputs."""
+    refs = [*node.refs, *(Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None)]
+    return {f for ref in refs for dim in dims.of[ref] for f in atoms(dim)}
+
+
+def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]:
+    """The factors of parameters that may be split in `tp` parts, with what they save and cost."""
+    graph = dims.graph
+    specs = graph.specs()
+    found: dict[Factor, Candidate] = {}
+    for item in graph.inputs:
+        if item.kind is not InputKind.PARAMETER:
+            continue
+        for factor in dict.fromkeys(f for dim in dims.of[Ref(item.name)] for f in atoms(dim)):
+            if not factor.blocked and factor.size >= tp:
+                candidate = found.setdefault(factor, Candidate(factor))
+                candidate.parameter_bytes += item.spec.size_bytes
+                candidate.rivals |= _others(dims.of[Ref(item.name)], factor)
+    grads = graph.grad_values()
+    entered: set[tuple[Ref, Factor]] = set()
+    for node in graph.nodes:
+        here = [f for f in node_factors(dims, node) if f in found]
+        for a, b in combinations(here, 2):
+            found[a].rivals.add(b)
+            found[b].rivals.add(a)
+        summed = {f for dim in dims.summed.get(node.name, ()) for f in atoms(dim)}
+        work_s = node_seconds(node, specs, cluster) - cluster.op_overhead_s if here else 0.0
+        for factor in here:
+            candidate = found[factor]
+            if not _is_cut_off(dims, node, factor):
+                candidate.work_s += work_s
+            if factor in summed:
+                candidate.wire_bytes += _sum_bytes(node)
+                candidate.collectives += 1
+            if node.op == GATHERED and factor in atoms(dims.of[node.args[0]][node.args[1]]):
+                candidate.wire_bytes += node.spec.size_bytes // 2  # half an all-reduce
+                candidate.collectives += 1
+            for ref in node.refs:
+                own = {f for dim in dims.of[ref] for f in atoms(dim)}
+                if ref in grads and factor not in own and (ref, factor) not in entered:
+                    entered.add((ref, factor))
+                    candidate.wire_bytes += specs[ref].size_bytes
+                    candidate.collectives += 1
+    for factor in refused_factors(dims):
+        found.pop(factor, None)
+    return found
+
+
+def _is_cut_off(dims: Dims, node: Node, factor: Factor) -> bool:
+    """Whether the node is computed whole, and its result then cut."""
+    row = row_of(node.op)
+    read = (f for ref in node.refs for dim in dims.of[ref] for f in atoms(dim))
+    return isinstance(row, Along) and row.cut and factor not in read
+
+
+def refused_factors(dims: Dims) -> set[Factor]:
+    """The factors that no rule blocks, and that cannot be split all the same."""
+    return uneven_factors(dims) | repeated_factors(dims) | _scattered_rows(dims)
+
+
+def _scattered_rows(dims: Dims) -> set[Factor]:
+    """The factors of vocabularies of which a shard's rows would not be consecutive."""
+    return {
+        factor
+        for node in dims.graph.nodes
+        if node.op in VOCABULARY_OPS
+        for dim in dims.summed.get(node.name, ())
+        if not _is_plain(dim)
+        for factor in atoms(dim)
+    }
+
+
+def _is_plain(dim: Dim) -> bool:
+    """Whether a rank's part of the dim is one block."""
+    own = leaves(dim)
+    return len(own) <= 1 and not any(f.segments for f in own)
+
+
+def repeated_factors(dims: Dims) -> set[Factor]:
+    """The factors that two dims of one value share, as in the weight of a recurrence, h x h.
+
+    Split, they would leave each rank a block of the diagonal.
+    """
+    found: set[Factor] = set()
+    for own in dims.of.values():
+        times = Counter(f for dim in own for f in set(atoms(dim)))
+        found.update(f for f, count in times.items() if count > 1)
+    return found
+
+
+def uneven_factors(dims: Dims) -> set[Factor]:
+    """The factors of only some of the segments of a dim.
+
+    The other segments would be whole on every rank, and added up as often. Random numbers
+    are drawn for one block, so that the segments of its dims stay whole too.
+    """
+    draws = {n.name for n in dims.graph.nodes if n.op in KEY_POSITION}
+    found: set[Factor] = set()
+    for ref, own in dims.of.items():
+        segmented = [f for dim in own for f in leaves(dim) if f.segments]
+        for factor in segmented:
+            found |= _not_in_all([set(atoms(s)) for s in segments_of(factor)])
+        if ref.node in draws:
+            found.update(atoms(segmented))
+    return found
+
+
+def _not_in_all(sets: list[set[Factor]]) -> set[Factor]:
+    return set[Factor]().union(*sets) - sets[0].intersection(*sets[1:])
+
+
+def _others(dims: list[Dim], factor: Factor) -> set[Factor]:
+    return {f for dim in dims for f in atoms(dim)} - {factor}
+
+
+def _sum_bytes(node: Node) -> int:
+    """What the all-reduce of a partial sum moves; a cross-entropy reduces three numbers a row."""
+    if node.op == "aten.cross_entropy_loss.default":
+        return 3 * node.spec.dtype.itemsize
+    return sum(o.size_bytes for o in node.outputs if o is not None)
+
+
+def choose(dims: Dims, tp: int, cluster: Cluster) -> set[Factor]:
+    """The set of factors that saves most seconds, no two of which meet in one op: a weighted
+    packing, solved exactly; then, among what is left, the best that would pay in a larger model.
+
+    Raises `ShardError` where no dim of any parameter can be split in `tp` parts.
+    """
+    if tp == 1:
+        return set()
+    chosen: set[Factor] = set()
+    for prices in (cluster, LIKE_LARGE, AT_ANY_PRICE):
+        found = candidates(dims, tp, prices)
+        if not found:
+            raise ShardError(_refusal(dims, tp))
+        if prices is AT_ANY_PRICE and chosen:
+            break
+        free = [c for c in found.values() if c.factor not in chosen and not c.rivals & chosen]
+        gains_s = {c.factor: c.gain_s(tp, prices) for c in free}
+        chosen |= _packed([c for c in free if gains_s[c.factor] > 0], gains_s)
+    return chosen
+
+
+def _packed(priced: list[Candidate], gains_s: Mapping[Factor, float]) -> set[Factor]:
+    """The candidates without a rival among them that together gain most (MILP)."""
+    if not priced:
+        return set()
+    # Here, since only what splits needs it: a sixth of a second of `import merakc`.
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import coo_array
+
+    index = {c.factor: k for k, c in enumerate(priced)}
+    pairs = sorted(
+        {tuple(sorted((index[c.factor], index[r]))) for c in priced for r in c.rivals if r in index}
+    )
+    constraints = []
+    if pairs:
+        rows = [k for k, pair in enumerate(pairs) for _ in pair]
+        columns = [c for pair in pairs for c in pair]
+        matrix = coo_array((np.ones(len(rows)), (rows, columns)), (len(pairs), len(priced)))
+        constraints.append(LinearConstraint(matrix.tocsr(), ub=1))
+    gains = np.array([gains_s[c.factor] for c in priced])
+    result = milp(
+        -gains / gains.max(),
+        integrality=np.ones(len(priced)),
+        bounds=Bounds(0, 1),
+        constraints=constraints,
+        options={"mip_rel_gap": 0.0},
+    )
+    assert result.x is not None, result.message
+    return {c.factor for c, x in zip(priced, result.x, strict=True) if x > 0.5}
+
+
+def _refusal(dims: Dims, tp: int) -> str:
+    """Why nothing can be split: the largest degree that can be, or what needs the dims whole."""
+    parameters = [i for i in dims.graph.inputs if i.kind is InputKind.PARAMETER]
+    if not parameters:
+        return f"tp={tp}: the forward reads no parameter, so that nothing can be split; use tp=1"
+    sizes = {f.size for f in candidates(dims, 2, LIKE_LARGE)}
+    if sizes:
+        return (
+            f"tp={tp}: the largest dim that can be split has {max(sizes)} parts (heads, columns "
+            f"or rows of the vocabulary); use tp={max(sizes)} or less"
+        )
+    reasons = Counter(
+        f.blocked for i in parameters for dim in dims.of[Ref(i.name)] for f in atoms(dim)
+    )
+    worst = "; ".join(why for why, _ in reasons.most_common(MAX_REASONS))
+    return f"tp={tp}: no parameter can be split, its dims are needed whole by {worst}; use tp=1"
+
+
+def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
+    """The factors that a plan's layouts of parameters and buffers split.
+
+    Raises `PlanError` where the graph does not divide a dim the way that the plan does.
+    """
+    found: set[Factor] = set()
+    for item in dims.graph.inputs:
+        planned = splits.get(item.target)
+        if planned is None or item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+            continue
+        if planned.shape != item.spec.shape:
+            raise PlanError(
+                f"the plan splits '{item.target}' of shape {planned.shape}, "
+                f"the model has {item.spec.shape}"
+            )
+        for dim, factors in zip(dims.of[Ref(item.name)], planned.dims, strict=True):
+            found |= _split_of(dim, factors, item.target)
+    blocked = [f.blocked for f in found if f.blocked]
+    blocked += ["another part of a value" for _ in found & refused_factors(dims)]
+    if blocked:
+        raise PlanError(f"the plan splits a dim that this graph needs whole, for {blocked}")
+    return found
+
+
+def _split_of(dim: Dim, planned: tuple[DimFactor, ...], target: str) -> set[Factor]:
+    """The factors of a dim that a layout splits."""
+    found: set[Factor] = set()
+    outer = 1
+    for part in planned:
+        if part.split:
+            factor = _factor_at(dim, outer, part.size, target)
+            if not part.segments:
+                found.add(factor)
+            for own, inner in zip(segments_of(factor), part.segments, strict=False):
+                found |= _split_of(own, inner, target)
+        outer *= part.size
+    return found
+
+
+def _factor_at(dim: Dim, outer: int, full: int, target: str) -> Factor:
+    before = 1
+    for factor in leaves(dim):
+        if before == outer and factor.size == full:
+            return factor
+        before *= factor.size
+    raise PlanError(f"the plan splits '{target}' at a factor of {full} that the graph lacks")

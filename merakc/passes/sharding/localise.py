@@ -1,0 +1,268 @@
+"""The graph of one tp rank, with its collectives as nodes.
+
+Where a split factor is summed, the partial sums are all-reduced; where a value that is not split
+enters an op that is, its gradient is. These are Megatron's conjugate pair f and g (arXiv
+1909.08053, section 3): `merakc.copy_to` (identity, all-reduce backward) and `merakc.all_reduce`
+(identity backward), so that differentiating the rewritten graph gives the backward with its
+collectives. Where a sequence is split in between, `merakc.reduce_scatter` and `merakc.gather_to`
+stand in their place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from merakc.ir.graph import (
+    Graph,
+    Input,
+    InputKind,
+    Node,
+    Output,
+    OutputKind,
+    Ref,
+    TensorSpec,
+    map_refs,
+)
+from merakc.ir.layout import Layout
+from merakc.passes.sharding.layouts import SequenceSplit, Sharding
+from merakc.passes.sharding.localise_ops import SPECIAL
+from merakc.passes.sharding.rules import GATHERED
+
+AXIS = "tp"
+SCATTERS = ("scatter", "reduce_scatter")
+
+
+def localise(graph: Graph, sharding: Sharding, rank: int) -> Graph:
+    """The graph of tp rank `rank`: local shapes, local constants, collectives."""
+    if not any(lay.is_split for lay in sharding.layouts.values()):
+        return graph
+    return Localiser(graph, sharding, rank).run()
+
+
+class Localiser:
+    """Writes one rank's graph. `sharding` has the layouts that the node being written sees."""
+
+    def __init__(self, graph: Graph, sharding: Sharding, rank: int) -> None:
+        self.graph, self.whole, self.rank = graph, sharding, rank
+        self.sharding = sharding
+        self.within: SequenceSplit | None = None  # of the node being written
+        self.specs = graph.specs()
+        self.grads = graph.grad_values()
+        self.nodes: list[Node] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.inputs: list[Input] = []
+        self.now: dict[Ref, Ref] = {}  # values replaced by another
+        self.entered: dict[Ref, Ref] = {}  # values behind their copy_to
+        self.moved: dict[tuple[Ref, str, Layout], Ref] = {}  # and behind gathers and scatters
+
+    def run(self) -> Graph:
+        """The local graph."""
+        for item in self.graph.inputs:
+            spec = self.whole.local_spec(Ref(item.name), item.spec, self.rank)
+            self.inputs.append(replace(item, spec=spec))
+            if item.name in self.graph.constants:
+                full = self.graph.constants[item.name]
+                own = self.whole.layouts[Ref(item.name)]
+                self.constants[item.name] = own.take(full, self.whole.tp, self.rank)
+        homes = {name: split for split in self.whole.sequences for name in split.nodes}
+        inside = {
+            id(s): replace(self.whole, layouts={**self.whole.layouts, **s.layouts})
+            for s in self.whole.sequences
+        }
+        for node in self.graph.nodes:
+            self.within = homes.get(node.name)
+            self.sharding = inside[id(self.within)] if self.within else self.whole
+            self.write(node)
+        self.sharding = self.whole
+        outputs = tuple(self.output(o) for o in self.graph.outputs)
+        inputs, constants = tuple(self.inputs), self.constants
+        local = Graph(inputs, tuple(self.nodes), outputs, constants, self.graph.functions)
+        local.verify()
+        return local
+
+    def is_split(self, ref: Ref) -> bool:
+        """Whether a value is split, as the node being written sees it."""
+        return self.sharding.layouts[ref].is_split
+
+    def local_spec(self, ref: Ref) -> TensorSpec:
+        """Shape and dtype of this rank's part of a value, as the node being written sees it."""
+        shape = self.sharding.layouts[ref].local_shape(self.sharding.tp, self.rank)
+        return TensorSpec(shape, self.specs[ref].dtype)
+
+    def local_shape(self, node: Node, index: int = 0) -> tuple[int, ...]:
+        """The local shape of one of the node's outputs."""
+        return self.local_spec(Ref(node.name, index)).shape
+
+    def read(self, ref: Ref) -> Ref:
+        """A value as a node reads it that is the same on every rank."""
+        split = self.whole.sequence_of(ref)
+        if split is None:
+            return self.now.get(ref, ref)
+        return self.move(ref, split.layouts[ref], "all_gather")
+
+    def enter(self, ref: Ref) -> Ref:
+        """A value as a node on split dims reads it: its gradient there is a partial sum."""
+        split = self.whole.sequence_of(ref)
+        if self.within is not None and ref in self.within.layouts:
+            if split is self.within:
+                return self.now.get(ref, ref)
+            return self.move(ref, self.within.layouts[ref], "scatter")
+        if split is not None:
+            return self.move(ref, split.layouts[ref], "gather_to")
+        ref_now = self.now.get(ref, ref)
+        if self.is_split(ref) or ref not in self.grads:
+            return ref_now
+        if ref not in self.entered:
+            name = f"{ref.node}.{ref.index}.copy_to" if ref.index else f"{ref.node}.copy_to"
+            spec = self.specs[ref]
+            self.nodes.append(Node(name, "merakc.copy_to.default", (ref_now, AXIS), (), (spec,)))
+            self.entered[ref] = Ref(name)
+        return self.entered[ref]
+
+    def write(self, node: Node) -> None:
+        """Adds the local form of a node."""
+        if node.op == GATHERED:
+            self.gather(node)
+            return
+        outs = [Ref(node.name, k) for k, o in enumerate(node.outputs) if o is not None]
+        if not any(self.is_split(r) for r in (*node.refs, *outs)):
+            self.add(node, map_refs(node.args, self.read))
+            return
+        special = SPECIAL.get(node.op)
+        if special is not None:
+            special(self, node)
+        else:
+            args = map_refs(node.args, self.enter)
+            if node.name in self.sharding.partial:
+                self.add_sum(node, node.op, args)
+            else:
+                self.add(node, args)
+
+    def gather(self, node: Node) -> None:
+        """A product that is whole behind its gather; nothing where its columns are not split."""
+        ref, dim = node.args
+        lay, whole = self.sharding.layouts[ref], Ref(node.name)
+        is_split = any(f.split for f in lay.dims[dim])
+        self.now[whole] = self.move(ref, lay, "all_gather") if is_split else self.now.get(ref, ref)
+
+    def add(self, node: Node, args: Any, op: str | None = None) -> None:
+        """Adds a node under its own name with local outputs."""
+        kwargs = tuple((k, map_refs(v, self.enter)) for k, v in node.kwargs)
+        outputs = tuple(
+            None if o is None else self.local_spec(Ref(node.name, k))
+            for k, o in enumerate(node.outputs)
+        )
+        self.nodes.append(
+            replace(node, op=op or node.op, args=args, kwargs=kwargs, outputs=outputs)
+        )
+
+    def add_sum(self, node: Node, op: str, args: Any) -> Ref:
+        """Adds a node that leaves partial sums, and their sum: whole, or this rank's part of it."""
+        self.add(node, args, op)
+        ref = Ref(node.name)
+        split = self.whole.sequence_of(ref)
+        if split is not None:
+            self.now[ref] = self.move(ref, split.layouts[ref], "reduce_scatter")
+            return self.now[ref]
+        name = f"{node.name}.all_reduce"
+        reduced = replace(
+            node,
+            name=name,
+            op="merakc.all_reduce.default",
+            args=(ref, AXIS, "sum"),
+            kwargs=(),
+            outputs=(self.nodes[-1].spec,),
+        )
+        self.nodes.append(reduced)
+        self.now[ref] = Ref(name)
+        return Ref(name)
+
+    def move(self, ref: Ref, lay: Layout, op: str) -> Ref:
+        """A value behind the gathers or scatters of the dims that `lay` splits; made once."""
+        if (ref, op, lay) not in self.moved:
+            source = ref if op == "reduce_scatter" else self.read_or_kept(ref, op)
+            full = lay.shape if op in SCATTERS else lay.local_shape(self.whole.tp, self.rank)
+            spec = TensorSpec(full, self.specs[ref].dtype)
+            for dim, factors in enumerate(lay.dims):
+                if any(f.split for f in factors):
+                    source, spec = self.collective(source, spec, op, lay, dim)
+            self.moved[ref, op, lay] = source
+        return self.moved[ref, op, lay]
+
+    def read_or_kept(self, ref: Ref, op: str) -> Ref:
+        """What a gather or scatter starts from: this rank's part, or the whole."""
+        return self.read(ref) if op in SCATTERS else self.now.get(ref, ref)
+
+    def collective(
+        self, ref: Ref, spec: TensorSpec, op: str, lay: Layout, dim: int
+    ) -> tuple[Ref, TensorSpec]:
+        """A gather of one dim in the full tensor's order, or a scatter of it from there."""
+        tp = self.whole.tp
+        index = [lay.index(dim, tp, r) for r in range(tp)]
+        sizes = tuple(len(i) for i in index)
+        order = torch.cat(index)
+        in_order = torch.equal(order, torch.arange(len(order)))
+        name = f"{ref.node}.{op}{dim}" if ref.index == 0 else f"{ref.node}.{ref.index}.{op}{dim}"
+        while any(name == n.name for n in self.nodes):  # scattered for several sequences
+            name += "+"
+        if not in_order and op in SCATTERS:
+            ref = self.pick(ref, spec, dim, f"{name}.ordered", order)
+        shape = list(spec.shape)
+        shape[dim] = sizes[self.rank] if op in SCATTERS else sum(sizes)
+        spec = TensorSpec(tuple(shape), spec.dtype)
+        args = (ref, AXIS, dim, sizes, self.rank)
+        self.nodes.append(Node(name, f"merakc.{op}.default", args, (), (spec,)))
+        if in_order or op in SCATTERS:
+            return Ref(name), spec
+        return self.pick(Ref(name), spec, dim, f"{name}.ordered", order.argsort()), spec
+
+    def pick(self, ref: Ref, spec: TensorSpec, dim: int, name: str, order: torch.Tensor) -> Ref:
+        """A dim in another order."""
+        constant = self.constant(f"{name}.order", order)
+        op = "aten.index_select.default"
+        self.nodes.append(Node(name, op, (ref, dim, constant), (), (spec,)))
+        return Ref(name)
+
+    def add_bias(self, node: Node, total: Ref, bias: Ref | None, view: tuple[int, ...]) -> None:
+        """Adds the bias of a product after its sum, once."""
+        if bias is None:
+            return
+        ref = Ref(node.name)
+        self.within = self.whole.sequence_of(ref)  # of the sum: its bias goes with it
+        if self.within and bias in self.within.layouts:
+            own = self.within.layouts[bias].local_shape(self.whole.tp, self.rank)
+            view = (*own, *view[1:])
+        bias = self.enter(bias) if self.within else self.now.get(bias, bias)
+        if len(view) > 1:
+            shape = TensorSpec(view, node.spec.dtype)
+            name = f"{node.name}.bias_view"
+            self.nodes.append(
+                replace(node, name=name, op="aten.reshape.default", args=(bias, view), kwargs=(),
+                        outputs=(shape,))
+            )  # fmt: skip
+            bias = Ref(name)
+        name = f"{node.name}.bias"
+        spec = self.whole.local_spec(ref, node.spec, self.rank)
+        self.nodes.append(
+            replace(node, name=name, op="aten.add.Tensor", args=(total, bias), kwargs=(),
+                    outputs=(spec,))
+        )  # fmt: skip
+        self.now[ref] = Ref(name)
+
+    def output(self, out: Output) -> Output:
+        """An output; what the user reads is gathered whole, and so is the waist."""
+        if out.kind not in (OutputKind.RESULT, OutputKind.WAIST):
+            return out.at(self.now.get(out.ref, out.ref))
+        if not self.is_split(out.ref):
+            return out.at(self.read(out.ref))
+        return out.at(self.move(out.ref, self.sharding.layouts[out.ref], "all_gather"))
+
+    def constant(self, name: str, value: torch.Tensor) -> Ref:
+        """A new constant input."""
+        spec = TensorSpec(tuple(value.shape), value.dtype)
+        self.inputs.append(Input(name, InputKind.CONSTANT, spec))
+        self.constants[name] = value
+        return Ref(name)

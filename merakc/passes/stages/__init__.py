@@ -1,0 +1,1 @@
+"""Pipeline stages: cuts, and graphs between them."""

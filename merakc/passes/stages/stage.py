@@ -1,0 +1,380 @@
+"""Pipeline stages: which stage runs which node, and each stage's own graph.
+
+Values that are cheap to make from the batch alone (masks, position tables) belong to no stage:
+every stage that reads one makes it itself. All other values that cross a stage boundary are
+transfers, straight from the stage that makes them to every stage that reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from merakc.costs.roofline import node_seconds
+from merakc.costs.stage import rough_seconds
+from merakc.costs.work.flops import node_flops
+from merakc.errors import CutError, PlanError
+from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
+from merakc.ir.plan import CutReport, StageRun
+from merakc.ir.program import Transfer
+from merakc.machines.cluster import Cluster, Device
+from merakc.passes.sharding.layouts import Sharding
+from merakc.passes.sharding.localise import localise
+from merakc.passes.stages.cut import CutProblem, cut
+
+# How many times larger than the parameters behind it a value is for stages to make it themselves.
+MIN_GROWTH = 4
+# Inputs that every stage can have for nothing.
+EVERYWHERE = (
+    InputKind.BATCH, InputKind.BUFFER, InputKind.CONSTANT, InputKind.SCALAR, InputKind.KNOWN,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stage of every node that has one, the graph of each stage, what passes between them."""
+
+    of: Mapping[str, int]
+    graphs: tuple[Graph, ...]
+    transfers: tuple[Transfer, ...]
+    sharding: Sharding  # with the layouts of what crosses, under its name at the receiver
+
+    @property
+    def head(self) -> int | None:
+        """The stage that hands the waist over to what runs once for the whole batch, if any."""
+        of_waist = (s for s, g in enumerate(self.graphs) for o in g.outputs
+                    if o.kind is OutputKind.WAIST)  # fmt: skip
+        return next(of_waist, None)
+
+    @cached_property
+    def local(self) -> tuple[Graph, ...]:
+        """The graph of each stage on tp rank 0, which holds no less than any other rank."""
+        return tuple(localise(graph, self.sharding, 0) for graph in self.graphs)
+
+
+def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
+    """The nodes that any stage may repeat: no product and no dropout behind them.
+
+    With `trained`, a value made from parameters alone that together are far smaller than it
+    (T5's position bias) is one too: each stage that reads it holds those parameters, makes it
+    itself, and their gradients are summed over the stages.
+    """
+    written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
+    free = {i.name for i in graph.inputs if i.kind in EVERYWHERE and i.target not in written}
+    parameters = {i.name: i for i in graph.inputs if i.kind is InputKind.PARAMETER and trained}
+    specs = graph.specs()
+    found: set[str] = set()
+    behind = {name: frozenset((name,)) for name in parameters}  # parameters, and calls on them
+    for node in graph.nodes:
+        reads = {r.node for r in node.refs}
+        if not reads <= free | found | behind.keys():
+            continue
+        if node_flops(node, specs) or node.op == "merakc.dropout.default":
+            continue
+        behind[node.name] = frozenset((node.name,)).union(*(behind.get(n, ()) for n in reads))
+        held_bytes = sum(
+            parameters[n].spec.size_bytes for n in behind[node.name] & parameters.keys()
+        )
+        made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
+        if held_bytes * MIN_GROWTH <= made_bytes:
+            found |= behind[node.name] - parameters.keys()
+    return found
+
+
+def update_nodes(graph: Graph) -> dict[str, str]:
+    """The nodes that only serve the new value of a buffer, each with the node it stays beside.
+
+    That is the first other node of its module: BatchNorm's statistics stay with the BatchNorm.
+    """
+    kept = tuple(o for o in graph.outputs if o.kind is not OutputKind.BUFFER)
+    needed = {n.name for n in replace(graph, outputs=kept).pruned().nodes}
+    homes: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.name in needed:
+            homes.setdefault(node.module, node.name)
+    return {n.name: homes.get(n.module, "") for n in graph.nodes if n.name not in needed}
+
+
+def assign_stages(
+    graph: Graph, sharding: Sharding, stages: int, cluster: Cluster, devices: Sequence[Device] = ()
+) -> tuple[dict[str, int], CutReport]:
+    """Cuts the graph into `stages` stages of even time, on the `devices` of each where they differ.
+
+    Raises `CutError` where it cannot.
+    """
+    shared, updates = shared_nodes(graph), update_nodes(graph)
+    nodes = [n for n in graph.nodes if n.name not in shared and n.name not in updates]
+    position = {n.name: k for k, n in enumerate(nodes)}
+    specs = graph.specs()
+    local = {ref: sharding.local_spec(ref, spec, 0) for ref, spec in specs.items()}
+    sizes = {
+        n.name: sum(local[Ref(n.name, k)].size_bytes for k, o in enumerate(n.outputs) if o)
+        for n in nodes
+    }
+    edges = {
+        (position[r.node], position[n.name], sizes[r.node])
+        for n in nodes
+        for r in n.refs
+        if r.node in position
+    }
+
+    def seconds(node: Node) -> float:
+        return node_seconds(node, sharding.node_specs(node, specs, 0), cluster)
+
+    weights_s = [seconds(n) for n in nodes]
+    for node in graph.nodes:
+        if updates.get(node.name) in position:
+            weights_s[position[updates[node.name]]] += seconds(node)
+    problem = CutProblem(tuple(weights_s), tuple(sorted(edges)))
+    found, report = cut(problem, stages, speeds=_speeds(graph, sharding, cluster, devices))
+    of = {n.name: s for n, s in zip(nodes, found, strict=True)}
+    beside = {name: of.get(home, 0) for name, home in updates.items() if name not in shared}
+    while _place_updates(graph, of, beside):
+        pass
+    _join_states(graph, of)
+    return {n.name: of[n.name] for n in graph.nodes if n.name in of}, report
+
+
+def _speeds(
+    graph: Graph, sharding: Sharding, cluster: Cluster, devices: Sequence[Device]
+) -> list[float] | None:
+    """How often a second each device runs the whole graph; None where they are alike."""
+    kinds = dict.fromkeys(devices)
+    if len(kinds) < 2:
+        return None
+    local = localise(graph, sharding, 0)
+    seconds = {d: sum(rough_seconds(local, cluster, sharding.tp, d)) for d in kinds}
+    return [1.0 / seconds[device] for device in devices]
+
+
+def _place_updates(graph: Graph, of: dict[str, int], beside: Mapping[str, int]) -> bool:
+    """Puts updates of buffers no earlier than `beside`, than what they read, and than the last
+    update of a buffer that they read; whether a buffer's last update was moved by that.
+
+    A module that is called twice, on both sides of a cut, updates its buffers on the later side.
+    """
+    written = {o.name: o.ref.node for o in graph.outputs if o.kind is OutputKind.BUFFER}
+    last = {i.name: written[i.target] for i in graph.inputs if i.target in written}
+    before = {name: of.get(name, 0) for name in last.values()}
+    for node in graph.nodes:
+        if node.name in beside:
+            reads = {r.node for r in node.refs} | {last.get(r.node, "") for r in node.refs}
+            of[node.name] = max(beside[node.name], *(of.get(name, 0) for name in reads))
+    return before != {name: of.get(name, 0) for name in before}
+
+
+def _join_states(graph: Graph, of: dict[str, int]) -> None:
+    """Puts what makes the new value of a buffer where its old value is first read, if no batch is
+    in it: the power iterations of spectral norms, run once for each call.
+    """
+    producers = {n.name: n for n in graph.nodes}
+    kinds = {i.name: i for i in graph.inputs}
+    for out in graph.outputs:
+        behind, pending = set[str](), [out.ref.node]
+        while pending and out.kind is OutputKind.BUFFER:
+            name = pending.pop()
+            if name not in behind:
+                behind.add(name)
+                pending += [r.node for r in producers[name].refs] if name in producers else []
+        inputs = [kinds[name] for name in behind if name in kinds]
+        own = next((i.name for i in inputs if i.target == out.name), None)
+        if own is None or any(i.kind is InputKind.BATCH for i in inputs):
+            continue
+        reading = [of[n.name] for n in graph.nodes if n.name in of and Ref(own) in n.refs]
+        for name in behind & of.keys():
+            of[name] = min([of[name], *reading])
+
+
+def stage_runs(graph: Graph, of: Mapping[str, int]) -> tuple[StageRun, ...]:
+    """The assignment as runs of consecutive nodes."""
+    runs: list[list[Node]] = []
+    for node in graph.nodes:
+        if node.name not in of:
+            continue
+        if not runs or of[runs[-1][-1].name] != of[node.name]:
+            runs.append([])
+        runs[-1].append(node)
+    return tuple(
+        StageRun(of[r[0].name], r[0].name, r[-1].name, r[0].module, r[-1].module) for r in runs
+    )
+
+
+def stages_of_runs(graph: Graph, runs: tuple[StageRun, ...]) -> dict[str, int]:
+    """The inverse of `stage_runs` on the same graph."""
+    shared = shared_nodes(graph)
+    found: dict[str, int] = {}
+    pending = iter(runs)
+    run: StageRun | None = None
+    for node in graph.nodes:
+        if node.name in shared:
+            continue
+        if run is None:
+            run = next(pending, None)
+            if run is None or run.first_node != node.name:
+                raise PlanError(
+                    f"the plan's stages do not fit the graph: node '{node.name}' of module "
+                    f"'{node.module}' begins no stage; make the plan again"
+                )
+        found[node.name] = run.stage
+        if node.name == run.last_node:
+            run = None
+    return found
+
+
+def transfer_stages(
+    graph: Graph, planned: Graph, of: Mapping[str, int], holders: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
+    """Stages for another recording of the same model (eval mode, other shapes).
+
+    A node goes where the node of the same module, op and turn went, but never before what it
+    reads, and where it reads parameters to a stage that holds them (`holders`).
+    """
+    known: dict[tuple[str, str, int], int] = {}
+    for key, node in _turns(planned):
+        if node.name in of:
+            known[key] = of[node.name]
+    shared = shared_nodes(graph, trained=False)  # which stages hold what is settled
+    targets = {i.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    found: dict[str, int] = {}
+    for key, node in _turns(graph):
+        if node.name in shared:
+            continue
+        earliest = max((found[r.node] for r in node.refs if r.node in found), default=0)
+        stage = max(known.get(key, 0), earliest)
+        held = [set(holders[targets[r.node]]) for r in node.refs if r.node in targets]
+        allowed = sorted(set.intersection(*held)) if held else [stage]
+        if stage not in allowed:
+            stage = next((s for s in allowed if s >= earliest), -1)
+        if stage < 0:
+            raise PlanError(
+                f"{node.source}: with this batch or mode, module '{node.module}' reads parameters "
+                f"of stages {allowed} after values of stage {earliest}; plan with this batch"
+            )
+        found[node.name] = stage
+    return found
+
+
+def stages_like(graph: Graph, planned: Graph, of: Mapping[str, int]) -> dict[str, int]:
+    """Stages for a recording of other sizes that is to exchange the same values.
+
+    A node goes where the node of the same module, op and turn went, or to every stage that reads
+    it where that one did; one that `planned` lacks follows what it reads.
+    """
+    known = {key: of.get(node.name, -1) for key, node in _turns(planned)}
+    found: dict[str, int] = {}
+    for key, node in _turns(graph):
+        earliest = max((found[r.node] for r in node.refs if r.node in found), default=-1)
+        stage = known.get(key, earliest)
+        if stage >= 0:
+            found[node.name] = max(stage, earliest)
+    return found
+
+
+def _turns(graph: Graph) -> list[tuple[tuple[str, str, int], Node]]:
+    counts: dict[tuple[str, str], int] = {}
+    found = []
+    for node in graph.nodes:
+        turn = counts.get((node.module, node.op), 0)
+        counts[node.module, node.op] = turn + 1
+        found.append(((node.module, node.op, turn), node))
+    return found
+
+
+def split_stages(graph: Graph, of: Mapping[str, int], stages: int, sharding: Sharding) -> Stages:
+    """The graph of each stage, and the transfers between them.
+
+    The whole waist leaves the last stage that makes any of it, to which what others make travels.
+
+    Raises `CutError` where one stage would write a buffer that another reads.
+    """
+    ends = {o: of.get(o.ref.node, stages - 1) for o in graph.outputs}
+    waist = [o for o in graph.outputs if o.kind is OutputKind.WAIST]
+    made = [of[o.ref.node] for o in waist if o.ref.node in of]
+    ends |= dict.fromkeys(waist, max(made, default=stages - 1))
+    readers, kept = _reads(graph, of, ends, stages)
+    _check_buffers(graph, ends, kept)
+    specs, differentiated = graph.specs(), _differentiated(graph, of, ends)
+    graphs, transfers = [], []
+    for stage in range(stages):
+        arriving = [r for r, to in readers.items() if stage in to]
+        sent = [r for r in readers if of[r.node] == stage]
+        names = {r: Ref(value_name(r)) for r in arriving}
+        own = tuple(i for i in graph.inputs if i.name in kept[stage])
+        own += tuple(
+            Input(to.node, InputKind.ACTIVATION, specs[r], to.node, (r, stage) in differentiated)
+            for r, to in names.items()
+        )
+        nodes = tuple(n for n in graph.nodes if of.get(n.name) == stage or n.name in kept[stage])
+        outputs = tuple(o for o in graph.outputs if ends[o] == stage)
+        outputs += tuple(Output(value_name(r), OutputKind.ACTIVATION, r) for r in sent)
+        constants = {k: v for k, v in graph.constants.items() if k in kept[stage]}
+        graphs.append(Graph(own, nodes, outputs, constants, graph.functions).renamed(names))
+        for ref in sent:
+            size_bytes = sharding.local_spec(ref, specs[ref], 0).size_bytes
+            transfers += [
+                Transfer(value_name(ref), stage, to, size_bytes, (ref, to) in differentiated)
+                for to in sorted(readers[ref])
+            ]
+    named = sharding.renamed({r: Ref(value_name(r)) for r in readers})
+    return Stages(of, tuple(graphs), tuple(transfers), named)
+
+
+def _reads(
+    graph: Graph, of: Mapping[str, int], ends: Mapping[Output, int], stages: int
+) -> tuple[dict[Ref, set[int]], list[set[str]]]:
+    """The other stages that read each value; the inputs and repeated nodes of each stage."""
+    shared = {n.name: n for n in graph.nodes if n.name not in of}
+    readers: dict[Ref, set[int]] = {}
+    kept: list[set[str]] = [set() for _ in range(stages)]
+
+    def read(ref: Ref, stage: int) -> None:
+        if ref.node in of:
+            if of[ref.node] != stage:
+                readers.setdefault(ref, set()).add(stage)
+        elif ref.node not in kept[stage]:
+            kept[stage].add(ref.node)
+            if ref.node in shared:
+                for inner in shared[ref.node].refs:
+                    read(inner, stage)
+
+    for node in graph.nodes:
+        if node.name in of:
+            for ref in node.refs:
+                read(ref, of[node.name])
+    for out, stage in ends.items():
+        read(out.ref, stage)
+    return readers, kept
+
+
+def _check_buffers(graph: Graph, ends: Mapping[Output, int], kept: list[set[str]]) -> None:
+    """A stage reads its own copy of a buffer: a write elsewhere would not reach it."""
+    names = {i.target: i.name for i in graph.inputs if i.kind is InputKind.BUFFER}
+    for out, writer in ends.items():
+        if out.kind is OutputKind.BUFFER and out.name in names:
+            reading = [s for s, held in enumerate(kept) if names[out.name] in held and s != writer]
+            if reading:
+                raise CutError(
+                    f"buffer '{out.name}' is written by stage {writer} and read by stages "
+                    f"{reading}; use fewer pipeline stages"
+                )
+
+
+def value_name(ref: Ref) -> str:
+    """The name under which a value crosses a stage boundary."""
+    return f"act:{ref.node}" if ref.index == 0 else f"act:{ref.node}:{ref.index}"
+
+
+def _differentiated(
+    graph: Graph, of: Mapping[str, int], ends: Mapping[Output, int]
+) -> set[tuple[Ref, int]]:
+    """The values that have a gradient, each with the stages whose own nodes give it a part."""
+    grads = graph.grad_values()
+    found = {(o.ref, s) for o, s in ends.items() if o.kind.begins_gradients and o.ref in grads}
+    needed = {ref.node for ref, _ in found}
+    for node in reversed(graph.nodes):
+        if node.name in needed and node.grad and ".detach" not in node.op:
+            reads = grads.intersection(node.refs)
+            needed.update(ref.node for ref in reads)
+            found.update((ref, of.get(node.name, -1)) for ref in reads)
+    return found

@@ -1,0 +1,374 @@
+"""The layouts of a job, priced from pieces: thousands of them, the best first.
+
+Analytic bounds say which layouts are looked at, and when to stop; these are run by
+`merakc.planner.estimate`, with the orders of work that the runtime has: first 1F1B, then the other
+orders of those layouts that a better order could make the best.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+
+from merakc.costs.device import collective_seconds, total_flops
+from merakc.costs.ranks import least_spare, rank_devices
+from merakc.costs.stages import piece_cost, rank_place
+from merakc.costs.state import Precision
+from merakc.costs.work.kernels import KernelKind
+from merakc.errors import CutError, FitError, MerakError
+from merakc.ir.state import AUTO, StateShards, lattice, parse_shards
+from merakc.machines.cluster import Device, Hardware
+from merakc.planner.estimate import (
+    Degrees,
+    Estimate,
+    Habits,
+    Job,
+    Recompute,
+    estimate_job,
+    make_job,
+    state_seconds,
+)
+from merakc.planner.piece_table import Form, PieceTable
+from merakc.planner.search import Request
+from merakc.report.units import format_seconds
+from merakc.schedules.registry import KNOWN
+
+# Samples of a micro-batch, and stages of a rank, that are tried where they are open.
+MOST_SAMPLES = 16
+CHUNKS = (2, 4)
+IDLE = "idle pipeline ranks"
+SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+# Ways to shard the state that are tried where something must be recomputed, the fastest first.
+TRIED_WAYS = 3
+RECOMPUTES: dict[str, tuple[Recompute, ...]] = {
+    "none": ("none",), "full": ("full",), "solved": ("solved",), "selective": ("solved",),
+}  # fmt: skip
+# Layouts that are looked at behind the one that no other can beat: the runners-up.
+RUNNERS_UP = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a job is laid out, before its memory is looked at."""
+
+    degrees: Degrees
+    samples: int
+    sequence_parallel: bool
+
+    @property
+    def form(self) -> Form:
+        """What its pieces depend on, beside the samples."""
+        return self.degrees.tp, self.sequence_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A layout with all that follows from it: how its state is sharded, what is recomputed."""
+
+    layout: Layout
+    habits: Habits
+    estimate: Estimate
+    seconds: dict[str, float]  # of the step, by what they go into
+    flops: int  # of a micro-batch on one tp rank, forward and backward
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the fullest rank."""
+        return max(self.estimate.peak_bytes)
+
+
+@dataclass
+class Candidates:
+    """The candidates of a request, the fastest first, and what was refused, by degrees, and why."""
+
+    found: list[Candidate] = field(default_factory=list)
+    refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    looked_at: int = 0
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step, once as many were found as are to be shown."""
+        return self.found[0].estimate.step_s if len(self.found) > RUNNERS_UP else math.inf
+
+    def add(self, layout: Layout, found: Candidate | str) -> None:
+        """A layout that was looked at, with what was found of it, or why it cannot be."""
+        self.looked_at += 1
+        d = layout.degrees
+        if isinstance(found, str):
+            self.refused.setdefault((d.dp, d.tp, d.pp), found)
+            return
+        self.refused.pop((d.dp, d.tp, d.pp), None)
+        self.found.append(found)
+        self.found.sort(key=lambda c: c.estimate.step_s)
+
+
+def find_candidates(
+    table: PieceTable,
+    request: Request,
+    batch_size: int,
+    hardware: Hardware,
+    precision: Precision,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Candidates:
+    """The fastest layouts of `batch_size` samples over all ranks, by their pieces.
+
+    Every layout that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first
+    error where no form can be sharded, `CutError` where there are too few places to cut, and
+    `FitError` where nothing fits the memory.
+    """
+    result = Candidates()
+    groups: dict[object, list[Layout]] = {}
+    for layout in open_layouts(table, request, batch_size, hardware, result, progress):
+        key = layout.form, layout.samples, layout.degrees.pp, layout.degrees.inner
+        groups.setdefault(key, []).append(layout)
+    if not groups:
+        why = f"no degrees that divide {request.world_size} ranks and {batch_size} samples give"
+        none = CutError(f"{why} a stage to every pipeline rank; give other degrees, or a batch")
+        raise next(iter(table.refused.values()), none)
+    progress(f"comparing {sum(map(len, groups.values()))} layouts")
+    bounds = _Bounds(table, hardware)
+    firsts: list[tuple[float, list[Layout]]] = []
+    for own in sorted(groups.values(), key=lambda own: bounds.of(own[0])):
+        if bounds.of(own[0]) > result.best_s:
+            break
+        first = price_layout(table, own[0], request, hardware, precision)
+        result.add(own[0], first)
+        if isinstance(first, Candidate):
+            # Another order of work can save no more than is idle, unless its stages suit unlike
+            # devices better.
+            busy_s = first.estimate.step_s - first.seconds[IDLE]
+            firsts.append((bounds.of(own[0]) if hardware.is_mixed else busy_s, own[1:]))
+    for least_s, others in sorted(firsts, key=lambda one: one[0]):
+        if least_s > result.best_s:
+            break
+        for layout in others:
+            result.add(layout, price_layout(table, layout, request, hardware, precision))
+    for one in result.found[:RUNNERS_UP]:  # with the other axis inside
+        d = one.layout.degrees
+        if min(d.dp, d.pp) > 1 and not hardware.is_mixed:
+            layout = replace(one.layout, degrees=replace(d, inner="dp"))
+            result.add(layout, price_layout(table, layout, request, hardware, precision))
+    if not result.found:
+        raise FitError(_nothing_fits(result, hardware))
+    return result
+
+
+def _nothing_fits(result: Candidates, hardware: Hardware) -> str:
+    sizes = sorted({node.device.memory_bytes for node in hardware.nodes})
+    most = " or ".join(f"{size / 1e9:.0f}" for size in sizes)
+    reasons = "; ".join(
+        f"dp={dp} tp={tp} pp={pp}: {why}" for (dp, tp, pp), why in [*result.refused.items()][:3]
+    )
+    return (
+        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger ones, "
+        "leave degrees, shards and recomputation open, or give smaller micro-batches or a shorter "
+        "sequence"
+    )
+
+
+def open_layouts(
+    table: PieceTable,
+    request: Request,
+    batch_size: int,
+    hardware: Hardware,
+    result: Candidates,
+    progress: Callable[[str], None],
+) -> Iterator[Layout]:
+    """All layouts that divide."""
+    ranks, node = request.world_size, hardware.nodes[0].devices
+    for tp in _divisors(ranks):
+        fixed = tp * (request.pp or 1) * (request.dp or 1)
+        if ranks % fixed or (request.pp and request.dp and fixed != ranks):
+            continue
+        if request.tp not in (None, tp) or (request.tp is None and tp > node):
+            continue
+        for sequence_parallel in (False, True) if tp > 1 else (False,):
+            if request.sequence_parallel not in (None, sequence_parallel) and tp > 1:
+                continue
+            progress(f"splitting over tp={tp}" + " and sequences" * sequence_parallel)
+            try:
+                pieces = table.pieces((tp, sequence_parallel), 1)
+            except MerakError as error:
+                result.refused[0, tp, 0] = str(error)
+                continue
+            for degrees, samples in _degrees(request, tp, batch_size, len(pieces)):
+                yield Layout(degrees, samples, sequence_parallel)
+                if hardware.is_mixed and min(degrees.dp, degrees.pp) > 1:
+                    # What devices a stage has depends on which axis lies inside.
+                    yield Layout(replace(degrees, inner="dp"), samples, sequence_parallel)
+
+
+def _degrees(
+    request: Request, tp: int, batch_size: int, pieces: int
+) -> Iterator[tuple[Degrees, int]]:
+    """The degrees for one of tp, with the samples of a micro-batch."""
+    for pp in _divisors(request.world_size // tp):
+        dp = request.world_size // tp // pp
+        if request.pp not in (None, pp) or request.dp not in (None, dp) or batch_size % dp:
+            continue
+        local = batch_size // dp
+        for samples in _divisors(local):
+            micro_batches = local // samples
+            if request.micro_batches not in (None, micro_batches):
+                continue
+            if request.micro_batches is None and samples > MOST_SAMPLES:
+                continue
+            for schedule, chunks in _schedules(request, pp):
+                if pp * chunks <= pieces:
+                    degrees = Degrees(dp, tp, pp, micro_batches, chunks, schedule=schedule)
+                    yield degrees, samples
+
+
+def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
+    if pp == 1:
+        yield "1f1b", 1
+        return
+    for name in SCHEDULES if request.schedule == "auto" else (request.schedule,):
+        if name not in KNOWN:  # an order of the user's own: of one stage a rank, to be priced
+            yield "1f1b", 1
+            continue
+        possible = KNOWN[name].chunks
+        asked = (request.chunks,) if request.chunks else CHUNKS
+        for chunks in asked if len(possible) > 1 else possible[:1]:
+            yield name, chunks
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+@dataclass
+class _Bounds:
+    """Seconds that no order of work can beat: no stage longer than others, nothing waited for."""
+
+    table: PieceTable
+    hardware: Hardware
+    known: dict[tuple[Form, int, Device], tuple[float, list[float]]] = field(default_factory=dict)
+
+    def of(self, layout: Layout) -> float:
+        """Of one layout: as if each rank were as much faster than the first as in the piece of
+        which that holds most.
+        """
+        devices = rank_devices(self.hardware, layout.degrees.mesh)
+        total_s, seconds = self._seconds(layout, devices[0])
+        speeds = {
+            device: max(
+                (
+                    a / b
+                    for a, b in zip(seconds, self._seconds(layout, device)[1], strict=True)
+                    if b
+                ),
+                default=1.0,
+            )
+            for device in dict.fromkeys(devices)
+        }
+        return layout.degrees.micro_batches * total_s / sum(speeds[device] for device in devices)
+
+    def _seconds(self, layout: Layout, device: Device) -> tuple[float, list[float]]:
+        """Of a micro-batch on one device, and of each different piece."""
+        key = layout.form, layout.samples, device
+        if key not in self.known:
+            ranks, tp = len(self.hardware.devices), layout.degrees.tp
+            place = rank_place(self.hardware, ranks, tp, device=device)
+            pieces = self.table.pieces(layout.form, layout.samples)
+            costs = {k: piece_cost(p, place) for k, p in {id(p): p for p in pieces}.items()}
+            seconds = {k: c.forward_s + c.backward_s for k, c in costs.items()}
+            self.known[key] = sum(seconds[id(p)] for p in pieces), list(seconds.values())
+        return self.known[key]
+
+
+def price_layout(
+    table: PieceTable, layout: Layout, request: Request, hardware: Hardware, precision: Precision
+) -> Candidate | str:
+    """The layout with the shards and the recomputation that suit it best, or why it cannot be."""
+    pieces = table.pieces(layout.form, layout.samples)
+    base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
+    job = make_job(pieces, layout.degrees, hardware, base)
+    shards = _shards(request, job, hardware)
+    waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}
+    ways = sorted((replace(base, shards=one) for one in waits), key=lambda w: sum(waits[w.shards]))
+
+    @cache
+    def estimated(habits: Habits) -> Estimate:
+        return estimate_job(job, habits, waits[habits.shards])
+
+    held = [job.state_bytes(way.shards, precision) for way in ways]
+    memory = [place.device.memory_bytes for place in job.places]
+    least = min(_need(own, memory) for own in held)
+    tried: list[tuple[Habits, Estimate]] = []
+    for recompute in RECOMPUTES.get(request.recompute, ("none", "solved")):
+        open_ways = [k for k, own in enumerate(held) if all(map(operator.lt, own, memory))]
+        if recompute == "none" and open_ways:
+            kept = estimated(replace(ways[0], recompute=recompute))
+            others = [peak - own for peak, own in zip(kept.peak_bytes, held[0], strict=True)]
+            peaks = [[a + b for a, b in zip(others, own, strict=True)] for own in held]
+            open_ways = [k for k in open_ways if all(map(operator.le, peaks[k], memory))][:1]
+            least = max(least, min(_need(own, memory) for own in peaks))
+        for k in open_ways[:TRIED_WAYS]:
+            habits = replace(ways[k], recompute=recompute)
+            found = estimated(habits)
+            least = min(least, _need(found.peak_bytes, memory)) if recompute != "none" else least
+            if all(map(operator.le, found.peak_bytes, memory)):
+                tried.append((habits, found))
+        if any(habits.shards == ways[0].shards for habits, _ in tried):
+            break  # the fastest shards, and nothing recomputed
+    if not tried:
+        return f"a rank needs {least / 1e9:.0f} GB at the least"
+    habits, found = min(tried, key=lambda one: one[1].step_s)
+    flops = {
+        id(p): total_flops(p.work.forward) + total_flops(p.work.backward)
+        for p in {id(p): p for p in pieces}.values()
+    }
+    total = sum(flops[id(p)] for p in pieces)
+    return Candidate(layout, habits, found, _seconds(job, found), total)
+
+
+def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:
+    """What the rank needs that has least to spare."""
+    return peak_bytes[least_spare(peak_bytes, memory_bytes)]
+
+
+def _shards(request: Request, job: Job, hardware: Hardware) -> list[StateShards]:
+    """Those asked for; else those over no ranks, the ranks of a node and all of dp."""
+    dp, asked = job.degrees.dp, request.state_shards
+    if asked is not None and asked != AUTO:
+        return [parse_shards(asked, dp, len(job.parts))[0]]
+    inside = max(1, hardware.nodes[0].devices // job.degrees.mesh.dp_stride)
+    counts = {1, dp} | ({inside} if dp % inside == 0 else set())
+    return [one for one in lattice(dp) if {one.parameters, one.gradients, one.optimizer} <= counts]
+
+
+def _seconds(job: Job, found: Estimate) -> dict[str, float]:
+    """What the seconds of a step go into, on an average rank."""
+    group, fabric = job.links.group, job.links.fabric
+    unique = {id(piece): piece for piece in job.pieces}
+    wires = {
+        key: sum(
+            count * collective_seconds(kernel, group, fabric)
+            for work in (piece.work.forward, piece.work.backward)
+            for kernel, count in work.items()
+            if kernel.kind is KernelKind.COLLECTIVE
+        )
+        for key, piece in unique.items()
+    }
+    tp_s = sum(wires[id(p)] for p in job.pieces) * job.degrees.micro_batches / job.degrees.pp
+    idle_s = found.pipeline_s * found.bubble_share
+    rest_s = found.pipeline_s - idle_s - tp_s - found.recompute_s
+    return {
+        "arithmetic": rest_s, IDLE: idle_s, "tp communication": tp_s,
+        "recomputation": found.recompute_s, "waiting for dp": found.state_s,
+        "optimizer": found.optimizer_s,
+    }  # fmt: skip
+
+
+def loses_by(one: Candidate, best: Candidate) -> str:
+    """What a candidate spends most more on than the best."""
+    if one.estimate.step_s < best.estimate.step_s:
+        return "planned in full it is slower"
+    more = {name: value - best.seconds[name] for name, value in one.seconds.items()}
+    name = max(more, key=lambda key: more[key])
+    sign = "+" if more[name] >= 0 else "-"
+    return f"{name} {sign}{format_seconds(abs(more[name]))}"

@@ -1,0 +1,91 @@
+"""The pieces of a model on one tp rank, for any degree of tp and any samples of a micro-batch.
+
+A degree is sharded once, for two numbers of samples; those for others follow (`costs.scaled`), so
+that thousands of layouts of a job are compared for a few recordings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from merakc.costs.work.pieces import Piece, cut_pieces, part_starts
+from merakc.costs.work.scaled import SAMPLES, scaled
+from merakc.errors import MerakError
+from merakc.frontend.record import Recording
+from merakc.ir.graph import Graph
+from merakc.ir.layout import Layout
+from merakc.lowering.lowered import TRAINING, with_heads
+from merakc.machines.cluster import Cluster
+from merakc.passes.autodiff.shorten import shorten
+from merakc.passes.batches.recorded import in_parts
+from merakc.passes.sharding.gather_products import gathers
+from merakc.passes.sharding.localise import localise
+from merakc.passes.sharding.shard import shard
+
+# The pieces of a model without repeated blocks.
+PLAIN = 64
+# A batch is in parts, whatever their number: what it couples runs once.
+PARTS = 2
+
+Form = tuple[int, bool]  # the tp degree, and whether sequences are split
+
+
+@dataclass
+class PieceTable:
+    """`record` gives the forward of a micro-batch of so many samples.
+
+    `refused` has the forms that cannot be, and why. `couples` says whether the loss of a recording
+    couples the samples of the batch.
+    """
+
+    record: Callable[[int], Recording]
+    cluster: Cluster
+    refused: dict[Form, MerakError] = field(default_factory=dict)
+    couples: bool = False
+    _splits: dict[Form, Mapping[str, Layout]] = field(default_factory=dict)
+    _gathered: dict[int, bool] = field(default_factory=dict)
+    _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
+    _short: dict[int, tuple[Graph, tuple[int, ...]]] = field(default_factory=dict)
+    _known: dict[tuple[Form, int], tuple[Piece, ...]] = field(default_factory=dict)
+
+    def pieces(self, form: Form, samples: int) -> tuple[Piece, ...]:
+        """The pieces of a micro-batch. Raises the error of a form that cannot be."""
+        if form in self.refused:
+            raise self.refused[form]
+        if (form, samples) not in self._known:
+            try:
+                self._known[form, samples] = self._make(form, samples)
+            except MerakError as error:
+                self.refused[form] = error
+                raise
+        return self._known[form, samples]
+
+    def _make(self, form: Form, samples: int) -> tuple[Piece, ...]:
+        if form not in self._ends:
+            self._ends[form] = tuple(self._recorded(form, n) for n in SAMPLES)
+        found = scaled(self._ends[form], samples)
+        return self._recorded(form, samples) if found is None else found
+
+    def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
+        tp, sequence_parallel = form
+        short, counts = self._shortened(samples)
+        graph = with_heads(short, tp, gathered=self._gathered.get(tp))
+        sharding = shard(
+            graph, tp, self._splits.get(form), cluster=self.cluster.joining(tp),
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+        self._gathered.setdefault(tp, gathers(graph))
+        self._splits.setdefault(form, sharding.splits(graph))
+        pieces = cut_pieces(localise(graph, sharding, 0), plain=PLAIN)
+        if len(counts) == 1:
+            return pieces
+        assert len(pieces) == len(counts), "blocks were lost where a graph was sharded"
+        return tuple(p for p, count in zip(pieces, counts, strict=True) for _ in range(count))
+
+    def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
+        if samples not in self._short:
+            split = in_parts(self.record(samples), PARTS, TRAINING)
+            graph, self.couples = split.graph, self.couples or split.head is not None
+            self._short[samples] = shorten(graph, part_starts(graph))
+        return self._short[samples]

@@ -1,0 +1,135 @@
+"""What users ask of `auto_parallel`, checked before their model is looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from merakc.batches.dims import check_batch_dims, hypotheses
+from merakc.batches.objects import check_objects
+from merakc.batches.split import (
+    TensorSpecs,
+    batch_size_of,
+    call_arguments,
+    shown_dims,
+    tensor_specs,
+)
+from merakc.errors import ConfigError
+from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
+from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan_checks import check_recompute
+from merakc.ir.state import AUTO, parse_shards
+from merakc.lowering.find_samples import MOST_TRIED
+from merakc.planner.search import Request, meshes, micro_batches_for, with_schedule
+
+
+@dataclass(frozen=True)
+class Requested:
+    """What was asked for: the plan that is given, and the request, for each way to read the batch,
+    likeliest first.
+
+    Where the likeliest does not divide into the parts asked for, it is there in as many as it does,
+    and `undivided` is what to raise where it is found to hold; so no other dim is taken because its
+    size happens to divide.
+    """
+
+    plan: Plan | None
+    readings: list[Request]
+    specs: TensorSpecs
+    undivided: ConfigError | None = None
+
+
+def requested(fixed: Request, plan: Plan | str | Path | None, batch: Any) -> Requested:
+    """Checks what users ask for.
+
+    Everything that can be refused before the model is looked at is refused here.
+    """
+    check_recompute(fixed.recompute)
+    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
+        raise ConfigError(
+            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
+        )
+    if fixed.overlap is not None and fixed.overlap < 0:
+        raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
+    fixed = with_schedule(fixed)
+    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    args, kwargs = call_arguments(batch)
+    check_objects((args, kwargs))
+    specs = tensor_specs(args, kwargs)
+    check_batch_dims(args, kwargs, fixed.batch_dims)
+    if given is not None:
+        _check_plan(fixed, given)
+        size = batch_size_of(args, kwargs, given.batch_dims)
+        request = replace(
+            fixed, batch_size=size, precision=given.precision, couplings=given.couplings,
+            batch_dims=given.batch_dims,
+        )  # fmt: skip
+        return Requested(given, [request], specs)
+    found: list[Request] = []
+    refusal: ConfigError | None = None
+    for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
+        size = batch_size_of(args, kwargs, dims)
+        request = replace(fixed, batch_size=size, batch_dims=dims)
+        try:
+            first_parts(request, None)
+        except ConfigError as error:
+            if refusal is None and not found:
+                refusal, likeliest = error, replace(request, micro_batches=_fewest_parts(size))
+        else:
+            found.append(request)
+        if len(found) > MOST_TRIED:
+            break
+    if refusal is None:
+        return Requested(None, found, specs)
+    if not found:
+        raise refusal
+    return Requested(None, [likeliest, *found], specs, refusal)
+
+
+def _fewest_parts(size: int) -> int:
+    """The least number of parts, but one, into which so many samples divide."""
+    return next((n for n in range(2, size) if size % n == 0), size)
+
+
+def first_parts(request: Request, given: Plan | None) -> int:
+    """The number of micro-batches to record first."""
+    if given is not None:
+        return given.micro_batches
+    return micro_batches_for(request, meshes(request)[0])
+
+
+def _check_plan(fixed: Request, given: Plan) -> None:
+    for name in (
+        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
+        "precision", "couplings",
+    ):  # fmt: skip
+        value, planned = getattr(fixed, name), getattr(given, name)
+        if value not in (None, "auto", (), WHOLE_BATCH, planned):
+            raise ConfigError(
+                f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
+            )
+    if not fixed.batch_dims.items() <= given.batch_dims.items():
+        raise ConfigError(
+            f"batch_dims={shown_dims(fixed.batch_dims)} contradicts the plan's "
+            f"{shown_dims(given.batch_dims)}; give one of the two"
+        )
+    planned_parts = (*given.sub_batches, *given.row_chunks.values()) or (0,)
+    if fixed.overlap is not None and fixed.overlap not in planned_parts:
+        raise ConfigError(
+            f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
+            "one of the two"
+        )
+    asked = fixed.state_shards
+    stages = len(given.rank_of)
+    planned_shards = [given.shards(s) for s in range(stages)]
+    if asked not in (None, AUTO) and list(parse_shards(asked, given.dp, stages)) != planned_shards:
+        raise ConfigError(
+            f"state_shards={asked} contradicts the plan's state_shards="
+            f"{'; '.join(map(str, planned_shards))}; give one of the two"
+        )
+    if given.mesh.world_size != fixed.world_size:
+        raise ConfigError(
+            f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
+            f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
+        )

@@ -1,0 +1,240 @@
+"""Where a model to plan for comes from: a configuration, a preset, or a function of the user's.
+
+Models are made on the meta device, without weights; batches hold zeros: only shapes are looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from merakc.batches.dims import check_batch_dims, parse_batch_dims
+from merakc.batches.split import call_arguments, sample_rows, with_samples
+from merakc.errors import ConfigError, MerakWarning, failure
+from merakc.ir.batches import BY_SIZE, BatchDims
+from merakc.machines.garbage import few_collections
+
+# Published configurations, in the fields of transformers' configs.
+PRESETS: dict[str, dict[str, Any]] = {
+    # Radford et al. 2019, table 2.
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-xl": {"model_type": "gpt2", "n_embd": 1600, "n_layer": 48, "n_head": 25},
+    # Brown et al. 2020 (arXiv 2005.14165), table 2.1.
+    "gpt3-175b": {
+        "model_type": "gpt2", "n_positions": 2048, "n_embd": 12288, "n_layer": 96, "n_head": 96,
+    },
+    # Llama team 2024 (arXiv 2407.21783), table 3.
+    "llama-3-8b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    "llama-3-70b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 8192,
+        "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    },
+    # Raffel et al. 2020 (arXiv 1910.10683), section 3.7.
+    "t5-11b": {
+        "model_type": "t5", "d_model": 1024, "d_ff": 65536, "d_kv": 128, "num_heads": 128,
+        "num_layers": 24, "vocab_size": 32128, "decoder_start_token_id": 0,
+    },
+}  # fmt: skip
+# The kinds of model that a batch is known for, by transformers' tables of their classes.
+TASKS = {
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES": "speech",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "text",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "text",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "text",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image",
+}
+# Where configs say how long texts are, and how long those are of configs that do not.
+POSITIONS = ("n_positions", "max_position_embeddings", "max_target_positions")
+OPEN_LENGTH = 512
+HINT = "give MODULE:FUNCTION, a function that returns a model and a batch (and its batch_dims)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and the batch of any number of samples that it is called with.
+
+    Of a configuration, `config` is transformers' own and `sequence` the tokens of a text. `bounds`
+    says of tensors of integers in the batch how many values they have, from 0; `example` is the
+    batch of a function of the user's, and `dims` says where its samples stand.
+    """
+
+    name: str
+    model: nn.Module
+    batch: Callable[[int], Any]
+    config: Any = None
+    sequence: int = 0
+    bounds: Mapping[str, int] = field(default_factory=dict)
+    example: Any = None
+    dims: BatchDims = field(default_factory=dict)
+
+
+@few_collections()
+def load_source(text: str, sequence: int | None = None) -> Source:
+    """The source that a user names: a preset, a config.json or its folder, or MODULE:FUNCTION.
+
+    `sequence` is the length of texts; the model's own where None. Raises `ConfigError` where
+    there is no such thing, or it is of a kind whose batches are not known.
+    """
+    if text in PRESETS:
+        return _from_config(text, PRESETS[text], sequence)
+    path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
+    if path.is_file() and path.suffix == ".json":
+        return _from_file(path, sequence)
+    if ":" in text:
+        return _from_function(text)
+    if path.suffix == ".json":
+        raise ConfigError(f"{text}: there is no such file; give a config.json, or {HINT}")
+    raise ConfigError(
+        f"{text!r} is no preset ({', '.join(PRESETS)}), no config.json and no folder with one; or "
+        f"{HINT}"
+    )
+
+
+def _from_function(text: str) -> Source:
+    module_name, _, name = text.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"{text!r} names no {'function' if module_name else 'module'}; {HINT}")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` has it
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{text}: importing it fails: {failure(error)}; {HINT}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ConfigError(f"{text}: module {module_name!r} has no function {name!r}; {HINT}")
+    try:
+        made = function()
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{text}() fails: {failure(error)}; {HINT}") from error
+    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3):
+        what = f"{len(made)} values" if isinstance(made, (tuple, list)) else type(made).__name__
+        raise ConfigError(f"{text}() gave no model and batch, but {what}; {HINT}")
+    model, batch, *more = made
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"{text}() gave a {type(model).__name__} for a model; {HINT}")
+    dims = parse_batch_dims(more[0] if more else None)
+    check_batch_dims(*call_arguments(batch), dims)
+    return Source(
+        text, model, lambda samples: resized(batch, samples, dims), example=batch, dims=dims
+    )
+
+
+def resized(batch: Any, samples: int, dims: BatchDims = BY_SIZE) -> Any:
+    """The batch with another number of samples; their values are zeros."""
+    args, kwargs = call_arguments(batch)
+    args, kwargs = with_samples(
+        args, kwargs, sample_rows(args, kwargs, dims),
+        lambda rows, leaf: leaf.new_zeros(rows.sized(leaf.shape, samples)),
+    )  # fmt: skip
+    return kwargs or args
+
+
+def _from_file(path: Path, sequence: int | None) -> Source:
+    transformers = _transformers(str(path))
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:  # of its many checks
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(f"{path}: no config of transformers': {first}; mend it") from error
+    return source_of(str(path), config, sequence)
+
+
+def _from_config(name: str, fields: Mapping[str, Any], sequence: int | None) -> Source:
+    transformers = _transformers(name)
+    return source_of(name, transformers.AutoConfig.for_model(**fields), sequence)
+
+
+def _transformers(wanted_by: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"{wanted_by}: transformers is not installed; install merakc[hf], or {HINT}"
+        ) from error
+    # Its advice is for those who run the model.
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+@few_collections()
+def source_of(name: str, config: Any, sequence: int | None = None, device: str = "meta") -> Source:
+    """The model of a configuration of transformers', made on a device, and its batches.
+
+    Raises `ConfigError` for a kind of model whose batches are not known.
+    """
+    from transformers.models.auto import modeling_auto as tables
+
+    transformers = _transformers(name)
+    classes = getattr(config, "architectures", None) or []
+    for table, task in TASKS.items():
+        found = getattr(tables, table).get(config.model_type)
+        known = (found,) if isinstance(found, str) else tuple(found or ())
+        if known and (not classes or classes[0] in known):
+            config.use_cache = False  # before the stacks of an encoder-decoder copy it
+            kind = getattr(transformers, classes[0] if classes else known[0])
+            try:
+                with torch.device(device):
+                    model = kind(config)
+            except Exception as error:
+                raise ConfigError(
+                    f"{name}: {kind.__name__} cannot be made of this config: {failure(error)}; "
+                    "mend the config"
+                ) from error
+            length = sequence or _own_length(config)
+            _check_length(name, config, length)
+            batch = partial(_batch, task, config, length)
+            return Source(name, model.train(), batch, config, length, _bounds(task, config))
+    what = classes[0] if classes else config.model_type
+    raise ConfigError(f"{name}: merakc knows no batch for {what}; {HINT}")
+
+
+def _own_length(config: Any) -> int:
+    return next((int(n) for k in POSITIONS if (n := getattr(config, k, None))), OPEN_LENGTH)
+
+
+def _check_length(name: str, config: Any, length: int) -> None:
+    """Warns where texts are longer than the config says."""
+    known = {key: int(n) for key in POSITIONS if (n := getattr(config, key, None))}
+    if length > min(known.values(), default=length):
+        key = min(known, key=lambda k: known[k])
+        warnings.warn(
+            f"{name}: texts of {length} tokens are longer than the config's {key}, {known[key]}; "
+            "a model that learns its positions cannot run on them",
+            MerakWarning,
+            stacklevel=2,
+        )
+
+
+def _bounds(task: str, config: Any) -> dict[str, int]:
+    if task == "image":
+        return {"labels": int(config.num_labels)}
+    words = int(config.get_text_config().vocab_size)
+    return {"input_ids": words, "labels": words}
+
+
+def _batch(task: str, config: Any, length: int, samples: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(samples, length, dtype=torch.long)
+    if task == "text":
+        return {"input_ids": ids, "labels": ids}
+    if task == "speech":
+        frames = 2 * config.max_source_positions
+        features = torch.zeros(samples, config.num_mel_bins, frames)
+        return {"input_features": features, "labels": ids}
+    side = getattr(config, "image_size", 224)  # what ImageNet's pictures are cropped to
+    pixels = torch.zeros(samples, config.num_channels, side, side)
+    return {"pixel_values": pixels, "labels": torch.zeros(samples, dtype=torch.long)}

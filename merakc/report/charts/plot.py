@@ -1,0 +1,178 @@
+"""Pictures: loss curves, and the timeline of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from merakc.errors import ConfigError
+from merakc.ir.program import ActionKind, CollectiveEvent, Event
+from merakc.report.charts.labels import ComputeLabel, parse_label
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+_KINDS = {
+    ActionKind.FORWARD: ("forward", "#56B4E9"),
+    ActionKind.BACKWARD: ("backward", "#E69F00"),
+    ActionKind.INPUT_GRAD: ("input gradient", "#F0C75E"),
+    ActionKind.WEIGHT_GRAD: ("weight gradient", "#009E73"),
+    ActionKind.RECOMPUTE: ("recompute", "#0072B2"),
+    ActionKind.HEAD: ("coupled loss", "#F0E442"),
+    ActionKind.GATHER: ("gather", "#8C6BB1"),
+    ActionKind.REDUCE: ("reduce", "#CC79A7"),
+}
+_COLLECTIVE = ("tp collective", "#D55E00")
+_WAITED = ("waited for", "#3B3B3B")
+_IDLE_COLOUR = "#F2F2F2"
+_CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
+_CURVE_STYLES = ("-", "--", "-.", ":")
+_WIDTH_INCHES = 12.0
+_BOX_HEIGHT = 0.86  # of the distance between two ranks
+_LANE_HEIGHT = 0.18  # of collectives
+_MIN_FONT_POINTS, _MAX_FONT_POINTS = 4.0, 9.0  # below 4 points digits cannot be read
+_DIGIT_WIDTH = 0.75  # of a digit, with its share of the margins, in units of the font size
+
+
+def plot_losses(
+    path: str | Path, curves: Mapping[str, Sequence[float]], *, title: str = "Training loss"
+) -> None:
+    """Draws one curve of losses, step by step, for each name. The suffix gives the format.
+
+    Later curves are thinner and dashed, so that equal ones show through each other.
+    Raises `ConfigError` where there is no curve.
+    """
+    if not curves:
+        raise ConfigError(f"{path}: no loss curve to draw; give at least one")
+    figure, axes = _figure(8.0, 5.0)
+    styles = zip(cycle(_CURVE_COLOURS), cycle(_CURVE_STYLES), strict=False)
+    for k, ((name, losses), (colour, style)) in enumerate(
+        zip(curves.items(), styles, strict=False)
+    ):
+        width = max(1.2, 4.0 - 1.4 * k)
+        steps = range(1, len(losses) + 1)
+        axes.plot(steps, losses, label=name, color=colour, linestyle=style, linewidth=width)
+    axes.set(title=title, xlabel="step", ylabel="loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(visible=True, color="#DDDDDD", linewidth=0.6)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def plot_timeline(
+    path: str | Path,
+    events: Sequence[Event],
+    *,
+    title: str = "Pipeline timeline",
+    collectives: Sequence[Event] = (),
+    inside: Sequence[CollectiveEvent] = (),
+) -> None:
+    """Draws a row a rank, a box an action with its micro-batch. The suffix gives the format.
+
+    Waits are left grey. Numbers are left out of boxes too narrow for them. Simulated `collectives`
+    over dp, which run beside the actions, are drawn along the lower edge of their rank's row, those
+    over tp, `inside` the actions, along the upper edge, dark where the rank stands still for them.
+    Raises `ConfigError` where there is nothing to draw.
+    """
+    drawn = [e for e in events if e.kind in _KINDS and e.end_s > e.start_s]
+    if not drawn:
+        raise ConfigError(f"{path}: no forward, backward or reduction to draw")
+    ranks = sorted({e.rank for e in drawn})
+    end_s = max([*(e.end_s for e in (*drawn, *collectives)), *(e.end_s for e in inside)])
+    unit, per_second = _time_unit(end_s)
+    figure, axes = _figure(_WIDTH_INCHES, min(40.0, 1.6 + 0.42 * len(ranks)))
+    axes.set_facecolor(_IDLE_COLOUR)
+    _draw_boxes(axes, drawn, ranks, per_second, _WIDTH_INCHES * 72 / end_s)
+    axes.set(xlim=(0, end_s * per_second), ylim=(len(ranks) - 0.5, -0.5))
+    axes.set(title=title, xlabel=f"time ({unit})", ylabel="rank")
+    axes.set_yticks(range(len(ranks)), [str(r) for r in ranks])
+    for row, rank in enumerate(ranks):
+        mine = [e for e in collectives if e.rank == rank]
+        axes.broken_barh(
+            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in mine],
+            (row + _BOX_HEIGHT / 2 - _LANE_HEIGHT, _LANE_HEIGHT),
+            facecolors=[_KINDS[e.kind][1] for e in mine],
+        )
+        _draw_inside(axes, [e for e in inside if e.rank == rank], row, per_second)
+    more = [_COLLECTIVE, _WAITED] if inside else []
+    _add_legend(figure, {e.kind for e in (*drawn, *collectives)}, more)
+    figure.savefig(path)
+
+
+def _draw_inside(
+    axes: Axes, events: Sequence[CollectiveEvent], row: int, per_second: float
+) -> None:
+    """The collectives of a rank's graphs, and over them the waits."""
+    for (_, colour), spans in (
+        (_COLLECTIVE, [(e.start_s, e.end_s) for e in events]),
+        (_WAITED, [(e.wait_start_s, e.wait_end_s) for e in events]),
+    ):
+        axes.broken_barh(
+            [(start_s * per_second, (end_s - start_s) * per_second) for start_s, end_s in spans],
+            (row - _BOX_HEIGHT / 2, _LANE_HEIGHT),
+            facecolors=colour,
+        )
+
+
+def _draw_boxes(
+    axes: Axes,
+    events: Sequence[Event],
+    ranks: Sequence[int],
+    per_second: float,
+    points_per_s: float,
+) -> None:
+    """A box an event, in its rank's row, in units of which `per_second` make a second."""
+    digits = max(1, *(len(_micro_batch(e)) for e in events))
+    for row, rank in enumerate(ranks):
+        mine = [e for e in events if e.rank == rank]
+        axes.broken_barh(
+            [(e.start_s * per_second, (e.end_s - e.start_s) * per_second) for e in mine],
+            (row - _BOX_HEIGHT / 2, _BOX_HEIGHT),
+            facecolors=[_KINDS[e.kind][1] for e in mine],
+            edgecolor="white",
+            linewidths=[min(0.5, (e.end_s - e.start_s) * points_per_s / 10) for e in mine],
+        )
+        for event in mine:
+            box_points = (event.end_s - event.start_s) * points_per_s
+            font_points = min(_MAX_FONT_POINTS, box_points / (_DIGIT_WIDTH * digits))
+            if font_points >= _MIN_FONT_POINTS:
+                middle = (event.start_s + event.end_s) / 2 * per_second
+                text = _micro_batch(event)
+                axes.text(middle, row, text, ha="center", va="center", fontsize=font_points)
+
+
+def _figure(width_inches: float, height_inches: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width_inches, height_inches), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _time_unit(span_s: float) -> tuple[str, float]:
+    """The unit in which a time reads as a number of 1 or more, and how many make a second."""
+    for unit, per_second in (("s", 1.0), ("ms", 1e3)):
+        if span_s * per_second >= 1:
+            return unit, per_second
+    return "µs", 1e6
+
+
+def _micro_batch(event: Event) -> str:
+    label = parse_label(event.label)
+    return str(label.micro_batch) if isinstance(label, ComputeLabel) else ""
+
+
+def _add_legend(figure: Figure, kinds: set[ActionKind], more: Sequence[tuple[str, str]]) -> None:
+    handles = [
+        Patch(facecolor=colour, label=name)
+        for kind, (name, colour) in _KINDS.items()
+        if kind in kinds
+    ]
+    handles += [Patch(facecolor=colour, label=name) for name, colour in more]
+    handles.append(Patch(facecolor=_IDLE_COLOUR, edgecolor="#BBBBBB", label="idle"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)

@@ -1,0 +1,1 @@
+"""Simulation of Programs: times, contention and memory."""

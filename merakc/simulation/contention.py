@@ -1,0 +1,187 @@
+"""How long computes take where ranks share cores, so that one slows another down.
+
+Ranks are run together, from one event to the next: between two of them, all ranks of a node that
+compute have the same share of their speed (processor sharing: Kleinrock, JACM 14(2), 1967). The
+simulator then runs each rank by itself, with the durations that are found here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from merakc.costs.streams import Streams
+from merakc.ir.costs import CostTable
+from merakc.ir.program import Action, ActionKind, CollectiveKind, Program
+from merakc.machines.cluster import Sharing
+
+GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER)
+Seconds = Callable[[Action], float]
+_Channel = tuple[int, int, bool]
+# Where no rank has anything to do, a rank waits for a message that nobody sends: the Programs are
+# verified before.
+_DONE = math.inf
+
+
+@dataclass(slots=True)
+class _Compute:
+    """A rank works so many seconds off, of a device that is alone."""
+
+    left_s: float
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A rank stands still for its collectives over dp."""
+
+    left_s: float
+
+
+@dataclass(slots=True)
+class _Receive:
+    """A rank stands still for a message."""
+
+    channel: _Channel
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank on its way, and what it does now; None once it has ended."""
+
+    node: int
+    clock: Streams
+    way: Iterator[_Compute | _Wait | _Receive]
+    now: _Compute | _Wait | _Receive | None = None
+    durations_s: list[float] = field(default_factory=list)
+
+
+def stretched(
+    programs: Sequence[Program],
+    costs: CostTable,
+    seconds: Seconds,
+    sharing: Sharing,
+    ranks: int,
+) -> dict[int, list[float]]:
+    """The seconds of each compute, reduction and gather of each rank, in their order.
+
+    `seconds` are what one takes alone. Without what it waits for of collectives over dp. Where the
+    Programs are those of fewer than the `ranks` that there are, each stands for as many.
+    """
+    return _Together(programs, costs, seconds, sharing, ranks).run()
+
+
+class _Together:
+    """All ranks, and the messages between them."""
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        costs: CostTable,
+        seconds: Seconds,
+        sharing: Sharing,
+        ranks: int,
+    ) -> None:
+        self.costs, self.seconds, self.sharing = costs, seconds, sharing
+        self.now_s = 0.0
+        self.link_free_s: dict[tuple[int, int], float] = {}
+        self.arrivals_s: dict[_Channel, deque[float]] = defaultdict(deque)
+        self.ranks: dict[int, _Rank] = {}
+        for program in programs:
+            rank = _Rank(program.rank // sharing.devices, Streams(costs.overlap), iter(()))
+            rank.way = self._way(program, rank)
+            self.ranks[program.rank] = rank
+        here = Counter(rank.node for rank in self.ranks.values())
+        all_of = Counter(k // sharing.devices for k in range(max(ranks, len(programs))))
+        self.stands_for = {node: max(all_of[node] / count, 1.0) for node, count in here.items()}
+
+    def run(self) -> dict[int, list[float]]:
+        """Runs all ranks to their ends."""
+        for rank in self.ranks.values():
+            rank.now = next(rank.way, None)
+        while any(rank.now is not None for rank in self.ranks.values()):
+            speeds = self._speeds()
+            step_s = min(self._until(rank, speeds) for rank in self.ranks.values())
+            assert step_s < _DONE, "verified programs ran into a deadlock"
+            self.now_s += step_s
+            for rank in self.ranks.values():
+                self._pass(rank, step_s, speeds)
+            for rank in self.ranks.values():
+                while rank.now is not None and self._until(rank, speeds) <= 0:
+                    self._end(rank)
+        return {number: rank.durations_s for number, rank in self.ranks.items()}
+
+    def _speeds(self) -> Mapping[int, float]:
+        """Of the ranks of each node that compute now."""
+        busy = Counter(r.node for r in self.ranks.values() if isinstance(r.now, _Compute))
+        return {
+            node: self.sharing.speed(count * self.stands_for[node]) for node, count in busy.items()
+        }
+
+    def _until(self, rank: _Rank, speeds: Mapping[int, float]) -> float:
+        """Seconds until what a rank does now has ended, if all goes on like this."""
+        match rank.now:
+            case _Compute(left_s):
+                return left_s / speeds[rank.node] if rank.node in speeds else left_s
+            case _Wait(left_s):
+                return left_s
+            case _Receive(channel) if self.arrivals_s[channel]:
+                return max(self.arrivals_s[channel][0] - self.now_s, 0.0)
+            case _:
+                return _DONE
+
+    def _pass(self, rank: _Rank, step_s: float, speeds: Mapping[int, float]) -> None:
+        if isinstance(rank.now, _Compute):
+            ends = self._until(rank, speeds) <= step_s
+            rank.now.left_s = 0.0 if ends else rank.now.left_s - step_s * speeds[rank.node]
+            rank.durations_s[-1] += step_s
+            rank.clock.compute(step_s)
+        elif rank.now is not None:
+            if isinstance(rank.now, _Wait):
+                rank.now.left_s = max(rank.now.left_s - step_s, 0.0)
+            rank.clock.idle(step_s)
+
+    def _end(self, rank: _Rank) -> None:
+        if isinstance(rank.now, _Receive):
+            self.arrivals_s[rank.now.channel].popleft()
+        rank.now = next(rank.way, None)
+
+    def _way(self, program: Program, rank: _Rank) -> Iterator[_Compute | _Wait | _Receive]:
+        """What a rank does, one thing after the other."""
+        for action in program.actions:
+            if action.kind is ActionKind.SEND:
+                self._send(program.rank, action)
+            elif action.kind is ActionKind.RECV:
+                yield _Receive((action.peer, program.rank, action.is_grad))
+            else:
+                rank.durations_s.append(0.0)
+                yield from self._computes(action, rank.clock)
+
+    def _computes(self, action: Action, clock: Streams) -> Iterator[_Compute | _Wait]:
+        """A compute, with the collectives that it starts and waits for."""
+        whole_s, done = self.seconds(action), 0.0
+        for collective in action.collectives:
+            yield _Compute(whole_s * (collective.share - done))
+            done = collective.share
+            if collective.kind is CollectiveKind.WAIT:
+                keys = [(collective.bucket, kind) for kind in GATHERING]
+                yield _Wait(clock.left_s(keys))
+                for key in keys:
+                    clock.wait(key)
+            else:
+                key = collective.bucket, collective.kind
+                clock.post(key, self.costs.collective_s[key])
+        if action.kind is ActionKind.REDUCE:
+            yield _Wait(clock.left_s())
+            clock.wait_all()
+        yield _Compute(whole_s * (1.0 - done))
+
+    def _send(self, rank: int, action: Action) -> None:
+        pair, channel = (rank, action.peer), (rank, action.peer, action.is_grad)
+        if action.peer == rank:
+            self.arrivals_s[channel].append(self.now_s)
+            return
+        start_s = max(self.now_s, self.link_free_s.get(pair, 0.0))
+        self.link_free_s[pair] = start_s + action.size_bytes / self.costs.p2p_bytes_per_s
+        self.arrivals_s[channel].append(self.link_free_s[pair] + self.costs.p2p_latency_s)

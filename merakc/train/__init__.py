@@ -1,0 +1,1 @@
+"""Training: a parallel model, its steps, and what belongs to them."""

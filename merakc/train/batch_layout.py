@@ -1,0 +1,69 @@
+"""How the samples of the whole batch lie over dp ranks, each of which sees its own alone."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from merakc.batches.split import batch_size_of, named_tensors, sample_rows
+from merakc.errors import MismatchError
+from merakc.ir.batches import BatchLayout
+from merakc.ir.plan import Plan
+from merakc.runtime.shards import all_gather
+from merakc.train.lengths import lengths_mark
+
+
+def layout_of(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    plan: Plan,
+    dp_rank: int,
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> BatchLayout:
+    """How the samples lie, of which this is a dp rank's batch; collective over `group`, the ranks
+    of dp.
+
+    Raises `MismatchError` on all of them where their batches, by their sizes, hold the samples in
+    other places.
+    """
+    own = batch_size_of(args, kwargs, plan.batch_dims)
+    if group is None:
+        return BatchLayout((own,), plan.micro_batches)
+    rows = sample_rows(args, kwargs, plan.batch_dims)
+    places = {name: (place.dim, place.outer) for name, place in rows.items()}
+    told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows)]
+    every = torch.empty(len(told) * plan.dp, dtype=torch.int64, device=device)
+    all_gather(every, torch.tensor(told, device=device), group).wait()
+    sizes, marks, lengths = every.view(-1, len(told)).T.tolist()
+    if len(set(marks)) > 1:
+        raise _read_otherwise(named_tensors(args, kwargs), places, group)
+    return BatchLayout(tuple(sizes), plan.micro_batches, dp_rank, alike=len(set(lengths)) == 1)
+
+
+def _read_otherwise(
+    named: Mapping[str, torch.Tensor],
+    places: Mapping[str, tuple[int, int]],
+    group: dist.ProcessGroup,
+) -> MismatchError:
+    """That the ranks of `group` would read their batches in several ways; collective."""
+    own = {n: (list(t.shape), places[n][0] if n in places else None) for n, t in named.items()}
+    everyone: list[Any] = [None for _ in range(group.size())]
+    dist.all_gather_object(everyone, own, group=group)
+    told = []
+    for name in dict.fromkeys(name for found in everyone for name in found):
+        seen = [found.get(name) for found in everyone]
+        if len({place and place[1] for place in seen}) > 1:
+            each = ", ".join(
+                f"{place[0]} with dim {place[1]}" if place else "nothing" for place in seen
+            )
+            told.append(f"'{name}' is {each}")
+    return MismatchError(
+        "the sizes of the batches of the data-parallel ranks say otherwise where the samples stand "
+        f"({'; '.join(told)}); say it: auto_parallel(..., batch_dims={{name: dim}}), with None for "
+        "a tensor that is the same for all samples"
+    )

@@ -1,0 +1,337 @@
+"""The model that `auto_parallel` returns: one rank's parameters, the whole step behind a call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from merakc.errors import ConfigError, RecordError
+from merakc.frontend.calls.around import check_around
+from merakc.frontend.record import Recording
+from merakc.ir.graph import OutputKind
+from merakc.ir.plan import Plan
+from merakc.ir.program import CollectiveEvent, Event
+from merakc.runtime.state import gather_full
+from merakc.simulation.simulate import Simulation
+from merakc.train.bookkeeping import Bookkeeper
+from merakc.train.compiled_step import CompiledStep
+from merakc.train.mirror import Mirror, Part
+from merakc.train.norms import total_norm
+from merakc.train.steps import Steps
+
+Tensors = dict[str, torch.Tensor]
+# Outputs that are handed on as they are.
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+NOTHING = "no_parameters_on_this_rank"  # the name of an empty parameter there
+
+
+class NotComputed:
+    """Stands for an output that a training step leaves out; any use of it is an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"NotComputed('{self._name}')"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy, pickle, numpy, ...: it has none of those
+            raise AttributeError(name)
+        raise ConfigError(
+            f"output '{self._name}' is not computed by model(...), which gives the loss alone; "
+            "model.predict(...) gives every output"
+        )
+
+
+class ParallelModel(Mirror):
+    """One rank's part of a model under a plan.
+
+    `parameters()`, `named_parameters()` and `state_dict()` are of this rank's shards, under the
+    model's own names. A call in training mode runs the whole schedule, forward and backward, and
+    returns the loss of the whole batch on every rank; `loss.backward()` hands out the gradients.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        aliases: Mapping[str, str],
+        simulation: Simulation | None,
+        book: Bookkeeper | None = None,
+    ) -> None:
+        super().__init__(steps.source)
+        keep = object.__setattr__  # nothing of ours may look like a child of the model
+        keep(self, "_steps", steps)
+        keep(self, "_aliases", dict(aliases))
+        keep(self, "_simulation", simulation)
+        keep(self, "_book", book)
+        keep(self, "_last_events", ())
+        keep(self, "_last_collectives", ())
+        parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
+        keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
+        keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
+        for name, tensor in steps.state.items():
+            self._adopt(name, tensor)
+        for alias, name in aliases.items():
+            if name in steps.state:
+                self._adopt(alias, steps.state[name])
+        if not self._trained and any(p.requires_grad for p in steps.placements.values()):
+            # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
+            self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
+        steps.agreement.parameters = self.parameters
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that this model runs."""
+        return self._own("_steps").planned.plan  # type: ignore[no-any-return]
+
+    @property
+    def rank(self) -> int:
+        """This process's rank among all."""
+        return self._own("_steps").groups.rank  # type: ignore[no-any-return]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this rank trains on: what a sampler's `rank` should be."""
+        return self._own("_steps").groups.coordinates[0]  # type: ignore[no-any-return]
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The parts that the data are dealt into: what a sampler's `num_replicas` should be."""
+        return self.plan.dp
+
+    @property
+    def simulation(self) -> Simulation | None:
+        """What the simulator expects of a step of this plan, from the stages' own graphs."""
+        return self._own("_simulation")  # type: ignore[no-any-return]
+
+    @property
+    def last_events(self) -> tuple[Event, ...]:
+        """The actions of this rank's last step, with their measured times."""
+        return self._own("_last_events")  # type: ignore[no-any-return]
+
+    @property
+    def last_collectives(self) -> tuple[CollectiveEvent, ...]:
+        """The collectives over tp of this rank's last step, where `record_collectives` was called:
+        when each was issued and had ended, and when the rank stood still for it.
+        """
+        return self._own("_last_collectives")  # type: ignore[no-any-return]
+
+    def record_collectives(self, on: bool = True) -> None:
+        """Times the collectives of the next steps, or no longer. Off, it costs nothing; on a GPU,
+        `last_events` too has the times of the device, and a step ends with waiting for it.
+        """
+        self._own("_steps").recording = on
+
+    def _own(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+    def _adopt(self, name: str, tensor: torch.Tensor) -> None:
+        """Registers a tensor under a dotted name, in a tree of empty modules."""
+        module: nn.Module = self
+        *path, leaf = name.split(".")
+        for part in path:
+            if part not in module._modules:
+                source = module.__dict__["_source"].get_submodule(part)
+                module._modules[part] = Part(source)
+            child = module._modules[part]
+            assert child is not None
+            module = child
+        if isinstance(tensor, nn.Parameter):
+            module._parameters[leaf] = tensor
+        else:
+            module._buffers[leaf] = tensor
+            owner = self._own("_steps").source.get_submodule(".".join(path))
+            if leaf in owner._non_persistent_buffers_set:
+                module._non_persistent_buffers_set.add(leaf)
+
+    # ------------------------------------------------------------------ calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model's own forward returns, of which only the loss is there: that of the whole
+        batch (this is its dp rank's part), on every rank.
+
+        In training mode with gradients on, the whole step; otherwise the forward alone. Where the
+        batch gives no loss, the results, as from `predict`.
+        """
+        check_around("the model")
+        steps = self._own("_steps")
+        train = self.training and torch.is_grad_enabled()
+        step = steps.compile(args, kwargs, train=train, results=False)
+        if not step.has_loss:
+            return self._results(step, args, kwargs)
+        book = self._own("_book") if train else None
+        with book.step() if book else nullcontext():
+            result = steps.run(step, args, kwargs)
+        object.__setattr__(self, "_last_events", result.events)
+        object.__setattr__(self, "_last_collectives", result.collectives)
+        loss = steps.share_loss(step, result)
+        check_finite(step.recording, loss)
+        if book is not None:
+            book.write(result)
+        if train:
+            steps.taken += 1
+            loss = self._with_gradients(loss, steps.finite(result.gradients))
+        return _outputs(step.recording, {_loss_name(step.recording): loss})
+
+    def _with_gradients(self, loss: torch.Tensor, gradients: Tensors) -> torch.Tensor:
+        for name, frozen in self._own("_frozen").items():
+            if frozen.requires_grad:
+                raise ConfigError(
+                    f"parameter '{name}' requires a gradient now and did not when the model was "
+                    "compiled; set requires_grad before auto_parallel"
+                )
+        wanted = {n: p for n, p in self._own("_trained").items() if p.requires_grad}
+        if not wanted:
+            return loss.requires_grad_()
+        found = [gradients.get(name) for name in wanted]
+        handed: torch.Tensor = _HandOut.apply(loss, found, *wanted.values())  # type: ignore[no-untyped-call]
+        return handed
+
+    @torch.no_grad()
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Everything that the model's forward returns, whole, on every rank of this dp replica.
+
+        Tensors with a batch dim are joined over the micro-batches; the loss is that of the whole
+        batch. Nothing is differentiated. Values that are no tensors and no plain data (caches of
+        keys and values) are None.
+        """
+        check_around("the model")
+        steps = self._own("_steps")
+        step = steps.compile(args, kwargs, train=False, results=True)
+        return self._results(step, args, kwargs)
+
+    @torch.no_grad()
+    def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        steps = self._own("_steps")
+        result = steps.run(step, args, kwargs)
+        found = steps.share_results(step, result)
+        if step.has_loss:
+            loss = found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            check_finite(step.recording, loss)
+        return _outputs(step.recording, found)
+
+    # ------------------------------------------------------------------ gradients and state
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their total norm, over all ranks, is at most `max_norm`.
+
+        Returns the norm before that, as `torch.nn.utils.clip_grad_norm_` does for one process.
+        Every element counts once, however many ranks hold it. Every rank must call it.
+        Raises `ConfigError` where `norm_type` is not positive.
+        """
+        if not norm_type > 0:
+            raise ConfigError(
+                f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or infinite"
+            )
+        total = total_norm(self._own("_steps"), norm_type)
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss of the next step is multiplied by before its backward; gradients are
+        divided by it again. Other than 1 only in `precision="fp16-mixed"`.
+        """
+        scale = self._own("_steps").loss_scale
+        return scale.scale if scale else 1.0
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        """Sets it, the same on every rank, as to go on from a checkpoint."""
+        scale = self._own("_steps").loss_scale
+        if scale is None or not scale.dynamic:
+            raise ConfigError(
+                f"loss_scale = {value}: this model's loss is not scaled; only that of "
+                'precision="fp16-mixed" is'
+            )
+        scale.scale = float(value)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps in mixed precision whose gradients were not finite on some rank, so that no rank
+        got any.
+        """
+        scale = self._own("_steps").loss_scale
+        return scale.skipped if scale else 0
+
+    def full_state_dict(self) -> Tensors:
+        """The whole model's state under its own names, on the CPU of rank 0; {} elsewhere.
+
+        Every rank must call it.
+        """
+        steps = self._own("_steps")
+        local = steps.state | (steps.sharded.whole(steps.state) if steps.sharded else {})
+        full = gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+        if self.rank:
+            return {}
+        full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
+        names = steps.source.state_dict().keys()
+        return {name: full[name].detach() for name in names}
+
+    def full_gradients(self) -> Tensors:
+        """All gradients under the parameters' names, on the CPU of rank 0; {} elsewhere.
+
+        Parameters without a gradient are left out. Every rank must call it.
+        """
+        steps = self._own("_steps")
+        local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
+        local |= steps.sharded.whole(local) if steps.sharded else {}
+        return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+
+
+class _HandOut(torch.autograd.Function):
+    """Hands out gradients that the schedule has computed already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *_: Any
+    ) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        # Let go of here, a gradient is taken over by its parameter, and not copied.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise ConfigError(
+                "backward() was called twice on one loss; each model(...) hands its gradients out "
+                "once: call the model again"
+            )
+        scale = grad.item()
+        handed = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
+        return None, None, *handed
+
+
+def check_finite(recording: Recording, loss: torch.Tensor) -> None:
+    """Raises `RecordError` for a loss of which the forward was recorded as if it were finite."""
+    if recording.finite and not loss.isfinite():
+        raise RecordError(
+            f"the loss is {loss.item()}, and the forward asks for that at "
+            f"{', '.join(recording.finite)}: what it does then is not recorded; look for the cause "
+            "of the loss, or decide outside the forward what to do with the step"
+        )
+
+
+def _loss_name(recording: Recording) -> str:
+    return next(o.name for o in recording.graph.outputs if o.kind is OutputKind.LOSS)
+
+
+def _outputs(recording: Recording, found: Tensors) -> Any:
+    """The forward's own output with the tensors that were computed."""
+    names = {o.name for o in recording.graph.outputs}
+    leaves: list[Any] = []
+    for leaf in recording.outputs:
+        if isinstance(leaf, str) and leaf in names:
+            value = found.get(leaf, NotComputed(leaf))
+            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
+            leaves.append(value.item() if is_number else value)
+        else:
+            leaves.append(leaf if isinstance(leaf, PLAIN) else None)
+    return pytree.tree_unflatten(leaves, recording.structure)

@@ -1,0 +1,400 @@
+"""Compiled steps of one rank, by mode and shape of batch, and how a batch runs through them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import nn
+
+from merakc.batches.objects import check_objects
+from merakc.batches.split import signature
+from merakc.errors import MerakError, PlanError
+from merakc.frontend.values.structures import open_dataclasses
+from merakc.ir.batches import BatchLayout, ShareKind
+from merakc.ir.graph import InputKind, OutputKind, Ref
+from merakc.ir.program import ActionKind, Chunk
+from merakc.kernels.collectives import bind_axis
+from merakc.kernels.draws import step_seed
+from merakc.lowering.lowered import Lowered, adapt_plan
+from merakc.lowering.overlap import with_parts
+from merakc.lowering.recording import autocast_of, record_part
+from merakc.machines.garbage import few_collections
+from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.programs.collectives import chunk_touches, trained
+from merakc.runtime.agreement import Agreement
+from merakc.runtime.allocator import KeptMemory
+from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
+from merakc.runtime.fused import Fuser
+from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.head import HeadRunner
+from merakc.runtime.loss_scale import LossScale
+from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.state import Placement, joined
+from merakc.runtime.trial import trial_seconds, zeros
+from merakc.train.batch_layout import layout_of
+from merakc.train.batch_reads import BatchReads, micro_batches_of
+from merakc.train.besides import Besides
+from merakc.train.compiled_step import CompiledStep
+from merakc.train.knowledge import Knowledge
+from merakc.train.lengths import check_lengths
+from merakc.train.settings import Settings
+from merakc.train.unused import drop_unused, forget
+
+Tensors = dict[str, torch.Tensor]
+# Compiled steps that one model has before it says that there are many, and that it keeps.
+MANY_SHAPES, MAX_SHAPES = 8, 64
+# What graphs may raise on the zeros that stand in for a batch: of a real one they would not.
+ON_ZEROS = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
+
+
+@dataclass(eq=False)
+class Steps:
+    """Everything that a rank needs to run batches: the plan, its state, its compiled steps.
+
+    `state` holds this rank's parameters and buffers, which every compiled step shares.
+    """
+
+    source: nn.Module
+    planned: Lowered
+    placements: Mapping[str, Placement]
+    groups: Groups
+    device: torch.device
+    state: Tensors
+    seed: int
+    sharded: ShardedState | None = None
+    timeout_s: float = TIMEOUT_S  # of a message
+    loss_scale: LossScale | None = None  # in mixed precision
+    fuser: Fuser | None = None  # where graphs become kernels of their own
+    kept: KeptMemory | None = None  # on a CPU
+    compiled: dict[Any, CompiledStep] = field(default_factory=dict)
+    taken: int = 0  # training steps so far
+    stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
+    recording: bool = False  # whether the collectives of graphs are timed
+    settings: Settings = field(init=False)  # modes and attributes of the model's own modules
+    agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
+    reads: BatchReads = field(default_factory=BatchReads)
+    alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
+
+    def __post_init__(self) -> None:
+        """Looks at the model's own modules, and at optimizers from here on."""
+        self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
+
+    def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
+        """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
+        open_dataclasses((args, kwargs))
+        dp_rank, _, _ = self.groups.coordinates
+        group = self.groups.axis("dp")
+        return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
+
+    def key(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        *,
+        train: bool,
+        results: bool,
+    ) -> tuple[Any, ...]:
+        """What tells compiled steps apart."""
+        modes = self.settings.modes(), self.settings.changed()
+        shape = signature(args, kwargs), layout.sizes
+        return shape, modes, autocast_of(self.device), train, results
+
+    def add(
+        self,
+        key: Any,
+        recording: BatchRecording,
+        lowered: Lowered,
+        chunks: Mapping[int, Chunk],
+        layout: BatchLayout,
+        *,
+        train: bool,
+    ) -> CompiledStep:
+        """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
+        key = self.reads.add(key, recording.reads, recording.of_whole)
+        program = lowered.programs(forward_only=not train)[self.groups.rank]
+        if self.sharded is not None:
+            touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
+            program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
+        executor = Executor(
+            program, chunks, self.state, self.device,
+            reduce=self._reducer(lowered) if train else None,
+            channels=self.groups.channels(lowered.plan.rank_of),
+            timeout_s=self.timeout_s,
+            sharded=self.sharded,
+            fuser=self.fuser if train else None,
+            head=self._head(lowered, layout, train=train),
+            late=lowered.loss.written,
+        )  # fmt: skip
+        known, group = lowered.loss.known, self.groups.axis("dp")
+        whole = partial(joined, self.state, self.placements, groups=self.groups)
+        before = Knowledge(known, layout, whole, self.device, group) if known else None
+        besides = Besides(recording, layout, whole, self.device, group)
+        step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides)
+        self.compiled[key] = step
+        return step
+
+    def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
+        """What couples the samples of the whole batch, where this rank runs it."""
+        head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
+        group = self.groups.axis("dp")  # made by all ranks
+        _, own, _ = self.groups.coordinates
+        if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
+            return None
+        fuser = self.fuser if train else None
+        return HeadRunner(head, chunk, layout, self.device, group, fuser)
+
+    @few_collections()
+    def compile(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
+    ) -> CompiledStep:
+        """The compiled step for this batch, made and kept; without a loss it gives the results and
+        does not train. All dp ranks say how many samples they have; none else takes part.
+        """
+        layout = self.layout(args, kwargs)
+        key = self.key(args, kwargs, layout, train=train, results=results)
+        plan, self.alike = self.planned.plan, layout.alike
+        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts))
+        if known in self.compiled:
+            self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
+            return found
+        check_objects((args, kwargs))
+        for step in self.compiled.values():
+            step.besides.take_back()
+        if len(self.compiled) == MANY_SHAPES:
+            warnings.warn(
+                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
+                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer", None, 2
+            )  # fmt: skip
+        if len(self.compiled) == MAX_SHAPES:
+            del self.compiled[next(iter(self.compiled))]
+
+        def recorded(micro_batches: int) -> BatchRecording:
+            return record_part(
+                self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
+                self.device, plan.precision, couplings=plan.couplings, dims=plan.batch_dims,
+                divided=bool(plan.sub_batches),
+            )  # fmt: skip
+
+        recording = recorded(plan.micro_batches)
+        has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
+        train, results = train and has_loss, results or not has_loss
+        lowered = adapt_plan(self.planned, recording, results=results)
+        if train and not results:
+            lowered = with_parts(lowered, recorded, layout.own)
+        self._check_held(lowered)
+        with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
+            chunks = lowered.chunks(self.groups.rank, train=train)
+        return self.add(key, recording, lowered, chunks, layout, train=train)
+
+    def _check_held(self, lowered: Lowered) -> None:
+        """Refuses a recording that wants parameters elsewhere than they are."""
+        tp, layouts = lowered.plan.tp, lowered.stages.sharding.layouts
+        rank_of = lowered.plan.rank_of
+        for stage, graph in enumerate(lowered.stages.graphs):
+            for item in graph.inputs:
+                if item.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
+                    continue
+                place, layout = self.placements[item.target], layouts[Ref(item.name)]
+                same = place.layout.local_shape(tp, 0) == layout.local_shape(tp, 0)
+                if rank_of[stage] not in place.ranks or not same:
+                    raise PlanError(
+                        f"with this batch or mode stage {stage} reads {item.kind} "
+                        f"'{item.target}' as {layout}; by the plan stages {list(place.stages)} "
+                        f"hold it as {place.layout}; plan in this mode, with this batch"
+                    )
+
+    def close(self) -> None:
+        """Forgets the compiled steps and the process groups; nothing runs any more."""
+        self.agreement.close()
+        self.compiled.clear()
+        self.groups.made.clear()
+
+    def trial(self, step: CompiledStep, *, alone: bool) -> dict[int, dict[ActionKind, float]]:
+        """Measured seconds of this rank's computes of a micro-batch, by stage; collective, where it
+        is not `alone` (`trial_seconds`).
+
+        None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
+        index made from them may be out of range, a module may do what it did on no random
+        arguments. All ranks of a tp group fail alike.
+        """
+        self._bind()
+        if self.sharded is not None:
+            self.sharded.begin(step.trained, step.executor.gradients)
+        with suppress(*(ON_ZEROS if alone else ())):
+            return trial_seconds(step.executor, alone=alone)
+        return {}
+
+    def around(self, step: CompiledStep) -> None:
+        """What a step does before and after its Program, on values of no meaning; collective."""
+        wanted = [*step.brought[InputKind.BATCH]]
+        if step.lowered.loss.known is not None:
+            wanted += step.lowered.loss.known.part.inputs
+        batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
+        with suppress(*ON_ZEROS):
+            self._brought(step, [batch] * self.planned.plan.micro_batches)
+        self.share_loss(step, StepResult(None, {}, [], (), ()))
+
+    def _bind(self) -> None:
+        """Binds the tp axis to this model's group: another model may have other groups."""
+        group = self.groups.axis("tp")
+        if group is not None:
+            bind_axis("tp", group)
+
+    def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
+        """One step of this rank."""
+        self._bind()
+        parts = micro_batches_of(args, kwargs, self.planned.plan)
+        batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
+        self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
+        if not self.alike:
+            check_lengths(step.recording.found, step.lowered.loss, group)
+        self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
+        self.agreement.common = {n: batches[0][n] for n in step.common}
+        self.agreement.beside = step.beside(batches[0])
+        self._share_buffers()
+        inputs, known = self._brought(step, batches)
+        made = step.besides.before(batches)
+        if self.sharded is not None:
+            self.sharded.begin(step.trained, step.executor.gradients)
+        if self.loss_scale is not None:
+            step.executor.loss_scale = self.loss_scale.scale
+        forget(step.doubtful)
+        with torch.autocast(self.device.type, enabled=False):
+            result = step.executor.run(inputs, known, record=self.recording)
+        drop_unused(result.gradients, step.doubtful, self.groups.axis("world"), self.device)
+        self._write_buffers(step, result)
+        self.stale |= step.written
+        if self.kept is not None:
+            self.kept.settle()
+        if step.besides.after(made, args, kwargs) or step.runs_modules:
+            self.settings.settle()
+        return result
+
+    @torch.no_grad()
+    def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
+        """Writes the buffers that every part has read as they were before; collective over dp."""
+        group = self.groups.axis("dp")
+        for name, parts in sorted(result.written.items()):
+            value = parts[0]
+            if step.lowered.loss.written[name] is ShareKind.SUM:
+                value = torch.stack(parts).sum(0)
+                if group is not None:
+                    dist.all_reduce(value, group=group)
+            self.state[name].copy_(value)
+
+    def finite(self, gradients: Tensors) -> Tensors:
+        """The gradients without the scale of the loss; none, where a rank's are not finite."""
+        if self.loss_scale is None:
+            return gradients
+        return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
+
+    def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
+        """The loss of the whole batch, on every rank.
+
+        Raises `MismatchError` on every rank where those of a dp replica were given other batches,
+        or ranks with the same parameters train with other settings.
+        """
+        _, _, tp = self.groups.coordinates
+        own = result.loss if result.loss is not None and tp == 0 else None
+        shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
+        return self.agreement.share(shared.reshape(()), self.taken)
+
+    def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
+        """The results of all samples of this dp replica, and of what is of the whole batch, on
+        every rank.
+        """
+        dp, own, tp = self.groups.coordinates
+        group, replicas = self.groups.axis("pp"), self.groups.axis("dp")
+        found: Tensors = {}
+        for name, (owner, spec) in step.result_specs.items():
+            kind, rows = step.lowered.loss.results.get(name, (ShareKind.CONSTANT, None))
+            whole = name in step.head_results
+            parts = [result.whole[name]] if whole and owner == own else []
+            if not whole and owner == own:
+                parts = [r[name] for r in result.results]
+            count = 1 if whole else step.layout.micro_batches
+            if group is not None:
+                source = self.groups.mesh.rank(dp, owner, tp)
+                for k in range(count):
+                    if owner != own:
+                        empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+                        parts.append(empty)
+                    parts[k] = parts[k].contiguous()
+                    dist.broadcast(parts[k], source, group=group)
+            if kind is ShareKind.ROWS and rows is not None:
+                found[name] = rows.join(parts)
+            elif kind is ShareKind.SUM:
+                found[name] = torch.stack(parts).sum(0).to(spec.dtype)
+                if replicas is not None:
+                    dist.all_reduce(found[name], group=replicas)
+            else:
+                found[name] = parts[0]
+        return found
+
+    def _share_buffers(self) -> None:
+        """Gives all dp ranks the buffers that dp rank 0 has written, as
+        `DistributedDataParallel` does before a forward.
+        """
+        group = self.groups.axis("dp")
+        if group is not None:
+            _, pipeline_rank, tp = self.groups.coordinates
+            source = self.groups.mesh.rank(0, pipeline_rank, tp)
+            for name in sorted(self.stale):
+                dist.broadcast(self.state[name], source, group=group)
+        self.stale.clear()
+
+    def _brought(
+        self, step: CompiledStep, batches: Sequence[Tensors]
+    ) -> tuple[list[Tensors], Tensors]:
+        """What a step reads: of each micro-batch, by input name, and of the whole batch.
+
+        Beside the batch's tensors that is what is known of the whole batch before the step, and
+        the keys of random numbers.
+        """
+        known = step.knowledge.run(batches) if step.knowledge is not None else {}
+        seed = torch.tensor(step_seed(self.seed, self.taken))
+        found: list[Tensors] = []
+        for k, batch in enumerate(batches):
+            own = step.knowledge.of_part(known, k) if step.knowledge is not None else {}
+            numbers = {"seed": seed, "first_sample": torch.tensor(step.layout.first(k))}
+            found.append(
+                {i.name: (batch | own)[i.target] for i in step.brought[InputKind.BATCH]}
+                | {i.name: numbers[i.target].to(self.device, i.spec.dtype)
+                   for i in step.brought[InputKind.SCALAR]}
+            )  # fmt: skip
+        return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
+
+    def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
+        """Sums the gradients of a tied parameter over the ranks that share it."""
+        if self.sharded is not None:
+            return self.sharded.sink_shared
+        wanted = trained(lowered.loss.graph)
+        _, own, _ = self.groups.coordinates
+        tied: list[tuple[dist.ProcessGroup, list[str]]] = []
+        for ranks in sorted({p.ranks for p in self.placements.values() if len(p.ranks) > 1}):
+            group = self.groups.holders(ranks)  # all ranks make every group
+            if group is not None and own in ranks:
+                held = [n for n, p in self.placements.items() if p.ranks == ranks]
+                tied.append((group, sorted(wanted.intersection(held))))
+
+        def reduce(gradients: Tensors) -> None:
+            for group, names in tied:
+                missing = [name for name in names if name not in gradients]
+                gradients |= {name: self._zeros(name) for name in missing}
+                reduce_tensors([gradients[n] for n in names], group)
+
+        return reduce
+
+    def _zeros(self, name: str) -> torch.Tensor:
+        place, (_, _, tp_rank) = self.placements[name], self.groups.coordinates
+        shape = place.layout.local_shape(self.groups.mesh.tp, tp_rank)
+        return torch.zeros(shape, dtype=place.dtype, device=self.device)

@@ -1,0 +1,180 @@
+"""The command line, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from merakc.cli.app import app
+from merakc.ir.plan import Plan, load_plan
+
+DEEP = "tests.small_source:deep"
+ASKED = ["--ranks", "2", "--batch", "8", "--cluster", "cpu"]
+SMALL = ["plan", "tests.small_source:small", *ASKED]
+OTHER = ["plan", *ASKED]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    found = CliRunner().invoke(app, list(arguments))
+    assert found.exit_code == code, found.output
+    return found.output
+
+
+def test_plan_show_and_diff(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.json", tmp_path / "b.json"
+    printed = run(*SMALL, "--tp", "2", "-o", str(first))
+    assert "dp 1 x tp 2 x pp 1 = 2 ranks" in printed
+    assert f"written to {first}" in printed.replace("\n", "")
+    assert load_plan(first).tp == 2
+    assert "dp 1 x tp 2 x pp 1" in run("show", str(first))
+    assert json.loads(run("show", str(first), "--json"))["tp"] == 2
+    options = ("--dp", "2", "--state-shards", "1,2,2", "--precision", "bf16-mixed")
+    run(*SMALL, *options, "-o", str(second))
+    assert str(load_plan(second).shards(0)) == "1, 2, 2"
+    assert "decide the same" in run("diff", str(first), str(first))
+    assert "precision" in run("diff", str(first), str(second), code=1)
+    changes = json.loads(run("diff", str(first), str(second), "--json", code=1))["changes"]
+    assert {"what": "tp", "first": "2", "second": "1"} in changes
+
+
+def test_show_writes_a_page_a_timeline_and_a_picture(tmp_path: Path) -> None:
+    plan, page, trace = (str(tmp_path / n) for n in ("plan.json", "page.html", "trace.json"))
+    picture = tmp_path / "step.png"
+    run(*SMALL, "--pp", "2", "-o", plan)
+    text = run("show", plan)
+    assert " a step, MFU " in text.splitlines()[0]
+    for title in ("Schedule", "Communication in a step", "What takes longest", "small_source.py"):
+        assert title in text
+    printed = run("show", plan, "--html", page, "--trace", trace, "--png", str(picture))
+    assert "MFU" not in printed
+    assert printed.count("written to") == 3
+    assert "<!doctype html>" in Path(page).read_text()
+    assert len(json.loads(Path(trace).read_text())["traceEvents"]) > 20
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_show_of_a_plan_without_a_report_tells_the_decisions(tmp_path: Path) -> None:
+    made, bare = tmp_path / "plan.json", tmp_path / "bare.json"
+    run(*SMALL, "--tp", "2", "-o", str(made))
+    replace(load_plan(made), report=None).save(bare)
+    assert "dp 1 x tp 2 x pp 1" in run("show", str(bare))
+    printed = run("show", str(bare), "--html", str(tmp_path / "page.html"), code=2)
+    assert "made without a report" in " ".join(printed.split())
+
+
+def test_show_says_what_it_cannot_write(tmp_path: Path) -> None:
+    file = str(tmp_path / "plan.json")
+    run(*SMALL, "--tp", "2", "-o", file)
+    printed = run("show", file, "--html", str(tmp_path / "no" / "page.html"), code=2)
+    assert "give another path" in " ".join(printed.split())
+    printed = run("show", file, "--png", str(tmp_path / "step.doc"), code=2)
+    assert "must end with one of .png" in " ".join(printed.split())
+
+
+def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    options = (*SMALL, "--tp", "2", "--micro-batches", "1", "-o", str(file))
+    assert "micro-batches in 2 parts" in run(*options, "--overlap", "2")
+    assert load_plan(file).sub_batches == (2,)
+    run(*options, "--overlap", "0")
+    assert load_plan(file).sub_batches == ()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("show", "no.json"), "PlanError: no.json: not a readable plan"),
+        ((*SMALL, "--cluster", "moon"), "ClusterError: moon: cannot be read as a cluster file"),
+        ((*SMALL, "--state-shards", "1,x,2"), "give zero-1 to zero-3, or three numbers"),
+        ((*SMALL, "--precision", "fp8"), "precision 'fp8' is not known"),
+        ((*SMALL, "--schedule", "best"), "schedule 'best' is not known"),
+        ((*SMALL, "--tp", "2", "--overlap", "99"), "overlap=99: no stage can run a micro-batch so"),
+        ((*SMALL, "--dp", "2", "--batch", "3"), "3 samples does not divide over dp=2"),
+        (
+            (*SMALL, "--tp", "1", "--pp", "1", "--batch", "3"),
+            "over dp=2 of 2 ranks; give a multiple",
+        ),
+        ((*SMALL, "--dp", "3"), "dp=3 does not multiply to 2 ranks"),
+        ((*SMALL, "--dp", "1", "--tp", "1", "--pp", "1"), "does not multiply to 2 ranks"),
+        ((*SMALL, "--tp", "0"), "greater than or equal to 1"),
+        ((*SMALL, "--micro-batches", "3"), "over any dp of 2 ranks and into 3 micro-batches"),
+        (
+            (*SMALL, "--recompute", "some"),
+            "recompute 'some' is not known; choose one of auto, none",
+        ),
+        ((*SMALL, "--cluster", "h100:many"), "'many' is no number of nodes; give h100:NODES"),
+        ((*SMALL, "-o", "no/plan.json"), "--output no/plan.json: there is no folder no"),
+        ((*OTHER, "tests.small_source:lossless"), "the forward of Linear returns no loss"),
+        (
+            (*OTHER, "tests.small_source:misfit"),
+            "the model's forward fails on the batch: RuntimeError: a and b must have same",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_one_message(arguments: tuple[str, ...], text: str) -> None:
+    printed = run(*arguments, code=2)
+    assert text in " ".join(printed.split())
+    assert "Traceback" not in printed
+
+
+def test_a_plan_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    file = str(tmp_path / "big.json")
+    printed = run("plan", "llama-3-8b", "--ranks", "1", "--batch", "1", "--seq", "128", "-o", file,
+                  code=1)  # fmt: skip
+    assert "FitError: nothing fits the 80 GB of a device" in printed
+    assert not Path(file).exists()
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A node of H100 and one of A100, and two of A100."""
+    folder = tmp_path_factory.mktemp("unlike")
+    links = (
+        '[[links]]\nname = "inside"\ndevices = 2\nbytes_per_s = 3e11\n'
+        '[[links]]\nname = "outside"\ndevices = 4\nbytes_per_s = 1e10\n'
+    )
+    for name, devices in (("mixed", ("h100", "a100-40")), ("even", ("a100-40", "a100-40"))):
+        nodes = "".join(f'[[nodes]]\ndevice = "{device}"\ndevices = 2\n' for device in devices)
+        (folder / f"{name}.toml").write_text(f'name = "{name}"\n{nodes}{links}')
+    return folder
+
+
+def blocks(plan: Plan) -> list[int]:
+    """The blocks of each stage."""
+    held = {(name.split(".")[1], s) for name, own in plan.parameters.items() for s in own}
+    return [sum(stage == s for _, stage in held) for s in range(len(plan.rank_of))]
+
+
+def test_unlike_nodes_get_uneven_stages(unlike: Path) -> None:
+    source, mixed, even = DEEP, str(unlike / "mixed.toml"), str(unlike / "even.toml")
+    first, second = unlike / "uneven.json", unlike / "even.json"
+    asked = ("--batch", "16", "--precision", "bf16-mixed", "--schedule", "1f1b")
+    printed = run("plan", source, *asked, "--cluster", mixed, "-o", str(first))
+    found = load_plan(first)
+    assert found.report is not None
+    assert found.prediction is not None
+    assert "device" in printed
+    own: dict[str, list[int]] = {"h100": [], "a100-40": []}
+    for count, stage in zip(blocks(found), found.report.stages, strict=True):
+        own[stage.device].append(count)
+    assert min(own["h100"]) > 1.5 * max(own["a100-40"])
+    seconds = [s.forward_s + s.backward_s for s in found.report.stages]
+    assert max(seconds) < 1.3 * min(seconds)
+
+    degrees = [f"--{name}={getattr(found, name)}" for name in ("dp", "tp", "pp")]
+    fixed = (*asked, *degrees, f"--micro-batches={found.micro_batches}")
+    printed = run("plan", source, *fixed, "--cluster", even, "-o", str(second))
+    assert "device" not in printed.split("Stages")[1].splitlines()[1]
+    plan = replace(load_plan(second), inner=found.inner)
+    assert blocks(plan) == [24 // plan.pp] * plan.pp
+    plan.save(second)
+    sides = json.loads(
+        CliRunner().invoke(app, ["simulate", str(second), source, "--from", mixed, "--json"]).stdout
+    )
+    # The even stages on unlike nodes, and the same decisions with stages cut for these.
+    assert found.prediction.step_s < 0.8 * sides["before"]["step_s"]
+    assert sides["after"]["step_s"] == pytest.approx(found.prediction.step_s, rel=0.05)

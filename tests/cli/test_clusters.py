@@ -1,0 +1,29 @@
+"""Machines by name: nominal ones, presets and files, and too few of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from merakc.cli.clusters import machines
+from merakc.errors import ClusterError
+from merakc.machines.cluster import NOMINAL_CPU
+
+
+def test_machines_by_name() -> None:
+    assert machines("cpu", "float32", 4096) == NOMINAL_CPU
+    half, single = (machines("a100-80:2", dtype, 16) for dtype in ("bfloat16", "float32"))
+    assert half.flops_per_s > single.flops_per_s
+    assert half.hardware is not None
+
+
+def test_a_preset_has_as_many_nodes_as_the_ranks_take() -> None:
+    found = machines("h100", "bfloat16", 64).hardware
+    assert found is not None
+    assert len(found.devices) == 64
+
+
+def test_what_is_none_or_too_few_is_refused() -> None:
+    with pytest.raises(ClusterError, match="h100:2: 64 ranks are asked for and it has 16 devices"):
+        machines("h100:2", "bfloat16", 64)
+    with pytest.raises(ClusterError, match="give the path of a TOML file, or the name of a preset"):
+        machines("moon", "bfloat16", 1)

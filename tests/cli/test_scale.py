@@ -1,0 +1,57 @@
+"""`merakc scale`, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from merakc.cli.app import app
+
+SMALL = [
+    "scale",
+    "tests.small_source:small",
+    "--to",
+    "32",
+    "--per-rank",
+    "2",
+    "--precision",
+    "none",
+]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    found = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    assert found.exit_code == code, found.output
+    return found.output
+
+
+def test_a_sweep(tmp_path: Path) -> None:
+    table, picture = tmp_path / "a.csv", tmp_path / "a.png"
+    printed = run(*SMALL, "--csv", str(table), "--plot", str(picture))
+    assert all(f" {count} " in printed for count in (8, 16, 32))
+    assert len(table.read_text().splitlines()) == 4
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    points = json.loads(run(*SMALL, "--json", "--tp", "1"))
+    assert [p["ranks"] for p in points] == [8, 16, 32]
+    assert {p["tp"] for p in points} == {1}
+
+
+def test_the_table_can_be_read_on_a_narrow_terminal() -> None:
+    found = CliRunner().invoke(app, SMALL, env={"COLUMNS": "80"})
+    assert "…" not in found.output
+    assert max(map(len, found.output.splitlines())) <= 80
+    rows = [line.split() for line in found.output.splitlines() if " dp" in line]
+    assert all(len(row) == len(rows[0]) for row in rows)
+
+
+def test_what_cannot_be_used_is_one_message() -> None:
+    for more, text in (
+        (("--batch", "8"), "and not both"),
+        (("--from", "64"), "more than --to"),
+        (("--plot", "a.txt"), "must end with .png"),
+        (("--cluster", "moon"), "moon: cannot be read as a cluster file"),
+    ):
+        printed = run(*SMALL, *more, code=2)
+        assert text in " ".join(printed.split())

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from merakc.machines.garbage import NEW_OBJECTS, few_collections
+
+
+@pytest.mark.parametrize("own", [(700, 10, 10), (0, 10, 10), (NEW_OBJECTS * 2, 10, 10)])
+def test_garbage_is_looked_for_rarely_and_then_as_before(
+    own: tuple[int, int, int], request: pytest.FixtureRequest
+) -> None:
+    before = gc.get_threshold()
+    request.addfinalizer(lambda: gc.set_threshold(*before))
+    gc.set_threshold(*own)
+    found: list[int] = []
+
+    def fail() -> None:
+        with few_collections():
+            found.append(gc.get_threshold()[0])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert found == [NEW_OBJECTS if own[0] == 700 else own[0]]
+    assert gc.get_threshold() == own
+
+
+def test_importing_merakc_leaves_python_as_it_was() -> None:
+    code = (
+        "import gc; before = gc.get_threshold(); import merakc; assert before == gc.get_threshold()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_process_may_end_without_a_last_search(leaves: bool) -> None:
+    code = f"""
+import gc
+from merakc.machines.garbage import leave_garbage
+
+class Circle:
+    def __del__(self): print("told")
+
+if {leaves}:
+    leave_garbage()
+gc.disable()
+one = Circle()
+one.own = one
+del one
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert found.stdout == ("" if leaves else "told\n")

@@ -1,0 +1,67 @@
+"""Graphs with one in the place of many equal blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from merakc.costs.work.kernels import graph_work
+from merakc.costs.work.pieces import cut_pieces, part_starts
+from merakc.frontend.record import record
+from merakc.ir.graph import Graph
+from merakc.lowering.lowered import training_graph
+from merakc.passes.autodiff.shorten import shorten
+
+LAYERS = 6
+
+
+class Blocks(nn.Module):
+    """Layers one after the other; `kind` says what else they read."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        shared, seen = x * 2, [x]
+        for k, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + (shared if self.kind == "shared" else x)
+            if self.kind == "skips" and k >= LAYERS // 2:
+                x = x + seen[LAYERS - k]
+            if self.kind == "scaled":
+                x = layer(x) * (k + 1)
+            seen.append(x)
+        total = sum(seen[1:]) if self.kind == "sum" else x
+        return {"loss": total.square().mean()}  # type: ignore[union-attr]
+
+
+def graph_of(kind: str) -> Graph:
+    return training_graph(record(Blocks(kind), (torch.ones(3, 8),), {}).graph)
+
+
+@pytest.mark.parametrize("kind", ["plain", "shared"])
+def test_parts_of_the_short_graph_cost_what_those_of_the_whole_do(kind: str) -> None:
+    graph = graph_of(kind)
+    short, counts = shorten(graph, part_starts(graph))
+    assert len(short.nodes) < len(graph.nodes)
+    assert sum(counts) == len(part_starts(graph))
+    assert max(counts) >= LAYERS - 3
+    forward: Counter[object] = Counter()
+    for piece, count in zip(cut_pieces(short), counts, strict=True):
+        forward.update({kernel: n * count for kernel, n in piece.work.forward.items()})
+    assert forward == graph_work(graph).forward
+
+
+@pytest.mark.parametrize("kind", ["skips", "scaled", "sum"])
+def test_blocks_that_are_unlike_or_read_from_afar_stay(kind: str) -> None:
+    graph = graph_of(kind)
+    short, counts = shorten(graph, part_starts(graph))
+    if kind == "skips":
+        assert len(counts) > LAYERS // 2
+    else:
+        assert short is graph
+        assert set(counts) == {1}

@@ -1,0 +1,135 @@
+"""Layouts compared by pieces: the best is that of trying all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from merakc.costs.ranks import rank_devices
+from merakc.costs.state import MIXED
+from merakc.errors import CutError, FitError
+from merakc.machines.cluster import NOMINAL_GPU, Cluster, Hardware, Nodes
+from merakc.machines.cluster_files import preset
+from merakc.planner import candidates
+from merakc.planner.candidates import Candidate, Candidates, find_candidates, loses_by
+from merakc.planner.piece_table import PieceTable
+from merakc.planner.search import Request
+from tests.planner.test_piece_table import llama
+
+BATCH = 16
+TABLE = PieceTable(llama, NOMINAL_GPU)
+HARDWARE = preset("a100-40", 1)
+
+
+def find(request: Request, hardware: Hardware = HARDWARE) -> Candidates:
+    return find_candidates(TABLE, request, BATCH, hardware, MIXED)
+
+
+def with_memory(memory_bytes: int) -> Hardware:
+    nodes = tuple(
+        replace(n, device=replace(n.device, memory_bytes=memory_bytes)) for n in HARDWARE.nodes
+    )
+    return replace(HARDWARE, nodes=nodes)
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 19])
+def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = with_memory(memory_bytes)
+    found = find(Request(8, 0), hardware)
+    monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
+    everything = find(Request(8, 0), hardware)
+    assert found.looked_at < everything.looked_at
+    assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
+    steps = [c.estimate.step_s for c in everything.found]
+    assert steps == sorted(steps)
+    assert all(c.peak_bytes <= memory_bytes for c in everything.found)
+    degrees = {(d.dp, d.tp, d.pp) for c in everything.found for d in (c.layout.degrees,)}
+    assert degrees == {(8 // tp // pp, tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4, 8)
+                       if tp * pp <= 8 and pp < 7} | set(degrees)  # fmt: skip
+
+
+def mixed(memory_bytes: int = 1 << 34) -> Hardware:
+    """Half of the devices take four times as long, and have less memory."""
+    (nodes,) = HARDWARE.nodes
+    fast = replace(nodes.device, memory_bytes=1 << 34)
+    slow = replace(
+        fast, name="slow", launch_s=4 * fast.launch_s, bytes_per_s=fast.bytes_per_s / 4,
+        peak_flops_per_s={"float32": 1e12}, memory_bytes=memory_bytes,
+    )  # fmt: skip
+    return replace(HARDWARE, nodes=(Nodes(fast, 4), Nodes(slow, 4)))
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 19])
+def test_the_best_on_unlike_devices_is_that_of_trying_all(
+    memory_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware = mixed(memory_bytes)
+    request = Request(8, 0, tp=1)
+    found = find(request, hardware)
+    monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
+    everything = find(request, hardware)
+    assert found.looked_at < everything.looked_at
+    assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
+    assert {c.layout.degrees.inner for c in everything.found} == {"pp", "dp"}
+    bounds = candidates._Bounds(TABLE, hardware)
+    for one in everything.found:
+        assert bounds.of(one.layout) <= one.estimate.pipeline_s * (1 + 1e-9)
+        devices = rank_devices(hardware, one.layout.degrees.mesh)
+        own = zip(one.estimate.peak_bytes, devices, strict=True)
+        assert all(peak <= device.memory_bytes for peak, device in own)
+
+
+def test_unlike_devices_are_used_better_than_the_slowest_alone() -> None:
+    hardware = mixed()
+    slowest = replace(hardware, nodes=(Nodes(hardware.slowest, 8),))
+    request = Request(8, 0, tp=1)
+    (best, *_), (slow, *_) = find(request, hardware).found, find(request, slowest).found
+    assert best.layout.degrees.pp > 1
+    assert best.estimate.step_s < 0.9 * slow.estimate.step_s
+
+
+def test_memory_asks_for_shards_or_recomputation() -> None:
+    roomy = find(Request(8, 0, dp=8, state_shards="zero-0")).found[0]
+    limit = int(0.9 * roomy.peak_bytes)
+    tight = find(Request(8, 0, dp=8), with_memory(limit)).found[0]
+    assert tight.peak_bytes <= limit
+    assert tight.habits.shards.optimizer > 1 or tight.habits.recompute == "solved"
+    assert tight.estimate.step_s >= roomy.estimate.step_s
+
+
+def test_what_is_fixed_stays() -> None:
+    request = Request(
+        8, 0, dp=2, tp=2, pp=2, micro_batches=4, schedule="zb-h1", sequence_parallel=True,
+        state_shards="zero-1",
+    )  # fmt: skip
+    (best, *_) = find(request).found
+    d = best.layout.degrees
+    assert (d.dp, d.tp, d.pp, d.micro_batches, d.schedule) == (2, 2, 2, 4, "zb-h1")
+    assert best.layout.samples == 2
+    assert best.layout.sequence_parallel
+    assert str(best.habits.shards) == "1, 1, 2"
+
+
+def test_seconds_add_up_and_say_what_loses() -> None:
+    best, *others = find(Request(8, 0)).found
+    for one in (best, *others):
+        assert sum(one.seconds.values()) == pytest.approx(one.estimate.step_s)
+    assert any("idle pipeline ranks" in loses_by(one, best) for one in others)
+    assert all(re.fullmatch(r"[a-z ]+ \+[\d.]+ m?u?s", loses_by(one, best)) for one in others)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(
+        FitError, match=r"nothing fits .* a rank needs .* GB at the least.* leave degrees"
+    ):
+        find(Request(8, 0), with_memory(1000))
+    with pytest.raises(CutError, match="no degrees that divide 8 ranks and 16 samples"):
+        find(Request(8, 0, pp=8, dp=8))
+
+
+def test_a_cluster_of_which_nothing_is_known_is_one_node() -> None:
+    assert isinstance(NOMINAL_GPU, Cluster)
+    found = find(Request(8, 0), NOMINAL_GPU.described(8)).found
+    assert isinstance(found[0], Candidate)

@@ -1,0 +1,48 @@
+"""Plans made without ranks, for a batch over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from merakc.errors import ConfigError, CutError, PlanError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.planner.offline import plan_offline
+from merakc.planner.search import Request
+from merakc.planner.sources import load_source
+
+
+def test_each_degree_that_divides_the_batch_is_tried() -> None:
+    source, said = load_source("tests.small_source:small"), []
+    plan, lowered, others = plan_offline(source, Request(4, 0), 6, NOMINAL_CPU, said.append)
+    assert plan.mesh.world_size == 4
+    assert plan.batch_size * plan.dp == 6
+    assert plan.dp in (1, 2)  # of 1, 2 and 4
+    assert len({(a.dp, a.tp, a.pp) for a in others.runners_up}) > 1
+    assert all(a.step_s > 0 and a.loses for a in others.runners_up)
+    shown = [replace(a, step_s=0.0, peak_bytes=0, loses="") for a in others.runners_up]
+    assert len(set(shown)) == len(shown)  # each differs in what is told of it
+    assert others.chosen_s > 0
+    own = (plan.dp, plan.tp, plan.pp, plan.micro_batches, plan.schedule, plan.sequence_parallel)
+    assert own not in {
+        (a.dp, a.tp, a.pp, a.micro_batches, a.schedule, a.sequence_parallel)
+        for a in others.runners_up
+        if a.chunks * a.pp == len(plan.rank_of) and a.recompute == plan.recompute
+    }
+    assert any(text.startswith("comparing") for text in said)
+    assert lowered.plan == plan
+    assert plan.prediction is not None
+    for dp in (1, 2):
+        other, *_ = plan_offline(source, Request(4, 0, dp=dp), 6, NOMINAL_CPU)
+        assert other.prediction is not None
+        assert other.dp == dp
+        assert other.prediction.step_s >= plan.prediction.step_s
+
+
+def test_what_cannot_be() -> None:
+    source = load_source("tests.small_source:small")
+    with pytest.raises(ConfigError, match="6 samples does not divide over dp=4 of 4 ranks"):
+        plan_offline(source, Request(4, 0, dp=4), 6, NOMINAL_CPU)
+    with pytest.raises((CutError, PlanError)):
+        plan_offline(source, Request(64, 0, pp=64), 6, NOMINAL_CPU)

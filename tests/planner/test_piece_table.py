@@ -1,0 +1,85 @@
+"""The pieces of a model, for any degree of tp and any samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from merakc.costs.work.pieces import cut_pieces
+from merakc.costs.work.scaled import SAMPLES
+from merakc.errors import MerakError
+from merakc.frontend.record import Recording
+from merakc.ir.batches import BatchLayout
+from merakc.ir.program import Mesh
+from merakc.lowering.lowered import make_plan
+from merakc.machines.cluster import NOMINAL_GPU
+from merakc.planner.piece_table import PieceTable
+from tests.coupled_models import TOWERS
+from tests.recorded import one_of_several
+from tests.small_source import Two
+
+
+def llama(samples: int) -> Recording:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    ids = torch.zeros(samples, 16, dtype=torch.long)
+    return one_of_several(model, {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize("form", [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("samples", [2, 5])
+def test_pieces_are_those_of_the_plans_own_graph(form: tuple[int, bool], samples: int) -> None:
+    tp, sequence_parallel = form
+    found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
+    _, lowered = make_plan(
+        llama(samples), Mesh(1, tp, 1), 2, NOMINAL_GPU, sequence_parallel=sequence_parallel
+    )
+    wanted = cut_pieces(lowered.stages.local[0])
+    assert [p.path for p in found] == [p.path for p in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        assert one.work == other.work
+        assert (one.saved_bytes, one.handed_bytes) == (other.saved_bytes, other.handed_bytes)
+        assert one.parameter_count == other.parameter_count
+
+
+def test_a_model_is_recorded_twice_for_all_forms() -> None:
+    asked: list[int] = []
+
+    def record(samples: int) -> Recording:
+        asked.append(samples)
+        return llama(samples)
+
+    table = PieceTable(record, NOMINAL_GPU)
+    for tp in (1, 2, 4):
+        for samples in (1, 2, 8):
+            table.pieces((tp, False), samples)
+    assert asked == list(SAMPLES)
+
+
+def test_a_form_that_cannot_be_is_refused_once() -> None:
+    def record(samples: int) -> Recording:
+        return one_of_several(Two(16), (torch.ones(samples, 8), torch.ones(())))
+
+    table = PieceTable(record, NOMINAL_GPU)
+    assert len(table.pieces((1, False), 4)) > 1  # no blocks, but places to cut
+    for _ in range(2):
+        with pytest.raises(MerakError):
+            table.pieces((4096, False), 4)
+    assert list(table.refused) == [(4096, False)]
+
+
+def test_it_knows_of_a_loss_that_couples_samples() -> None:
+    def record(samples: int) -> Recording:
+        return TOWERS.record(BatchLayout((samples, samples), 1))
+
+    plain = PieceTable(llama, NOMINAL_GPU)
+    plain.pieces((1, False), 2)
+    assert not plain.couples
+    table = PieceTable(record, NOMINAL_GPU)
+    assert table.pieces((1, False), 2)
+    assert table.couples

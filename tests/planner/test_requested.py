@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from merakc.batches.dims import parse_batch_dims
+from merakc.errors import ConfigError
+from merakc.ir.batches import Rows
+from merakc.planner.requested import first_parts, requested
+from merakc.planner.search import Request
+
+
+def test_a_reading_that_does_not_divide_is_still_the_likeliest() -> None:
+    """By the commonest size of dim 0 there are 5 samples, which are no 4 micro-batches."""
+    batch = {"x": torch.zeros(5, 8), "y": torch.zeros(5, 8)}
+    asked = requested(Request(1, 0, micro_batches=4), None, batch)
+    likeliest, other, *_ = asked.readings
+    assert asked.plan is None
+    assert [shape for shape, _ in asked.specs] == [(5, 8), (5, 8)]
+    assert (likeliest.batch_size, likeliest.batch_dims, likeliest.micro_batches) == (5, {}, 5)
+    assert (other.batch_size, other.batch_dims) == (8, {"x": Rows(1), "y": Rows(1)})
+    assert first_parts(other, None) == 4
+    assert "5 samples does not divide into 4 micro-batches" in str(asked.undivided)
+    with pytest.raises(ConfigError, match="5 samples does not divide into 3 micro-batches"):
+        requested(Request(1, 0, micro_batches=3), None, batch)
+
+
+def test_no_other_dim_is_taken_because_it_divides() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model.forward = lambda x: nn.Sequential.forward(model, x).square().mean()  # type: ignore[method-assign]
+    with pytest.raises(ConfigError, match="5 samples does not divide into 4 micro-batches"):
+        merakc.auto_parallel(model, torch.zeros(5, 8, 4), micro_batches=4)
+
+
+def test_what_is_given_is_checked_before_the_model() -> None:
+    batch = {"x": torch.zeros(5, 8)}
+    request = Request(1, 0, batch_dims=parse_batch_dims({"y": 0}))
+    with pytest.raises(ConfigError, match="batch_dims names 'y'"):
+        requested(request, None, batch)

@@ -1,0 +1,48 @@
+"""Ranks of uneven batches, whose sizes may say different things of where the samples stand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import MismatchError
+from merakc.machines.cluster import NOMINAL_CPU
+
+STEPS, SIZES = 5, (5, 3)
+
+
+class Frames(nn.Module):
+    """Reads frames, time first, beside targets, in a loss to which no dim means anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, frames: Tensor, target: Tensor) -> Tensor:
+        """`frames` [steps, n, 2], `target` [n, 2]."""
+        return self.layer(frames).pow(2).mean() + self.layer(target).pow(2).mean()
+
+
+def refused(batch_dims: dict[str, int] | None) -> str:
+    """The error of a step on 5 and 3 samples of 5 steps, if it is one."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(0)
+    batch = {"frames": torch.ones(STEPS, SIZES[rank], 2), "target": torch.ones(SIZES[rank], 2)}
+    model = merakc.auto_parallel(
+        Frames(), batch, dp=2, micro_batches=1, cluster=NOMINAL_CPU, batch_dims=batch_dims
+    )
+    try:
+        model(**batch).backward()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("batch_dims", [None, {"frames": 1}])
+def test_all_ranks_read_their_batches_alike(batch_dims: dict[str, int] | None) -> None:
+    for text in run_ranks(2, refused, batch_dims):
+        told = "('target' is [5, 2] with dim 0, [3, 2] with dim None); say it"
+        assert (told in text) if batch_dims is None else not text

@@ -1,0 +1,130 @@
+"""What is set on a parallel model reaches the modules that its steps are compiled from."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from merakc.errors import ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
+from merakc.train.settings import Settings
+
+WIDTH = 4
+
+
+class Inner(nn.Module):
+    """A layer with a factor, an object and a mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.factor, self.options = 2.0, SimpleNamespace(power=2)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        y = self.drop(self.layer(x)) if self.training else self.layer(x)
+        return self.factor * y.pow(self.options.power).mean()
+
+
+class Outer(nn.Module):
+    """A weight of the loss that a schedule may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.beta = Inner(), 1.0
+        self.inner.eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.beta * self.inner(x)
+
+
+def made() -> tuple[Outer, ParallelModel, torch.Tensor]:
+    """The plain model and the parallel one, with the same weights, and a batch."""
+    x = torch.linspace(-1, 1, 8 * WIDTH).double().view(8, WIDTH)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Outer().double())
+    parallel = merakc.auto_parallel(models[1], x, micro_batches=2, cluster=NOMINAL_CPU)
+    return models[0], parallel, x
+
+
+def set_beta(model: Any) -> None:
+    model.beta = 0.25
+
+
+def set_factor(model: Any) -> None:
+    model.inner.factor = 3.0
+
+
+def set_option(model: Any) -> None:
+    model.inner.options.power = 4
+
+
+@pytest.mark.parametrize("change", [set_beta, set_factor, set_option])
+def test_what_is_set_between_steps_is_computed_with(change: Any) -> None:
+    plain, parallel, x = made()
+    for act in (lambda _: None, change):
+        act(plain)
+        act(parallel)
+        loss = parallel(x)
+        assert loss.item() == pytest.approx(plain(x).item(), rel=1e-12)
+    loss.backward()
+    plain(x).backward()
+    gradient = plain.inner.layer.weight.grad
+    torch.testing.assert_close(parallel.full_gradients()["inner.layer.weight"], gradient)
+    assert parallel.beta == plain.beta
+    assert parallel.inner.factor == plain.inner.factor
+
+
+def test_values_that_come_again_are_not_compiled_again() -> None:
+    _, parallel, x = made()
+    for beta in (1.0, 0.5, 1.0, 0.5):
+        parallel.beta = beta
+        parallel(x)
+    assert len(parallel._own("_steps").compiled) == 2
+
+
+def test_modes_of_parts() -> None:
+    _, parallel, x = made()
+    before = parallel(x).item()
+    parallel.inner.train()
+    assert parallel(x).item() != before
+    parallel.inner.eval()
+    assert parallel(x).item() == before
+    assert not parallel.inner.training
+    assert parallel.training
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda m: m.inner.register_forward_hook(lambda *_: None),
+        lambda m: m.inner.layer.register_full_backward_hook(lambda *_: None),
+        lambda m: setattr(m, "inner", nn.Linear(WIDTH, WIDTH)),
+        lambda m: setattr(m.inner.layer, "weight", nn.Parameter(torch.ones(1))),
+    ],
+)
+def test_what_would_go_unheard_is_refused(act: Any) -> None:
+    _, parallel, _ = made()
+    with pytest.raises(ConfigError, match="after auto_parallel"):
+        act(parallel)
+
+
+def test_to_look_takes_no_time() -> None:
+    """Of a model of a hundred layers, a millisecond at most."""
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(100)))
+    settings = Settings(model)
+    start = time.perf_counter()
+    for _ in range(10):
+        assert settings.changed() == ()
+    assert (time.perf_counter() - start) / 10 < 5e-3

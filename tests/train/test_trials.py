@@ -1,0 +1,134 @@
+"""What the ranks of a machine measure of their steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.ir.program import ActionKind
+from merakc.machines.cluster import Sharing
+from merakc.train.steps import Steps
+from merakc.train.trials import TRIALS, measure_around, measure_computes, shared_cores
+from tests.batch_models import CASES, made, reference
+from tests.battery.small_models import Words, parallel, words
+
+PLANS = [{"pp": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "state_shards": (2, 2, 2)}]
+Plan = Mapping[str, object]
+
+
+def measured(plan: Plan) -> list[dict[ActionKind, float]]:
+    steps = parallel(Words, words(0), **plan)._own("_steps")
+    trials = measure_computes(steps, next(iter(steps.compiled.values())))
+    return [dict(own) for trial in trials for own in trial.values()]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_all_ranks_take_part_in_as_many_steps(plan: Plan) -> None:
+    first, second = run_ranks(2, measured, plan)
+    assert 0 < len(first) == len(second) <= TRIALS
+    for own in (*first, *second):
+        assert own.keys() >= {ActionKind.FORWARD}
+        assert all(0 < seconds < 60 for seconds in own.values())
+
+
+def test_one_rank_measures_its_own() -> None:
+    assert all(own.keys() == {ActionKind.FORWARD, ActionKind.BACKWARD} for own in measured({}))
+
+
+def train(plan: Plan, tries: bool) -> list[torch.Tensor]:
+    """The losses and the weights of two steps; with trials in between."""
+    model = parallel(Words, words(0), **plan)
+    steps = model._own("_steps")
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+    for k in range(2):
+        loss = model(**words(k))["loss"]
+        loss.backward()
+        if tries:
+            measure_computes(steps, next(iter(steps.compiled.values())))
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return found + [p.detach() for p in model.parameters()]
+
+
+def both(plan: Plan) -> bool:
+    pairs = zip(train(plan, True), train(plan, False), strict=True)
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_trials_change_nothing(plan: Plan) -> None:
+    assert run_ranks(2, both, plan) == [True, True]
+
+
+def half_failing(plan: Plan) -> tuple[int, list[bool]]:
+    """On each of two ranks, of which the second does not run on zeros: the number of its trials,
+    and which were alone.
+    """
+    steps = parallel(Words, words(0), **plan)._own("_steps")
+    alone: list[bool] = []
+    real = Steps.trial
+
+    def trial(own: Steps, step: object, **options: bool) -> object:
+        alone.append(options["alone"])
+        return {} if own.groups.rank == 1 else real(own, step, **options)  # type: ignore[arg-type]
+
+    Steps.trial = trial  # type: ignore[assignment, method-assign]
+    try:
+        return len(measure_computes(steps, next(iter(steps.compiled.values())))), alone
+    finally:
+        Steps.trial = real  # type: ignore[method-assign]
+
+
+def test_the_others_are_measured_without_one_that_does_not_run_on_zeros() -> None:
+    (count, alone), (none, other) = run_ranks(2, half_failing, {"pp": 2})
+    assert count > 0 == none
+    assert all(alone)
+    assert other == [True]
+
+
+def cores(kind: str) -> Sharing | None:
+    return shared_cores(torch.device(kind))
+
+
+def test_ranks_of_a_cpu_share_its_cores() -> None:
+    there = min(2, len(os.sched_getaffinity(0)))
+    assert run_ranks(2, cores, "cpu") == [Sharing((1.0,) * there, 2)] * 2
+    assert run_ranks(2, cores, "cuda") == [None, None]
+    assert cores("cpu") is None
+
+
+def around(plan: Plan) -> float:
+    steps = parallel(Words, words(0), **plan)._own("_steps")
+    return measure_around(steps, next(iter(steps.compiled.values())))
+
+
+@pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2}])
+def test_all_ranks_know_what_a_step_does_around_its_program(plan: Plan) -> None:
+    first, second = run_ranks(2, around, plan)
+    assert 0 < first == second < 60
+
+
+def checked() -> tuple[float, list[float]]:
+    """The loss of a model that is only right where each part has places for its own values, and the
+    seconds of trials.
+    """
+    name = "two images a text, by a mask"
+    batch = CASES[name][1]
+    model = merakc.auto_parallel(made(name), batch, dp=1, micro_batches=4)
+    loss = model(**batch)
+    steps = model._own("_steps")
+    trials = measure_computes(steps, next(iter(steps.compiled.values())))
+    return loss.item(), [s for trial in trials for own in trial.values() for s in own.values()]
+
+
+def test_checks_of_values_let_those_of_no_meaning_pass() -> None:
+    ((loss, seconds),) = run_ranks(1, checked)
+    assert len(seconds) > 1
+    assert loss == pytest.approx(reference("two images a text, by a mask")[0], rel=1e-10)

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.weights import initialise, replace_tensors
+from tests.battery.small_models import WIDTH, Tensors, Words, build, parallel, part, warm_up, words
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}, {"pp": 2}]
+
+
+class Net(nn.Module):
+    """Of stock layers only, so that it can be initialised on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, WIDTH)
+        )
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of something that depends on every parameter."""
+        y = self.layers(x)[:, None]
+        return self.head(self.attention(y, y, y)[0]).square().mean()
+
+
+LLAMA = transformers.LlamaConfig(
+    vocab_size=512, hidden_size=64, intermediate_size=16, num_hidden_layers=1,
+    num_attention_heads=2, initializer_range=0.05, tie_word_embeddings=True, use_cache=False,
+)  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(LLAMA)
+
+
+def meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def initialised(make: Callable[[], nn.Module], batch: object, layout: dict[str, int]) -> Tensors:
+    model = merakc.auto_parallel(meta(make), batch, seed=7, cluster=NOMINAL_CPU, **layout)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize("make", [Net, llama])
+def test_meta_models_are_initialised_alike_on_every_layout(make: Callable[[], nn.Module]) -> None:
+    ids = torch.zeros(4, 5, dtype=torch.long)
+    batch = torch.zeros(16, WIDTH) if make is Net else {"input_ids": ids, "labels": ids}
+    plain = meta(make)
+    random_state = torch.get_rng_state()
+    initialise(plain, seed=7)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    wanted = plain.state_dict()
+    for layout in LAYOUTS if make is Net else [{"tp": 2}]:
+        full, *_ = run_ranks(2 if layout else 1, initialised, make, batch, layout)
+        assert full.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(full[name], value), (layout, name)
+
+
+def test_meta_weights_are_the_models_own() -> None:
+    # Its modules' initialisers, in their order: what building it on the CPU does.
+    ours = meta(lambda: nn.Sequential(nn.Linear(4, 5), nn.Conv2d(2, 3, 3), nn.Embedding(6, 7)))
+    initialise(ours, seed=7)
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Conv2d(2, 3, 3), nn.Embedding(6, 7))
+    for name, value in plain.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value)
+    model = meta(llama)
+    initialise(model, seed=7)
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.05, rel=0.05)
+    assert torch.equal(model.model.norm.weight, torch.ones(64))
+    stock = llama()
+    assert torch.equal(model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_what_cannot_be_initialised() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with pytest.raises(ConfigError, match=r"module '1' \(Own\).*no reset_parameters"):
+        initialise(meta(lambda: nn.Sequential(nn.Linear(2, 2), Own())), 0)
+    with pytest.raises(ConfigError, match=r"parameter '1\.weight' is on cpu"):
+        initialise(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)), 0)
+
+
+def test_replacing_keeps_ties_kinds_and_frozen_parameters() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.BatchNorm1d(2)})
+    model["b"].weight = model["a"].weight
+    model["a"].bias.requires_grad_(False)
+    replace_tensors(model, lambda tensor: torch.full_like(tensor, 3))
+    assert model["b"].weight is model["a"].weight
+    assert isinstance(model["a"].weight, nn.Parameter)
+    assert not model["a"].bias.requires_grad
+    assert model["b"].bias.requires_grad
+    assert not isinstance(model["c"].running_mean, nn.Parameter)
+    assert {v.unique().item() for v in model.state_dict().values()} == {3}
+
+
+def differently_seeded(layout: dict[str, int]) -> Tensors:
+    torch.manual_seed(dist.get_rank())
+    model = merakc.auto_parallel(Words().double(), words(0, 4), cluster=NOMINAL_CPU, **layout)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:], ids=str)
+def test_rank_0_gives_the_weights(layout: dict[str, int]) -> None:
+    full, *_ = run_ranks(2, differently_seeded, layout)
+    torch.manual_seed(0)
+    for name, value in Words().double().state_dict().items():
+        assert torch.equal(full[name], value)
+
+
+class Partly(nn.Module):
+    """Frozen and unread parameters; one that only the results need; one without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.b.requires_grad_(False)
+        self.unread = nn.Linear(2, 2)
+        self.shown = nn.Linear(WIDTH, 3)
+        self.gate = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("seen", torch.zeros(WIDTH))
+        self.seen: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> Tensors:
+        """Reads every parameter but one, and differentiates by fewer."""
+        y = torch.tanh(self.b(torch.tanh(self.a(x)))) * self.gate.detach()
+        with torch.no_grad():
+            self.seen.copy_(y.mean(0))
+        y = torch.tanh(self.c(y))
+        return {"loss": y.square().mean(), "shown": self.shown(y)}
+
+
+def train_partly(layout: dict[str, int]) -> tuple[Tensors, Tensors, torch.Tensor, list[str]]:
+    batch = {"x": torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).double()}
+    model = parallel(Partly, batch, micro_batches=1, **layout)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    shown = model.predict(**part(batch, model))["shown"]
+    model(**part(batch, model))["loss"].backward()
+    optimizer.step()
+    without = [n for n, p in model.named_parameters() if p.grad is None]
+    return model.full_state_dict(), model.full_gradients(), shown, without
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_frozen_unread_and_undifferentiated_parameters(layout: dict[str, int]) -> None:
+    full, grads, shown, without = run_ranks(2 if layout else 1, train_partly, layout)[0]
+    plain = build(Partly)
+    optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.1)
+    out = plain(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH).double())
+    out["loss"].backward()
+    optimizer.step()
+    dp = layout.get("dp", 1)
+    torch.testing.assert_close(shown, out["shown"].chunk(dp)[0])
+    assert full.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(full[name], value, rtol=1e-12, atol=1e-14, msg=name)
+    assert grads.keys() == {n for n, p in plain.named_parameters() if p.grad is not None}
+    if "pp" not in layout:
+        assert set(without) == {n for n, p in plain.named_parameters() if p.grad is None}
