@@ -170,8 +170,19 @@ def recordable(checked: Callable[..., None]) -> Iterator[None]:
 class _ForLibraries:
     """A flag that is true where an installed library asks; to the user's own code, all is eager."""
 
-    def __bool__(self) -> bool:
-        return is_installed(sys._getframe(1).f_code)
+
+def _told(name: str) -> Callable[..., Any]:
+    """A method of `bool`, of what its caller is told."""
+
+    def call(_: _ForLibraries, *args: Any) -> Any:
+        return getattr(is_installed(sys._getframe(1).f_code), name)(*args)
+
+    return call
+
+
+for _name in ("bool", "int", "index", "eq", "ne", "hash", "repr", "and", "rand", "or", "ror", "xor",
+              "rxor"):  # fmt: skip
+    setattr(_ForLibraries, f"__{_name}__", _told(f"__{_name}__"))
 
 
 @contextlib.contextmanager

@@ -320,6 +320,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             found = self.aliases.find(parent) if parent is not None else None
             if found is None:
                 self.aliases.add(out, here)
+            elif len(outs) > 1 and is_symbolic(args[1:]):
+                raise self._untraceable("pieces of sizes that the data says", NO_DATA_FLOW)
             else:
                 self.aliases.add_view(out, here, found, op, self._args(tuple(args[1:])))
 

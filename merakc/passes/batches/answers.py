@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
 
 from merakc.errors import RecordError
-from merakc.frontend.values.reads import Read, Reads
+from merakc.frontend.values.reads import Read, Reads, really, run_node
 from merakc.frontend.values.symbols import ITEM, numbers
 from merakc.ir.batches import Rows
-from merakc.ir.graph import Graph, Node, Output, OutputKind, Ref
+from merakc.ir.graph import Graph, Node, Output, OutputKind, Ref, TensorSpec, map_refs
 from merakc.kernels.ops import is_pointwise, returns_view
 from merakc.passes.batches.analyse import Analysis, analyse
 from merakc.passes.batches.states import SAMPLES, Kind, ends
 from merakc.passes.sharding.dims import given
 
-SELECT = "aten.select.int"
+SELECT, INDEX, RESHAPE = "aten.select.int", "aten.index.Tensor", "aten.reshape.default"
+PUT, WHERE = "aten.index_put.default", "aten.where.self"
+MOST_ELEMENTS = 1 << 22  # of a tensor whose places are looked at, one by one
 SUMS = ("aten.sum.default", "aten.sum.dim_IntList")
 LARGEST = frozenset(f"aten.{n}.default" for n in ("max", "min", "amax", "amin", "any", "all")) | {
     f"aten.{n}" for n in ("max.dim", "min.dim", "any.dim", "any.dims", "all.dim", "all.dims")
@@ -73,7 +78,42 @@ def _giving(reads: Reads, refs: Mapping[Ref, None]) -> Graph:
         if own or not numbered.isdisjoint(r.node for r in node.refs):
             numbered.add(node.name)
     outputs = (Output(str(r), OutputKind.RESULT, r) for r in refs if r.node not in numbered)
-    return replace(reads.graph, outputs=tuple(outputs)).pruned().without_unread_inputs()
+    return _by_element(replace(reads.graph, outputs=tuple(outputs)).pruned())
+
+
+def _by_element(graph: Graph) -> Graph:
+    """The graph with selections that take every element in its place, as `x[arange(len(x))]` does,
+    written as views, where their places follow from nothing; and `x[mask] = 1` by elements.
+    """
+    nodes, specs = [], graph.specs()
+    values: dict[Ref, Any] = {Ref(name): tensor for name, tensor in graph.constants.items()}
+    with really():
+        for node in graph.nodes:
+            every = specs[node.refs[0]] if node.op == INDEX else None
+            if every and every.numel <= MOST_ELEMENTS and values.keys() >= set(node.refs[1:]):
+                order = torch.arange(every.numel)
+                places = map_refs(node.args[1], values.__getitem__)
+                taken = torch.ops.aten.index.Tensor(order.view(every.shape), places)
+                if torch.equal(taken.flatten(), order):
+                    node = replace(node, op=RESHAPE, args=(node.refs[0], node.spec.shape))
+            elif node.op == PUT and _fills(node, specs):
+                mask, value = node.args[1][0], node.args[2]
+                node = replace(node, op=WHERE, args=(mask, value, node.args[0]), kwargs=())
+            elif node.op.startswith("aten.") and values.keys() >= set(node.refs):
+                outs = run_node(node, values.__getitem__, {}, {})
+                values |= {Ref(node.name, k): out for k, out in enumerate(outs)}
+            nodes.append(node)
+    return replace(graph, nodes=tuple(nodes)).pruned().without_unread_inputs()
+
+
+def _fills(node: Node, specs: Mapping[Ref, TensorSpec]) -> bool:
+    """Whether a write puts one value wherever a mask of the same shape is true."""
+    x, indices, value = node.args[:3]
+    adds = given(node, "accumulate") or len(indices) != 1
+    if adds or specs[value].shape or specs[value].dtype != specs[x].dtype:
+        return False
+    mask = specs[indices[0]]
+    return mask.dtype == torch.bool and mask.shape == specs[x].shape
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,12 @@ SAID = [
     lambda x: x[-1, 1] > 3,
     lambda x: x[2].exp()[1] > 3,
     lambda x: x.flatten()[4] > 3,
+    lambda x: x[torch.arange(len(x))].any(),
+    lambda x: x.masked_fill(x == 9, 1).index_put((x > 8,), torch.tensor(4.0)).max() > 3,
+    lambda x: x[torch.arange(len(x))[:, None], torch.arange(3)[None]].any(),
 ]
 UNSAID = [
-    lambda x: x[torch.arange(len(x))].any(),
+    lambda x: x[torch.arange(len(x)).flip(0)].any(),
     lambda x: x[None].sum(1).max() > 3,
     lambda x: (x - x.mean()).max() > 3,
     lambda x: (x - x.mean(0)).max() > 3,
