@@ -6,7 +6,8 @@ import ast
 import functools
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from importlinter.cli import lint_imports
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
+MAX_ROOT_MODULES, MAX_ROOM_MODULES = 6, 20
 MIRRORED_FROM_LINES = 21  # shorter modules hold names and constants: nothing to test by itself
 MAY_PRINT = ("merakc/report/", "merakc/cli/app.py", "benchmarks/")
 # A path that exists on one machine only: what a person's shell or a container's mount put in.
@@ -204,6 +206,22 @@ def test_mirror() -> None:
     assert mirror("merakc/passes/stages/cut.py") == "tests/passes/stages/test_cut.py"
     assert mirror("merakc/simulation/simulate.py") == "tests/simulation/test_simulate.py"
     assert mirror("runtime/step.py") == "tests/runtime/test_step.py"
+
+
+def crowded(paths: Iterable[str]) -> Iterator[str]:
+    """Rooms of more modules than a person can look over."""
+    counts = Counter(str(Path(p).parent) for p in paths if Path(p).name != "__init__.py")
+    for room, count in counts.items():
+        most = MAX_ROOT_MODULES if room == "merakc" else MAX_ROOM_MODULES
+        if count > most:
+            yield f"{room}: {count} modules, at most {most}"
+
+
+def test_rooms() -> None:
+    assert not list(crowded(source.path for source in _sources(*PACKAGES)))
+    assert list(crowded(f"merakc/x{k}.py" for k in range(7))) == ["merakc: 7 modules, at most 6"]
+    assert list(crowded(f"merakc/ir/x{k}.py" for k in range(21)))
+    assert not list(crowded(f"merakc/ir/x{k}.py" for k in range(20)))
 
 
 def test_imports_go_one_way(
