@@ -233,7 +233,7 @@ def _part(
             names[n.name],
             n.op,
             map_refs(n.args, now),
-            tuple((k, map_refs(v, now)) for k, v in n.kwargs),
+            map_refs(n.kwargs, now),
             n.outputs,
         )
         for n in run

@@ -273,7 +273,7 @@ class Graph:
             replace(
                 n,
                 args=map_refs(n.args, now),
-                kwargs=tuple((k, map_refs(v, now)) for k, v in n.kwargs),
+                kwargs=map_refs(n.kwargs, now),
             )
             for n in self.nodes
         )

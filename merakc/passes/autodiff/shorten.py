@@ -56,7 +56,7 @@ def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tup
         replace(
             node,
             args=map_refs(node.args, moved),
-            kwargs=tuple((name, map_refs(value, moved)) for name, value in node.kwargs),
+            kwargs=map_refs(node.kwargs, moved),
         )
         for k in kept
         for node in parts[k]

@@ -36,7 +36,7 @@ def simplify(graph: Graph) -> Graph:
 
     for node in graph.nodes:
         args = map_refs(node.args, now)
-        kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, now)
         if node.op in RESHAPES and args[0] in views and views[args[0]].op in RESHAPES:
             args = (views[args[0]].args[0], *args[1:])
         if node.op in FORWARDED or _gives_back(node, args, specs):

@@ -245,5 +245,5 @@ def _reading(node: Node, name: str, refs: Sequence[Ref]) -> Node:
     """The node under another name, reading these values in the place of its own, in order."""
     given = iter(refs)
     args = map_refs(node.args, lambda _: next(given))
-    kwargs = tuple((k, map_refs(v, lambda _: next(given))) for k, v in node.kwargs)
+    kwargs = map_refs(node.kwargs, lambda _: next(given))
     return replace(node, name=name, args=args, kwargs=kwargs)

@@ -154,7 +154,7 @@ class PartWriter:
         def now(ref: Ref) -> Ref:
             return _alone(ref, differing)
 
-        kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, now)
         name = _alone(Ref(node.name), differing).node
         self.nodes.append(replace(node, name=name, args=map_refs(node.args, now), kwargs=kwargs))
 
@@ -212,7 +212,7 @@ class PartWriter:
         def now(ref: Ref) -> Ref:
             return ref if ref == places else self.names.get(ref, ref)
 
-        kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, now)
         self.nodes.append(replace(node, args=map_refs(node.args, now), kwargs=kwargs))
         for k, spec in enumerate(node.outputs if outcome.scaled else ()):
             if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex):

@@ -216,7 +216,7 @@ class _Chunk:
 
     def add(self, node: Node, args: Any, op: str | None = None) -> None:
         """Adds a node of the chunk."""
-        kwargs = tuple((k, map_refs(v, self.enter)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, self.enter)
         outputs = tuple(
             None if o is None else TensorSpec(self.local_shape(node, k), o.dtype)
             for k, o in enumerate(node.outputs)

@@ -168,7 +168,7 @@ class _Writer:
 
     def _add(self, node: Node) -> None:
         args = map_refs(node.args, self._read)
-        kwargs = tuple((k, map_refs(v, self._read)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, self._read)
         self.nodes.append(replace(node, args=args, kwargs=kwargs))
         self.written.add(node.name)
 

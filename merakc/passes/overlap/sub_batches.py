@@ -214,7 +214,7 @@ class _Divider:
             node,
             name=name,
             args=map_refs(node.args, lambda r: now.get(r, r)),
-            kwargs=tuple((k, map_refs(v, lambda r: now.get(r, r))) for k, v in node.kwargs),
+            kwargs=map_refs(node.kwargs, lambda r: now.get(r, r)),
         )
 
     def leave(self, out: Output, after: list[Node]) -> Output:

@@ -42,7 +42,7 @@ def gather_all(graph: Graph) -> Graph:
         return whole.get(ref, ref)
 
     for node in graph.nodes:
-        kwargs = tuple((k, map_refs(v, now)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, now)
         nodes.append(replace(node, args=map_refs(node.args, now), kwargs=kwargs))
         if node.op in COLUMNS and node.spec.shape:
             ref, name = Ref(node.name), f"{node.name}.gathered"

@@ -150,7 +150,7 @@ class Localiser:
 
     def add(self, node: Node, args: Any, op: str | None = None) -> None:
         """Adds a node under its own name with local outputs."""
-        kwargs = tuple((k, map_refs(v, self.enter)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, self.enter)
         outputs = tuple(
             None if o is None else self.local_spec(Ref(node.name, k))
             for k, o in enumerate(node.outputs)

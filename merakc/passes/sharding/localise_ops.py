@@ -116,7 +116,7 @@ def _averaged(out: Writer, node: Node) -> None:
     else:
         part = f"{node.name}.part"
         spec = TensorSpec(out.local_shape(node), node.spec.dtype)
-        kwargs = tuple((k, map_refs(v, out.enter)) for k, v in node.kwargs)
+        kwargs = map_refs(node.kwargs, out.enter)
         out.nodes.append(replace(node, name=part, args=args, kwargs=kwargs, outputs=(spec,)))
         out.add_sum(replace(node, kwargs=()), "aten.mul.Tensor", (Ref(part), _share(out, node)))
 
@@ -202,7 +202,7 @@ def _cut(out: Writer, node: Node) -> None:
     if not any(f.split for k in chosen for f in lay.dims[k]):
         out.add(node, map_refs(node.args, out.enter))
         return
-    kwargs = tuple((k, map_refs(v, out.read)) for k, v in node.kwargs)
+    kwargs = map_refs(node.kwargs, out.read)
     args = map_refs(node.args, out.read)
     out.nodes.append(replace(node, name=f"{node.name}.whole", args=args, kwargs=kwargs))
     entered = replace(

@@ -160,7 +160,7 @@ class Problem:
         alone = replace(
             node, name="node", module="", source="",
             args=map_refs(node.args, aliases.__getitem__),
-            kwargs=tuple((k, map_refs(v, aliases.__getitem__)) for k, v in node.kwargs),
+            kwargs=map_refs(node.kwargs, aliases.__getitem__),
         )  # fmt: skip
         specs = [self.specs[ref] for ref in aliases]
         key = repr(alone), repr(specs)
