@@ -21,6 +21,7 @@ from merakc.cli.clusters import HELP, machines
 from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told, working
 from merakc.cli.diff import diff
 from merakc.cli.doctor import doctor
+from merakc.cli.graph import graph
 from merakc.cli.scale import scale
 from merakc.cli.simulate import simulate
 from merakc.cli.verify import verify
@@ -174,5 +175,6 @@ app.command()(calibrate)
 app.command()(scale)
 app.command()(simulate)
 app.command()(verify)
+app.command()(graph)
 app.command()(doctor)
 app.command(context_settings=PASSED_ON)(bench)

@@ -40,11 +40,18 @@ def simulated(
     plan: Plan, source: Source, cluster: Cluster, progress: Callable[[str], None] = lambda _: None
 ) -> Plan:
     """The plan with what it costs on a cluster. Raises `PlanError` where it is of another model."""
-    progress(f"recording {source.name}")
-    samples = plan.batch_size // plan.micro_batches
-    lowered = apply_plan(plan, _record(source, samples, plan))
+    lowered = applied(plan, source, progress)
     progress("simulating the plan")
     return _predicted(lowered, cluster)
+
+
+def applied(
+    plan: Plan, source: Source, progress: Callable[[str], None] = lambda _: None
+) -> Lowered:
+    """The plan on the model that it was made for. Raises `PlanError` where that is another one."""
+    progress(f"recording {source.name}")
+    samples = plan.batch_size // plan.micro_batches
+    return apply_plan(plan, _record(source, samples, plan))
 
 
 def changed(
