@@ -116,7 +116,30 @@ def _is_cut_off(dims: Dims, node: Node, factor: Factor) -> bool:
 
 def refused_factors(dims: Dims) -> set[Factor]:
     """The factors that no rule blocks, and that cannot be split all the same."""
-    return uneven_factors(dims) | repeated_factors(dims) | _scattered_rows(dims)
+    found = uneven_factors(dims) | repeated_factors(dims)
+    return found | _scattered_rows(dims) | _scattered_draws(dims)
+
+
+def _scattered_draws(dims: Dims) -> set[Factor]:
+    """The factors that lie across the array by which a draw is keyed, or are a part of its samples:
+    a shard of one would be no block of that array.
+    """
+    found: set[Factor] = set()
+    for node in dims.graph.nodes:
+        if node.op not in KEY_POSITION:
+            continue
+        sample, sizes = node.args[KEY_POSITION[node.op] + 1 :][:2]
+        k, left = 0, sizes[0]
+        for factor in (f for dim in dims.of[Ref(node.name)] for f in leaves(dim)):
+            while left == 1 and k + 1 < len(sizes):
+                k, left = k + 1, sizes[k + 1]
+            across, size = left % factor.size != 0, factor.size
+            if across or (k == sample and size != sizes[k]):
+                found.update(atoms([factor]))
+            while size > left:
+                size, k, left = size // left, k + 1, sizes[k + 1]
+            left //= size
+    return found
 
 
 def _scattered_rows(dims: Dims) -> set[Factor]:
