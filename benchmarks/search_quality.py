@@ -26,17 +26,23 @@ from benchmarks.fidelity import BESIDE
 from benchmarks.fidelity_data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
 from merakc.costs.state import MIXED
-from merakc.costs.work.scaled import SAMPLES
-from merakc.errors import FitError, MerakError
+from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import hardware_for, preset
-from merakc.planner.candidates import Candidates, find_candidates, open_layouts, price_layout
-from merakc.planner.offline import Recordings, asked_for, plan_offline, state_precision
+from merakc.planner.candidates import (
+    Candidates,
+    Shortage,
+    find_candidates,
+    open_layouts,
+    price_layout,
+)
+from merakc.planner.choose import asked_for, state_precision
+from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request, search
+from merakc.planner.search import Request, improve, plan_layout
 from merakc.planner.sources import Source
 
 TOLERANCE = 0.01
@@ -84,23 +90,23 @@ def against_all(
 ) -> Found:
     """The search against every layout, each planned in full."""
     machines = hardware_for(cluster, ranks).flat("float32")
-    request = Request(ranks, 0, overlap=0)
+    request = Request(ranks, 0, overlap=0, total_batch_size=batch_size)
     source = small_source(kind)
     plan, *_ = plan_offline(source, request, batch_size, machines)
     assert plan.prediction is not None
     record = Recordings(source, request, lambda _: None)
     table, hardware = PieceTable(record, machines), machines.described(ranks)
-    precision = state_precision(record(SAMPLES[0]), request)
+    precision = state_precision(record, request)
     best_s, count = float("inf"), 0
-    for layout in open_layouts(table, request, batch_size, hardware, Candidates(), lambda _: None):
+    for layout in open_layouts(table, request, hardware, Candidates(), lambda _: None):
         priced = price_layout(table, layout, request, hardware, precision)
-        if isinstance(priced, str):
+        if isinstance(priced, Shortage):
             continue
         count += 1
         say(f"{kind} on {ranks} devices: layout {count}")
-        asked = asked_for(request, priced, batch_size)
         try:
-            other, _ = search(asked, partial(record.part, asked.batch_size), machines)
+            asked = asked_for(request, layout, priced.habits.shards)
+            other = improve(request, plan_layout(asked, record, machines), record, machines).plan
         except MerakError:
             continue
         assert other.prediction is not None
@@ -132,17 +138,16 @@ def against_published(row: Row) -> Found:
     hardware = preset("a100-80", -(-d.ranks // NODE))
     table = PieceTable(partial(gpt_record, row.shape), hardware.flat())
     batch_size = d.dp * row.micro_batch * d.micro_batches
-    find = partial(
-        find_candidates, table, batch_size=batch_size, hardware=hardware, precision=MIXED
-    )
-    best = find(request=Request(d.ranks, 0))
-    schedule = "interleaved-1f1b" if d.chunks > 1 else "1f1b"
-    fixed = Request(d.ranks, 0, d.dp, d.tp, d.pp, d.micro_batches, schedule, chunks=d.chunks)
-    fixed = replace(fixed, chunks=d.chunks if d.chunks > 1 else None)
+    find = partial(find_candidates, table, hardware=hardware, precision=MIXED)
+    best = find(request=Request(d.ranks, 0, total_batch_size=batch_size))
+    fixed = Request(
+        d.ranks, 0, d.dp, d.tp, d.pp, d.micro_batches,
+        "interleaved-1f1b" if d.chunks > 1 else "1f1b", chunks=d.chunks if d.chunks > 1 else None,
+        total_batch_size=batch_size,
+    )  # fmt: skip
     against = f"dp {d.dp} tp {d.tp} pp {d.pp}"
-    try:
-        same = find(request=fixed)
-    except FitError:
+    same = find(request=fixed)
+    if not same.found:
         # A stage that recomputes keeps all of one micro-batch here, in Megatron-LM one block.
         fixed = replace(fixed, recompute="full")
         same = find(request=fixed, hardware=roomy(hardware))

@@ -20,6 +20,8 @@ from torch import nn
 from merakc.batches.dims import GivenDims, parse_batch_dims
 from merakc.batches.split import (
     call_arguments,
+    resized,
+    sample_rows,
     tensors_of,
     with_tensor_specs,
 )
@@ -44,8 +46,9 @@ from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.machines.garbage import few_collections
 from merakc.machines.start import device_of, start_distributed
 from merakc.passes.batches.recorded import BatchRecording
+from merakc.planner.choose import choose
 from merakc.planner.requested import first_parts, requested
-from merakc.planner.search import Request, meshes, search
+from merakc.planner.search import Record, Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
@@ -102,7 +105,8 @@ def auto_parallel(
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
         recompute: "none", "full" (whole stages), "selective" (what is cheap) or "auto" (as needed).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
-        state_shards: "zero-1" to "zero-3", or numbers of shards over dp; `parameters()` are parts.
+        state_shards: "zero-0" to "zero-3", or numbers of shards over dp; `parameters()` are then
+            parts. Chosen if None.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
         couplings: whether the samples that a loss couples are the "whole batch"'s, or each of them
@@ -182,12 +186,12 @@ def _decide(
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))
     request, machines = requests[reading()], cluster or _nominal(device)
-    lowered = _lowered(request, given, recorded, machines)
-    plan = lowered.plan
-    recording = recorded(plan.micro_batches, plan.dp)
-    if plan.dp != likely:  # the numbers of the whole batch are others
-        lowered = apply_plan(plan, recording)
-    lowered = with_parts(lowered, partial(recorded, dp=plan.dp))
+    other = partial(_resized, model, example(), request, device)
+    lowered = _lowered(request, given, recorded, other, machines)
+    recording = recorded(lowered.plan.micro_batches, lowered.plan.dp)
+    if lowered.plan.dp != likely:  # the numbers of the whole batch are others
+        lowered = apply_plan(lowered.plan, recording)
+    lowered = with_parts(lowered, partial(recorded, dp=lowered.plan.dp))
     return _Decision(model, device, example(), recording, lowered, machines)
 
 
@@ -305,6 +309,19 @@ def _recorded(
     )  # fmt: skip
 
 
+def _resized(
+    model: nn.Module,
+    example: tuple[tuple[Any, ...], dict[str, Any]],
+    request: Request,
+    device: torch.device,
+    samples: int,
+) -> Recording:
+    """The recording of a micro-batch of so many samples, from the shapes of the batch."""
+    rows = sample_rows(*example, request.batch_dims)
+    sized = resized(*example, rows, samples)
+    return with_loss(_recorded(model, sized, replace(request, batch_size=samples), 1, 2, device))
+
+
 def _needs_values(recorded: Callable[[], Recording]) -> bool:
     """Whether the forward reads more of its batch than shapes; what else may fail, will again."""
     try:
@@ -337,17 +354,24 @@ def _lowered(
     request: Request,
     given: Plan | None,
     recorded: Callable[[int], Recording],
+    other: Record,
     cluster: Cluster,
 ) -> Lowered:
-    """The plan, decided by rank 0, applied on every rank."""
+    """The plan, decided by rank 0, applied on every rank.
+
+    `recorded` is of one of so many parts of the batch, `other` of samples that do not divide it.
+    """
     if given is not None:
         return apply_plan(given, recorded(given.micro_batches))
     found: list[Lowered] = []
 
+    def record(samples: int) -> Recording:
+        parts, left = divmod(request.batch_size, samples)
+        return other(samples) if left else recorded(parts)
+
     def decide() -> Plan:
-        plan, lowered = search(request, recorded, cluster)
-        found.append(lowered)
-        return plan
+        found.append(choose(request, record, cluster))
+        return found[0].plan
 
     plan = from_rank_0(decide)
     return found[0] if found else apply_plan(plan, recorded(plan.micro_batches))

@@ -73,7 +73,7 @@ def plan(
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
     recompute: Annotated[str, typer.Option(help="none, full, selective or auto.")] = "auto",
-    state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3, or 1,1,8.")] = None,
+    state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
     overlap: Annotated[
         int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)

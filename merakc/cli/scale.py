@@ -39,7 +39,7 @@ def scale(
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
-    state_shards: Annotated[str | None, typer.Option(help="zero-1 to zero-3.")] = None,
+    state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3.")] = None,
     recompute: Annotated[str, typer.Option(help="none, full or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,

@@ -109,7 +109,7 @@ def collective_seconds(kernel: Kernel, group: Group, fabric: Fabric) -> float:
     """Seconds of a collective of the graph over this group."""
     if "all_reduce" in kernel.op:
         return all_reduce_seconds(kernel.traffic_bytes, group, fabric)
-    return all_gather_seconds(kernel.traffic_bytes, group, fabric)
+    return all_gather_seconds(kernel.traffic_bytes / fabric.gather_share, group, fabric)
 
 
 def traffic_seconds(size_bytes: float, device: Device) -> float:

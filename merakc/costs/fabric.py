@@ -19,7 +19,8 @@ class Fabric:
 
     `local_bytes_per_s` is what one rank sends to others of its node, a direction;
     `network_bytes_per_s` what all ranks of a node together send to other nodes. Latencies are of
-    one step of a collective.
+    one step of a collective. Gathers and reduce-scatters of tp reach `gather_share` of the local
+    rate.
     """
 
     ranks_per_node: int
@@ -27,6 +28,7 @@ class Fabric:
     network_bytes_per_s: float
     local_latency_s: float
     network_latency_s: float
+    gather_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ def hardware_fabric(hardware: Hardware, ranks: int) -> Fabric:
         share * network,
         slower * inner.latency_s,
         slower * outer.latency_s,
+        inner.gather_share,
     )
 
 

@@ -64,14 +64,22 @@ def parse_shards(given: ShardsGiven, dp: int, stages: int) -> tuple[StateShards,
     Three numbers, or a stage of ZeRO over all `dp` ranks; or a sequence of these, one a stage.
     Raises `ConfigError` for what is none of them, and as `StateShards` and its `check` do.
     """
-    if isinstance(given, str) or all(isinstance(count, int) for count in given):
+    count = stages_given(given)
+    if count is None:
         return (_parse(given, dp),) * stages  # type: ignore[arg-type]
-    if len(given) != stages:
+    if count != stages:
         raise ConfigError(
-            f"state_shards has {len(given)} entries, the pipeline {stages} stages; give one for "
+            f"state_shards has {count} entries, the pipeline {stages} stages; give one for "
             "each, or one for all"
         )
     return tuple(_parse(one, dp) for one in given)  # type: ignore[arg-type]
+
+
+def stages_given(given: ShardsGiven | None) -> int | None:
+    """Of how many stages a user gives the shards of each; None where one is for all, or open."""
+    if given is None or isinstance(given, str) or all(isinstance(count, int) for count in given):
+        return None
+    return len(given)
 
 
 def _parse(given: str | Sequence[int], dp: int) -> StateShards:
@@ -99,3 +107,11 @@ def lattice(dp: int) -> Iterator[StateShards]:
         for parameters in (d for d in divisors if optimizer % d == 0):
             for gradients in sorted({parameters, optimizer}):
                 yield StateShards(parameters, gradients, optimizer)
+
+
+def coarse_lattice(dp: int, inside: int) -> Iterator[StateShards]:
+    """Those that divide nothing, or over the `inside` dp ranks of a node, or over all of them."""
+    counts = {1, dp} | ({inside} if inside and dp % inside == 0 else set())
+    for one in lattice(dp):
+        if {one.parameters, one.gradients, one.optimizer} <= counts:
+            yield one

@@ -40,7 +40,9 @@ def predict(
     """
     plan, local = lowered.plan, lowered.stages.local
     mesh = plan.mesh
-    costs = costs or planned_costs(lowered, cluster)
+    if costs is None:
+        cluster = cluster.with_hardware(mesh.world_size)
+        costs = planned_costs(lowered, cluster)
     costs = tuple(
         replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
         for s, (c, g) in enumerate(zip(costs, local, strict=True))
@@ -60,7 +62,7 @@ def predict(
     own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
     programs = lowered.programs(ranks=None if dp_rank is None else own)
     placed = lowered.with_collectives(programs, touches)
-    simulation = simulate(placed, table, head=lowered.head_stage)
+    simulation = simulate(placed, table, head=lowered.head_stage, mesh=mesh)
     if dp_rank is not None:
         own = list(range(mesh.pp))
     prediction = Prediction(
@@ -86,6 +88,7 @@ def _collective_seconds(
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Rough costs of the stages, less the communication that is to run under computation."""
     plan = lowered.plan
+    cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     costs = tuple(
         rough_stage_cost(

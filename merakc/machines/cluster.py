@@ -79,7 +79,8 @@ class Level:
 
     It joins blocks of `devices` devices: those of a node, of a rack. `bytes_per_s` is what
     `shared_by` devices together send through it, a direction; `latency_s` what one step of a
-    collective waits. Through one with `symmetric_memory`, GPUs read each other's memory, so that
+    collective waits. Gathers and reduce-scatters of tp reach `gather_share` of the rate that
+    all-reduces reach. Through one with `symmetric_memory`, GPUs read each other's memory, so that
     torch pipelines products with collectives (`merakc.kernels.products`).
     """
 
@@ -92,6 +93,7 @@ class Level:
     shared_by: Count = 1
     symmetric_memory: bool = False
     source: str = ""
+    gather_share: Share = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +268,7 @@ class Cluster:
             link_latency_s=slower * level.latency_s,
             link_bytes_per_s=share * level.bytes_per_s / level.shared_by / slower,
             symmetric_memory=level.symmetric_memory,
+            gather_share=level.gather_share,
         )
 
     def slower(self, factor: float) -> Cluster:
@@ -276,6 +279,10 @@ class Cluster:
             bytes_per_s=self.bytes_per_s / factor,
             op_overhead_s=self.op_overhead_s * factor,
         )
+
+    def with_hardware(self, ranks: int) -> Cluster:
+        """The same, described as hardware of so many ranks, by which plans are priced."""
+        return self if self.hardware else replace(self, hardware=self.described(ranks))
 
     def described(self, ranks: int) -> Hardware:
         """Its hardware; where nothing is said of it, one node of `ranks` devices."""
@@ -288,7 +295,7 @@ class Cluster:
         )  # fmt: skip
         links = Level(
             "links", ranks, self.link_bytes_per_s, self.link_latency_s,
-            symmetric_memory=self.symmetric_memory,
+            symmetric_memory=self.symmetric_memory, gather_share=self.gather_share,
         )  # fmt: skip
         together = self.sharing.together if self.sharing else ()
         return Hardware(self.name, (Nodes(device, ranks, 1, together),), (links,), 1.0)

@@ -18,8 +18,8 @@ from merakc.costs.ranks import least_spare, rank_devices
 from merakc.costs.stages import piece_cost, rank_place
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
-from merakc.errors import CutError, FitError, MerakError
-from merakc.ir.state import AUTO, StateShards, lattice, parse_shards
+from merakc.errors import CutError, MerakError
+from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
 from merakc.machines.cluster import Device, Hardware
 from merakc.planner.estimate import (
     Degrees,
@@ -33,14 +33,17 @@ from merakc.planner.estimate import (
 )
 from merakc.planner.piece_table import Form, PieceTable
 from merakc.planner.search import Request
-from merakc.report.units import format_seconds
 from merakc.schedules.registry import KNOWN
 
-# Samples of a micro-batch, and stages of a rank, that are tried where they are open.
-MOST_SAMPLES = 16
+# Samples of a micro-batch that are tried where each number must be recorded, and stages of a rank,
+# both where they are open.
+MOST_RECORDED = 16
 CHUNKS = (2, 4)
 IDLE = "idle pipeline ranks"
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+# Layouts of which the bound is more than that above the best are not looked at: planned in full
+# they may be so much faster than by pieces.
+CLOSE = 1.05
 # Ways to shard the state that are tried where something must be recomputed, the fastest first.
 TRIED_WAYS = 3
 RECOMPUTES: dict[str, tuple[Recompute, ...]] = {
@@ -57,6 +60,11 @@ class Layout:
     degrees: Degrees
     samples: int
     sequence_parallel: bool
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        return self.degrees.dp * self.degrees.micro_batches * self.samples
 
     @property
     def form(self) -> Form:
@@ -79,60 +87,87 @@ class Candidate:
         """Of the fullest rank."""
         return max(self.estimate.peak_bytes)
 
+    @property
+    def sample_s(self) -> float:
+        """Seconds of a step for each sample of the whole batch."""
+        return self.estimate.step_s / self.layout.batch_size
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """That a layout does not fit: what its rank of least spare memory needs at the least."""
+
+    need_bytes: int
+
+    def __str__(self) -> str:
+        return f"a rank needs {self.need_bytes / 1e9:.0f} GB at the least"
+
 
 @dataclass
 class Candidates:
-    """The candidates of a request, the fastest first, and what was refused, by degrees, and why."""
+    """The candidates of a request, the fastest per sample first, and what was refused, by degrees,
+    and why.
+    """
 
     found: list[Candidate] = field(default_factory=list)
     refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
     looked_at: int = 0
+    _short: list[tuple[int, Layout]] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
-        """Seconds of the fastest step, once as many were found as are to be shown."""
-        return self.found[0].estimate.step_s if len(self.found) > RUNNERS_UP else math.inf
+        """Seconds a sample of the fastest step, once as many were found as are to be shown."""
+        return self.found[0].sample_s if len(self.found) > RUNNERS_UP else math.inf
 
-    def add(self, layout: Layout, found: Candidate | str) -> None:
+    @property
+    def nearest(self) -> list[Layout]:
+        """The layouts that were looked at and do not fit, what needs least memory first."""
+        return [layout for _, layout in sorted(self._short, key=lambda one: one[0])]
+
+    def add(self, layout: Layout, found: Candidate | Shortage) -> None:
         """A layout that was looked at, with what was found of it, or why it cannot be."""
         self.looked_at += 1
         d = layout.degrees
-        if isinstance(found, str):
-            self.refused.setdefault((d.dp, d.tp, d.pp), found)
+        if isinstance(found, Shortage):
+            self.refused.setdefault((d.dp, d.tp, d.pp), str(found))
+            self._short.append((found.need_bytes, layout))
             return
         self.refused.pop((d.dp, d.tp, d.pp), None)
         self.found.append(found)
-        self.found.sort(key=lambda c: c.estimate.step_s)
+        self.found.sort(key=lambda c: c.sample_s)
 
 
 def find_candidates(
     table: PieceTable,
     request: Request,
-    batch_size: int,
     hardware: Hardware,
     precision: Precision,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Candidates:
-    """The fastest layouts of `batch_size` samples over all ranks, by their pieces.
+    """The fastest layouts of a request, by their pieces.
 
     Every layout that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first
-    error where no form can be sharded, `CutError` where there are too few places to cut, and
-    `FitError` where nothing fits the memory.
+    error where no form can be sharded, and `CutError` where there are too few places to cut.
     """
     result = Candidates()
     groups: dict[object, list[Layout]] = {}
-    for layout in open_layouts(table, request, batch_size, hardware, result, progress):
+    for layout in open_layouts(table, request, hardware, result, progress):
         key = layout.form, layout.samples, layout.degrees.pp, layout.degrees.inner
         groups.setdefault(key, []).append(layout)
     if not groups:
-        why = f"no degrees that divide {request.world_size} ranks and {batch_size} samples give"
-        none = CutError(f"{why} a stage to every pipeline rank; give other degrees, or a batch")
+        size = request.total_batch_size or request.batch_size
+        why = f"no degrees that divide {request.world_size} ranks and {size} samples give"
+        most = max((len(table.pieces(f, 1)) for f in table.forms), default=0)
+        none = CutError(
+            f"{why} a stage to every pipeline rank, of which there can be at most {most}; give "
+            "other degrees, or a batch"
+        )
         raise next(iter(table.refused.values()), none)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
     bounds = _Bounds(table, hardware)
     firsts: list[tuple[float, list[Layout]]] = []
     for own in sorted(groups.values(), key=lambda own: bounds.of(own[0])):
-        if bounds.of(own[0]) > result.best_s:
+        if bounds.of(own[0]) > CLOSE * result.best_s:
             break
         first = price_layout(table, own[0], request, hardware, precision)
         result.add(own[0], first)
@@ -140,6 +175,7 @@ def find_candidates(
             # Another order of work can save no more than is idle, unless its stages suit unlike
             # devices better.
             busy_s = first.estimate.step_s - first.seconds[IDLE]
+            busy_s /= own[0].batch_size
             firsts.append((bounds.of(own[0]) if hardware.is_mixed else busy_s, own[1:]))
     for least_s, others in sorted(firsts, key=lambda one: one[0]):
         if least_s > result.best_s:
@@ -151,28 +187,12 @@ def find_candidates(
         if min(d.dp, d.pp) > 1 and not hardware.is_mixed:
             layout = replace(one.layout, degrees=replace(d, inner="dp"))
             result.add(layout, price_layout(table, layout, request, hardware, precision))
-    if not result.found:
-        raise FitError(_nothing_fits(result, hardware))
     return result
-
-
-def _nothing_fits(result: Candidates, hardware: Hardware) -> str:
-    sizes = sorted({node.device.memory_bytes for node in hardware.nodes})
-    most = " or ".join(f"{size / 1e9:.0f}" for size in sizes)
-    reasons = "; ".join(
-        f"dp={dp} tp={tp} pp={pp}: {why}" for (dp, tp, pp), why in [*result.refused.items()][:3]
-    )
-    return (
-        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger ones, "
-        "leave degrees, shards and recomputation open, or give smaller micro-batches or a shorter "
-        "sequence"
-    )
 
 
 def open_layouts(
     table: PieceTable,
     request: Request,
-    batch_size: int,
     hardware: Hardware,
     result: Candidates,
     progress: Callable[[str], None],
@@ -194,30 +214,30 @@ def open_layouts(
             except MerakError as error:
                 result.refused[0, tp, 0] = str(error)
                 continue
-            for degrees, samples in _degrees(request, tp, batch_size, len(pieces)):
+            most = math.inf if table.can_scale((tp, sequence_parallel)) else MOST_RECORDED
+            for degrees, samples in _degrees(request, tp, len(pieces)):
+                if request.micro_batches is None and samples > most:
+                    continue
                 yield Layout(degrees, samples, sequence_parallel)
                 if hardware.is_mixed and min(degrees.dp, degrees.pp) > 1:
                     # What devices a stage has depends on which axis lies inside.
                     yield Layout(replace(degrees, inner="dp"), samples, sequence_parallel)
 
 
-def _degrees(
-    request: Request, tp: int, batch_size: int, pieces: int
-) -> Iterator[tuple[Degrees, int]]:
+def _degrees(request: Request, tp: int, pieces: int) -> Iterator[tuple[Degrees, int]]:
     """The degrees for one of tp, with the samples of a micro-batch."""
+    stages = stages_given(request.state_shards)
     for pp in _divisors(request.world_size // tp):
         dp = request.world_size // tp // pp
-        if request.pp not in (None, pp) or request.dp not in (None, dp) or batch_size % dp:
+        local = request.local_batch_size(dp)
+        if request.pp not in (None, pp) or request.dp not in (None, dp) or local is None:
             continue
-        local = batch_size // dp
         for samples in _divisors(local):
             micro_batches = local // samples
             if request.micro_batches not in (None, micro_batches):
                 continue
-            if request.micro_batches is None and samples > MOST_SAMPLES:
-                continue
             for schedule, chunks in _schedules(request, pp):
-                if pp * chunks <= pieces:
+                if pp * chunks <= pieces and stages in (None, pp * chunks):
                     degrees = Degrees(dp, tp, pp, micro_batches, chunks, schedule=schedule)
                     yield degrees, samples
 
@@ -242,7 +262,9 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass
 class _Bounds:
-    """Seconds that no order of work can beat: no stage longer than others, nothing waited for."""
+    """Seconds a sample that no order of work can beat: no stage longer than others, nothing waited
+    for.
+    """
 
     table: PieceTable
     hardware: Hardware
@@ -265,7 +287,8 @@ class _Bounds:
             )
             for device in dict.fromkeys(devices)
         }
-        return layout.degrees.micro_batches * total_s / sum(speeds[device] for device in devices)
+        step_s = layout.degrees.micro_batches * total_s / sum(speeds[device] for device in devices)
+        return step_s / layout.batch_size
 
     def _seconds(self, layout: Layout, device: Device) -> tuple[float, list[float]]:
         """Of a micro-batch on one device, and of each different piece."""
@@ -282,7 +305,7 @@ class _Bounds:
 
 def price_layout(
     table: PieceTable, layout: Layout, request: Request, hardware: Hardware, precision: Precision
-) -> Candidate | str:
+) -> Candidate | Shortage:
     """The layout with the shards and the recomputation that suit it best, or why it cannot be."""
     pieces = table.pieces(layout.form, layout.samples)
     base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
@@ -316,7 +339,7 @@ def price_layout(
         if any(habits.shards == ways[0].shards for habits, _ in tried):
             break  # the fastest shards, and nothing recomputed
     if not tried:
-        return f"a rank needs {least / 1e9:.0f} GB at the least"
+        return Shortage(least)
     habits, found = min(tried, key=lambda one: one[1].step_s)
     flops = {
         id(p): total_flops(p.work.forward) + total_flops(p.work.backward)
@@ -336,9 +359,7 @@ def _shards(request: Request, job: Job, hardware: Hardware) -> list[StateShards]
     dp, asked = job.degrees.dp, request.state_shards
     if asked is not None and asked != AUTO:
         return [parse_shards(asked, dp, len(job.parts))[0]]
-    inside = max(1, hardware.nodes[0].devices // job.degrees.mesh.dp_stride)
-    counts = {1, dp} | ({inside} if dp % inside == 0 else set())
-    return [one for one in lattice(dp) if {one.parameters, one.gradients, one.optimizer} <= counts]
+    return list(coarse_lattice(dp, hardware.nodes[0].devices // job.degrees.mesh.dp_stride))
 
 
 def _seconds(job: Job, found: Estimate) -> dict[str, float]:
@@ -362,13 +383,3 @@ def _seconds(job: Job, found: Estimate) -> dict[str, float]:
         "recomputation": found.recompute_s, "waiting for dp": found.state_s,
         "optimizer": found.optimizer_s,
     }  # fmt: skip
-
-
-def loses_by(one: Candidate, best: Candidate) -> str:
-    """What a candidate spends most more on than the best."""
-    if one.estimate.step_s < best.estimate.step_s:
-        return "planned in full it is slower"
-    more = {name: value - best.seconds[name] for name, value in one.seconds.items()}
-    name = max(more, key=lambda key: more[key])
-    sign = "+" if more[name] >= 0 else "-"
-    return f"{name} {sign}{format_seconds(abs(more[name]))}"

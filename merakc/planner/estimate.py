@@ -29,6 +29,7 @@ from merakc.costs.stages import (
 from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
 from merakc.costs.work.pieces import Piece
+from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import UNSHARDED, StateShards
@@ -134,7 +135,7 @@ class Job:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return _rank_of(self.degrees)
+        return rank_of(self.degrees)
 
     @property
     def links(self) -> Place:
@@ -211,7 +212,7 @@ def make_job(
         costs[device] = [known[id(piece)] for piece in pieces]
     on_ranks = [costs[device] for device in devices]
     if habits.stagewise:
-        parts = balanced_stages([on_ranks[rank] for rank in _rank_of(degrees)])
+        parts = balanced_stages([on_ranks[rank] for rank in rank_of(degrees)])
     else:
         parts = even_stages(pieces, (), degrees.pp * degrees.chunks)
     of_ranks = [places[device] for device in devices]
@@ -324,9 +325,26 @@ def _name(degrees: Degrees) -> str:
     return "interleaved-1f1b" if is_plain else degrees.schedule
 
 
-def _rank_of(degrees: Degrees) -> tuple[int, ...]:
+def rank_of(degrees: Degrees) -> tuple[int, ...]:
+    """The pipeline rank of each stage."""
     chunks = degrees.chunks if degrees.chunks > 1 else None
     return stage_ranks(_name(degrees), degrees.pp, chunks)
+
+
+def _in_buckets(layers: Sequence[Layer], parameter_bytes: int) -> list[Layer]:
+    """The layers of which parameters travel together, as `plan_buckets` joins small ones."""
+    total = sum(layer.parameters for layer in layers)
+    most = min(BUCKET_BYTES, max(LEAST_BYTES, parameter_bytes * total // LEAST_BUCKETS))
+    found: list[Layer] = []
+    for layer in layers:
+        if found and parameter_bytes * (found[-1].parameters + layer.parameters) <= most:
+            last = found.pop()
+            layer = Layer(
+                last.parameters + layer.parameters, last.forward_s + layer.forward_s,
+                last.backward_s + layer.backward_s,
+            )  # fmt: skip
+        found.append(layer)
+    return found
 
 
 def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
@@ -345,6 +363,8 @@ def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
             Layer(pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s)
             for k in rank_pieces[most]
         ]
+        if habits.stagewise:
+            layers = _in_buckets(layers, precision.parameter_bytes)
         group = DpGroup(degrees.dp, fabric, degrees.mesh.dp_stride, habits.overlap)
         # Only the first and the last micro-batch meet communication, unless each one does: then
         # those in between wait equally long.

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 
 from merakc.batches.split import batch_size_of, call_arguments
-from merakc.costs import state
-from merakc.costs.ranks import fits
 from merakc.costs.work.scaled import SAMPLES
-from merakc.errors import ConfigError, MerakError
+from merakc.errors import ConfigError, FitError
 from merakc.frontend.record import Recording
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
-from merakc.ir.state import AUTO
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.recording import record_part, with_loss
-from merakc.machines.cluster import Cluster
+from merakc.machines.cluster import Cluster, Hardware
 from merakc.machines.garbage import few_collections
-from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates, find_candidates, loses_by
-from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request, improve, search
+from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
+from merakc.planner.choose import Progress, choose, compare, describe
+from merakc.planner.search import Request
 from merakc.planner.sources import Source
-
-# The best candidates are planned in full, as many as have so many nodes in all, and two at least.
-FINALIST_NODES = 9_000
-MOST_FINALISTS = 8
-# Candidates that are slower than the best by more than that are not planned. Estimates by pieces
-# fall short by up to 14 % where stages are few.
-FAR = 1.15
-
-Progress = Callable[[str], None]
+from merakc.report.units import format_seconds
 
 
 @dataclass
@@ -65,10 +52,6 @@ class Recordings:
             )  # fmt: skip
             self.known[samples] = with_loss(found)
         return self.known[samples]
-
-    def part(self, samples: int, parts: int) -> Recording:
-        """The recording of one of so many equal parts of so many samples."""
-        return self(samples // parts)
 
     @property
     def dtype(self) -> str:
@@ -102,30 +85,13 @@ def plan_offline(
     planned in full. `progress` is told what is being done. Raises `ConfigError` where no degree
     divides the batch, and the first error where nothing can be planned.
     """
+    check_request(request, batch_size)
+    request = replace(request, total_batch_size=batch_size)
     record = Recordings(source, request, progress)
-    candidates = compare(record, request, batch_size, cluster)
-    nodes = len(record(SAMPLES[0]).graph.nodes)
-    finalists = _distinct(candidates.found, min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS))
-    best: tuple[Plan, Lowered] | None = None
-    first_error: MerakError | None = None
-    for candidate in finalists:
-        progress(f"planning {describe(candidate)}")
-        asked = asked_for(request, candidate, batch_size)
-        try:
-            found = search(asked, partial(record.part, asked.batch_size), cluster)
-        except MerakError as error:
-            first_error = first_error or error
-            continue
-        if best is None or _rank(found[0], cluster) < _rank(best[0], cluster):
-            best = found
-    if best is None:
-        assert first_error is not None
-        raise first_error
-    progress("improving the best plan")
-    local = best[0].batch_size
-    asked = replace(request, batch_size=local)
-    plan, lowered = improve(asked, *best, partial(record.part, local), cluster)
-    return plan, lowered, alternatives(candidates, plan)
+    candidates = compare(request, record, cluster, progress)
+    check_fit(candidates, cluster.described(request.world_size))
+    lowered = choose(request, record, cluster, progress, candidates)
+    return lowered.plan, lowered, alternatives(candidates, lowered.plan)
 
 
 def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
@@ -171,16 +137,7 @@ def _unlike(candidate: Candidate, plan: Plan) -> tuple[bool, ...]:
 def _shown(candidate: Candidate) -> tuple[object, ...]:
     """What people are told of a candidate: all but which axis lies inside, and its shards."""
     habits = candidate.habits
-    return describe(candidate), candidate.layout.sequence_parallel, habits.recompute
-
-
-def compare(record: Recordings, request: Request, batch_size: int, cluster: Cluster) -> Candidates:
-    """The candidates for `batch_size` samples over all ranks. Raises as `plan_offline` does."""
-    check_request(request, batch_size)
-    table = PieceTable(record, cluster)
-    hardware = cluster.described(request.world_size)
-    precision = state_precision(record(SAMPLES[0]), request)
-    return find_candidates(table, request, batch_size, hardware, precision, record.progress)
+    return describe(candidate.layout), candidate.layout.sequence_parallel, habits.recompute
 
 
 def check_request(request: Request, batch_size: int) -> None:
@@ -206,64 +163,28 @@ def check_request(request: Request, batch_size: int) -> None:
         )
 
 
-def state_precision(recording: Recording, request: Request) -> state.Precision:
-    """The bytes of a parameter's state: of the precision, or of the parameters' own dtype."""
-    own = request.precision
-    if own is not None:
-        compute, gradients, master = (
-            own.dtype(of).itemsize for of in ("compute", "gradients", "master")
-        )
-        return state.Precision(compute, gradients, 3 * master)
-    sizes = [i.spec.dtype.itemsize for i in recording.graph.inputs if i.kind is InputKind.PARAMETER]
-    size = max(sizes, default=4)
-    return state.Precision(size, size, 2 * size)
-
-
-def asked_for(request: Request, candidate: Candidate, batch_size: int) -> Request:
-    """The request, with everything fixed that a candidate has decided."""
-    d, habits = candidate.layout.degrees, candidate.habits
-    is_open = request.schedule == "auto"
-    shards, asked = habits.shards, request.state_shards
-    found = shards.parameters, shards.gradients, shards.optimizer
-    return replace(
-        request,
-        batch_size=batch_size // d.dp,
-        dp=d.dp,
-        tp=d.tp,
-        pp=d.pp,
-        inner=d.inner,
-        micro_batches=d.micro_batches,
-        schedule=d.schedule if is_open else request.schedule,
-        chunks=d.chunks if d.chunks > 1 else None,
-        overlap=0 if request.overlap is None else request.overlap,
-        sequence_parallel=candidate.layout.sequence_parallel,
-        state_shards=found if asked in (None, AUTO) else asked,
+def check_fit(result: Candidates, hardware: Hardware) -> None:
+    """Raises `FitError` where no candidate fits the memory."""
+    if result.found:
+        return
+    sizes = sorted({node.device.memory_bytes for node in hardware.nodes})
+    most = " or ".join(f"{size / 1e9:.0f}" for size in sizes)
+    reasons = "; ".join(
+        f"dp={dp} tp={tp} pp={pp}: {why}" for (dp, tp, pp), why in [*result.refused.items()][:3]
+    )
+    raise FitError(
+        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger ones, "
+        "leave degrees, shards and recomputation open, or give smaller micro-batches or a shorter "
+        "sequence"
     )
 
 
-def describe(candidate: Candidate) -> str:
-    """A candidate's layout, in a line."""
-    d = candidate.layout.degrees
-    chunks = f" of {d.chunks} stages a rank" if d.chunks > 1 else ""
-    parts = [f"dp={d.dp} tp={d.tp} pp={d.pp}", f"{d.micro_batches} micro-batches"]
-    if d.pp > 1:
-        parts.append(f"{d.schedule}{chunks}")
-    return ", ".join(parts)
-
-
-def _distinct(found: list[Candidate], count: int) -> list[Candidate]:
-    """The best candidates that are not far off, of each layout the better axis inside."""
-    limit_s = FAR * found[0].estimate.step_s
-    first: dict[object, Candidate] = {}
-    for one in found:
-        if one.estimate.step_s <= limit_s:
-            degrees = replace(one.layout.degrees, inner="pp")
-            first.setdefault(replace(one.layout, degrees=degrees), one)
-    return list(first.values())[:count]
-
-
-def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
-    """Plans that fit come first, and then the faster ones."""
-    assert plan.prediction is not None
-    too_big = not fits(plan.prediction.peak_bytes, cluster, plan.mesh)
-    return too_big, plan.prediction.step_s
+def loses_by(one: Candidate, best: Candidate) -> str:
+    """What a candidate spends most more on than the best."""
+    if one.sample_s < best.sample_s:
+        return "planned in full it is slower"
+    each = best.layout.batch_size / one.layout.batch_size
+    more = {name: each * value - best.seconds[name] for name, value in one.seconds.items()}
+    name = max(more, key=lambda key: more[key])
+    sign = "+" if more[name] >= 0 else "-"
+    return f"{name} {sign}{format_seconds(abs(more[name]))}"

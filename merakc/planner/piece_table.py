@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from merakc.costs.work.pieces import Piece, cut_pieces, part_starts
+from merakc.costs.work.pieces import Piece, cut_pieces, part_runs, part_starts
 from merakc.costs.work.scaled import SAMPLES, scaled
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
@@ -23,8 +23,10 @@ from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.shard import shard
 
-# The pieces of a model without repeated blocks.
+# The pieces of a model without repeated blocks; and the least of any, so that what few blocks there
+# are can be spread over stages.
 PLAIN = 64
+FEWEST = 24
 # A batch is in parts, whatever their number: what it couples runs once.
 PARTS = 2
 
@@ -49,6 +51,11 @@ class PieceTable:
     _short: dict[int, tuple[Graph, tuple[int, ...]]] = field(default_factory=dict)
     _known: dict[tuple[Form, int], tuple[Piece, ...]] = field(default_factory=dict)
 
+    @property
+    def forms(self) -> list[Form]:
+        """The forms that were cut."""
+        return list(self._ends)
+
     def pieces(self, form: Form, samples: int) -> tuple[Piece, ...]:
         """The pieces of a micro-batch. Raises the error of a form that cannot be."""
         if form in self.refused:
@@ -60,6 +67,11 @@ class PieceTable:
                 self.refused[form] = error
                 raise
         return self._known[form, samples]
+
+    def can_scale(self, form: Form) -> bool:
+        """Whether two recordings say of all numbers of samples, so that no other is needed."""
+        self.pieces(form, 1)
+        return scaled(self._ends[form], 1) is not None
 
     def _make(self, form: Form, samples: int) -> tuple[Piece, ...]:
         if form not in self._ends:
@@ -77,11 +89,15 @@ class PieceTable:
         )  # fmt: skip
         self._gathered.setdefault(tp, gathers(graph))
         self._splits.setdefault(form, sharding.splits(graph))
-        pieces = cut_pieces(localise(graph, sharding, 0), plain=PLAIN)
-        if len(counts) == 1:
-            return pieces
-        assert len(pieces) == len(counts), "blocks were lost where a graph was sharded"
-        return tuple(p for p, count in zip(pieces, counts, strict=True) for _ in range(count))
+        local = localise(graph, sharding, 0)
+        runs = PLAIN if len(counts) == 1 else -(-FEWEST // sum(counts))
+        parts = part_runs(local, runs)
+        assert len(parts) == len(counts), "blocks were lost where a graph was sharded"
+        pieces = iter(cut_pieces(local, runs=runs))
+        own = [[next(pieces) for _ in part] for part in parts]
+        return tuple(
+            piece for part, count in zip(own, counts, strict=True) for piece in part * count
+        )
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
         if samples not in self._short:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from merakc.costs.work.scaled import SAMPLES
 from merakc.errors import ConfigError
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import hardware_for
 from merakc.planner.candidates import Candidate, find_candidates
-from merakc.planner.offline import Recordings, check_request, describe, state_precision
+from merakc.planner.choose import describe, state_precision
+from merakc.planner.offline import Recordings, check_fit, check_request
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import Request
 
@@ -58,7 +58,8 @@ def sweep(
     """The best plan at each number of ranks, by the pieces of the model.
 
     The batch is `batch_size` everywhere (strong scaling), or grows by `samples_per_rank` (weak).
-    Raises `ConfigError` where both or none are given, and as `find_candidates` does.
+    Raises `ConfigError` where both or none are given, and as `find_candidates` and `check_fit`
+    do.
     """
     if (samples_per_rank is None) == (batch_size is None):
         raise ConfigError(
@@ -77,8 +78,10 @@ def sweep(
         size = batch_size or max(1, round(count * (samples_per_rank or 0)))
         asked = replace(request, world_size=count)
         check_request(asked, size)
-        precision = state_precision(record(SAMPLES[0]), request)
-        candidates = find_candidates(table, asked, size, hardware, precision)
+        asked = replace(asked, total_batch_size=size)
+        precision = state_precision(record, request)
+        candidates = find_candidates(table, asked, hardware, precision)
+        check_fit(candidates, hardware)
         found.append(_point(record, candidates.found[0], hardware, size))
     return found
 
@@ -96,8 +99,8 @@ def _point(record: Recordings, best: Candidate, hardware: Hardware, batch_size: 
     per_rank = tokens / step_s / ranks
     shards = best.habits.shards
     return Point(
-        ranks, batch_size, degrees.dp, degrees.tp, degrees.pp, describe(best), str(shards), step_s,
-        tokens / step_s, per_rank, flops / (step_s * peak), power_w,
+        ranks, batch_size, degrees.dp, degrees.tp, degrees.pp, describe(best.layout), str(shards),
+        step_s, tokens / step_s, per_rank, flops / (step_s * peak), power_w,
         per_rank / power_w if power_w else 0.0, per_rank * SECONDS_PER_HOUR, waiting,
     )  # fmt: skip
 

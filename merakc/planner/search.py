@@ -1,15 +1,15 @@
-"""Chooses what the user left open: degrees, micro-batches, schedule, recomputation."""
+"""What users ask for, and the plan in full of one layout: its memory, its order of work."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merakc.costs.ranks import fits, rank_memory_bytes
-from merakc.costs.stage import with_state
+from merakc.costs.roofline import graph_seconds, link_seconds
+from merakc.costs.stage import faster, with_state
 from merakc.costs.work.keep import keep_bytes, with_kept
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
@@ -18,28 +18,39 @@ from merakc.ir.costs import StageCost
 from merakc.ir.plan import Plan, Prediction
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Inner, Mesh
-from merakc.ir.state import AUTO, ShardsGiven, StateShards, lattice, parse_shards
+from merakc.ir.state import (
+    AUTO,
+    UNSHARDED,
+    ShardsGiven,
+    StateShards,
+    coarse_lattice,
+    lattice,
+    parse_shards,
+)
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import rough_touches
+from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
 from merakc.schedules.text import format_schedule, parse_schedule
-from merakc.schedules.timing import make_pipeline
+from merakc.schedules.timing import Pipeline, make_pipeline
 
 # Micro-batches a stage beyond which the pipeline's bubble is small: (p - 1) / (m + p - 1) < 20 %.
 MICRO_BATCHES_PER_STAGE = 4
 ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
 # Works that the generator schedules: about a second.
 EFFORT = 100_000
-# Orders whose seconds or bytes are less than this apart are equal: predictions tell no more. What
-# keeps no more than 1F1B is looked for among fewer, the known schedules first.
+# What keeps no more bytes than 1F1B, but for so many, is looked for among fewer orders, the known
+# schedules first.
 SAME = 1.01
 LEAN_EFFORT = 20_000
-# The best plans, of which each is tried with communication under computation: it takes seconds.
-OVERLAPPED = 3
+# The most dp ranks whose whole lattice of shards is tried.
+FINE = 8
+# The recording of a micro-batch of so many samples.
+Record = Callable[[int], Recording]
 # Schedules that are made for recomputation.
 ALWAYS_RECOMPUTES = ("merak",)
 
@@ -68,6 +79,14 @@ class Request:
     couplings: Couplings = WHOLE_BATCH  # of the samples that the loss couples
     batch_dims: BatchDims = field(default_factory=dict)  # where samples stand in the batch
     inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
+    total_batch_size: int | None = None  # over all dp ranks; `batch_size` then follows from dp
+
+    def local_batch_size(self, dp: int) -> int | None:
+        """Samples of each of `dp` ranks; None where their batch does not divide."""
+        if self.total_batch_size is None:
+            return self.batch_size
+        each, left = divmod(self.total_batch_size, dp)
+        return None if left else each
 
 
 def with_schedule(request: Request) -> Request:
@@ -130,61 +149,100 @@ def micro_batches_for(request: Request, mesh: Mesh) -> int:
     return min(divisors, key=lambda d: (abs(d - wanted), -d))
 
 
-def search(
-    request: Request, record: Callable[[int], Recording], cluster: Cluster
-) -> tuple[Plan, Lowered]:
-    """The fastest plan per sample that fits the memory, by simulation.
+def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
+    """The plan of a request that leaves no degree open, with what suits its memory best.
 
-    `record` gives the recording for a number of micro-batches. Where the user fixed everything
-    there is one candidate, taken even if it seems not to fit. Raises the first candidate's error
-    where none is possible.
+    Collectives block, and the order of work is 1F1B's, where the request leaves these open:
+    `improve` looks for better. Raises `MerakError`s of what cannot be planned.
     """
-    found: list[tuple[Plan, Lowered]] = []
-    first_error: MerakError | None = None
-    for mesh in meshes(request):
-        for sequence_parallel in _forms(request, mesh):
-            try:
-                found.append(_plan(request, mesh, record, cluster, sequence_parallel))
-            except MerakError as error:
-                first_error = first_error or error
-                break
-        found = sorted(found, key=lambda made: _rank(made[0], cluster))[:OVERLAPPED]
-    overlapped: list[tuple[Plan, Lowered]] = []
-    for _, lowered in found:
-        try:
-            overlapped.append(_overlapped(request, lowered, record, cluster))
-        except MerakError as error:
-            first_error = first_error or error
-    if not overlapped:
-        assert first_error is not None
-        raise first_error
-    best = min(overlapped, key=lambda made: _rank(made[0], cluster))
-    return _generated(request, *best, cluster)
+    (mesh,) = meshes(request)
+    micro_batches = micro_batches_for(request, mesh)
+    recording = record(request.batch_size // micro_batches)
+    schedule = "1f1b" if request.schedule == "auto" else request.schedule
+    choices = _recomputations(request)
+    plan, lowered = make_plan(
+        recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
+        schedule=schedule, order=request.order, chunks=request.chunks, recompute=choices[0],
+        sequence_parallel=bool(request.sequence_parallel),
+    )  # fmt: skip
+    asked = request.state_shards
+    if asked is not None and asked != AUTO:
+        plan = _sharded(plan, parse_shards(asked, mesh.dp, len(plan.rank_of)))
+    plan = replace(plan, precision=request.precision)
+    made: list[Lowered] = []
+    for choice in choices:
+        kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
+        plan = replace(plan, recompute=choice, keep_bytes=kept)
+        lowered = _with_prediction(replace(lowered, plan=plan), cluster)
+        suffices = _fits(lowered, cluster)
+        if mesh.dp > 1 and (asked == AUTO or (asked is None and not suffices)):
+            lowered = _with_fastest_shards(lowered, cluster)
+            plan = lowered.plan
+        made.append(lowered)
+        # Ranks that share cores may be faster where one of them has more to do.
+        if _fits(lowered, cluster) and cluster.sharing is None:
+            break
+    fitting = [one for one in made if _fits(one, cluster)]
+    return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
 
 
-def improve(
-    request: Request,
-    plan: Plan,
-    lowered: Lowered,
-    record: Callable[[int], Recording],
-    cluster: Cluster,
-) -> tuple[Plan, Lowered]:
-    """A plan with communication under computation, and an order of work made for it, where the
-    request leaves them open and they pay.
+def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster) -> Lowered:
+    """The same with other shards of the state, with communication under computation, and with an
+    order of work made for it, where the request leaves them open and they pay.
+
+    Raises `MerakError` where what is asked for cannot be.
     """
-    if request.overlap is None:
-        with contextlib.suppress(MerakError):  # it need not
-            found = _overlapped(request, lowered, record, cluster)
-            if _rank(found[0], cluster) < _rank(plan, cluster):
-                plan, lowered = found
-    return _generated(request, plan, lowered, cluster)
+    if lowered.plan.dp > 1 and request.state_shards in (None, AUTO):
+        sharded = _with_fastest_shards(lowered, cluster)
+        lowered = min(lowered, sharded, key=lambda one: standing(one, cluster))
+    samples, asked = lowered.plan.batch_size, request.overlap
+    try:
+        found = choose_overlap(lowered, lambda parts: record(samples // parts), cluster, asked)
+    except MerakError:
+        if request.overlap is not None:
+            raise
+        found = lowered
+    if found is not lowered:
+        found = _with_prediction(found, cluster)
+        if request.overlap is None and standing(lowered, cluster) <= standing(found, cluster):
+            found = lowered
+    return _generated(request, found, cluster)
 
 
-def _rank(plan: Plan, cluster: Cluster) -> tuple[bool, float]:
-    """Plans that fit come first, and then the faster ones per sample."""
-    prediction = _predicted(plan)
-    too_big = not fits(prediction.peak_bytes, cluster, plan.mesh)
-    return too_big, prediction.step_s / plan.dp
+def least_seconds(lowered: Lowered, cluster: Cluster) -> float:
+    """Seconds of a step that no order of work, and no communication under computation, can beat."""
+    plan, near = lowered.plan, cluster.joining(lowered.plan.tp)
+    costs = []
+    for cost, local in zip(planned_costs(lowered, cluster), lowered.stages.local, strict=True):
+        specs = local.specs()
+        wire_s = sum(link_seconds(node, specs, near) for node in local.nodes)
+        costs.append(faster(cost, 1.0 - wire_s / graph_seconds(local, near)) if wire_s else cost)
+    pipeline = _pipeline(lowered, costs, cluster)
+    return lower_bound_s(pipeline, rank_memory_bytes(cluster, plan.mesh))
+
+
+def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) -> Pipeline:
+    sizes = [t.size_bytes for t in lowered.stages.transfers]
+    link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
+    head_s = None if lowered.head_stage is None else costs[lowered.head_stage].head_s
+    return make_pipeline(lowered.plan.rank_of, costs, lowered.plan.micro_batches, link_s, head_s)
+
+
+def standing(lowered: Lowered, cluster: Cluster) -> tuple[bool, float, int]:
+    """Plans that fit come first, then the faster ones per sample, then those of less memory."""
+    plan, prediction = lowered.plan, _predicted(lowered.plan)
+    sample_s = float(f"{prediction.step_s / (plan.dp * plan.batch_size):.9e}")
+    return not _fits(lowered, cluster), sample_s, max(prediction.peak_bytes)
+
+
+def _fits(lowered: Lowered, cluster: Cluster) -> bool:
+    plan = lowered.plan
+    return fits(_predicted(plan).peak_bytes, cluster, plan.mesh)
+
+
+def _with_prediction(lowered: Lowered, cluster: Cluster) -> Lowered:
+    prediction, _ = predict(lowered, cluster, dp_rank=0)
+    return replace(lowered, plan=replace(lowered.plan, prediction=prediction))
 
 
 def _predicted(plan: Plan) -> Prediction:
@@ -192,58 +250,41 @@ def _predicted(plan: Plan) -> Prediction:
     return plan.prediction
 
 
-def _overlapped(
-    request: Request, lowered: Lowered, record: Callable[[int], Recording], cluster: Cluster
-) -> tuple[Plan, Lowered]:
-    """The plan with communication under computation, where that is asked for or pays."""
-    made = choose_overlap(lowered, record, cluster, request.overlap)
-    if made is not lowered:
-        prediction, _ = predict(made, cluster, dp_rank=0)
-        made = replace(made, plan=replace(made.plan, prediction=prediction))
-    return made.plan, made
-
-
-def _generated(
-    request: Request, plan: Plan, lowered: Lowered, cluster: Cluster
-) -> tuple[Plan, Lowered]:
+def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     """The plan with an order of work made for its stages and memory, where that is shorter.
 
-    Of orders that are equally short, to within what predictions can tell, the one that keeps no
-    more than 1F1B. Only where schedule and recomputation are open; "none" is open too, as to the
-    order.
+    Of orders that are equally short, the one that keeps no more than 1F1B. Only where schedule and
+    recomputation are open; "none" is open too, as to the order.
     """
+    plan = lowered.plan
     if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
-        return plan, lowered
+        return lowered
     costs = planned_costs(lowered, cluster)
     # Where recomputing gives nothing back, no order recomputes.
     keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
     costs = keeping if request.recompute == "none" else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     found = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
-    if found is None or _rank(found, cluster) >= _rank(plan, cluster):
-        return plan, lowered
-    best = _predicted(found)
+    if found is None or standing(found, cluster) >= standing(lowered, cluster):
+        return lowered
+    best = _predicted(found.plan)
     least_bytes = round(SAME * max(_predicted(plan).peak_bytes))
     if plan.recompute == "none" and max(best.peak_bytes) > least_bytes:
         memory_bytes = tuple(min(own, least_bytes) for own in memory_bytes)
         lean = _ordered(lowered, keeping, cluster, memory_bytes, LEAN_EFFORT)
-        if lean is not None and _predicted(lean).step_s <= SAME * best.step_s:
-            found = lean
-    return found, replace(lowered, plan=found)
+        if lean is not None:
+            found = min(found, lean, key=lambda one: standing(one, cluster))
+    return found
 
 
 def _ordered(
     lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster, memory_bytes: Sequence[int],
     effort: int,
-) -> Plan | None:  # fmt: skip
+) -> Lowered | None:  # fmt: skip
     """The plan with an order that is generated for these costs of its stages and this memory; None
     where nothing fits it.
     """
-    plan = lowered.plan
-    sizes = [t.size_bytes for t in lowered.stages.transfers]
-    link_s = cluster.link_latency_s + max(sizes, default=0) / cluster.link_bytes_per_s
-    head_s = None if lowered.head_stage is None else costs[lowered.head_stage].head_s
-    pipeline = make_pipeline(plan.rank_of, costs, plan.micro_batches, link_s, head_s)
+    plan, pipeline = lowered.plan, _pipeline(lowered, costs, cluster)
     try:
         schedule = generate([pipeline], memory_bytes, effort=effort).schedule
     except ConfigError:
@@ -256,57 +297,12 @@ def _ordered(
         recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
         keep_bytes=(),
     )
-    prediction, _ = predict(replace(lowered, plan=made), cluster, dp_rank=0)
-    return replace(made, prediction=prediction)
+    return _with_prediction(replace(lowered, plan=made), cluster)
 
 
-def _forms(request: Request, mesh: Mesh) -> tuple[bool, ...]:
-    """Without and with sequence parallelism, where that is open."""
-    if mesh.tp == 1:
-        return (False,)
-    asked = request.sequence_parallel
-    return (False, True) if asked is None else (asked,)
-
-
-def _plan(
-    request: Request,
-    mesh: Mesh,
-    record: Callable[[int], Recording],
-    cluster: Cluster,
-    sequence_parallel: bool,
-) -> tuple[Plan, Lowered]:
-    micro_batches = micro_batches_for(request, mesh)
-    recording = record(micro_batches)
-    schedule = "1f1b" if request.schedule == "auto" else request.schedule
-    choices = _recomputations(request)
-    plan, lowered = make_plan(
-        recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
-        schedule=schedule, order=request.order, chunks=request.chunks, recompute=choices[0],
-        sequence_parallel=sequence_parallel,
-    )  # fmt: skip
-    asked = request.state_shards
-    if asked is not None and asked != AUTO:
-        plan = replace(plan, state_shards=parse_shards(asked, mesh.dp, len(plan.rank_of)))
-    plan = replace(plan, precision=request.precision)
-    for choice in choices:
-        kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
-        plan = replace(plan, recompute=choice, keep_bytes=kept)
-        lowered = replace(lowered, plan=plan)
-        prediction, _ = predict(lowered, cluster, dp_rank=0)
-        suffices = fits(prediction.peak_bytes, cluster, mesh)
-        if mesh.dp > 1 and (asked == AUTO or (asked is None and not suffices)):
-            plan = replace(plan, state_shards=_fastest_shards(lowered, cluster))
-            lowered = replace(lowered, plan=plan)
-            prediction, _ = predict(lowered, cluster, dp_rank=0)
-        plan = replace(plan, prediction=prediction)
-        lowered = replace(lowered, plan=plan)
-        if fits(prediction.peak_bytes, cluster, mesh):
-            break
-    return plan, lowered
-
-
-def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ...]:
-    """The shards of each stage with which its rank waits least for dp, of those that fit.
+def _with_fastest_shards(lowered: Lowered, cluster: Cluster) -> Lowered:
+    """The plan with the shards of each stage with which its rank waits least for dp, of those that
+    fit.
 
     Every point of the lattice is simulated once, on all ranks alike: what a rank waits for follows
     from its own stages. Among equals the least is communicated, then the least sharded. Where
@@ -318,7 +314,8 @@ def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ..
     costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     keys: list[dict[StateShards, tuple[object, ...]]] = [{} for _ in range(plan.pp)]
-    for shards in lattice(plan.dp):
+    inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
+    for shards in lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside):
         tried = replace(lowered, plan=replace(plan, state_shards=(shards,) * len(plan.rank_of)))
         own = tuple(
             with_state(cost, graph, shards, plan.precision)
@@ -330,7 +327,12 @@ def _fastest_shards(lowered: Lowered, cluster: Cluster) -> tuple[StateShards, ..
             waits = round(found.exposed_s[rank], 9)
             keys[rank][shards] = lacking, waits, simulation.communication_s[rank], shards
     best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
-    return tuple(best[rank] for rank in plan.rank_of)
+    chosen = tuple(best[rank] for rank in plan.rank_of)
+    return _with_prediction(replace(lowered, plan=_sharded(plan, chosen)), cluster)
+
+
+def _sharded(plan: Plan, shards: tuple[StateShards, ...]) -> Plan:
+    return replace(plan, state_shards=() if set(shards) == {UNSHARDED} else shards)
 
 
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:

@@ -44,8 +44,10 @@ def make_report(
     None, and `simulation` is of dp rank 0 with these, made again where None.
     """
     plan = lowered.plan
-    costs = costs or planned_costs(lowered, cluster)
-    if simulation is None:
+    if costs is None:
+        costs = planned_costs(lowered, cluster)
+        simulation = simulation or predict(lowered, cluster, dp_rank=0)[1]
+    elif simulation is None:
         _, simulation = predict(lowered, cluster, costs, dp_rank=0)
     own = [plan.mesh.rank(0, rank, 0) for rank in range(plan.pp)]
     steps = steps_of(lowered.programs(ranks=own), simulation.events)

@@ -19,8 +19,10 @@ from merakc.ir.program import (
     CollectiveEvent,
     CollectiveKind,
     Event,
+    Mesh,
     Program,
 )
+from merakc.simulation.collective_faults import verify_collectives
 from merakc.simulation.contention import GATHERING, stretched
 from merakc.simulation.faults import Channel, Work, run_programs, trains, verify_programs
 
@@ -77,9 +79,15 @@ class Simulation:
         return tuple(found)
 
 
-def simulate(programs: Sequence[Program], costs: CostTable, head: int | None = None) -> Simulation:
+def simulate(
+    programs: Sequence[Program],
+    costs: CostTable,
+    head: int | None = None,
+    mesh: Mesh | None = None,
+) -> Simulation:
     """The times, the waits and the peak memory of one step. Verifies the Programs first:
-    what couples samples is on the stage `head`, or where they have it.
+    what couples samples is on the stage `head`, or where they have it; dp ranks are those of the
+    `mesh`, where it is known.
 
     A stage's costs are those of `costs.stages[action.stage]`. The messages of an ordered pair of
     ranks share one link: each takes size / `p2p_bytes_per_s` of it, after the one before, and
@@ -97,9 +105,10 @@ def simulate(programs: Sequence[Program], costs: CostTable, head: int | None = N
     run, and then its gradient until the micro-batch's backward has ended. An action's own peak
     stands on top.
 
-    Raises `ProgramError` as `verify_programs` does.
+    Raises `ProgramError` as `verify_programs` and `verify_collectives` do.
     """
     verify_programs(programs, head=head)
+    verify_collectives(programs, mesh)
     training = trains(programs)
     durations, stretch = _durations(programs, costs)
     states = {

@@ -33,10 +33,11 @@ def forwards(rank: int, count: int, reduce: bool = False) -> Program:
 
 
 def found(
-    programs: list[Program], sharing: Sharing, costs: CostTable = FREE, ranks: int = 0
-) -> dict[int, list[float]]:
+    programs: list[Program], sharing: Sharing, costs: CostTable = FREE, ranks: int = 0,
+    kind: ActionKind = ActionKind.FORWARD,
+) -> dict[int, list[float]]:  # fmt: skip
     def alone_s(action: Action) -> float:
-        return 1.0 if action.kind is ActionKind.FORWARD else 0.0
+        return 1.0 if action.kind is kind else 0.0
 
     return stretched(programs, costs, alone_s, sharing, ranks)
 
@@ -85,15 +86,16 @@ def test_a_rank_that_waits_leaves_its_core_to_others() -> None:
 
 def test_collectives_run_beside_and_are_waited_for() -> None:
     posted = Collective(CollectiveKind.REDUCE, "0:0", "n", 0.5)
-    forward = Action(ActionKind.FORWARD, 0, 0, collectives=(posted,))
-    rest = Action(ActionKind.BACKWARD, 0), Action(ActionKind.REDUCE, 0)
-    programs = [Program(k, (forward, *rest)) for k in range(2)]
+    backward = Action(ActionKind.BACKWARD, 0, 0, collectives=(posted,))
+    actions = Action(ActionKind.FORWARD, 0), backward, Action(ActionKind.REDUCE, 0)
+    programs = [Program(k, actions) for k in range(2)]
     for overlap, step_s in ((1.0, 2.0 + 2.0), (0.0, 2.0 + 3.0)):
         costs = replace(
-            FREE, stages=(StageCost(1.0, 0.0),), overlap=overlap, sharing=ONE_CORE, ranks=2,
+            FREE, stages=(StageCost(0.0, 1.0),), overlap=overlap, sharing=ONE_CORE, ranks=2,
             collective_s={("0:0", CollectiveKind.REDUCE): 3.0},
         )  # fmt: skip
-        assert found(programs, ONE_CORE, costs) == {k: [2.0, 0.0, 0.0] for k in (0, 1)}
+        seconds = found(programs, ONE_CORE, costs, kind=ActionKind.BACKWARD)
+        assert seconds == {k: [0.0, 2.0, 0.0] for k in (0, 1)}
         assert simulate(programs, costs).step_s == pytest.approx(step_s)
 
 

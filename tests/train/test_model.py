@@ -168,7 +168,9 @@ def test_a_batch_that_is_a_tensor() -> None:
 
 def names_and_weights() -> tuple[set[str], Tensors, float]:
     case = MODELS["gpt2"]
-    model = merakc.auto_parallel(case.model(), case.batch(4), pp=2, cluster=NOMINAL_CPU)
+    model = merakc.auto_parallel(
+        case.model(), case.batch(4), pp=2, schedule="1f1b", cluster=NOMINAL_CPU
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**case.batch(4)).loss.backward()
     optimizer.step()

@@ -17,7 +17,7 @@ from merakc.train.trials import TRIALS, measure_around, measure_computes, shared
 from tests.batch_models import CASES, made, reference
 from tests.battery.small_models import Words, parallel, words
 
-PLANS = [{"pp": 2}, {"tp": 2}, {"dp": 2}, {"dp": 2, "state_shards": (2, 2, 2)}]
+PLANS = [{"pp": 2, "schedule": "1f1b"}, {"tp": 2}, {"dp": 2}, {"dp": 2, "state_shards": (2, 2, 2)}]
 Plan = Mapping[str, object]
 
 

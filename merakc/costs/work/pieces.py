@@ -53,16 +53,13 @@ class Piece:
         return sum(self.parameters.values())
 
 
-def cut_pieces(graph: Graph, *, fused: bool = False, plain: int = 1) -> tuple[Piece, ...]:
+def cut_pieces(graph: Graph, *, fused: bool = False, runs: int = 1) -> tuple[Piece, ...]:
     """The pieces of a tp rank's forward, in the order in which they run.
 
-    With `fused`, its kernels are those of `merakc.costs.work.kernels.graph_work`. A graph without
-    blocks is cut into at most `plain` runs of as many nodes.
+    With `fused`, its kernels are those of `merakc.costs.work.kernels.graph_work`. Each block, and
+    what lies between blocks, is cut into at most so many `runs` of as many nodes.
     """
-    starts = part_starts(graph)
-    if len(starts) == 1:
-        count = min(plain, len(graph.nodes))
-        starts = [("", k * len(graph.nodes) // count) for k in range(count)]
+    starts = [start for part in part_runs(graph, runs) for start in part]
     paths = [path for path, _ in starts]
     part_of: dict[str, int] = {}
     for k, (_, first) in enumerate(starts):
@@ -99,6 +96,19 @@ def part_starts(graph: Graph) -> list[tuple[str, int]]:
         if (follows is None or follows[2] != path) and last + 1 < len(graph.nodes):
             starts.append(("", last + 1))
     return starts
+
+
+def part_runs(graph: Graph, runs: int) -> list[list[tuple[str, int]]]:
+    """The path and the first node of each run of each part, of which none has more nodes than
+    another by more than one.
+    """
+    starts = part_starts(graph)
+    found = []
+    for (path, first), (_, end) in zip(starts, [*starts[1:], ("", len(graph.nodes))], strict=True):
+        nodes = end - first
+        count = max(1, min(runs, nodes))
+        found.append([(path, first + k * nodes // count) for k in range(count)])
+    return found
 
 
 def _parameters(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[dict[str, int]]:

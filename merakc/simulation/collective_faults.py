@@ -1,0 +1,109 @@
+"""The check of the collectives over dp of a step, before any rank starts one.
+
+A collective has no tag: what one dp rank starts as its fifth is the fifth of the others too,
+whatever it is. So the ranks that share parameters must start the same ones in the same order, in
+the same places of the same computes; and on each rank, what is read must have been gathered, and
+what is summed must be reduced, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from merakc.errors import ProgramError
+from merakc.ir.program import Action, ActionKind, Collective, CollectiveKind, Mesh, Program
+
+SUMMED = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD, ActionKind.REDUCE)
+Placed = tuple[Action, Collective]
+
+
+def verify_collectives(programs: Sequence[Program], mesh: Mesh | None = None) -> None:
+    """Checks the collectives of a step: those of each rank, and on a `mesh` that all dp ranks of a
+    part have the same.
+
+    A bucket is read only after it was gathered, or refreshed as the step began; two are held at a
+    time, that which is read last and the next, so that none of them is gathered again; gradients
+    are scattered once for each micro-batch but the last, with which they are reduced, once. Which
+    parameters a compute reads is not known here, so that a wait that all dp ranks have too late is
+    not seen.
+
+    Raises `ProgramError`, which names the rank, the action and the collective.
+    """
+    for program in programs:
+        for action, collective, fault in _faults(program):
+            raise ProgramError(f"rank {program.rank}, {action}: {collective} {fault}")
+    first: dict[tuple[int, int], Program] = {}
+    for program in programs if mesh else ():
+        assert mesh is not None
+        _, pipeline_rank, tp_rank = mesh.coordinates(program.rank)
+        _verify_same(first.setdefault((pipeline_rank, tp_rank), program), program)
+
+
+def _placed(program: Program) -> list[Placed]:
+    bare = ((replace(action, collectives=()), action.collectives) for action in program.actions)
+    return [(action, one) for action, found in bare for one in found]
+
+
+def _verify_same(one: Program, other: Program) -> None:
+    """Checks that two dp ranks of a part start the same collectives in the same places."""
+    for mine, theirs in zip_longest(_placed(one), _placed(other)):
+        if mine != theirs:
+            told = [f"{pair[1]} in {pair[0]}" if pair else "none" for pair in (mine, theirs)]
+            raise ProgramError(
+                f"rank {other.rank} has the collective {told[1]} where rank {one.rank} has "
+                f"{told[0]}; ranks that share parameters must start the same in the same order"
+            )
+
+
+def _faults(program: Program) -> Iterator[tuple[Action, Collective, str]]:
+    """What is wrong with the collectives of one rank."""
+    refreshed: set[str] = set()
+    held: tuple[str, ...] = ()
+    current: tuple[str, ...] = ()  # the sharded bucket that is read last
+    read: set[str] = set()
+    scattered: Counter[str] = Counter()
+    reduced: set[str] = set()
+    last: dict[tuple[CollectiveKind, str], Placed] = {}
+    for k, action in enumerate(program.actions):
+        seen: set[tuple[CollectiveKind, str]] = set()
+        for one in action.collectives:
+            kind, bucket = one.kind, one.bucket
+            last[kind, bucket] = action, one
+            if kind is CollectiveKind.REFRESH:
+                if k or action.kind is not ActionKind.GATHER or bucket in refreshed:
+                    yield action, one, "must start once, as the step begins"
+                refreshed.add(bucket)
+            elif kind is CollectiveKind.GATHER:
+                if bucket in held:
+                    yield action, one, "starts while its parameters are there"
+                held = (*current, bucket)
+                read.discard(bucket)
+            elif kind is CollectiveKind.WAIT:
+                if bucket not in held and bucket not in refreshed:
+                    yield action, one, "waits for parameters that nothing has gathered"
+                current = (bucket,) if bucket in held else current
+                read.add(bucket)
+            else:
+                if action.kind not in SUMMED or (kind, bucket) in seen:
+                    yield action, one, "stands where no gradient of it is made"
+                if bucket in reduced:
+                    yield action, one, "comes after its gradients were reduced"
+                if kind is CollectiveKind.REDUCE:
+                    reduced.add(bucket)
+                else:
+                    scattered[bucket] += 1
+            seen.add((kind, bucket))
+    for (kind, bucket), (action, one) in last.items():
+        if kind in (CollectiveKind.GATHER, CollectiveKind.REFRESH) and bucket not in read:
+            yield action, one, "is never waited for"
+        if kind is CollectiveKind.SCATTER:
+            wanted = _backwards(program, action.stage) - 1
+            if bucket not in reduced or scattered[bucket] != wanted:
+                yield action, one, f"must come {wanted} times, and then its reduction"
+
+
+def _backwards(program: Program, stage: int) -> int:
+    return sum(a.stage == stage and a.kind in SUMMED[:2] for a in program.actions)
