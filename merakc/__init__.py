@@ -9,18 +9,25 @@ with few_collections():  # torch among it
     from merakc.ir.precision import Precision
     from merakc.machines.cluster import Cluster
     from merakc.passes.sharding.register import register_sharding
+    from merakc.train.checkpoints.loading import Loaded, latest, load
+    from merakc.train.checkpoints.saving import Saving, save
     from merakc.train.model import ParallelModel
     from merakc.version import __version__
 
 __all__ = [
     "Cluster",
+    "Loaded",
     "MerakError",
     "MerakWarning",
     "ParallelModel",
     "Plan",
     "Precision",
+    "Saving",
     "__version__",
     "auto_parallel",
+    "latest",
+    "load",
     "load_plan",
     "register_sharding",
+    "save",
 ]

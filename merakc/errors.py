@@ -65,6 +65,10 @@ class LedgerError(MerakError):
     """A ledger that is cut off, edited, of another version or of another plan."""
 
 
+class CheckpointError(MerakError):
+    """A checkpoint that is damaged or does not fit, or a folder that cannot be written."""
+
+
 class CalibrationError(MerakError):
     """A machine that cannot be measured, or ledgers that tell nothing of its model's errors."""
 

@@ -70,6 +70,11 @@ class Layout:
         """The full shape."""
         return tuple(math.prod(f.size for f in dim) for dim in self.dims)
 
+    @property
+    def numel(self) -> int:
+        """The full number of elements."""
+        return math.prod(self.shape)
+
     def local_shape(self, tp: int, rank: int) -> tuple[int, ...]:
         """The shape that tp rank `rank` holds."""
         return tuple(math.prod(f.local_size(tp, rank) for f in dim) for dim in self.dims)

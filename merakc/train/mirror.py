@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
+from merakc.runtime.part import local_of, place_of, tagged
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # Values that are compared by more than equality, or are a module's parts.
@@ -45,6 +46,21 @@ class Mirror(nn.Module):
             setattr(source, name, value)
         else:
             super().__setattr__(name, value)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """This rank's parts, each of which says so."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
+            if prefix + name in destination and tensor is not None and place_of(tensor):
+                destination[prefix + name] = tagged(tensor)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Takes whole tensors, or the parts that this rank has."""
+        given = dict(state_dict)
+        for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
+            if tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
+                given[prefix + name] = local_of(tensor, given[prefix + name])
+        super()._load_from_state_dict(given, prefix, *args)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or a part, or what the source holds that is neither."""

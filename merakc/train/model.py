@@ -16,9 +16,11 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
+from merakc.runtime.part import Place, TensorPart, local_of
 from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
+from merakc.train.checkpoints.places import register_places
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
 from merakc.train.norms import total_norm
@@ -83,6 +85,7 @@ class ParallelModel(Mirror):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
         steps.agreement.parameters = self.parameters
+        register_places(steps.state, steps.placements, steps.groups, steps.sharded)
 
     @property
     def plan(self) -> Plan:
@@ -259,6 +262,44 @@ class ParallelModel(Mirror):
         """
         scale = self._own("_steps").loss_scale
         return scale.skipped if scale else 0
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """This rank's state under the model's own names: tensors that it holds whole, and
+        `TensorPart`s of others, which torch's distributed checkpoint understands.
+        """
+        found: dict[str, Any] = super().state_dict(*args, **kwargs)
+        found.pop(NOTHING, None)
+        steps = self._own("_steps")
+        if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later
+            for name in steps.stale & found.keys():
+                numel = found[name].numel()
+                place = Place(name, steps.placements[name].layout, 1, 0, 0, numel, writes=False)
+                found[name] = TensorPart(found[name], place)
+        return found
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Loads a whole state dict, of which every rank takes its parts, or this rank's own.
+
+        Raises `ConfigError` for other shapes and other ranks' parts, before anything is changed.
+        """
+        if assign:
+            raise ConfigError(
+                "load_state_dict(assign=True): a parallel model's parameters lie in memory that "
+                "its steps share, so values can be copied into them, not put in their place"
+            )
+        own = super().state_dict(keep_vars=True)
+        for name in state_dict.keys() & own.keys():
+            value = state_dict[name]
+            if isinstance(value, torch.Tensor) and value.shape != own[name].shape:
+                local_of(own[name], value)
+        elsewhere = self._own("_steps").source.state_dict().keys() - own.keys()
+        given = {n: v for n, v in state_dict.items() if n not in elsewhere}
+        if NOTHING in own:
+            given[NOTHING] = own[NOTHING]
+        self._own("_steps").stale.clear()
+        return super().load_state_dict(given, strict)
 
     def full_state_dict(self) -> Tensors:
         """The whole model's state under its own names, on the CPU of rank 0; {} elsewhere.

@@ -16,6 +16,7 @@ from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from merakc.errors import RecordError
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import NOTHING
 from tests.battery.small_models import (
     WIDTH,
     Tensors,
@@ -278,11 +279,12 @@ def test_a_stage_without_parameters_has_an_optimizer_all_the_same() -> None:
         model(**batch)["loss"].backward()
         model.clip_grad_norm_(1.0)
         optimizer.step()
-        return set(model.state_dict()), model.full_state_dict()
+        assert NOTHING not in model.state_dict()
+        return {n for n, _ in model.named_parameters()}, model.full_state_dict()
 
     (first, full), (second, _) = run_ranks(2, step)
     assert first == {"first.weight", "first.bias"}
-    assert second == {"no_parameters_on_this_rank"}
+    assert second == {NOTHING}
     assert full.keys() == first
 
 

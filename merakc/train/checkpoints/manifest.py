@@ -1,0 +1,199 @@
+"""What a checkpoint's folder holds, with a checksum of every byte: `checkpoint.json`.
+
+Tensors lie whole in safetensors files, which other programs read, in boxes as the ranks wrote them.
+A file is its header and its boxes, each with a CRC-32; other files have one of all they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+
+from merakc.errors import CheckpointError
+
+NAME = "checkpoint.json"
+VERSION = 1
+READ_BYTES = 1 << 24
+
+
+class Chunk(BaseModel):
+    """A box of a tensor, and the CRC-32 of its elements in row-major order."""
+
+    model_config = ConfigDict(extra="forbid")
+    starts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    crc32: int
+
+
+class Stored(BaseModel):
+    """A tensor: its file, the dtype and shape of the whole, and the boxes that were written."""
+
+    model_config = ConfigDict(extra="forbid")
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: list[Chunk] = []
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Its dtype."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"a tensor has the unknown dtype {self.dtype!r}")
+        return found
+
+
+class File(BaseModel):
+    """A file: its bytes, and the CRC-32 of the first `checked` of them."""
+
+    model_config = ConfigDict(extra="forbid")
+    size_bytes: int
+    checked_bytes: int
+    crc32: int
+
+
+class Manifest(BaseModel):
+    """Everything in the folder. `run` is what is neither a tensor nor a file, as JSON."""
+
+    model_config = ConfigDict(extra="forbid")
+    version: int = VERSION
+    merakc: str
+    files: dict[str, File] = {}
+    tensors: dict[str, Stored] = {}
+    run: dict[str, Any] = {}
+
+    def text(self) -> str:
+        """What `checkpoint.json` says: all of this, and its CRC-32."""
+        body = self.model_dump(mode="json")
+        return json.dumps({"crc32": _body_crc(body), "checkpoint": body}, indent=1) + "\n"
+
+
+def _body_crc(body: Any) -> int:
+    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises `CheckpointError` where the folder is none, or it was
+    changed.
+    """
+    path = folder / NAME
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} is no checkpoint: {path.name} cannot be read ({error.strerror}); a folder "
+            "that was being written when a run ended has none"
+        ) from None
+    try:
+        outer = json.loads(text, object_pairs_hook=_once)
+        body = outer["checkpoint"]
+        if set(outer) != {"crc32", "checkpoint"} or _body_crc(body) != outer["crc32"]:
+            raise ValueError("its checksum does not fit what it says")
+        if body.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} is of version {body.get('version')}, and this merakc reads {VERSION}"
+            )
+        found = Manifest.model_validate(body)
+    except (ValueError, TypeError, KeyError, ValidationError, RecursionError) as error:
+        raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
+    for name in {*found.files, *(t.file for t in found.tensors.values())}:
+        if name != Path(name).name or name not in found.files:
+            raise CheckpointError(f"{path} names a file outside of its folder: {name!r}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice")
+    return found
+
+
+def check_files(folder: Path, manifest: Manifest, share: int = 0, of: int = 1) -> None:
+    """Checks every `of`-th file and box, beginning with number `share`, against its checksum.
+
+    Raises `CheckpointError` that names the file, and the tensor.
+    """
+    for k, (name, file) in enumerate(sorted(manifest.files.items())):
+        if (k % of) == share:
+            _check_file(folder / name, file)
+    jobs = list(_jobs(manifest))
+    opened: tuple[str, Any] = ("", None)
+    for name, stored, chunk in jobs[share::of]:
+        if opened[0] != stored.file:
+            opened = stored.file, open_file(folder / stored.file)
+        _check_chunk(folder / stored.file, opened[1], name, stored, chunk)
+
+
+def _jobs(manifest: Manifest) -> Iterator[tuple[str, Stored, Chunk]]:
+    for name, stored in sorted(manifest.tensors.items(), key=lambda t: (t[1].file, t[0])):
+        for chunk in stored.chunks:
+            yield name, stored, chunk
+
+
+def _check_file(path: Path, file: File) -> None:
+    try:
+        size_bytes, crc, left = path.stat().st_size, 0, file.checked_bytes
+        with path.open("rb") as opened:
+            while left > 0 and (read := opened.read(min(left, READ_BYTES))):
+                crc, left = zlib.crc32(read, crc), left - len(read)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if size_bytes != file.size_bytes:
+        raise CheckpointError(f"{path} has {size_bytes} bytes, and {file.size_bytes} were written")
+    if crc != file.crc32:
+        what = "" if file.checked_bytes == file.size_bytes else "the header of "
+        raise CheckpointError(f"{what}{path} is damaged: its checksum is another")
+
+
+def open_file(path: Path) -> Any:
+    """A safetensors file, mapped into memory. Raises `CheckpointError`."""
+    try:
+        return safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def read_box(opened: Any, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    """A box of a tensor of an open file, perhaps a view of mapped memory."""
+    part = opened.get_slice(name)
+    whole = tuple(part.get_shape())
+    if not whole or (tuple(sizes) == whole and not any(starts)):
+        return opened.get_tensor(name)
+    return part[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+
+
+def _check_chunk(path: Path, opened: Any, name: str, stored: Stored, chunk: Chunk) -> None:
+    key = stored_name(name)
+    try:
+        box = read_box(opened, key, chunk.starts, chunk.sizes)
+    except (SafetensorError, OSError, ValueError, IndexError) as error:
+        raise CheckpointError(f"{path}: tensor '{key}' cannot be read: {error}") from None
+    if tuple(box.shape) != chunk.sizes or crc_of(box) != chunk.crc32:
+        where = "" if chunk.sizes == stored.shape else f" at {list(chunk.starts)}"
+        raise CheckpointError(
+            f"{path}: tensor '{key}' is damaged{where}: its checksum is another than when it was "
+            "written"
+        )
+
+
+def crc_of(tensor: torch.Tensor) -> int:
+    """The CRC-32 of a tensor's elements in row-major order."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    return zlib.crc32(flat.numpy())  # type: ignore[arg-type]
+
+
+# Which files a tensor goes to is the first part of its name in the manifest.
+WEIGHTS, OPTIMIZER, EXTRA = "model/", "optimizer/", "extra/"
+
+
+def stored_name(name: str) -> str:
+    """The name of a tensor inside of its file."""
+    return name.partition("/")[2]

@@ -1,0 +1,205 @@
+"""What a run is beside its tensors, and the tensors of model and optimizers by their names."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from merakc.errors import CheckpointError
+from merakc.runtime.groups import together
+from merakc.runtime.part import place_of
+from merakc.train.checkpoints.codec import encode
+from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
+from merakc.train.checkpoints.places import tagged_state
+from merakc.train.model import NOTHING, ParallelModel
+
+Tensors = dict[str, torch.Tensor]
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def listed(one_or_more: Any) -> list[Any]:
+    """One, several or none, as a list."""
+    if one_or_more is None:
+        return []
+    return list(one_or_more) if isinstance(one_or_more, (list, tuple)) else [one_or_more]
+
+
+def weights_of(model: nn.Module) -> Tensors:
+    """The parameters and persistent buffers, each under its first name: for tied ones their only
+    one. Raises `CheckpointError` for state that is no tensor.
+    """
+    state = model.state_dict()
+    aliases = model._own("_aliases") if isinstance(model, ParallelModel) else _aliases(model)
+    other = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if other:
+        raise CheckpointError(
+            f"'{other[0]}' of the model's state_dict() is no tensor; give such state in extra="
+        )
+    return {WEIGHTS + name: value for name, value in state.items() if name not in aliases}
+
+
+def _aliases(model: nn.Module) -> set[str]:
+    first = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
+    return set(model.state_dict()) - first
+
+
+def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
+    """The first name of every parameter on this rank."""
+    named = model.named_parameters()
+    if isinstance(model, ParallelModel):
+        named = iter([*model._own("_steps").state.items(), *named])
+    found: dict[torch.Tensor, str] = {}
+    for name, p in named:
+        found.setdefault(p, name)
+    return found
+
+
+def first_name(model: nn.Module, names: Mapping[torch.Tensor, str], p: torch.Tensor) -> str:
+    """The name under which state of a parameter of an optimizer is kept."""
+    name = names.get(p)
+    if name is None:
+        raise CheckpointError(
+            f"the optimizer holds a parameter of shape {tuple(p.shape)} that is not one of the "
+            "model's: make the optimizer of model.parameters(), after auto_parallel"
+        )
+    place = place_of(p)
+    return place.name if place else name
+
+
+def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors, list[Any]]:
+    """The optimizers' tensors by name, and of each the groups and its other state, as JSON."""
+    names, tensors, records = names_of(model), {}, []
+    for optimizer in optimizers:
+        scalars: dict[str, Any] = {}
+        groups = []
+        for group in optimizer.param_groups:
+            kept = [p for p in group["params"] if names.get(p) != NOTHING]
+            own = [first_name(model, names, p) for p in kept]
+            options = {k: v for k, v in group.items() if k != "params"}
+            groups.append({"options": _plain(options, "param_groups"), "names": own})
+            for name, p in zip(own, kept, strict=True):
+                for key, value in tagged_state(p, optimizer.state.get(p, {})).items():
+                    if isinstance(value, torch.Tensor):
+                        tensors[f"{OPTIMIZER}state.{name}.{key}"] = value
+                    else:
+                        scalars.setdefault(name, {})[key] = _plain(value, f"{name}.{key}")
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        records.append({"kind": kind, "groups": groups, "scalars": scalars})
+    return tensors, records
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Options as JSON; tensors among them are numbers, as a learning rate may be."""
+    found: Tensors = {}
+    text = encode(value, found, name)
+    large = [n for n, t in found.items() if t.numel() != 1]
+    if large:
+        raise CheckpointError(
+            f"{large[0]} of the optimizer is a tensor that belongs to no elements"
+        )
+    return _with_numbers(text, found)
+
+
+def _with_numbers(text: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(text, list):
+        return [_with_numbers(v, tensors) for v in text]
+    if not isinstance(text, dict):
+        return text
+    if text.get("__kind__") in ("tensor", "number", "array"):
+        return tensors[text["name"]].item()
+    return {k: _with_numbers(v, tensors) for k, v in text.items()}
+
+
+def joined_records(everyone: Sequence[Sequence[Any]]) -> list[Any]:
+    """The optimizers' records of the whole model, of those of all ranks.
+
+    Raises `CheckpointError` where the ranks' optimizers differ.
+    """
+    found: list[Any] = []
+    for k, first in enumerate(everyone[0]):
+        ranks = [own[k] for own in everyone]
+        for rank, other in enumerate(ranks):
+            same = [g["options"] for g in other["groups"]] == [
+                g["options"] for g in first["groups"]
+            ]
+            if other["kind"] != first["kind"] or not same:
+                raise CheckpointError(
+                    f"rank {rank}'s optimizer {k} is not as rank 0's: {_difference(first, other)}; "
+                    "make it alike on all ranks"
+                )
+        groups = []
+        for number, group in enumerate(first["groups"]):
+            names = dict.fromkeys(n for own in ranks for n in own["groups"][number]["names"])
+            groups.append({"options": group["options"], "names": list(names)})
+        scalars = {name: v for own in ranks for name, v in own["scalars"].items()}
+        found.append({"kind": first["kind"], "groups": groups, "scalars": scalars})
+    return found
+
+
+def _difference(first: Any, other: Any) -> str:
+    if first["kind"] != other["kind"]:
+        return f"{other['kind']} for {first['kind']}"
+    for a, b in zip(first["groups"], other["groups"], strict=False):
+        for key in a["options"].keys() | b["options"].keys():
+            if a["options"].get(key) != b["options"].get(key):
+                return f"{key} is {b['options'].get(key)!r} for {a['options'].get(key)!r}"
+    return f"{len(other['groups'])} parameter groups for {len(first['groups'])}"
+
+
+def extras(scheduler: Any, extra: Any) -> tuple[Any, Tensors]:
+    """What the user gives beside model and optimizer, as JSON and tensors."""
+    tensors: Tensors = {}
+    states = [one.state_dict() for one in listed(scheduler)]
+    found = {
+        "scheduler": encode(states, tensors, "scheduler"),
+        "extra": encode(stated(extra), tensors, "extra"),
+    }
+    return found, tensors
+
+
+def stated(extra: Any) -> Any:
+    """What is given, with the state dict of everything that has one."""
+    if callable(getattr(extra, "state_dict", None)):
+        return extra.state_dict()
+    if isinstance(extra, Mapping):
+        return {key: stated(value) for key, value in extra.items()}
+    return extra
+
+
+def shared_extras(found: Any, tensors: Tensors) -> tuple[list[Any], Tensors]:
+    """Those of each rank, or one where all ranks' are the same; collective.
+
+    The tensors are what this rank writes of them.
+    """
+    digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    everyone = together(lambda: (digest.hexdigest(), found))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if len({d for d, _ in everyone}) == 1:
+        own = {f"{EXTRA}{name}": t for name, t in tensors.items()} if rank == 0 else {}
+        return [found], own
+    return [f for _, f in everyone], {f"{EXTRA}rank{rank}.{n}": t for n, t in tensors.items()}
+
+
+def parallel_state(model: nn.Module) -> dict[str, Any]:
+    """What a parallel model's steps go by beside its tensors."""
+    if not isinstance(model, ParallelModel):
+        return {}
+    steps = model._own("_steps")
+    scale = steps.loss_scale
+    return {
+        "step": steps.taken,
+        "seed": steps.seed,
+        "loss_scale": None if scale is None else {
+            "scale": scale.scale, "good_steps": scale.good_steps, "skipped": scale.skipped,
+        },
+    }  # fmt: skip

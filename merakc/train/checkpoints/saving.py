@@ -1,0 +1,232 @@
+"""`merakc.save`: a run's state into a folder, by all ranks at once."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from merakc.errors import CheckpointError, MerakError
+from merakc.ir.plan import file_text
+from merakc.runtime.groups import from_rank_0, together
+from merakc.runtime.part import TensorPart
+from merakc.train.checkpoints.manifest import read_manifest
+from merakc.train.checkpoints.run_state import (
+    Tensors,
+    extras,
+    joined_records,
+    listed,
+    optimizer_tensors,
+    parallel_state,
+    shared_extras,
+    weights_of,
+)
+from merakc.train.checkpoints.storage import Writer
+from merakc.train.model import ParallelModel
+
+
+class Saving:
+    """A save that runs while training goes on."""
+
+    def __init__(self, folder: Path, future: Future[None]) -> None:
+        self.folder, self._future = folder, future
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """The folder, once it is complete. Raises `CheckpointError` where it could not be written,
+        `TimeoutError` after `timeout_s`.
+        """
+        self._future.result(timeout_s)
+        return self.folder
+
+
+_running: list[Saving] = []
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    extra: Any = None,
+    *,
+    keep_last: int | None = None,
+    wait: bool = True,
+) -> Saving:
+    """Saves a run so that `load` goes on with it under any plan. Every rank must call it.
+
+    The folder holds the whole weights as safetensors, which `from_pretrained` reads, the state of
+    the optimizers, the step and the seed of random draws, and a checksum of all of that. It is
+    written aside and renamed: it is there whole, or not at all.
+
+    Args:
+        folder: the checkpoint; one that is there under that name is replaced.
+        model: a parallel model, or any `nn.Module` in one process.
+        optimizer: one or several, whose state belongs to single elements, as AdamW's does.
+        scheduler: one or several learning-rate schedulers, or whatever has a `state_dict()`.
+        extra: numbers, texts, containers, tensors and objects with a `state_dict()`: where the
+            data stand, random states; ranks may give different ones.
+        keep_last: how many checkpoints stay beside each other in the folder above; the oldest,
+            by their steps, are deleted after this one is complete.
+        wait: whether to return only when it is written. Otherwise it is written while training
+            goes on, from a copy in host memory; `Saving.wait` says how that ended.
+
+    Raises `CheckpointError` on every rank for a folder that cannot be written, and for state that
+    no other plan could load; the run itself stays as it was.
+    """
+    folder = Path(folder).absolute()
+    if keep_last is not None and keep_last < 1:
+        raise CheckpointError(f"keep_last={keep_last}: at least this checkpoint stays; give 1")
+    for before in _running:
+        before.wait()
+    _running.clear()
+    tensors, writer = _collected(folder, model, listed(optimizer), scheduler, extra)
+    if wait:
+        _write(tensors, writer, None, keep_last)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Saving(folder, done)
+    group = _group() if dist.is_initialized() else None
+    copied = {name: _on_host(tensor) for name, tensor in tensors.items()}
+    started = Saving(folder, _thread().submit(_write, copied, writer, group, keep_last))
+    _running.append(started)
+    return started
+
+
+def _collected(
+    folder: Path, model: nn.Module, optimizers: list[Any], scheduler: Any, extra: Any
+) -> tuple[Tensors, Writer]:
+    """What this rank writes, and how; collective."""
+
+    def own() -> tuple[Tensors, list[Any], Any, Tensors]:
+        tensors, records = optimizer_tensors(model, optimizers)
+        return weights_of(model) | tensors, records, *extras(scheduler, extra)
+
+    made: list[Any] = []
+    records = together(lambda: made.append(own()) or made[0][1])
+    tensors, _, found, given = made[0]
+    joined = from_rank_0(lambda: joined_records(records))
+    told, written = shared_extras(found, given)
+    run = {
+        "model": type(getattr(model, "_source", model)).__name__,
+        "parameters": _parameter_names(model),
+        "world_size": len(records),
+        "parallel": parallel_state(model),
+        "optimizers": joined,
+        "extras": told,
+    }
+    others = {}
+    config = _config_of(model)
+    if config:
+        others["config.json"] = config
+    if isinstance(model, ParallelModel):
+        run["plan"] = {"hash": model.plan.hash, "precision": str(model.plan.precision or "")}
+        others["plan.json"] = file_text(model.plan.hash, asdict(model.plan))
+    return tensors | written, Writer(folder, run, others)
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    """Of the whole model, in its order."""
+    return [n for n, _ in getattr(model, "_source", model).named_parameters()]
+
+
+def _config_of(model: nn.Module) -> str:
+    """The config that `from_pretrained` needs, of a model of transformers."""
+    config = getattr(getattr(model, "_source", model), "config", None)
+    written = getattr(config, "to_json_string", None)
+    if not callable(written):
+        return ""
+    found = json.loads(written())
+    found.setdefault("architectures", [type(getattr(model, "_source", model)).__name__])
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, TensorPart):
+        return TensorPart(_on_host(tensor.local), tensor.place)
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _write(
+    tensors: Mapping[str, torch.Tensor],
+    writer: Writer,
+    group: dist.ProcessGroup | None,
+    keep_last: int | None,
+) -> None:
+    """Writes all ranks' tensors; collective over the group."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is one process
+            dcp.save(
+                dict(tensors),
+                storage_writer=writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
+            )
+    except CheckpointException as error:
+        shutil.rmtree(writer.aside, ignore_errors=True)
+        raise as_merak_error(error, f"{writer.folder} was not written") from None
+    if keep_last is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+        forget_old(writer.folder, keep_last)
+
+
+def as_merak_error(error: CheckpointException, what: str) -> CheckpointError:
+    """The first rank's failure in one line."""
+    rank, (cause, _) = min(error.failures.items())
+    text = (
+        str(cause)
+        if isinstance(cause, (MerakError, OSError))
+        else f"{type(cause).__name__}: {cause}"
+    )
+    return CheckpointError(f"{what}: rank {rank}: {' '.join(text.split())}")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, by their steps and then their times, the oldest first."""
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.name.startswith("."):
+            try:
+                step = read_manifest(path).run.get("parallel", {}).get("step", 0)
+            except CheckpointError:
+                continue
+            found.append((step, path.stat().st_mtime_ns, path))
+    return [path for *_, path in sorted(found)]
+
+
+def forget_old(folder: Path, keep_last: int) -> None:
+    """Deletes the oldest checkpoints beside this one, until so many are left."""
+    others = [path for path in checkpoints_in(folder.parent) if path != folder]
+    for path in others[: max(0, len(others) + 1 - keep_last)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    atexit.register(partial(list, map(Saving.wait, _running)))
+    return ThreadPoolExecutor(1, "merakc-save")
+
+
+@cache
+def _group() -> dist.ProcessGroup | None:
+    """The ranks' group for saves beside training, so that their messages cannot be mixed up."""
+    return dist.new_group(backend="gloo")

@@ -1,0 +1,192 @@
+"""A run that is saved and loaded goes on as if nothing had happened, under any plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+import merakc
+from benchmarks.models import MODELS
+from benchmarks.ranks import run_ranks
+from merakc.machines.cluster import NOMINAL_CPU
+from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "micro_batches": 2},
+    "dp2": {"dp": 2},
+    "zero1": {"dp": 2, "state_shards": "zero-1"},
+    "zero3": {"dp": 2, "state_shards": "zero-3"},
+    "tp2 pp2": {"tp": 2, "pp": 2, "micro_batches": 2},
+    "zero2 tp2": {"dp": 2, "tp": 2, "state_shards": "zero-2"},
+    "uneven": {"tp": 3},
+}
+
+
+def ranks_of(layout: dict[str, Any]) -> int:
+    return layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+
+
+def make(name: str) -> nn.Module:
+    if name == "words":
+        return build(partial(Words, dropout=0.1))
+    return MODELS[name].model(torch.float64, dropout=0.1)
+
+
+def batch_of(name: str, seed: int) -> Tensors:
+    return words(seed) if name == "words" else MODELS[name].batch(8, torch.float64, seed=seed)
+
+
+def run(
+    name: str,
+    layout: dict[str, Any],
+    first: int,
+    last: int,
+    *,
+    start: Path | None = None,
+    end: Path | None = None,
+    optimize: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    **options: Any,
+) -> tuple[list[float], Tensors]:
+    """Steps `first` to `last` on the ranks of a layout: losses, and the weights on rank 0."""
+    torch.manual_seed(5)
+    model = merakc.auto_parallel(
+        make(name), first_part(batch_of(name, 0), layout.get("dp", 1)), cluster=NOMINAL_CPU,
+        seed=3, **layout, **options,
+    )  # fmt: skip
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+    optimizer = optimize(groups, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    if start is not None:
+        loaded = merakc.load(start, model, optimizer, scheduler)
+        assert (loaded.step, loaded.extra) == (first, {"position": first})
+    losses = []
+    for step in range(first, last):
+        loss = model(**part(batch_of(name, step), model))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    if end is not None:
+        merakc.save(end, model, optimizer, scheduler, {"position": last})
+    return losses, model.full_state_dict()
+
+
+@cache
+def undisturbed(name: str) -> tuple[list[float], Tensors]:
+    """On one rank; batch statistics are those of each dp rank, so of as many as there are later."""
+    layout = LAYOUTS["dp2" if name == "resnet" else "one"]
+    return run_ranks(ranks_of(layout), partial(run, name, layout, 0, 6))[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [
+        ("words", "one", "one"),
+        ("words", "tp2", "pp2"),
+        ("words", "zero3", "tp2"),
+        ("words", "pp2", "zero1"),
+        ("words", "uneven", "zero2 tp2"),
+        ("gpt2", "zero2 tp2", "uneven"),
+        ("gpt2", "tp2 pp2", "zero3"),
+        ("t5", "dp2", "tp2 pp2"),
+        ("resnet", "zero1", "dp2"),
+    ],
+)
+def test_a_run_goes_on_under_another_plan(
+    name: str, saved: str, loaded: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    first, second = LAYOUTS[saved], LAYOUTS[loaded]
+    run_ranks(ranks_of(first), partial(run, name, first, 0, 3, end=folder))
+    losses, weights = run_ranks(ranks_of(second), partial(run, name, second, 3, 6, start=folder))[0]
+    wanted_losses, wanted = undisturbed(name)
+    tolerance = 1e-5 if MODELS.get(name) and MODELS[name].casts_float32 else 1e-10
+    assert losses == pytest.approx(wanted_losses[3:], rel=tolerance)
+    assert weights.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(weights[key], value, rtol=tolerance, atol=tolerance, msg=key)
+
+
+def layouts_of_torch(folder: Path, layout: dict[str, Any], how: str, *, load: bool) -> Any:
+    """torch's own distributed checkpoint, used as its documentation says."""
+    torch.manual_seed(5)
+    name = "words"
+    model = merakc.auto_parallel(
+        make(name), first_part(batch_of(name, 0), layout.get("dp", 1)), cluster=NOMINAL_CPU,
+        seed=3, **layout,
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    first, last = (3, 6) if load else (0, 3)
+    options = StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=how == "async")
+    if load:
+        weights, state = get_state_dict(model, optimizer, options=options)
+        dcp.load(found := {"model": weights, "optimizer": state}, checkpoint_id=folder)
+        set_state_dict(
+            model, optimizer, model_state_dict=found["model"],
+            optim_state_dict=found["optimizer"], options=options,
+        )  # fmt: skip
+        model._own("_steps").taken = 3
+    for step in range(first, last):
+        model(**part(batch_of(name, step), model))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        weights, state = get_state_dict(model, optimizer, options=options)
+        written = {"model": weights, "optimizer": state}
+        if how == "async":
+            dcp.async_save(written, checkpoint_id=folder).result()
+        else:
+            dcp.save(written, checkpoint_id=folder)
+    return model.full_state_dict()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, of its own code
+@pytest.mark.parametrize(
+    ("saved", "loaded", "how"),
+    [("tp2", "pp2", "wait"), ("zero3", "tp2", "async"), ("tp2 pp2", "zero2 tp2", "wait")],
+)
+def test_torchs_own_checkpoint_goes_to_another_plan(
+    saved: str, loaded: str, how: str, tmp_path: Path
+) -> None:
+    first, second, folder = LAYOUTS[saved], LAYOUTS[loaded], tmp_path / "checkpoint"
+    run_ranks(ranks_of(first), partial(layouts_of_torch, folder, first, how, load=False))
+    ours = run_ranks(ranks_of(second), partial(layouts_of_torch, folder, second, how, load=True))[0]
+    wanted = run_ranks(1, partial(_plain_run, {}))[0]
+    for key, value in wanted.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-10, atol=1e-10, msg=key)
+
+
+def _plain_run(layout: dict[str, Any]) -> Tensors:
+    torch.manual_seed(5)
+    model = merakc.auto_parallel(
+        make("words"), batch_of("words", 0), cluster=NOMINAL_CPU, seed=3, **layout
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(6):
+        model(**batch_of("words", step))["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.full_state_dict()
