@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 
 from merakc.ir.layout import Layout
 
@@ -76,7 +76,7 @@ def _runs(layout: Layout, dim: int, tp: int, rank: int) -> list[Dim]:
         return []
     breaks = (index.diff() != 1).nonzero().reshape(-1).add(1).tolist()
     bounds = [0, *breaks, len(index)]
-    return [(a, int(index[a]), b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [(a, int(index[a]), b - a) for a, b in pairwise(bounds)]
 
 
 def _within(runs: Sequence[Dim], start: int, size: int) -> list[Dim]:

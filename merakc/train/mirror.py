@@ -51,8 +51,8 @@ class Mirror(nn.Module):
         """This rank's parts, each of which says so."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
-            if prefix + name in destination and tensor is not None and place_of(tensor):
-                destination[prefix + name] = tagged(tensor)
+            if tensor is not None and not keep_vars and prefix + name in destination:
+                destination[prefix + name] = tagged(tensor).detach()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Takes whole tensors, or the parts that this rank has."""
@@ -60,7 +60,7 @@ class Mirror(nn.Module):
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
             if tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
                 given[prefix + name] = local_of(tensor, given[prefix + name])
-        super()._load_from_state_dict(given, prefix, *args)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(given, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or a part, or what the source holds that is neither."""

@@ -20,10 +20,10 @@ from merakc.runtime.part import Place, TensorPart, local_of
 from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
-from merakc.train.checkpoints.places import register_places
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
 from merakc.train.norms import total_norm
+from merakc.train.places import register_places
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -263,7 +263,7 @@ class ParallelModel(Mirror):
         scale = self._own("_steps").loss_scale
         return scale.skipped if scale else 0
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state under the model's own names: tensors that it holds whole, and
         `TensorPart`s of others, which torch's distributed checkpoint understands.
         """
@@ -289,12 +289,18 @@ class ParallelModel(Mirror):
                 "load_state_dict(assign=True): a parallel model's parameters lie in memory that "
                 "its steps share, so values can be copied into them, not put in their place"
             )
-        own = super().state_dict(keep_vars=True)
-        for name in state_dict.keys() & own.keys():
-            value = state_dict[name]
-            if isinstance(value, torch.Tensor) and value.shape != own[name].shape:
+        own, whole = super().state_dict(keep_vars=True), self._own("_steps").source.state_dict()
+        for name, value in state_dict.items():
+            if not isinstance(value, torch.Tensor) or name not in whole:
+                continue
+            if value.shape != whole[name].shape:
+                raise ConfigError(
+                    f"'{name}' is given as {tuple(value.shape)}, and the whole is "
+                    f"{tuple(whole[name].shape)}"
+                )
+            if isinstance(value, TensorPart) and name in own:
                 local_of(own[name], value)
-        elsewhere = self._own("_steps").source.state_dict().keys() - own.keys()
+        elsewhere = whole.keys() - own.keys()
         given = {n: v for n, v in state_dict.items() if n not in elsewhere}
         if NOTHING in own:
             given[NOTHING] = own[NOTHING]

@@ -28,7 +28,7 @@ def encode(value: Any, tensors: Tensors, name: str) -> Any:
         tensors[name] = value.detach()
         return {KIND: "tensor", "name": name}
     if isinstance(value, (np.ndarray, np.generic)):
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(value))
+        tensors[name] = torch.from_numpy(np.array(value))
         kind = "array" if isinstance(value, np.ndarray) else "number"
         return {KIND: kind, "name": name}
     if type(value) in PLAIN:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import agree, together
@@ -115,18 +117,17 @@ def load(
     assert manifest is not None
     agree(lambda: {"checkpoint": f"{chosen.name} {hash_of(manifest)}"})
     optimizers, schedulers = listed(optimizer), listed(scheduler)
-    made: list[tuple[Tensors, list[Any], Tensors]] = []
 
-    def targets() -> bool:
+    @cache
+    def targets() -> tuple[Tensors, list[Any], Tensors]:
         weights = _weights(model, manifest)
         states, tensors = _states(model, optimizers, manifest)
         given = _extras(manifest)
         _check_schedulers(schedulers, manifest)
-        made.append((weights | tensors | given, states, given))
-        return True
+        return weights | tensors | given, states, given
 
-    together(targets)
-    tensors, states, given = made[0]
+    together(lambda: bool(targets()))
+    tensors, states, given = targets()
     _read(chosen, manifest, tensors)
     with torch.no_grad():
         for one, state in zip(optimizers, states, strict=True):
@@ -147,8 +148,6 @@ def _manifest(folder: Path) -> tuple[Manifest | None, str]:
 
 def hash_of(manifest: Manifest) -> str:
     """Twelve letters that tell manifests apart."""
-    import hashlib
-
     return hashlib.sha256(manifest.text().encode()).hexdigest()[:12]
 
 
@@ -199,7 +198,8 @@ def _states(
         if name.startswith(OPTIMIZER):
             parameter, _, key = stored_name(name).removeprefix("state.").rpartition(".")
             keys.setdefault(parameter, []).append(key)
-    names, tensors, found = names_of(model), {}, []
+    names, found = names_of(model), []
+    tensors: Tensors = {}
     for optimizer, record in zip(optimizers, records, strict=False):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         if kind != record["kind"]:
@@ -335,7 +335,7 @@ def _read(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
-            dcp.load(
+            dcp_load(
                 tensors,
                 storage_reader=Reader(folder, manifest),
                 planner=DefaultLoadPlanner(flatten_state_dict=False),

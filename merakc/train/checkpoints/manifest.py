@@ -156,7 +156,7 @@ def _check_file(path: Path, file: File) -> None:
 def open_file(path: Path) -> Any:
     """A safetensors file, mapped into memory. Raises `CheckpointError`."""
     try:
-        return safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+        return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 

@@ -16,8 +16,8 @@ from merakc.runtime.groups import together
 from merakc.runtime.part import place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
-from merakc.train.checkpoints.places import tagged_state
 from merakc.train.model import NOTHING, ParallelModel
+from merakc.train.places import tagged_state
 
 Tensors = dict[str, torch.Tensor]
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -125,10 +125,8 @@ def joined_records(everyone: Sequence[Sequence[Any]]) -> list[Any]:
     for k, first in enumerate(everyone[0]):
         ranks = [own[k] for own in everyone]
         for rank, other in enumerate(ranks):
-            same = [g["options"] for g in other["groups"]] == [
-                g["options"] for g in first["groups"]
-            ]
-            if other["kind"] != first["kind"] or not same:
+            options = [[g["options"] for g in one["groups"]] for one in (first, other)]
+            if other["kind"] != first["kind"] or options[0] != options[1]:
                 raise CheckpointError(
                     f"rank {rank}'s optimizer {k} is not as rank 0's: {_difference(first, other)}; "
                     "make it alike on all ranks"

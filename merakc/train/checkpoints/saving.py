@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from merakc.errors import CheckpointError, MerakError
 from merakc.ir.plan import file_text
@@ -120,9 +120,9 @@ def _collected(
         tensors, records = optimizer_tensors(model, optimizers)
         return weights_of(model) | tensors, records, *extras(scheduler, extra)
 
-    made: list[Any] = []
-    records = together(lambda: made.append(own()) or made[0][1])
-    tensors, _, found, given = made[0]
+    made = cache(own)
+    records = together(lambda: made()[1])
+    tensors, _, found, given = made()
     joined = from_rank_0(lambda: joined_records(records))
     told, written = shared_extras(found, given)
     run = {
@@ -175,7 +175,7 @@ def _write(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
-            dcp.save(
+            dcp_save(
                 dict(tensors),
                 storage_writer=writer,
                 planner=DefaultSavePlanner(flatten_state_dict=False),
@@ -229,4 +229,5 @@ def _thread() -> ThreadPoolExecutor:
 @cache
 def _group() -> dist.ProcessGroup | None:
     """The ranks' group for saves beside training, so that their messages cannot be mixed up."""
-    return dist.new_group(backend="gloo")
+    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
+    return group

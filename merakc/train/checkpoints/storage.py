@@ -254,7 +254,7 @@ def _write_box(
 
 
 def _pwrite(file: int, data: np.ndarray[Any, Any], at: int) -> None:
-    view = memoryview(data)
+    view = memoryview(data)  # type: ignore[arg-type]
     while view:
         written = os.pwrite(file, view, at)
         view, at = view[written:], at + written

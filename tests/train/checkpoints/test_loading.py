@@ -1,0 +1,142 @@
+"""What fits is loaded, and what does not is refused before anything is changed."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import merakc
+from benchmarks.ranks import RankError, run_ranks
+from merakc.errors import CheckpointError
+from tests.battery.small_models import Words, build, warm_up
+from tests.train.checkpoints.small_runs import saved, trained
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    warm_up()
+    folder = tmp_path_factory.mktemp("runs") / "step-2"
+    run_ranks(4, partial(saved, folder, 2, {"seen": 17}, tp=2, dp=2, state_shards="zero-1"))
+    return folder
+
+
+def test_plain_pytorch_goes_on(folder: Path) -> None:
+    model, optimizer = trained(0)
+    loaded = merakc.load(folder, model, optimizer)
+    assert (loaded.step, loaded.extra) == (2, {"seen": 17})
+    wanted, state = trained(2)
+    for (name, p), (_, q) in zip(model.named_parameters(), wanted.named_parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12, msg=name)
+        for key, value in state.state[q].items():
+            torch.testing.assert_close(optimizer.state[p][key], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "message"),
+    [
+        (partial(Words, blocks=5), torch.optim.AdamW, r"the model has 'blocks.4.0.bias'"),
+        (partial(Words, blocks=3), torch.optim.AdamW, r"the checkpoint has 'blocks.3.0.bias'"),
+        (Words, torch.optim.SGD, r"is a torch.optim.sgd.SGD, and a torch.optim.adamw.AdamW was"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    model: Any, optimizer: Any, message: str, folder: Path
+) -> None:
+    other = build(model)
+    before = {n: p.detach().clone() for n, p in other.named_parameters()}
+    with pytest.raises(CheckpointError, match=message):
+        merakc.load(folder, other, optimizer(other.parameters(), lr=0.1))
+    assert all(torch.equal(p, before[n]) for n, p in other.named_parameters())
+
+
+def test_other_groups_are_refused(folder: Path) -> None:
+    model = build(partial(Words))
+    foreign = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    with pytest.raises(CheckpointError, match="that is not one of the model's"):
+        merakc.load(folder, model, foreign)
+    with pytest.raises(CheckpointError, match="2 optimizers are given, and 1 were saved"):
+        merakc.load(folder, model, [foreign, foreign])
+
+
+def test_the_newest_good_one_is_found(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    for step in (8, 9, 10):
+        merakc.save(tmp_path / f"step-{step}", model, optimizer, extra=step)
+    assert merakc.latest(tmp_path) == tmp_path / "step-10"
+    path = tmp_path / "step-10" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    (tmp_path / "notes").mkdir()
+    with pytest.warns(UserWarning, match=r"passed over: .*model.safetensors has"):
+        assert merakc.latest(tmp_path) == tmp_path / "step-9"
+    with pytest.warns(UserWarning, match="passed over"):
+        assert merakc.load(tmp_path, model, optimizer).extra == 9
+    assert merakc.latest(tmp_path / "nothing") is None
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        merakc.load(tmp_path / "nothing", model)
+
+
+class Loader:
+    """Knows where it stands."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "state": random.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+        random.setstate(state["state"])
+
+
+def with_loader(path: Path, *, load: bool) -> tuple[int, Any]:
+    model, optimizer = trained(1, tp=2)
+    rank = dist.get_rank()
+    loader = Loader(0 if load else 10 + rank)
+    if load:
+        random.seed(99)
+        loaded = merakc.load(path, model, optimizer, extra={"loader": loader})
+        return loader.at, (random.random(), loaded.extra["tensor"])
+    random.seed(rank)
+    merakc.save(
+        path, model, optimizer,
+        extra={"loader": loader, "tensor": torch.full((2,), float(rank))},
+    )  # fmt: skip
+    return loader.at, (random.random(), torch.full((2,), float(rank)))
+
+
+def test_objects_load_their_own_state_of_their_rank(tmp_path: Path) -> None:
+    before = run_ranks(2, partial(with_loader, tmp_path / "c", load=False))
+    found = run_ranks(2, partial(with_loader, tmp_path / "c", load=True))
+    assert [at for at, _ in found] == [10, 11]
+    for (_, (number, tensor)), (_, (wanted, other)) in zip(found, before, strict=True):
+        assert number == wanted
+        assert torch.equal(tensor, other)
+
+
+def differing(path: Path) -> None:
+    model, optimizer = trained(1, tp=2)
+    optimizer.param_groups[0]["lr"] = 0.1 * dist.get_rank()
+    merakc.save(path, model, optimizer)
+
+
+def test_optimizers_that_differ_are_named(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1's optimizer 0 is not as rank 0's: lr is 0.1 for"):
+        run_ranks(2, partial(differing, tmp_path / "c"))
+
+
+def unlike(path: Path, other: Path) -> None:
+    model, optimizer = trained(0, tp=2)
+    merakc.load(other if dist.get_rank() else path, model, optimizer)
+
+
+def test_ranks_load_the_same(folder: Path, tmp_path: Path) -> None:
+    run_ranks(2, partial(saved, tmp_path / "step-2", 1, tp=2))
+    with pytest.raises(RankError, match="the ranks differ in checkpoint"):
+        run_ranks(2, partial(unlike, folder, tmp_path / "step-2"))

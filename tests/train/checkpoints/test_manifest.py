@@ -1,0 +1,113 @@
+"""No changed checkpoint is loaded, and what was changed is named."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import CheckpointError
+from merakc.train.checkpoints.manifest import NAME, check_files, read_manifest
+from tests.battery.small_models import warm_up
+from tests.train.checkpoints.small_runs import saved, trained
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    warm_up()
+    folder = tmp_path_factory.mktemp("run") / "step-2"
+    run_ranks(2, partial(saved, folder, 2, {"seen": 17}, tp=2))
+    return folder
+
+
+def copied(whole: Path, to: Path) -> Path:
+    return Path(shutil.copytree(whole, to / "copy"))
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        check_files(folder, read_manifest(folder))
+    return str(caught.value)
+
+
+def test_an_unchanged_one_is_good(whole: Path) -> None:
+    manifest = read_manifest(whole)
+    check_files(whole, manifest)
+    for share in range(3):
+        check_files(whole, manifest, share, 3)
+    assert {p.name for p in whole.iterdir()} == {NAME, *manifest.files}
+
+
+def test_any_flipped_bit_is_seen(whole: Path, tmp_path: Path) -> None:
+    folder, pick = copied(whole, tmp_path), random.Random(0)
+    files = sorted(folder.iterdir())
+    for _ in range(150):
+        path = pick.choice(files)
+        good = path.read_bytes()
+        at = pick.randrange(len(good))
+        bad = bytes([*good[:at], good[at] ^ 1 << pick.randrange(8), *good[at + 1 :]])
+        if path.name == NAME and _same_json(good, bad):
+            continue  # a space between two values
+        path.write_bytes(bad)
+        assert str(path) in refused(folder)
+        path.write_bytes(good)
+    check_files(folder, read_manifest(folder))
+
+
+def _same_json(good: bytes, bad: bytes) -> bool:
+    try:
+        return bool(json.loads(good) == json.loads(bad))
+    except ValueError:
+        return False
+
+
+def test_the_tensor_is_named(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path)
+    stored = read_manifest(folder).tensors["model/blocks.0.1.weight"]
+    path = folder / stored.file
+    data = bytearray(path.read_bytes())
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start + header["blocks.0.1.weight"]["data_offsets"][0]] ^= 1
+    path.write_bytes(data)
+    assert "tensor 'blocks.0.1.weight' is damaged" in refused(folder)
+
+
+@pytest.mark.parametrize("how", ["cut", "longer", "missing", "swapped", "stale", "no manifest"])
+def test_other_files_are_refused(how: str, whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path)
+    path, other = folder / "model.safetensors", folder / "optimizer.safetensors"
+    match how:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-8])
+        case "longer":
+            path.write_bytes(path.read_bytes() + bytes(8))
+        case "missing":
+            other.unlink()
+        case "swapped":
+            path.rename(folder / "x")
+            other.rename(path)
+            (folder / "x").rename(other)
+        case "stale":
+            run_ranks(2, partial(saved, tmp_path / "later", 1, {"seen": 17}, tp=2))
+            shutil.copy(tmp_path / "later" / path.name, path)
+        case "no manifest":
+            (folder / NAME).unlink()
+    assert str(folder) in refused(folder)
+
+
+def test_a_plain_model_is_not_touched_by_a_bad_one(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, tmp_path)
+    path = folder / "optimizer.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    model, optimizer = trained(1)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(CheckpointError, match=r"optimizer.safetensors: tensor .* is damaged"):
+        merakc.load(folder, model, optimizer)
+    assert all(bool((p == before[n]).all()) for n, p in model.named_parameters())

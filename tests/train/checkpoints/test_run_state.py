@@ -1,0 +1,53 @@
+"""What is saved of a model and its optimizers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from merakc.errors import CheckpointError
+from merakc.train.checkpoints.run_state import joined_records, optimizer_tensors, weights_of
+from tests.train.checkpoints.small_runs import trained
+
+
+def test_tied_weights_are_saved_once() -> None:
+    model, optimizer = trained(1)
+    names = weights_of(model).keys()
+    assert "model/embedding.weight" in names
+    assert "model/head.weight" not in names
+    tensors, records = optimizer_tensors(model, [optimizer])
+    assert "optimizer/state.embedding.weight.exp_avg" in tensors
+    assert records[0]["groups"][0]["options"]["lr"] == 0.01
+    assert len(records[0]["groups"][0]["names"]) == len(list(model.parameters()))
+
+
+class Counting(nn.Linear):
+    def get_extra_state(self) -> int:
+        return 3
+
+    def set_extra_state(self, state: int) -> None:
+        raise NotImplementedError
+
+
+def test_state_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="'_extra_state' of the model's state_dict"):
+        weights_of(Counting(2, 2))
+
+
+def test_learning_rates_may_be_tensors() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+    _, records = optimizer_tensors(model, [optimizer])
+    assert records[0]["groups"][0]["options"]["lr"] == 0.5
+
+
+def test_records_of_ranks_are_joined_by_group() -> None:
+    def record(names: list[str], lr: float = 0.1) -> list[dict[str, object]]:
+        groups = [{"options": {"lr": lr}, "names": names}]
+        return [{"kind": "Adam", "groups": groups, "scalars": {}}]
+
+    found = joined_records([record(["a", "b"]), record(["b", "c"])])
+    assert found[0]["groups"][0]["names"] == ["a", "b", "c"]
+    with pytest.raises(CheckpointError, match=r"lr is 0.2 for 0.1"):
+        joined_records([record(["a"]), record(["b"], 0.2)])

@@ -1,0 +1,119 @@
+"""The files are those of transformers, however many ranks write them."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from functools import partial
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import merakc
+from benchmarks.models import MODELS
+from benchmarks.ranks import run_ranks
+from merakc.errors import CheckpointError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.checkpoints import storage
+from merakc.train.checkpoints.storage import _write_box
+from tests.battery.small_models import warm_up
+from tests.train.checkpoints.small_runs import trained
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def exported(folder: Path, name: str, layout: dict[str, Any]) -> dict[str, Any]:
+    case = MODELS[name]
+    batch = {k: v.chunk(layout.get("dp", 1))[0] for k, v in case.batch(8).items()}
+    model = merakc.auto_parallel(case.model(), batch, cluster=NOMINAL_CPU, **layout)
+    merakc.save(folder, model)
+    return model.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layout"),
+    [
+        ("gpt2", transformers.GPT2LMHeadModel, {"tp": 2, "pp": 2}),
+        ("t5", transformers.T5ForConditionalGeneration, {"dp": 2, "state_shards": "zero-3"}),
+        ("llama_tied", transformers.LlamaForCausalLM, {"tp": 2}),
+    ],
+)
+def test_from_pretrained_reads_the_folder(
+    name: str, kind: Any, layout: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+    wanted = run_ranks(ranks, partial(exported, tmp_path / "c", name, layout))[0]
+    model, told = kind.from_pretrained(tmp_path / "c", output_loading_info=True)
+    assert not any(told[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, wanted[key]), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
+@pytest.mark.parametrize("least", [1, 1 << 12])
+def test_boxes_are_written_where_they_belong(
+    dtype: torch.dtype, least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "LEAST_RUN_BYTES", least)  # written in runs, or through memory
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((), (7,), (3, 5), (4, 3, 5), (2, 3, 4, 5)):
+        whole = (torch.randn(shape, generator=generator) * 9).to(dtype)
+        path = tmp_path / "tensor"
+        path.write_bytes(bytes(5 + whole.nbytes))
+        cuts = [sorted({0, n, int(torch.randint(n + 1, (), generator=generator))}) for n in shape]
+        with path.open("r+b") as opened:
+            for bounds in product(*map(pairwise, cuts)):
+                part = whole[tuple(slice(*b) for b in bounds)].contiguous()
+                _write_box(opened.fileno(), 5, part, [a for a, _ in bounds], shape)
+        data = bytearray(path.read_bytes()[5:])
+        assert torch.equal(torch.frombuffer(data, dtype=dtype).reshape(shape), whole)
+
+
+def test_many_files_have_an_index(tmp_path: Path) -> None:
+    model, _ = trained(0)
+    writer = partial(storage.Writer, file_bytes=1000)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("merakc.train.checkpoints.saving.Writer", writer)
+        merakc.save(tmp_path / "c", model)
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    found = {k: v for f in files for k, v in load_file(tmp_path / "c" / f).items()}
+    assert found.keys() == index["weight_map"].keys() == dict(model.named_parameters()).keys()
+    assert merakc.load(tmp_path / "c", model).step == 0
+
+
+def full_disk(folder: Path) -> str:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    model, optimizer = trained(1, tp=2)
+    merakc.save(folder / "good", model, optimizer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        merakc.save(folder / "good", model, optimizer)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    torch.distributed.barrier()
+    assert merakc.load(folder, model, optimizer).folder == folder / "good"
+    return str(caught.value)
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    for text in run_ranks(2, partial(full_disk, tmp_path)):
+        assert "good was not written: rank 0: [Errno 27] File too large" in text
+    assert [p.name for p in tmp_path.iterdir()] == ["good"]
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model, _ = trained(0)
+    with pytest.raises(CheckpointError, match=r"was not written: rank 0: \[Errno 20\]"):
+        merakc.save(tmp_path / "file" / "c", model)
