@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
-from merakc.runtime.part import local_of, place_of, tagged
+from merakc.runtime.part import local_of, tagged
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # Values that are compared by more than equality, or are a module's parts.
