@@ -17,6 +17,7 @@ from rich.text import Text
 
 from merakc.cli.bench import PASSED_ON, bench
 from merakc.cli.calibrate import calibrate
+from merakc.cli.checkpoint import app as checkpoint
 from merakc.cli.clusters import HELP, machines
 from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told, working
 from merakc.cli.diff import diff
@@ -177,4 +178,5 @@ app.command()(simulate)
 app.command()(verify)
 app.command()(graph)
 app.command()(doctor)
+app.add_typer(checkpoint, name="checkpoint")
 app.command(context_settings=PASSED_ON)(bench)

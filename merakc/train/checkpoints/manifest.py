@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from merakc.errors import CheckpointError
 NAME = "checkpoint.json"
 VERSION = 1
 READ_BYTES = 1 << 24
+MAPPED_BYTES = 1 << 26  # of a file, before it is opened anew
 
 
 class Chunk(BaseModel):
@@ -125,11 +126,9 @@ def check_files(folder: Path, manifest: Manifest, share: int = 0, of: int = 1) -
         if (k % of) == share:
             _check_file(folder / name, file)
     jobs = list(_jobs(manifest))
-    opened: tuple[str, Any] = ("", None)
+    opened = {file: TensorFile(folder / file) for file in manifest.files}
     for name, stored, chunk in jobs[share::of]:
-        if opened[0] != stored.file:
-            opened = stored.file, open_file(folder / stored.file)
-        _check_chunk(folder / stored.file, opened[1], name, stored, chunk)
+        _check_chunk(opened[stored.file], name, stored, chunk)
 
 
 def _jobs(manifest: Manifest) -> Iterator[tuple[str, Stored, Chunk]]:
@@ -153,34 +152,43 @@ def _check_file(path: Path, file: File) -> None:
         raise CheckpointError(f"{what}{path} is damaged: its checksum is another")
 
 
-def open_file(path: Path) -> Any:
-    """A safetensors file, mapped into memory. Raises `CheckpointError`."""
-    try:
-        return safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+class TensorFile:
+    """A safetensors file that is read in boxes.
+
+    What is read of a mapped file counts as memory of the process until the file is closed, so it
+    is opened anew from time to time.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._read_bytes = path, 0
+        self._file: Any = None
+
+    def box(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a tensor, until the next one is read. Raises `CheckpointError`."""
+        try:
+            if self._file is None or self._read_bytes > MAPPED_BYTES:
+                self._file, self._read_bytes = safe_open(self.path, framework="pt"), 0
+            part = self._file.get_slice(name)
+            whole = tuple(part.get_shape())
+            if whole and (tuple(sizes) != whole or any(starts)):
+                where = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+                found: torch.Tensor = part[where]
+            else:
+                found = self._file.get_tensor(name)
+        except (OSError, SafetensorError, ValueError, IndexError) as error:
+            raise CheckpointError(f"{self.path}: '{name}' cannot be read: {error}") from None
+        self._read_bytes += found.nbytes
+        return found
 
 
-def read_box(opened: Any, name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
-    """A box of a tensor of an open file, perhaps a view of mapped memory."""
-    part = opened.get_slice(name)
-    whole = tuple(part.get_shape())
-    if not whole or (tuple(sizes) == whole and not any(starts)):
-        return opened.get_tensor(name)
-    return part[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
-
-
-def _check_chunk(path: Path, opened: Any, name: str, stored: Stored, chunk: Chunk) -> None:
+def _check_chunk(file: TensorFile, name: str, stored: Stored, chunk: Chunk) -> None:
     key = stored_name(name)
-    try:
-        box = read_box(opened, key, chunk.starts, chunk.sizes)
-    except (SafetensorError, OSError, ValueError, IndexError) as error:
-        raise CheckpointError(f"{path}: tensor '{key}' cannot be read: {error}") from None
+    box = file.box(key, chunk.starts, chunk.sizes)
     if tuple(box.shape) != chunk.sizes or crc_of(box) != chunk.crc32:
         where = "" if chunk.sizes == stored.shape else f" at {list(chunk.starts)}"
         raise CheckpointError(
-            f"{path}: tensor '{key}' is damaged{where}: its checksum is another than when it was "
-            "written"
+            f"{file.path}: tensor '{key}' is damaged{where}: its checksum is "
+            "another than when it was written"
         )
 
 

@@ -20,6 +20,7 @@ from merakc.train.model import NOTHING, ParallelModel
 from merakc.train.places import tagged_state
 
 Tensors = dict[str, torch.Tensor]
+MEMBERS = ("params", "param_names")  # of a parameter group, beside its options
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
@@ -81,7 +82,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
         for group in optimizer.param_groups:
             kept = [p for p in group["params"] if names.get(p) != NOTHING]
             own = [first_name(model, names, p) for p in kept]
-            options = {k: v for k, v in group.items() if k != "params"}
+            options = {k: v for k, v in group.items() if k not in MEMBERS}
             groups.append({"options": _plain(options, "param_groups"), "names": own})
             for name, p in zip(own, kept, strict=True):
                 for key, value in tagged_state(p, optimizer.state.get(p, {})).items():

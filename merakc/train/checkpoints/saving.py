@@ -100,13 +100,13 @@ def save(
     _running.clear()
     tensors, writer = _collected(folder, model, listed(optimizer), scheduler, extra)
     if wait:
-        _write(tensors, writer, None, keep_last)
+        write(tensors, writer, None, keep_last)
         done: Future[None] = Future()
         done.set_result(None)
         return Saving(folder, done)
     group = _group() if dist.is_initialized() else None
     copied = {name: _on_host(tensor) for name, tensor in tensors.items()}
-    started = Saving(folder, _thread().submit(_write, copied, writer, group, keep_last))
+    started = Saving(folder, _thread().submit(write, copied, writer, group, keep_last))
     _running.append(started)
     return started
 
@@ -165,7 +165,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _write(
+def write(
     tensors: Mapping[str, torch.Tensor],
     writer: Writer,
     group: dist.ProcessGroup | None,

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -46,9 +45,8 @@ from merakc.train.checkpoints.manifest import (
     File,
     Manifest,
     Stored,
+    TensorFile,
     crc_of,
-    open_file,
-    read_box,
     stored_name,
 )
 from merakc.version import __version__
@@ -320,15 +318,10 @@ class Reader(StorageReader):
             stored = self.manifest.tensors[item.storage_index.fqn]
             by_file.setdefault(stored.file, []).append(item)
         for file, items in by_file.items():
-            path = self.folder / file
-            opened = open_file(path)
+            opened = TensorFile(self.folder / file)
             for item in items:
-                name = item.storage_index.fqn
-                try:
-                    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-                    box = read_box(opened, stored_name(name), offsets, lengths)
-                except (SafetensorError, OSError) as error:
-                    raise CheckpointError(f"{path}: '{name}' cannot be read: {error}") from None
+                name = stored_name(item.storage_index.fqn)
+                box = opened.box(name, item.storage_offsets, item.lengths)
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(box)
                 planner.commit_tensor(item, target)
