@@ -1,4 +1,4 @@
-"""`merakc checkpoint`: what a checkpoint holds, whether it is whole, and in other programs' form."""
+"""`merakc checkpoint`: what a checkpoint holds, whether it is whole, and its other forms."""
 
 from __future__ import annotations
 
