@@ -1,0 +1,102 @@
+"""Runs that are killed at random moments of training and saving, and go on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+import merakc
+from benchmarks.checkpoints.runs import Layout, Tensors, trained
+from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.ir.program import Mesh
+
+MODEL, STEPS = "llama", 8
+LAYOUTS = (
+    Layout(Mesh(1, 2, 1)), Layout(Mesh(1, 1, 2)), Layout(Mesh(2, 1, 1), "zero-1"),
+    Layout(Mesh(2, 1, 1), "zero-3", "bf16-mixed"),
+)  # fmt: skip
+
+
+def saving(folder: Path, *, wait: bool) -> Any:
+    """Saves after each step, and keeps the last two."""
+
+    def save(step: int, run: tuple[Any, ...]) -> None:
+        target = folder / f"step-{step}"
+        saved = merakc.save(target, *run, {"next": step}, keep_last=2, wait=wait)
+        if step == STEPS:
+            saved.wait()
+
+    return save
+
+
+@cache
+def undisturbed(layout: Layout) -> Tensors:
+    """The weights of a run that was never killed."""
+    found: Tensors = run_ranks(2, partial(trained, MODEL, layout, 0, STEPS))[0][1]
+    return found
+
+
+def _goes_on(layout: Layout, folder: Path, wait: bool) -> None:
+    """The whole life of a run: from the newest good checkpoint to the end."""
+    with suppress(RankError, RankTimeoutError):
+        run_ranks(2, partial(_train, layout, folder, wait=wait))
+
+
+def _train(layout: Layout, folder: Path, *, wait: bool) -> Tensors:
+    newest = merakc.latest(folder)
+    save = saving(folder, wait=wait)
+    return trained(MODEL, layout, 0, STEPS, start=newest, save=save)[1]
+
+
+def seconds_of_a_run(layout: Layout) -> float:
+    """How long a run takes that nobody kills."""
+    folder = Path(tempfile.mkdtemp(prefix="merakc-kill-"))
+    start_s = time.perf_counter()
+    run_ranks(2, partial(_train, layout, folder, wait=True))
+    shutil.rmtree(folder)
+    return time.perf_counter() - start_s
+
+
+def killed(layout: Layout, pick: random.Random, within_s: float) -> tuple[str, int]:
+    """One run that is killed once, at a random moment, one rank or all, and goes on: what is wrong
+    with it, if anything is, and after which step it went on.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="merakc-kill-"))
+    try:
+        wait = pick.random() < 0.5
+        process = multiprocessing.get_context("fork").Process(
+            target=_goes_on, args=(layout, folder, wait)
+        )
+        process.start()
+        process.join(pick.uniform(0.2, 1.0) * within_s)
+        with suppress(psutil.NoSuchProcess):
+            ranks = psutil.Process(process.pid).children()
+            for rank in ranks if pick.random() < 0.5 else ranks[-1:]:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, signal.SIGKILL)
+        process.join()
+        newest = merakc.latest(folder)
+        step = int(newest.name.removeprefix("step-")) if newest else 0
+        weights = run_ranks(2, partial(_train, layout, folder, wait=True))[0]
+        wanted = undisturbed(layout)
+        unlike = [n for n in wanted if not torch.equal(weights[n], wanted[n])]
+        left = [p.name for p in folder.iterdir() if p.name.startswith(".")]
+        if unlike:
+            return f"after a kill at step {step}, '{unlike[0]}' is another", step
+        return (f"{left[0]} is left" if left else ""), step
+    except (RankError, RankTimeoutError) as error:
+        return f"failed: {str(error).strip().splitlines()[-1]}", -1
+    finally:
+        shutil.rmtree(folder)

@@ -1,0 +1,151 @@
+"""Small runs that are saved and loaded: models, layouts, precisions, and what they come to."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import merakc
+from benchmarks.models import MODELS, ModelCase
+from merakc.ir.program import Mesh
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
+
+BATCH_SIZE, DROPOUT = 8, 0.1
+Tensors = dict[str, torch.Tensor]
+
+
+def _lora(dropout: float) -> nn.Module:
+    import peft
+
+    config = peft.LoraConfig(r=2, lora_dropout=dropout, init_lora_weights=False)
+    return peft.get_peft_model(MODELS["gpt2"].build(dropout), config)  # type: ignore[arg-type]
+
+
+CASES: dict[str, ModelCase] = {
+    **{name: MODELS[name] for name in ("gpt2", "llama", "llama_tied", "t5", "mixtral", "resnet")},
+    "lora": ModelCase("lora", _lora, MODELS["gpt2"].make_batch, MODELS["gpt2"].valid_labels),
+}
+PRECISIONS = (None, "bf16-mixed", "fp16-mixed")  # None: all of it float64
+STATES = ("zero-0", "zero-1", "zero-2", "zero-3", "mixed")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees, the sharding of state over dp, and what computes."""
+
+    mesh: Mesh
+    state: str = "zero-0"
+    precision: str | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As `auto_parallel` takes them. Every micro-batch has as many samples, for the sake of
+        batch statistics, on any layout.
+        """
+        dp, tp, pp = self.mesh.dp, self.mesh.tp, self.mesh.pp
+        state: Any = self.state
+        if state == "mixed":
+            state = (1, dp, dp) if pp == 1 else [(1, 1, dp), *[(dp, dp, dp)] * (pp - 1)]
+        return {
+            "dp": dp, "tp": tp, "pp": pp, "micro_batches": 4 // dp, "precision": self.precision,
+            "state_shards": state if dp > 1 else None, "schedule": "1f1b",
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"dp{self.mesh.dp} tp{self.mesh.tp} pp{self.mesh.pp} {self.state}"
+
+
+def random_layout(pick: random.Random, precision: str | None, ranks: tuple[int, ...]) -> Layout:
+    """Any layout of so many ranks at most."""
+    count = pick.choice(ranks)
+    meshes = [
+        Mesh(dp, tp, pp)
+        for dp in (1, 2, 4) for tp in (1, 2, 3, 4) for pp in (1, 2, 4)
+        if dp * tp * pp == count
+    ]  # fmt: skip
+    mesh = pick.choice(meshes)
+    return Layout(mesh, pick.choice(STATES) if mesh.dp > 1 else "zero-0", precision)
+
+
+def started(name: str, layout: Layout) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """The model on this rank, and its optimizer, as before the first step."""
+    dtype = torch.float32 if layout.precision else torch.float64
+    case = CASES[name]
+    model = merakc.auto_parallel(
+        case.model(dtype, dropout=DROPOUT), own_batch(name, layout, 0, 0), cluster=NOMINAL_CPU,
+        seed=3, **layout.options,
+    )  # fmt: skip
+    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
+    return model, torch.optim.AdamW(groups, lr=0.01)
+
+
+def own_batch(name: str, layout: Layout, step: int, dp_rank: int) -> Tensors:
+    """A dp rank's part of the batch of a step."""
+    dtype = torch.float32 if layout.precision else torch.float64
+    whole = CASES[name].batch(BATCH_SIZE, dtype, seed=step)
+    return {k: v.chunk(layout.mesh.dp)[dp_rank] for k, v in whole.items()}
+
+
+def trained(
+    name: str,
+    layout: Layout,
+    first: int,
+    last: int,
+    *,
+    start: Path | None = None,
+    end: Path | None = None,
+    save: Callable[[int, Any], None] | None = None,
+) -> tuple[list[float], Tensors]:
+    """Steps `first` to `last`: the losses, and on rank 0 the weights.
+
+    Begins with the checkpoint `start`, writes `end` at the last step, and calls
+    `save(step, (model, optimizer, scheduler))` after each.
+    """
+    model, optimizer = started(name, layout)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
+    if start is not None:
+        first = merakc.load(start, model, optimizer, scheduler).extra["next"]
+    losses = []
+    for step in range(first, last):
+        batch = own_batch(name, layout, step, model.data_parallel_rank)
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+        if save is not None:
+            save(step + 1, (model, optimizer, scheduler))
+    if end is not None:
+        merakc.save(end, model, optimizer, scheduler, {"next": last})
+    return losses, model.full_state_dict()
+
+
+def moved(name: str, layout: Layout, start: Path, end: Path) -> None:
+    """Loads a checkpoint and saves it again, under this layout."""
+    model, optimizer = started(name, layout)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
+    loaded = merakc.load(start, model, optimizer, scheduler)
+    merakc.save(end, model, optimizer, scheduler, loaded.extra)
+
+
+def warm() -> None:
+    """Does torch's imports in this process, so that forked ranks need not."""
+    for name in CASES:
+        trained(name, Layout(Mesh(1, 1, 1)), 0, 1)
+
+
+def one_thread() -> None:
+    """Ranks share few cores."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
