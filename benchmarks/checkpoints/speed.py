@@ -52,8 +52,8 @@ def _timed(work: Callable[[], object], repeats: int) -> tuple[float, float]:
     return statistics.median(seconds), max(peaks)
 
 
-def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[float, Figures]:
-    """The bytes of a rank's shard of weights and state, and the figures of each way."""
+def _trained(layout: dict[str, Any]) -> tuple[merakc.ParallelModel, torch.optim.Optimizer]:
+    """A GPT-2 after a step."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         n_embd=768, n_layer=12, n_head=12, vocab_size=VOCABULARY, n_positions=64,
@@ -67,6 +67,12 @@ def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[float, 
     model(**batch)["loss"].backward()
     optimizer.step()
     optimizer.zero_grad()
+    return model, optimizer
+
+
+def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[float, Figures]:
+    """The bytes of a rank's shard of weights and state, and the figures of each way."""
+    model, optimizer = _trained(layout)
     shard_bytes = 3 * sum(p.nbytes for p in model.parameters())
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     warnings.simplefilter("ignore")  # torch's, of its own code

@@ -1,0 +1,111 @@
+"""What docs/checkpoints.md says runs: the job that goes on by itself, and the commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from merakc.cli.app import app
+
+from typer.testing import CliRunner  # isort: skip
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
+_, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+COMMANDS = re.findall(r"^merakc checkpoint .*$", PAGE, re.MULTILINE)
+LINE = re.compile(r"step (\d+) on (\d) ranks: loss ([\d.]+)")
+
+
+def _environment() -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _machine(folder: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+    """What one of two machines runs: torchrun with one rank."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
+        "--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-id", "job",
+        "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "last_call_timeout=2",
+        "train.py",
+    ]  # fmt: skip
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command, cwd=folder, env=_environment(), stdout=file, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def _kill(machine: subprocess.Popen[bytes]) -> None:
+    family = psutil.Process(machine.pid).children(recursive=True)
+    for process in (machine.pid, *(p.pid for p in family)):
+        os.kill(process, signal.SIGKILL)
+    machine.wait()
+
+
+def _losses(text: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, _, loss in LINE.findall(text)}
+
+
+def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path) -> None:
+    script = SCRIPT.replace(
+        "    loss.backward()", "    __import__('time').sleep(0.1)\n    loss.backward()"
+    )
+    (tmp_path / "train.py").write_text(script)
+    port, logs = _free_port(), [tmp_path / f"{k}.log" for k in range(2)]
+    machines = [_machine(tmp_path, port, logs[0])]
+    time.sleep(1.0)  # the first is where they meet
+    machines.append(_machine(tmp_path, port, logs[1]))
+    try:
+        deadline_s = time.monotonic() + 120
+        while not (tmp_path / "runs" / "step-10").exists():
+            assert time.monotonic() < deadline_s, [log.read_text()[-3000:] for log in logs]
+            time.sleep(0.05)
+        _kill(machines[1])
+        assert machines[0].wait(120) == 0, logs[0].read_text()[-3000:]
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                _kill(machine)
+    text = logs[0].read_text()
+    counts = [int(ranks) for _, ranks, _ in LINE.findall(text + logs[1].read_text())]
+    assert set(counts) == {1, 2}
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "train.py").write_text(SCRIPT)
+    alone = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path / "alone", env=_environment(), text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    found, wanted = _losses(text + logs[1].read_text()), _losses(alone.stdout)
+    assert found.keys() == wanted.keys()
+    assert list(found.values()) == pytest.approx([wanted[k] for k in found], abs=2e-4)
+    _commands(tmp_path / "alone")
+
+
+def _commands(folder: Path) -> None:
+    """The page's commands, on what the script has saved."""
+    assert len(COMMANDS) == 6
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for command in COMMANDS:
+            words = command.replace("step-10", "step-40").split()[1:]
+            result = CliRunner().invoke(app, words)
+            assert result.exit_code == 0, (command, result.output)
+    finally:
+        os.chdir(before)
