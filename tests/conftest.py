@@ -1,6 +1,10 @@
-"""What every test runs under: one thread of torch, and the same hypothesis examples every time."""
+"""What every test runs under: one thread of torch, the same hypothesis examples every time, and
+every pass verified.
+"""
 
 from __future__ import annotations
+
+import os
 
 import hypothesis
 import torch
@@ -9,3 +13,4 @@ import torch
 hypothesis.settings.register_profile("merakc", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("merakc")
 torch.set_num_threads(1)
+os.environ["MERAKC_CHECK"] = "1"  # read when merakc.passes.running is imported, here and by ranks

@@ -214,6 +214,7 @@ class Graph:
             defined[node.name] = len(node.outputs)
         for out in self.outputs:
             assert out.ref.node in defined, f"output {out.name} reads {out.ref}, not defined"
+            assert out.ref.index < defined[out.ref.node], f"output {out.name}: no {out.ref}"
 
     def specs(self) -> Mapping[Ref, TensorSpec]:
         """The spec of every value."""

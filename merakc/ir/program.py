@@ -16,7 +16,7 @@ last gradient, and `reduce 2` waits for what is left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -201,6 +201,23 @@ class Chunk:
     input_grad: Graph | None = None
     weight_grad: Graph | None = None
 
+    @property
+    def graphs(self) -> tuple[Graph, ...]:
+        """The pieces that are there."""
+        every = (getattr(self, f.name) for f in fields(self))
+        return tuple(graph for graph in every if graph is not None)
+
+    def verify(self) -> None:
+        """Asserts that every piece is well-formed, and is handed what it takes from others."""
+        saved: set[str] = set()
+        for graph in self.graphs:
+            graph.verify()
+            saved.update(o.name for o in graph.outputs if o.kind is OutputKind.SAVED)
+        for graph in self.graphs:
+            for item in graph.inputs:
+                missing = item.kind is InputKind.SAVED and item.target not in saved
+                assert not missing, f"{item.name} reads {item.target}, which no piece saves"
+
     def piece(self, kind: ActionKind, *, again: bool = False) -> Graph | None:
         """The graph of a kind of compute; `again` says that a recomputation follows a forward."""
         match kind:
@@ -249,6 +266,17 @@ class Program:
 
     rank: int
     actions: tuple[Action, ...]
+
+    def verify(self) -> None:
+        """Asserts that no action stands twice, and no gradient is computed before the forward."""
+        seen: set[Action] = set()
+        for action in self.actions:
+            plain = replace(action, collectives=())
+            assert plain not in seen, f"rank {self.rank}: {action} twice"
+            seen.add(plain)
+            if action.kind.sends_gradients:
+                forward = Action(ActionKind.FORWARD, action.stage, action.micro_batch)
+                assert forward in seen, f"rank {self.rank}: {action} before its forward"
 
     def __str__(self) -> str:
         return f"rank {self.rank}: " + "; ".join(a.text for a in self.actions)

@@ -18,40 +18,23 @@ from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
-from merakc.ir.program import ActionKind, Chunk, Mesh, Program
+from merakc.ir.program import Chunk, Mesh, Program
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
-from merakc.machines.cluster import NOMINAL_GPU, Cluster
-from merakc.passes.autodiff.differentiate import differentiate
-from merakc.passes.autodiff.loss_gradient import without_zeros
-from merakc.passes.autodiff.recompute import checkpointed, selective, within_bytes
-from merakc.passes.autodiff.rematerialise import lean, rematerialised
-from merakc.passes.autodiff.split_backward import split_backward
-from merakc.passes.batches.recorded import couplings_of, dims_of, in_parts, with_outputs
-from merakc.passes.overlap.collective_matmul import chunk_rows
-from merakc.passes.overlap.fused_products import fuse_products
-from merakc.passes.overlap.sub_batches import Parts, divided
-from merakc.passes.overlap.subpipeline import overlapped, same_nodes
-from merakc.passes.programs.collectives import (
-    Touches,
-    like,
-    rank_buckets,
-    rough_touches,
-    trained,
-    with_collectives,
-)
-from merakc.passes.programs.onednn import by_onednn
-from merakc.passes.programs.schedule import build_programs
-from merakc.passes.sharding.gather_products import gather_all, gather_products, gathers
+from merakc.machines.cluster import Cluster
+from merakc.passes import pipeline
+from merakc.passes.batches.recorded import couplings_of, dims_of, with_outputs
+from merakc.passes.overlap.sub_batches import Parts
+from merakc.passes.pipeline import StageOptions
+from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
+from merakc.passes.running import run_passes
+from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.localise import localise
-from merakc.passes.sharding.separate_heads import separate_heads
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
 from merakc.passes.stages.stage import (
     Stages,
     assign_stages,
-    split_stages,
     stage_runs,
     stages_of_runs,
     transfer_stages,
@@ -83,91 +66,57 @@ class Lowered:
         """The stage behind which the samples of the batch are coupled, if they are."""
         return self.stages.head if self.loss.head is not None else None
 
+    def options(self, stage: int, tp_rank: int, *, train: bool = True) -> StageOptions:
+        """What the passes go by that make one rank's graphs of a stage."""
+        order = self.schedule.orders[self.schedule.rank_of[stage]]
+        kinds = frozenset(a.kind for a in order if a.stage == stage)
+        return StageOptions(
+            self.plan, self.stages, stage, tp_rank, kinds if train else frozenset(), self.parts,
+            train, self.compiled, self.onednn,
+        )  # fmt: skip
+
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
         without `train` no backward.
         """
-        if not train:
-            local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
-            frozen = tuple(replace(i, requires_grad=False) for i in local.inputs)
-            return differentiate(replace(local, inputs=frozen))
-        chunk = self._pieces(stage, tp_rank)
-        if not self.plan.sub_batches or self.plan.tp == 1:
-            return chunk
-        machines = self.plan.machines or NOMINAL_GPU
-        unlike = self.stages.sharding.unlike_ranks(self.stages.graphs[stage])
-        if len(unlike) == 1:
-            return overlapped(chunk, machines)
-        # Every rank comes to the same order, without a word to the others.
-        kinds = [self._pieces(stage, rank) for rank in unlike]
-        alike = all(same_nodes(c, kinds[0]) for c in kinds)
-        return overlapped(chunk, machines, kinds[0]) if alike else chunk
+        options = self.options(stage, tp_rank, train=train)
+        chunk: Chunk = run_passes(pipeline.STAGE, options.graph, options)
+        return chunk
 
     def local(self, stage: int, tp_rank: int) -> Graph:
         """The forward of a micro-batch on one rank and stage, in parts or with products in chunks
         of rows, or fused with collectives, where the plan says so.
         """
-        local = localise(self.stages.graphs[stage], self.stages.sharding, tp_rank)
-        count = self.plan.sub_batches[stage] if self.plan.sub_batches else 1
-        for parts in self.parts:
-            if parts.count == count:
-                stages = parts.stages
-                part = localise(stages.graphs[stage], stages.sharding, tp_rank)
-                return divided(local, part, parts)
-        if not (self.plan.row_chunks or self.plan.fused_products):
-            return local
-        graph, sharding = self.stages.graphs[stage], self.stages.sharding
-        unlike = sharding.unlike_ranks(graph)
-        kinds = [localise(graph, sharding, rank) for rank in unlike] if len(unlike) > 1 else []
-        fused = fuse_products(local, self.plan.fused_products, kinds)
-        return chunk_rows(local, self.plan.row_chunks, kinds) if fused is local else fused
-
-    def _pieces(self, stage: int, tp_rank: int) -> Chunk:
-        chunk = differentiate(self.local(stage, tp_rank))
-        chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
-        order = self.schedule.orders[self.schedule.rank_of[stage]]
-        kinds = {a.kind for a in order if a.stage == stage}
-        if ActionKind.INPUT_GRAD in kinds and chunk.backward is not None:
-            input_grad, weight_grad = split_backward(chunk)
-            chunk = replace(chunk, input_grad=input_grad, weight_grad=weight_grad)
-        if ActionKind.RECOMPUTE not in kinds:
-            return chunk
-        if self.plan.recompute == "selective":
-            return checkpointed(chunk, selective(chunk))
-        if self.plan.recompute == "solved":
-            # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
-            kept = within_bytes(chunk, self.plan.keep_bytes[stage], NOMINAL_GPU)
-            return checkpointed(chunk, kept)
-        return checkpointed(chunk, ())
+        options = self.options(stage, tp_rank)
+        local: Graph = run_passes(pipeline.LOCAL, options.graph, options)
+        return local
 
     def head(self, *, train: bool = True) -> Chunk | None:
         """The graphs of what couples the samples of the batch, if anything does; without `train` no
         backward.
         """
-        if self.loss.head is None:
+        if self.loss.head is None or self.head_stage is None:
             return None
-        graph = self.loss.head.graph
-        frozen = tuple(replace(i, requires_grad=i.requires_grad and train) for i in graph.inputs)
-        chunk = differentiate(replace(graph, inputs=frozen))
-        if train:
-            chunk = rematerialised(chunk) if self.compiled else lean(without_zeros(chunk))
-        return by_onednn(chunk) if self.onednn else chunk
+        options = self.options(self.head_stage, 0, train=train)
+        options = replace(options, kinds=frozenset(), apart=True)
+        chunk: Chunk = run_passes(pipeline.PIECES, self.loss.head.graph, options)
+        return chunk
 
     def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
         """The chunks of all stages of one rank of the mesh."""
         _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
         stages = [s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank]
-        chunks = {s: self.chunk(s, tp_rank, train=train) for s in stages}
-        return {s: by_onednn(c) for s, c in chunks.items()} if self.onednn else chunks
+        return {s: self.chunk(s, tp_rank, train=train) for s in stages}
 
     def programs(
         self, *, forward_only: bool = False, ranks: Iterable[int] | None = None
     ) -> tuple[Program, ...]:
         """The actions of every rank, or of these, without collectives over dp."""
-        return build_programs(
-            self.plan.mesh, self.schedule, self.stages.transfers, forward_only=forward_only,
+        programs: tuple[Program, ...] = run_passes(
+            pipeline.ORDERED, self.stages, self.plan.mesh, self.schedule, forward_only=forward_only,
             ranks=ranks, head=self.head_stage,
         )  # fmt: skip
+        return programs
 
     def with_collectives(
         self,
@@ -184,15 +133,14 @@ class Lowered:
             return tuple(programs)
         local = self.stages.local
         touches = touches or {s: rough_touches(graph) for s, graph in enumerate(local)}
-        of_loss, made = trained(self.loss.graph), {}
-        found = []
-        for program in programs:
-            _, rank, _ = self.plan.mesh.coordinates(program.rank)
-            if rank not in made:
-                own = rank_buckets(self.plan, local, rank) if buckets is None else buckets
-                made[rank] = with_collectives(program, touches, own, of_loss)
-            found.append(like(program, made[rank]))
-        return tuple(found)
+
+        def own(rank: int) -> Sequence[BucketSpec]:
+            return rank_buckets(self.plan, local, rank) if buckets is None else buckets
+
+        placed: tuple[Program, ...] = run_passes(
+            pipeline.PLACED, tuple(programs), self.plan.mesh, touches, own, trained(self.loss.graph)
+        )
+        return placed
 
 
 # What training needs of a forward: the loss and the written buffers.
@@ -222,14 +170,14 @@ def make_plan(
     Of as many stages as `schedule` has with `chunks` a rank, or `order`, a text. Raises `CutError`
     where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide it.
     """
-    loss = headed(in_parts(recording, mesh.dp * micro_batches, TRAINING), mesh.tp)
+    loss = headed(recording, mesh.dp * micro_batches, TRAINING, mesh.tp)
     sharding = shard(
         loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
     )
     placement = _placement(mesh, schedule, order, chunks)
     devices = stage_devices(cluster, mesh, placement)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
-    stages = split_stages(loss.graph, of, len(placement), sharding)
+    stages = cut_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
     splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathers(loss.graph))
     plan = Plan(
@@ -276,10 +224,10 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
             f"the plan was made for another graph ({plan.model}): {difference}; make the plan "
             "again with this model, batch shape and dtype"
         )
-    loss = headed(in_parts(recording, plan.dp * plan.micro_batches, TRAINING), plan.tp)
+    loss = headed(recording, plan.dp * plan.micro_batches, TRAINING, plan.tp)
     sharding = planned_sharding(loss.graph, plan)
     of = stages_of_runs(loss.graph, plan.stages)
-    stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
+    stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
     check_match(plan, recording.graph, loss.graph, stages)
     return Lowered(plan, loss, stages)
 
@@ -291,28 +239,41 @@ def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowe
     computed, otherwise the loss alone.
     """
     plan = lowered.plan
-    split = in_parts(recording, plan.dp * plan.micro_batches, () if results else TRAINING)
-    loss = headed(split, plan.tp, gathered=gathers(lowered.loss.graph))
+    parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
+    loss = headed(recording, parts, kinds, plan.tp, gathered=gathers(lowered.loss.graph))
     sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
-    stages = split_stages(loss.graph, of, len(plan.rank_of), sharding)
+    stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
     return replace(lowered, loss=loss, stages=stages, parts=())
 
 
-def headed(split: BatchSplit, tp: int, *, gathered: bool | None = None) -> BatchSplit:
-    """The step whose graph is sharded and cut: with heads apart, and products to be gathered.
+def headed(
+    recording: Recording,
+    parts: int,
+    kinds: tuple[OutputKind, ...],
+    tp: int,
+    *,
+    gathered: bool | None = None,
+) -> BatchSplit:
+    """The step whose graph is sharded and cut, for outputs of these kinds, or all: in parts, with
+    heads apart, and products to be gathered.
 
     `gathered` says whether its products are to be gathered; where it is None, the graph does.
     """
+    split: BatchSplit = run_passes(pipeline.PARTS, recording, parts, kinds)
     return replace(split, graph=with_heads(split.graph, tp, gathered=gathered))
 
 
 def with_heads(graph: Graph, tp: int, *, gathered: bool | None = None) -> Graph:
     """The graph of `headed`."""
-    found = separate_heads(graph, tp)
-    if gathered is None:
-        return gather_products(found, tp)
-    return gather_all(found) if gathered else found
+    found: Graph = run_passes(pipeline.HEADED, graph, tp, gathered)
+    return found
+
+
+def cut_stages(graph: Graph, of: Mapping[str, int], count: int, sharding: Sharding) -> Stages:
+    """The graph cut into stages, as `split_stages` does."""
+    stages: Stages = run_passes(pipeline.CUT, graph, of, count, sharding)
+    return stages
 
 
 def _splits_of_results(

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
-from merakc.lowering.lowered import TRAINING, Lowered, headed, planned_sharding
+from merakc.lowering.lowered import TRAINING, Lowered, cut_stages, headed, planned_sharding
 from merakc.machines.cluster import Cluster
-from merakc.passes.batches.recorded import in_parts, rows_of
+from merakc.passes.batches.recorded import rows_of
 from merakc.passes.overlap.collective_matmul import RowChunks
 from merakc.passes.overlap.fused_products import FusedProducts
 from merakc.passes.overlap.sub_batches import Parts, make_parts
 from merakc.passes.overlap.subpipeline import stage_seconds
 from merakc.passes.sharding.gather_products import gathers
-from merakc.passes.stages.stage import split_stages, stages_like
+from merakc.passes.stages.stage import stages_like
 
 # Parts of a micro-batch, or chunks of rows, that are tried. More hide more, and multiply smaller
 # matrices.
@@ -48,11 +48,12 @@ def with_parts(
 def _parts(lowered: Lowered, record: Callable[[int], Recording], count: int) -> Parts:
     plan, whole = lowered.plan, lowered.loss.graph
     recording = record(plan.micro_batches * count)
-    split = in_parts(recording, plan.dp * plan.micro_batches * count, TRAINING)
-    graph = headed(split, plan.tp, gathered=gathers(whole)).graph
+    parts = plan.dp * plan.micro_batches * count
+    split = headed(recording, parts, TRAINING, plan.tp, gathered=gathers(whole))
+    graph = split.graph
     sharding = planned_sharding(graph, plan)
     of = stages_like(graph, whole, lowered.stages.of)
-    stages = split_stages(graph, of, len(plan.rank_of), sharding)
+    stages = cut_stages(graph, of, len(plan.rank_of), sharding)
     return make_parts(whole, lowered.stages, graph, stages, rows_of(recording, split))
 
 

@@ -34,12 +34,12 @@ from merakc.lowering.find_samples import Fit, fit_of
 from merakc.passes.batches.alike import OtherPathError, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.answers import unsaid
-from merakc.passes.batches.part import keyed, known_name
+from merakc.passes.batches.part import known_name
 from merakc.passes.batches.proof.certificate import certify
 from merakc.passes.batches.recorded import BatchAside, BatchRecording
 from merakc.passes.batches.split import known_alone, known_values
-from merakc.passes.forward.constant_masks import with_known_masks
-from merakc.passes.forward.loops import rolled
+from merakc.passes.pipeline import KEYED, RECORDED
+from merakc.passes.running import run_passes
 
 
 def record_part(
@@ -130,8 +130,7 @@ def _recorded_part(
     aside = forward.aside(part, found if layout.parts > 1 else None)
     graph = part.graph
     if found is not None:
-        nodes = tuple(keyed(found, n, layout.each) for n in graph.nodes)
-        graph = replace(graph, nodes=nodes)
+        graph = run_passes(KEYED, graph, found, layout.each)
     return BatchRecording(
         graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
         reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
@@ -259,9 +258,9 @@ class _Forward:
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, self.taken, cause) from error
         if made.full is not None:
-            full = with_known_masks(rolled(made.full))
+            full = run_passes(RECORDED, made.full)
             return replace(made, graph=without_aside(full), full=full)
-        return replace(made, graph=with_known_masks(rolled(made.graph)))
+        return replace(made, graph=run_passes(RECORDED, made.graph))
 
     def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
         """What the forward does beside computing, of the whole batch; `found` is of its parts."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from merakc.costs.ranks import fits, rank_memory_bytes
-from merakc.costs.roofline import graph_seconds, link_seconds
 from merakc.costs.stage import faster, with_state
 from merakc.costs.work.keep import keep_bytes, with_kept
 from merakc.errors import ConfigError, MerakError
@@ -31,6 +30,7 @@ from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
+from merakc.passes.overlap.subpipeline import least_share
 from merakc.passes.programs.collectives import rough_touches
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
@@ -212,11 +212,10 @@ def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster
 def least_seconds(lowered: Lowered, cluster: Cluster) -> float:
     """Seconds of a step that no order of work, and no communication under computation, can beat."""
     plan, near = lowered.plan, cluster.joining(lowered.plan.tp)
-    costs = []
-    for cost, local in zip(planned_costs(lowered, cluster), lowered.stages.local, strict=True):
-        specs = local.specs()
-        wire_s = sum(link_seconds(node, specs, near) for node in local.nodes)
-        costs.append(faster(cost, 1.0 - wire_s / graph_seconds(local, near)) if wire_s else cost)
+    costs = planned_costs(lowered, cluster)
+    if plan.tp > 1:
+        stages = zip(costs, lowered.stages.local, strict=True)
+        costs = tuple(faster(cost, least_share(local, near)) for cost, local in stages)
     pipeline = _pipeline(lowered, costs, cluster)
     return lower_bound_s(pipeline, rank_memory_bytes(cluster, plan.mesh))
 

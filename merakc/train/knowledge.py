@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from merakc.ir.batches import BatchLayout, Known
 from merakc.ir.graph import InputKind
-from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.pipeline import differentiate
 from merakc.runtime.codegen import compile_graph
 from merakc.runtime.head import HeadRunner
 

@@ -12,8 +12,8 @@ from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk, Mesh, Transfer
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.recompute import checkpointed
+from merakc.passes.pipeline import differentiate
 from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.text import parse_schedule
 from merakc.simulation.simulate import simulate

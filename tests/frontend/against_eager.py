@@ -15,8 +15,8 @@ from merakc.batches.split import named_tensors
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.program import Chunk
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
+from merakc.passes.pipeline import differentiate
 
 Tensors = dict[str, Tensor]
 SEED = 11

@@ -20,8 +20,8 @@ from merakc.frontend.values.symbols import Number
 from merakc.ir.export import to_fx, to_networkx
 from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.lowering.lowered import training_graph
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
+from merakc.passes.pipeline import differentiate
 from tests.frontend.small import Small, linear, randn
 
 NAMES = ["gpt2", "bert", "t5"]

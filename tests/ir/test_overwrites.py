@@ -9,8 +9,8 @@ from merakc.costs.work.memory import live_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.overwrites import OVERWRITING, overwrites
 from merakc.lowering.lowered import training_graph
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
+from merakc.passes.pipeline import differentiate
 from merakc.runtime.codegen import compile_graph
 from tests.passes.whole_models import eager
 

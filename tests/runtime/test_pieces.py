@@ -4,9 +4,9 @@ import torch
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Mesh
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.recompute import checkpointed
 from merakc.passes.autodiff.split_backward import split_backward
+from merakc.passes.pipeline import differentiate
 from merakc.passes.programs.schedule import build_programs
 from merakc.runtime.pieces import Piece, Stage, message_specs
 from merakc.schedules.text import parse_schedule

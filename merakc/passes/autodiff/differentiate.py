@@ -31,9 +31,7 @@ from merakc.frontend.python.fingerprint import ADDRESS
 from merakc.frontend.python.state import PythonState
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
-from merakc.passes.autodiff.algebra import fewer_passes
 from merakc.passes.autodiff.interpret import interpret
-from merakc.passes.autodiff.simplify import simplify
 from merakc.passes.autodiff.tracer import PLACES, Tracer
 
 ROOTS = (OutputKind.LOSS, OutputKind.ACTIVATION, OutputKind.WAIST)
@@ -42,8 +40,8 @@ OWN = ("aten.", "composite.", "merakc.")
 OPAQUES = "merakc.opaque"
 
 
-def differentiate(graph: Graph) -> Chunk:
-    """Forward and backward of a chunk.
+def joint_graph(graph: Graph) -> Graph:
+    """Forward and backward of a chunk in one graph.
 
     Gradients are those of the `LOSS`, `ACTIVATION` and `WAIST` outputs with respect to every input
     that requires one; an input that reaches none of them gets no gradient output.
@@ -64,8 +62,7 @@ def differentiate(graph: Graph) -> Chunk:
         Output(name, OutputKind.GRADIENT, ref)
         for name, ref in zip(found, results[len(graph.outputs) :], strict=True)
     ]
-    whole = Graph(joint.inputs, joint.nodes, (*outputs, *gradients), joint.constants)
-    return _partition(fewer_passes(simplify(whole)))
+    return Graph(joint.inputs, joint.nodes, (*outputs, *gradients), joint.constants)
 
 
 def _checked(graph: Graph, trace: Callable[[], tuple[Graph, list[Ref]]]) -> tuple[Graph, list[Ref]]:
@@ -267,7 +264,7 @@ def _node(node: fx.Node, value: Any) -> Node:
     return Node(f"j:{node.name}", str(node.target), value(tuple(node.args)), kwargs, specs)
 
 
-def _partition(joint: Graph) -> Chunk:
+def partition(joint: Graph) -> Chunk:
     """Splits the joint graph into forward and backward.
 
     A node that needs no tangent but only serves the backward runs there if it reads nothing but

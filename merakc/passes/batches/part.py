@@ -316,3 +316,10 @@ def keyed(found: Analysis, node: Node, samples: int, *, together: bool = False) 
         sample, sizes = 0, (1, node.spec.numel)
     starts = (0,) * len(sizes)
     return replace(node, args=(*node.args[:at], sample, sizes, starts, sizes, *node.args[at + 4 :]))
+
+
+def with_keys(graph: Graph, found: Analysis, samples: int) -> Graph:
+    """The graph of a part of so many samples with its draws keyed."""
+    if not any(n.op in KEY_POSITION for n in graph.nodes):
+        return graph
+    return replace(graph, nodes=tuple(keyed(found, n, samples) for n in graph.nodes))

@@ -76,9 +76,7 @@ class _Writer:
             else:
                 self._write(node, region)
         outputs = tuple(o.at(self._whole(o.ref)) for o in self.graph.outputs)
-        made = replace(self.graph, nodes=self._in_order(), outputs=outputs)
-        made.verify()
-        return made
+        return replace(self.graph, nodes=self._in_order(), outputs=outputs)
 
     def _in_order(self) -> tuple[Node, ...]:
         """The nodes chunk after chunk, as far as nothing joins them in between.

@@ -159,9 +159,7 @@ class _Writer:
             else:
                 self._add(node)
         outputs = tuple(o.at(self._read(o.ref)) for o in self.graph.outputs)
-        made = replace(self.graph, nodes=tuple(self.nodes), outputs=outputs)
-        made.verify()
-        return made
+        return replace(self.graph, nodes=tuple(self.nodes), outputs=outputs)
 
     def _read(self, ref: Ref) -> Ref:
         return self.now.get(ref, ref)

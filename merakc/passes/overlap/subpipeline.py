@@ -19,7 +19,7 @@ from merakc.costs.roofline import (
     pipelined,
 )
 from merakc.costs.stage import BACKWARD_PER_FORWARD
-from merakc.costs.work.flops import COLLECTIVES, PIPELINED
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
 from merakc.costs.work.memory import Memory, live_bytes
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import Chunk
@@ -130,9 +130,7 @@ def written(graph: Graph, order: tuple[str, ...]) -> Graph:
         done.append(node)
     for out in graph.outputs:
         wait_for(out.ref.node)
-    found = replace(graph, nodes=tuple(done))
-    found.verify()
-    return found
+    return replace(graph, nodes=tuple(done))
 
 
 def _parted(in_order: list[Node]) -> set[str]:
@@ -189,6 +187,29 @@ def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
         overlapped_s += end_s + (SLOWDOWN - 1) * max(hidden_s, 0.0)
         blocking_s += compute_s + link_s
     return min(overlapped_s, blocking_s), blocking_s
+
+
+def least_share(local: Graph, cluster: Cluster) -> float:
+    """The share of a stage's blocking seconds that no form of it beats: what is computed, with all
+    communication hidden.
+
+    Parts and chunks compute at least what the whole does, since each reads its weights again and
+    is launched by itself. Products in one op with their collective can share what they read and
+    are launched together, so of them only the arithmetic counts.
+    """
+    specs = local.specs()
+    saved_s = blocking_s = 0.0
+    for tasks in (graph_tasks(local, cluster), _backward_tasks(local, cluster)):
+        blocking_s += sum(t.compute_s + t.link_s for t in tasks)
+        saved_s += sum(t.link_s for t in tasks)
+    if cluster.symmetric_memory:
+        for node in local.nodes:
+            if node.op in COLLECTIVES:
+                saved_s += 2 * cluster.op_overhead_s
+            elif flops := node_flops(node, specs):
+                arithmetic_s = flops / cluster.flops_per_s
+                saved_s += 3 * (node_seconds(node, specs, cluster) - arithmetic_s)
+    return 1.0 - saved_s / blocking_s
 
 
 def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:

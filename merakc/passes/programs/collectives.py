@@ -7,7 +7,7 @@ one of a bucket is made. What the optimizers wrote is gathered from the start of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -16,7 +16,15 @@ from merakc.ir.buckets import BucketSpec, Held, parameters_in_order, plan_bucket
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
-from merakc.ir.program import Action, ActionKind, Chunk, Collective, CollectiveKind, Program
+from merakc.ir.program import (
+    Action,
+    ActionKind,
+    Chunk,
+    Collective,
+    CollectiveKind,
+    Mesh,
+    Program,
+)
 from merakc.machines.cluster import NOMINAL_GPU
 
 GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
@@ -149,6 +157,27 @@ def with_collectives(
     last `REDUCE`.
     """
     return _Placing(program, touches, buckets, trained).run()
+
+
+def placed_collectives(
+    programs: Sequence[Program],
+    mesh: Mesh,
+    touches: Mapping[int, Touches],
+    buckets: Callable[[int], Sequence[BucketSpec]],
+    trained: Collection[str],
+) -> tuple[Program, ...]:
+    """The same of Programs of a mesh, of which those of one pipeline rank do the same.
+
+    `buckets` gives those of a pipeline rank.
+    """
+    made: dict[int, Program] = {}
+    found = []
+    for program in programs:
+        _, rank, _ = mesh.coordinates(program.rank)
+        if rank not in made:
+            made[rank] = with_collectives(program, touches, buckets(rank), trained)
+        found.append(like(program, made[rank]))
+    return tuple(found)
 
 
 def like(program: Program, placed: Program) -> Program:

@@ -79,9 +79,7 @@ class Localiser:
         self.sharding = self.whole
         outputs = tuple(self.output(o) for o in self.graph.outputs)
         inputs, constants = tuple(self.inputs), self.constants
-        local = Graph(inputs, tuple(self.nodes), outputs, constants, self.graph.functions)
-        local.verify()
-        return local
+        return Graph(inputs, tuple(self.nodes), outputs, constants, self.graph.functions)
 
     def is_split(self, ref: Ref) -> bool:
         """Whether a value is split, as the node being written sees it."""

@@ -11,7 +11,7 @@ from merakc.costs.work.flops import graph_flops, node_bytes, node_flops, wire_by
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, Call, enter
 from merakc.lowering.lowered import training_graph
-from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.pipeline import differentiate
 from tests.passes.whole_models import Eager, eager
 
 HALF = torch.bfloat16

@@ -14,7 +14,7 @@ from merakc.costs.work.memory import order_bytes
 from merakc.costs.work.pieces import cut_pieces
 from merakc.frontend.record import record
 from merakc.ir.program import ActionKind
-from merakc.passes.autodiff.differentiate import differentiate
+from merakc.passes.pipeline import differentiate
 
 SHAPE = Shape(128, 4, 4, 64, 512)
 BATCH = 2

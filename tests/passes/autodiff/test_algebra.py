@@ -8,8 +8,8 @@ import torch
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.lowering.lowered import training_graph
 from merakc.passes.autodiff.algebra import fewer_passes
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
+from merakc.passes.pipeline import differentiate
 from tests.passes.whole_models import eager
 
 F32, F16 = torch.float32, torch.float16

@@ -15,9 +15,9 @@ from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.split_backward import split_backward
+from merakc.passes.pipeline import differentiate
 from tests.frontend.against_eager import backward_inputs, check, inputs_of
 from tests.frontend.small import Small, linear, randn
 

@@ -12,9 +12,9 @@ from merakc.costs.work.memory import live_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.program import Chunk
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.loss_gradient import NLL, SOFTMAX, without_zeros
+from merakc.passes.pipeline import differentiate
 
 ROWS, CLASSES = 6, 40
 IGNORED = -100

@@ -18,7 +18,6 @@ from merakc.ir.program import Chunk, Mesh
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU
 from merakc.passes.autodiff import recompute
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.recompute import (
     KEPT_BY_SELECTIVE,
@@ -27,6 +26,7 @@ from merakc.passes.autodiff.recompute import (
     selective,
     within_bytes,
 )
+from merakc.passes.pipeline import differentiate
 
 MODELS_WITH_BUFFERS = ("resnet",)
 STAGES = 2

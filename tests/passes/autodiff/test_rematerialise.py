@@ -14,9 +14,9 @@ from merakc.costs.work.memory import order_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk
 from merakc.passes.autodiff import rematerialise
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.loss_gradient import without_zeros
 from merakc.passes.autodiff.rematerialise import late, lean, rematerialised
+from merakc.passes.pipeline import differentiate
 from tests.passes.autodiff.test_recompute import STAGES, lowered, run, values
 
 DEAR = (

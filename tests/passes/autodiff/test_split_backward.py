@@ -14,9 +14,9 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, R
 from merakc.ir.program import ActionKind, Chunk, Mesh
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.split_backward import CONVOLUTION, split_backward
+from merakc.passes.pipeline import differentiate
 from tests.frontend.small import Small
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")

@@ -13,8 +13,8 @@ from merakc.frontend.record import record
 from merakc.ir.graph import Ref
 from merakc.lowering.lowered import training_graph
 from merakc.passes.autodiff import differentiate as module
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.tracer import Tracer
+from merakc.passes.pipeline import differentiate
 from tests.frontend.small import Small, linear, randn
 from tests.passes.whole_models import eager
 

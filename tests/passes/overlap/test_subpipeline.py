@@ -20,7 +20,6 @@ from merakc.ir.program import Chunk, Mesh
 from merakc.kernels.ops import STARTED, WAIT
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.recompute import checkpointed, selective
 from merakc.passes.autodiff.split_backward import split_backward
@@ -32,6 +31,7 @@ from merakc.passes.overlap.subpipeline import (
     stage_seconds,
     written,
 )
+from merakc.passes.pipeline import differentiate
 from tests.passes.lockstep import in_lockstep
 
 SPEC = TensorSpec((64, 64), torch.float64)

@@ -15,8 +15,8 @@ from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk
 from merakc.kernels.gemm import LEAST_FLOPS, OPS
-from merakc.passes.autodiff.differentiate import differentiate
 from merakc.passes.autodiff.split_backward import split_backward
+from merakc.passes.pipeline import differentiate
 from merakc.passes.programs.onednn import by_onednn
 
 ROWS, SIDE = 64, 512

@@ -1,0 +1,296 @@
+"""The passes, in the order in which they run: to add one is to add an entry.
+
+Each list is run as it stands by `run_passes`, with options that all its passes share.
+`merakc show --passes` tells what each did to a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from merakc.costs.work.flops import PIPELINED
+from merakc.ir.graph import Graph, Ref
+from merakc.ir.plan import Plan
+from merakc.ir.program import ActionKind, Chunk, Mesh, Program
+from merakc.ir.schedule import Schedule
+from merakc.machines.cluster import NOMINAL_GPU
+from merakc.passes.autodiff.algebra import fewer_passes
+from merakc.passes.autodiff.differentiate import joint_graph, partition
+from merakc.passes.autodiff.loss_gradient import without_zeros
+from merakc.passes.autodiff.recompute import checkpointed, selective, within_bytes
+from merakc.passes.autodiff.rematerialise import lean, rematerialised
+from merakc.passes.autodiff.simplify import simplify
+from merakc.passes.autodiff.split_backward import split_backward
+from merakc.passes.batches.part import with_keys
+from merakc.passes.batches.recorded import in_parts
+from merakc.passes.forward.constant_masks import with_known_masks
+from merakc.passes.forward.loops import rolled
+from merakc.passes.overlap.collective_matmul import chunk_rows
+from merakc.passes.overlap.fused_products import fuse_products
+from merakc.passes.overlap.sub_batches import Parts, divided
+from merakc.passes.overlap.subpipeline import overlapped, same_nodes
+from merakc.passes.programs.collectives import placed_collectives
+from merakc.passes.programs.onednn import by_onednn
+from merakc.passes.programs.schedule import build_programs
+from merakc.passes.running import Kind, Pass, run_passes
+from merakc.passes.sharding.gather_products import gather_all, gather_products
+from merakc.passes.sharding.localise import localise
+from merakc.passes.sharding.separate_heads import separate_heads
+from merakc.passes.stages.stage import Stages, split_stages
+
+
+@dataclass(frozen=True, slots=True)
+class StageOptions:
+    """What the passes go by that make the graphs of one stage, for one tp rank.
+
+    `kinds` are the computes that the schedule has of it. What runs once for the whole batch is as a
+    stage by itself, of which nothing is split: `apart`.
+    """
+
+    plan: Plan
+    stages: Stages
+    stage: int
+    tp_rank: int
+    kinds: frozenset[ActionKind] = frozenset()
+    parts: tuple[Parts, ...] = ()
+    train: bool = True
+    compiled: bool = False
+    onednn: bool = False
+    apart: bool = False
+
+    @property
+    def in_parts(self) -> Parts | None:
+        """The parts in which the stage runs a micro-batch, if it does."""
+        count = self.plan.sub_batches[self.stage] if self.plan.sub_batches and self.train else 1
+        return next((parts for parts in self.parts if parts.count == count), None)
+
+    @property
+    def graph(self) -> Graph:
+        """The forward of the stage."""
+        return self.stages.graphs[self.stage]
+
+    def unlike(self) -> tuple[int, ...]:
+        """A tp rank for each set of sizes that ranks' parts of the stage's values have; none where
+        all have the same.
+        """
+        ranks = self.stages.sharding.unlike_ranks(self.graph)
+        return ranks if len(ranks) > 1 else ()
+
+    def others(self) -> list[Graph]:
+        """The local forwards of those ranks."""
+        return [localise(self.graph, self.stages.sharding, rank) for rank in self.unlike()]
+
+
+def _gather(graph: Graph, tp: int, gathered: bool | None) -> Graph:
+    if gathered is None:
+        return gather_products(graph, tp)
+    return gather_all(graph) if gathered else graph
+
+
+def _localise(graph: Graph, at: StageOptions) -> Graph:
+    return localise(graph, at.stages.sharding, at.tp_rank)
+
+
+def _divide(local: Graph, at: StageOptions) -> Graph:
+    parts = at.in_parts
+    if parts is None:
+        return local
+    part = localise(parts.stages.graphs[at.stage], parts.stages.sharding, at.tp_rank)
+    return divided(local, part, parts)
+
+
+def _fuse(local: Graph, at: StageOptions) -> Graph:
+    weights = at.plan.fused_products
+    if not (weights and at.train) or at.in_parts is not None:
+        return local
+    return fuse_products(local, weights, at.others())
+
+
+def _chunk_rows(local: Graph, at: StageOptions) -> Graph:
+    chunks = at.plan.row_chunks
+    if not (chunks and at.train) or at.in_parts is not None:
+        return local
+    if any(n.op in PIPELINED for n in local.nodes):  # fused instead
+        return local
+    return chunk_rows(local, chunks, at.others())
+
+
+def _freeze(graph: Graph, at: StageOptions) -> Graph:
+    if at.train:
+        return graph
+    return replace(graph, inputs=tuple(replace(i, requires_grad=False) for i in graph.inputs))
+
+
+def _split_backward(chunk: Chunk, at: StageOptions) -> Chunk:
+    if ActionKind.INPUT_GRAD not in at.kinds or chunk.backward is None:
+        return chunk
+    input_grad, weight_grad = split_backward(chunk)
+    return replace(chunk, input_grad=input_grad, weight_grad=weight_grad)
+
+
+def _checkpoint(chunk: Chunk, at: StageOptions) -> Chunk:
+    if ActionKind.RECOMPUTE not in at.kinds:
+        return chunk
+    kept: Collection[Ref] = ()
+    if at.plan.recompute == "selective":
+        kept = selective(chunk)
+    elif at.plan.recompute == "solved":
+        # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
+        kept = within_bytes(chunk, at.plan.keep_bytes[at.stage], NOMINAL_GPU)
+    return checkpointed(chunk, kept)
+
+
+def _overlap(chunk: Chunk, at: StageOptions) -> Chunk:
+    plan = at.plan
+    if at.apart or not at.train or not plan.sub_batches or plan.tp == 1:
+        return chunk
+    machines = plan.machines or NOMINAL_GPU
+    # Every rank comes to the same order, without a word to the others.
+    before = STAGE[: [p.name for p in STAGE].index("overlap")]
+    kinds = [run_passes(before, at.graph, replace(at, tp_rank=r)) for r in at.unlike()] or [chunk]
+    alike = all(same_nodes(c, kinds[0]) for c in kinds)
+    return overlapped(chunk, machines, kinds[0]) if alike else chunk
+
+
+def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tuple[Program, ...]:
+    return build_programs(mesh, schedule, stages.transfers, **how)
+
+
+# Of every recording of the forward, for any number of samples.
+RECORDED: Final = (
+    Pass(
+        "roll-loops", "Takes loops over equal calls together in one.",
+        Kind.RECORDED, Kind.RECORDED, rolled,
+    ),
+    Pass(
+        "constant-masks", "Takes out masks that hold for every batch of these shapes.",
+        Kind.RECORDED, Kind.RECORDED, with_known_masks,
+    ),
+)  # fmt: skip
+# Of the recording of a part, which `in_parts` takes with what is found of the whole batch.
+KEYED: Final = (
+    Pass(
+        "key-draws", "Keys random draws by samples, so that any split of a batch draws alike.",
+        Kind.RECORDED, Kind.RECORDED, with_keys,
+    ),
+)  # fmt: skip
+PARTS: Final = (
+    Pass(
+        "split-batch", "Writes the loss of a part so that the parts' add up to the batch's.",
+        Kind.RECORDED, Kind.PART, in_parts,
+    ),
+)  # fmt: skip
+# Before it is decided how values are split over tp.
+HEADED: Final = (
+    Pass(
+        "separate-heads", "Gives each query head of a grouped attention its own key and value.",
+        Kind.PART, Kind.PART, lambda graph, tp, gathered: separate_heads(graph, tp),
+    ),
+    Pass(
+        "gather-products", "Gathers products of which no other dim can be split over tp.",
+        Kind.PART, Kind.PART, _gather,
+    ),
+)  # fmt: skip
+CUT: Final = (
+    Pass(
+        "split-stages", "Gives each pipeline stage its own graph.",
+        Kind.PART, Kind.STAGE, split_stages,
+    ),
+)  # fmt: skip
+LOCAL: Final = (
+    Pass(
+        "localise", "Gives one tp rank its parts of values, with the collectives between them.",
+        Kind.STAGE, Kind.LOCAL, _localise,
+    ),
+    Pass(
+        "sub-batches", "Divides a micro-batch so that one part computes while another waits.",
+        Kind.LOCAL, Kind.LOCAL, _divide,
+    ),
+    Pass(
+        "fuse-products", "Puts products and the collective beside them in one op.",
+        Kind.LOCAL, Kind.LOCAL, _fuse,
+    ),
+    Pass(
+        "chunk-rows", "Computes products beside collectives in chunks of rows.",
+        Kind.LOCAL, Kind.LOCAL, _chunk_rows,
+    ),
+)  # fmt: skip
+AUTODIFF: Final = (
+    Pass(
+        "differentiate", "Traces the backward behind the forward.",
+        Kind.LOCAL, Kind.JOINT, lambda graph, *_: joint_graph(graph),
+    ),
+    Pass(
+        "simplify", "Merges equal calls and removes those that do nothing.",
+        Kind.JOINT, Kind.JOINT, lambda graph, *_: simplify(graph),
+    ),
+    Pass(
+        "fewer-passes", "Rewrites arithmetic that reads and writes tensors more often than needed.",
+        Kind.JOINT, Kind.JOINT, lambda graph, *_: fewer_passes(graph),
+    ),
+    Pass(
+        "partition", "Parts forward and backward, with the saved values between them.",
+        Kind.JOINT, Kind.PIECES, lambda graph, *_: partition(graph),
+    ),
+)  # fmt: skip
+PIECES: Final = (
+    Pass(
+        "freeze", "Where the model is not trained: no input requires a gradient.",
+        Kind.LOCAL, Kind.LOCAL, _freeze,
+    ),
+    *AUTODIFF,
+    Pass(
+        "rematerialise", "In kernels: keeps less, and makes the rest again in the backward's.",
+        Kind.PIECES, Kind.PIECES,
+        lambda chunk, at: rematerialised(chunk) if at.compiled else chunk,
+    ),
+    Pass(
+        "loss-gradient", "Call by call: the gradient of cross-entropy without a matrix of zeros.",
+        Kind.PIECES, Kind.PIECES,
+        lambda chunk, at: chunk if at.compiled else without_zeros(chunk),
+    ),
+    Pass(
+        "recompute-cheap", "Call by call: makes again what costs next to nothing.",
+        Kind.PIECES, Kind.PIECES, lambda chunk, at: chunk if at.compiled else lean(chunk),
+    ),
+    Pass(
+        "split-backward", "Where the schedule says so: input and weight gradients apart.",
+        Kind.PIECES, Kind.PIECES, _split_backward,
+    ),
+    Pass(
+        "checkpoint", "Where the schedule recomputes: a forward that saves what the plan says.",
+        Kind.PIECES, Kind.PIECES, _checkpoint,
+    ),
+    Pass(
+        "overlap", "Starts collectives early and waits late, with computation in between.",
+        Kind.PIECES, Kind.PIECES, _overlap,
+    ),
+    Pass(
+        "onednn", "On CPUs: larger products of float32 by oneDNN.",
+        Kind.PIECES, Kind.PIECES, lambda chunk, at: by_onednn(chunk) if at.onednn else chunk,
+    ),
+)  # fmt: skip
+STAGE: Final = (*LOCAL, *PIECES)
+ORDERED: Final = (
+    Pass(
+        "programs", "Writes the actions of every rank, with the messages between stages.",
+        Kind.STAGE, Kind.PROGRAMS, _programs,
+    ),
+)  # fmt: skip
+PLACED: Final = (
+    Pass(
+        "dp-collectives", "Places the collectives over dp in the actions that they run under.",
+        Kind.PROGRAMS, Kind.PROGRAMS, placed_collectives,
+    ),
+)  # fmt: skip
+PIPELINE: Final = (
+    *RECORDED, *KEYED, *PARTS, *HEADED, *CUT, *STAGE, *ORDERED, *PLACED,
+)  # fmt: skip
+
+
+def differentiate(graph: Graph) -> Chunk:
+    """Forward and backward of a graph, by the passes of `AUTODIFF` alone."""
+    chunk: Chunk = run_passes(AUTODIFF, graph)
+    return chunk
