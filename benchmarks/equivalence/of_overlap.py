@@ -64,6 +64,11 @@ class OverlapCell(Cell):
         return self.near and set(self.sub_batches) == {self.parts} and self.started > 0
 
     @property
+    def complaint(self) -> str:
+        """What is wrong, or that the step did not run in the form asked for."""
+        return super().complaint or "did not overlap as asked" * (not self.passed)
+
+    @property
     def figures(self) -> list[str]:
         """The error, and the parts that stages run where others were asked for."""
         other = set(self.sub_batches) != {1 if self.parts == FUSED else self.parts}
