@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -27,7 +27,7 @@ from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import EFFORT, generate
 from merakc.schedules.placement import place, split_stages
 from merakc.schedules.registry import make_schedule, stage_ranks
-from merakc.schedules.timing import Pipeline, late_recomputation, make_pipeline, time_schedule
+from merakc.schedules.timing import Pipeline, make_pipeline, time_schedule
 
 KEPT = 40_000  # bytes of one unit of memory; many numbers divide it
 UNIT = StageCost(
@@ -121,6 +121,26 @@ def unit_pipeline(rank_of: Sequence[int], ranks: int, micro_batches: int) -> Pip
     """The pipeline of unit stages in this placement."""
     chunks = len(rank_of) // ranks
     return make_pipeline(rank_of, split_stages([UNIT] * ranks, chunks), micro_batches)
+
+
+def late_recomputation(
+    costs: Sequence[StageCost], stages: Collection[int]
+) -> tuple[StageCost, ...]:
+    """Costs where these stages recompute when the gradient has come, as stock checkpointing does.
+
+    The recomputation is then a part of the backward, and nothing of it can run ahead.
+    """
+    return tuple(
+        replace(
+            c,
+            backward_s=c.backward_s + c.recompute_s,
+            input_grad_s=c.input_grad_s + c.recompute_s,
+            recompute_s=0.0,
+        )
+        if s in stages
+        else c
+        for s, c in enumerate(costs)
+    )
 
 
 def listed_row(row: tuple[str, str, int, str], ranks: int, micro_batches: int) -> Row:

@@ -37,7 +37,6 @@ class Storage:
     version: int = 0
     target: str = ""  # the parameter or buffer that owns it
     is_parameter: bool = False
-    is_buffer: bool = False
     written: bool = False
     source: str = ""  # the line that wrote to it
 

@@ -1,13 +1,12 @@
-"""Where the time of a step goes: why ranks are idle, and what the step waits for in the end."""
+"""Where the time of a step goes: why ranks are idle."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from merakc.ir.program import ActionKind, Event
-from merakc.report.charts.labels import MessageLabel, parse_label
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,44 +50,3 @@ def _split(rank: int, events: Sequence[Event], step_s: float) -> Idle:
                 waiting[event.label] += inside_s
     ordered = sorted(waiting.items(), key=lambda item: -item[1])
     return Idle(rank, first_s, step_s - last_s, tuple(ordered))
-
-
-def critical_path(events: Sequence[Event]) -> tuple[Event, ...]:
-    """The events that the length of the step follows from, first to last.
-
-    From the event that ends last back through what each waited for: the event before it on its
-    rank or, where it waited for a message, what the sender did before it sent. Events are to be in
-    the order of each rank's Program, as the simulator's are.
-    """
-    per_rank: dict[int, list[Event]] = defaultdict(list)
-    place: dict[int, int] = {}
-    for event in events:
-        place[id(event)] = len(per_rank[event.rank])
-        per_rank[event.rank].append(event)
-    senders = _senders(events)
-    found: list[Event] = []
-    at = max(events, key=lambda e: e.end_s, default=None)
-    while at is not None:
-        waited = at.kind is ActionKind.RECV and at.end_s > at.start_s
-        sender = senders.get(id(at)) if waited else None
-        if sender is not None:
-            at = sender
-        elif at.end_s > at.start_s:
-            found.append(at)
-        before = place[id(at)] - 1
-        at = per_rank[at.rank][before] if before >= 0 else None
-    return tuple(reversed(found))
-
-
-def _senders(events: Sequence[Event]) -> dict[int, Event]:
-    """The send of each receive, by the receive's `id`."""
-    sends: dict[tuple[int, int, str], deque[Event]] = defaultdict(deque)
-    receives: list[tuple[tuple[int, int, str], Event]] = []
-    for event in events:
-        label = parse_label(event.label)
-        if isinstance(label, MessageLabel):
-            if label.is_send:
-                sends[event.rank, label.peer, label.content].append(event)
-            else:
-                receives.append(((label.peer, event.rank, label.content), event))
-    return {id(event): sends[key].popleft() for key, event in receives if sends[key]}

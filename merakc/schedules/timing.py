@@ -8,10 +8,9 @@ buffers of messages are left to `merakc.simulation.simulate`, which runs whole P
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from merakc.ir.costs import StageCost
-from merakc.ir.program import Action
 from merakc.ir.schedule import Schedule
 from merakc.schedules.check import check_schedule
 from merakc.schedules.work import (
@@ -132,26 +131,6 @@ def durations(costs: Sequence[StageCost]) -> tuple[Seconds, ...]:
     )
 
 
-def late_recomputation(
-    costs: Sequence[StageCost], stages: Collection[int]
-) -> tuple[StageCost, ...]:
-    """Costs where these stages recompute when the gradient has come, as stock checkpointing does.
-
-    The recomputation is then a part of the backward, and nothing of it can run ahead.
-    """
-    return tuple(
-        replace(
-            c,
-            backward_s=c.backward_s + c.recompute_s,
-            input_grad_s=c.input_grad_s + c.recompute_s,
-            recompute_s=0.0,
-        )
-        if s in stages
-        else c
-        for s, c in enumerate(costs)
-    )
-
-
 def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
     """The end of each work, or None where ranks wait for each other in a circle.
 
@@ -261,12 +240,3 @@ def with_recomputation(orders: Orders, units: Collection[int]) -> list[list[Work
         ]
         for order in orders
     ]
-
-
-def action_times(schedule: Schedule, timing: Timing) -> dict[Action, tuple[float, float]]:
-    """Start and end by action."""
-    return {
-        action: (start, end)
-        for order, starts, ends in zip(schedule.orders, timing.start_s, timing.end_s, strict=True)
-        for action, start, end in zip(order, starts, ends, strict=True)
-    }

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import merakc
 from benchmarks import demo
-from benchmarks.demo import Settings, largest_difference
+from benchmarks.demo import Settings, largest_difference, plot_losses
 from benchmarks.models import Batch
 from merakc.ir.plan import CutReport, GraphId, Plan, StageRun
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
@@ -101,3 +101,11 @@ def test_the_largest_difference_is_relative() -> None:
 def test_the_model_has_ten_million_parameters() -> None:
     model = demo.build_model(Settings(steps=1))
     assert sum(p.numel() for p in model.parameters()) >= 10_000_000
+
+
+def test_the_curves_are_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "l.svg"
+    plot_losses(path, {"one process": [3.0, 2.0, 1.5], "merakc": [3.0, 2.0]})
+    text = path.read_text()
+    for told in ("Training loss", "step", "loss", "one process", "merakc", "2.0", "3.0"):
+        assert f"<!-- {told} -->" in text

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import Mesh, Transfer
 from merakc.passes.programs.schedule import build_programs
-from merakc.report.idle import critical_path, idle_split
+from merakc.report.idle import idle_split
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.simulation.simulate import Simulation, simulate
 
@@ -37,22 +35,5 @@ def test_busy_and_idle_make_up_the_step(name: str, p: int, m: int, latency_s: fl
         assert idle.total_s + busy_s == pytest.approx(found.step_s)
 
 
-@given(st.sampled_from(NAMES), st.integers(1, 4), st.integers(1, 6), st.sampled_from([0.0, 0.25]))
-def test_the_critical_path_is_as_long_as_the_step(
-    name: str, p: int, m: int, latency_s: float
-) -> None:
-    found = simulated(name, p, m, latency_s)
-    path = critical_path(found.events)
-    assert path[0].start_s == 0.0
-    assert path[-1].end_s == found.step_s
-    gaps_s = [b.start_s - a.end_s for a, b in pairwise(path)]
-    assert all(g == pytest.approx(0.0) or g == pytest.approx(latency_s) for g in gaps_s)
-
-
-def test_the_path_of_1f1b_goes_down_and_up() -> None:
-    labels = [e.label for e in critical_path(simulated("1f1b", 2, 2).events)]
-    assert labels == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
-
-
 def test_nothing() -> None:
-    assert idle_split(()) == critical_path(()) == ()
+    assert idle_split(()) == ()

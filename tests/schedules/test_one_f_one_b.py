@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.schedules import late_recomputation
 from merakc.ir.costs import StageCost
 from merakc.schedules.check import check_schedule
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.text import format_schedule
-from merakc.schedules.timing import late_recomputation, time_schedule
+from merakc.schedules.timing import time_schedule
 from tests.schedules.unit_costs import KEPT, peak, unit_costs, unit_time
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.schedules import late_recomputation
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import Mesh, Transfer
@@ -14,9 +15,9 @@ from merakc.schedules.generate import generate
 from merakc.schedules.placement import split_stages
 from merakc.schedules.registry import NAMES, make_schedule
 from merakc.schedules.text import parse_schedule
-from merakc.schedules.timing import action_times, late_recomputation, make_pipeline, time_schedule
+from merakc.schedules.timing import make_pipeline, time_schedule
 from merakc.simulation.simulate import simulate
-from tests.schedules.unit_costs import UNIT, unit_costs, unit_time
+from tests.schedules.unit_costs import UNIT, action_times, unit_costs, unit_time
 
 
 def test_starts_ends_and_idle_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from merakc.ir.costs import StageCost
+from merakc.ir.program import Action
 from merakc.ir.schedule import Schedule
 from merakc.schedules.placement import split_stages
 from merakc.schedules.timing import Timing, time_schedule
@@ -34,3 +35,12 @@ def unit_time(schedule: Schedule, costs: Sequence[StageCost] | None = None) -> T
 def peak(timing: Timing) -> float:
     """In micro-batches of one rank."""
     return max(timing.peak_bytes) / KEPT
+
+
+def action_times(schedule: Schedule, timing: Timing) -> dict[Action, tuple[float, float]]:
+    """Start and end by action."""
+    return {
+        action: (start, end)
+        for order, starts, ends in zip(schedule.orders, timing.start_s, timing.end_s, strict=True)
+        for action, start, end in zip(order, starts, ends, strict=True)
+    }

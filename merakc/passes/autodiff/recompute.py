@@ -118,11 +118,6 @@ def kept_bytes(chunk: Chunk, kept: Collection[Ref]) -> int:
     return sum(specs[r].size_bytes for r in kept)
 
 
-def recompute_seconds(chunk: Chunk, cluster: Cluster) -> float:
-    """Seconds of a chunk's recomputation."""
-    return sum(_seconds(chunk.recompute, cluster).values()) if chunk.recompute else 0.0
-
-
 def _seconds(graph: Graph, cluster: Cluster) -> dict[str, float]:
     """Of each node; views take none."""
     specs = graph.specs()

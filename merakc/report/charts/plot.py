@@ -1,16 +1,14 @@
-"""Pictures: loss curves, and the timeline of a pipeline."""
+"""The timeline of a pipeline as a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
 
 from merakc.errors import ConfigError
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
@@ -30,38 +28,11 @@ _KINDS = {
 _COLLECTIVE = ("tp collective", "#D55E00")
 _WAITED = ("waited for", "#3B3B3B")
 _IDLE_COLOUR = "#F2F2F2"
-_CURVE_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000")
-_CURVE_STYLES = ("-", "--", "-.", ":")
 _WIDTH_INCHES = 12.0
 _BOX_HEIGHT = 0.86  # of the distance between two ranks
 _LANE_HEIGHT = 0.18  # of collectives
 _MIN_FONT_POINTS, _MAX_FONT_POINTS = 4.0, 9.0  # below 4 points digits cannot be read
 _DIGIT_WIDTH = 0.75  # of a digit, with its share of the margins, in units of the font size
-
-
-def plot_losses(
-    path: str | Path, curves: Mapping[str, Sequence[float]], *, title: str = "Training loss"
-) -> None:
-    """Draws one curve of losses, step by step, for each name. The suffix gives the format.
-
-    Later curves are thinner and dashed, so that equal ones show through each other.
-    Raises `ConfigError` where there is no curve.
-    """
-    if not curves:
-        raise ConfigError(f"{path}: no loss curve to draw; give at least one")
-    figure, axes = _figure(8.0, 5.0)
-    styles = zip(cycle(_CURVE_COLOURS), cycle(_CURVE_STYLES), strict=False)
-    for k, ((name, losses), (colour, style)) in enumerate(
-        zip(curves.items(), styles, strict=False)
-    ):
-        width = max(1.2, 4.0 - 1.4 * k)
-        steps = range(1, len(losses) + 1)
-        axes.plot(steps, losses, label=name, color=colour, linestyle=style, linewidth=width)
-    axes.set(title=title, xlabel="step", ylabel="loss")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(visible=True, color="#DDDDDD", linewidth=0.6)
-    axes.legend(frameon=False)
-    figure.savefig(path)
 
 
 def plot_timeline(

@@ -12,7 +12,7 @@ from merakc.errors import ConfigError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.program import ActionKind, CollectiveEvent, Event, Mesh
 from merakc.passes.programs.schedule import build_programs
-from merakc.report.charts.plot import plot_losses, plot_timeline
+from merakc.report.charts.plot import plot_timeline
 from merakc.schedules.registry import make_schedule
 from merakc.simulation.simulate import simulate
 
@@ -67,19 +67,7 @@ def test_timeline_png_is_coloured(tmp_path: Path) -> None:
     assert {"#56B4E9", "#E69F00", "#CC79A7"} <= _colours(path)
 
 
-def test_losses(tmp_path: Path) -> None:
-    svg, png = tmp_path / "l.svg", tmp_path / "l.png"
-    curves = {"one process": [3.0, 2.0, 1.5], "merakc": [3.0, 2.0]}
-    for path in (svg, png):
-        plot_losses(path, curves)
-    assert {"Training loss", "step", "loss", "one process", "merakc"} <= {*_texts(svg)}
-    assert {"2.0", "3.0"} <= {*_texts(svg)}, "the loss axis covers the curves"
-    assert {"#0072B2", "#D55E00"} <= _colours(png)
-
-
 def test_nothing_to_draw_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no loss curve"):
-        plot_losses(tmp_path / "l.png", {})
     with pytest.raises(ConfigError, match="no forward, backward or reduction"):
         plot_timeline(tmp_path / "t.png", [Event(0, "recv", ActionKind.RECV, 0.0, 1.0)])
 

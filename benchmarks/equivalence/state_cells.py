@@ -1,21 +1,22 @@
-"""The cells of `benchmarks.state_equivalence`: what is trained, weighed and compared with DDP."""
+"""The cells of the table of sharded state: what is trained, weighed and compared with DDP."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 
-from benchmarks.ddp_equality import RANKS, unequal_to_ddp
-from benchmarks.layouts import Difference, Task, train_layout, worst_difference
+from benchmarks.equivalence.cells import BATCH_SIZE, BOUND, Cell, run_cell
+from benchmarks.equivalence.ddp_equality import RANKS, unequal_to_ddp
+from benchmarks.equivalence.uneven import UNEVEN
+from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
-from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
+from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
 from benchmarks.resident_state import Held, resident_state
-from benchmarks.uneven import UNEVEN
 from merakc.costs.state import MIXED, Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice, parse_shards
@@ -23,8 +24,7 @@ from merakc.ir.state import StateShards, lattice, parse_shards
 CASES = {**{name: MODELS[name] for name in ("gpt2", "t5", "llama", "vit")}, UNEVEN.name: UNEVEN}
 DP = 4
 MESHES = {"tp = 2": Mesh(DP, 2, 1), "pp = 2": Mesh(DP, 1, 2)}
-BATCH_SIZE, MICRO_BATCHES, STEPS = 8, 8, 5  # two micro-batches a dp rank
-BOUND = 1e-10
+MICRO_BATCHES, STEPS = 8, 5  # two micro-batches a dp rank
 BYTES_BOUND = 0.02
 CLIP_NORM = 0.5  # below the norm of every step
 DOUBLE = Precision(8, 8, 16)  # Adam keeps two states
@@ -34,8 +34,8 @@ STAGED = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
+@dataclass(frozen=True)
+class StateCell(Cell):
     """One model, sharded in one way on one mesh. `shards` are those of each stage.
 
     `error` is None where no training was compared, `held` empty where nothing was weighed.
@@ -46,10 +46,7 @@ class Cell:
     shards: tuple[StateShards, ...]
     clip_norm: float | None = None
     precision: str | None = None
-    error: Difference | None = None
     held: tuple[Held, ...] = ()
-    failed: str = ""
-    seconds: float = 0.0
 
     def byte_error(self, kind: str) -> float:
         """The largest relative difference of a rank's bytes from the formula."""
@@ -82,49 +79,58 @@ class Cell:
     @property
     def passed(self) -> bool:
         """Whether everything that was measured is within its bound."""
-        near = self.error is None or self.error.error <= BOUND
+        near = self.error is None or self.near
         return near and not self.failed and all(self.byte_error(k) <= BYTES_BOUND for k in KINDS)
+
+    @property
+    def complaint(self) -> str:
+        """What is out of its bound."""
+        over = {k: e for k in KINDS if (e := self.byte_error(k)) > BYTES_BOUND}
+        texts = [super().complaint, *(f"the bytes of {k} by {e:.2%}" for k, e in over.items())]
+        return "; ".join(filter(None, texts))
 
 
 _SINGULAR = {"parameters": "parameter", "gradients": "gradient", "optimizer": "optimizer"}
 KINDS = tuple(_SINGULAR)
 
 
-@dataclass(frozen=True, slots=True)
-class Equality:
-    """One model on two ranks against `DistributedDataParallel`; `unequal` is empty if equal."""
+@dataclass(frozen=True)
+class Equality(Cell):
+    """One model on two ranks against `DistributedDataParallel`."""
 
     model: str
     shards: StateShards
     micro_batches: int
-    unequal: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether every bit is equal."""
-        return not self.unequal
+        return not self.complaint
 
 
-def all_cells(quick: bool) -> list[Cell]:
+def all_cells(quick: bool) -> list[StateCell]:
     """What is measured; `quick` is one cell of each kind."""
     points = list(lattice(DP))
     chosen = points[-1:] if quick else points
     models = ("gpt2",) if quick else ("gpt2", "t5", UNEVEN.name)
     cells = [
-        Cell(model, mesh, _stages(mesh, s)) for model in models for mesh in MESHES for s in chosen
+        StateCell(model, mesh, _stages(mesh, s))
+        for model in models
+        for mesh in MESHES
+        for s in chosen
     ]
     staged = STAGED[:1] if quick else STAGED
     cells += [
-        Cell(model, "pp = 2", parse_shards(pair, DP, 2)) for model in models for pair in staged
+        StateCell(model, "pp = 2", parse_shards(pair, DP, 2)) for model in models for pair in staged
     ]
     clipped = ["pp = 2"] if quick else list(MESHES)
     cells += [
-        Cell("gpt2", mesh, _stages(mesh, s), clip_norm=CLIP_NORM)
+        StateCell("gpt2", mesh, _stages(mesh, s), clip_norm=CLIP_NORM)
         for mesh in clipped
         for s in chosen
     ]
     return cells + [
-        Cell("llama", mesh, _stages(mesh, s), precision="bf16-mixed")
+        StateCell("llama", mesh, _stages(mesh, s), precision="bf16-mixed")
         for mesh in clipped
         for s in chosen
     ]
@@ -134,31 +140,29 @@ def _stages(mesh: str, shards: StateShards) -> tuple[StateShards, ...]:
     return (shards,) * MESHES[mesh].pp
 
 
-def measure_cell(cell: Cell, timeout_s: float) -> Cell:
+def measure_cell(cell: StateCell, timeout_s: float) -> StateCell:
     """Trains and weighs one cell on forked ranks."""
-    start_s = time.perf_counter()
+    return run_cell(cell, partial(_measure, cell, timeout_s))
+
+
+def _measure(cell: StateCell, timeout_s: float) -> dict[str, Any]:
     mesh, case = MESHES[cell.mesh], CASES[cell.model]
     given = [dataclasses.astuple(s) for s in cell.shards]
     task = Task(
         case, mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, case.casts_float32, state_shards=given,
         clip_norm=cell.clip_norm, precision=cell.precision, schedule="1f1b",
     )  # fmt: skip
-    try:
-        found = run_ranks(mesh.world_size, _run, task, cell, timeout_s=timeout_s)
-        results = [result for result, _ in found if result is not None]
-        held = tuple(held for _, held in found if held is not None)
-        cell = dataclasses.replace(cell, held=held)
-        if results:
-            reference = _reference(cell.model, cell.clip_norm)
-            losses = [result.losses for result in results]
-            error = worst_difference(results[0], losses, reference, BOUND)
-            cell = dataclasses.replace(cell, error=error)
-    except (RankError, RankTimeoutError) as failure:
-        cell = dataclasses.replace(cell, failed=str(failure))
-    return dataclasses.replace(cell, seconds=time.perf_counter() - start_s)
+    found = run_ranks(mesh.world_size, _run, task, cell, timeout_s=timeout_s)
+    results = [result for result, _ in found if result is not None]
+    fields: dict[str, Any] = {"held": tuple(held for _, held in found if held is not None)}
+    if results:
+        reference = _reference(cell.model, cell.clip_norm)
+        losses = [result.losses for result in results]
+        fields["error"] = worst_difference(results[0], losses, reference, BOUND)
+    return fields
 
 
-def _run(task: Task, cell: Cell) -> tuple[Reference | None, Held | None]:
+def _run(task: Task, cell: StateCell) -> tuple[Reference | None, Held | None]:
     """One rank's part. Of the uneven model, which is all padding, nothing is weighed."""
     trained = None if cell.precision else train_layout(task)
     held = None
@@ -188,13 +192,12 @@ def all_equalities(quick: bool) -> list[Equality]:
     ]
 
 
-def measure_equality(found: Equality, timeout_s: float) -> Equality:
+def measure_equality(cell: Equality, timeout_s: float) -> Equality:
     """Trains on two forked ranks, by merakc and by torch."""
-    args = CASES[found.model], found.shards, found.micro_batches, STEPS
-    try:
-        unequal = next(
-            filter(None, run_ranks(RANKS, unequal_to_ddp, *args, timeout_s=timeout_s)), ""
-        )
-    except (RankError, RankTimeoutError) as failure:
-        unequal = str(failure)
-    return dataclasses.replace(found, unequal=unequal)
+
+    def compare() -> dict[str, Any]:
+        args = CASES[cell.model], cell.shards, cell.micro_batches, STEPS
+        found = run_ranks(RANKS, unequal_to_ddp, *args, timeout_s=timeout_s)
+        return {"unequal": next(filter(None, found), "")}
+
+    return run_cell(cell, compare)

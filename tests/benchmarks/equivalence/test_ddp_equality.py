@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import ddp_equality
-from benchmarks.ddp_equality import LABELS, even_batch, train_ddp, unequal_to_ddp
+from benchmarks.equivalence import ddp_equality
+from benchmarks.equivalence.ddp_equality import LABELS, even_batch, train_ddp, unequal_to_ddp
+from benchmarks.equivalence.uneven import UNEVEN
 from benchmarks.models import IGNORED, MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch, train_reference
-from benchmarks.uneven import UNEVEN
 from merakc.ir.state import StateShards
 
 

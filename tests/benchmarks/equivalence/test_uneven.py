@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.uneven import UNEVEN
+from benchmarks.equivalence.uneven import UNEVEN
 
 
 def test_sizes_are_primes_or_smaller_than_the_ranks() -> None:

@@ -10,7 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 import merakc
-from benchmarks.equivalence import BOUND, Cell, main, measure_cell
+from benchmarks.equivalence.cells import BOUND
+from benchmarks.equivalence.of_layouts import LayoutCell, main, measure_cell
 from benchmarks.layouts import Difference
 from benchmarks.models import MODELS
 from tests.benchmarks.stand_in import stand_in
@@ -25,24 +26,25 @@ def _run(*arguments: str) -> tuple[int, str]:
 
 def test_cells_pass_within_their_own_bound_only() -> None:
     layout = (1, 1, 1)
-    assert Cell("m", layout, Difference(BOUND, "w"), Difference(1e-6, "w"), True).passed
-    assert not Cell("m", layout, Difference(2 * BOUND, "w")).passed
-    assert not Cell("m", layout, Difference(float("nan"), "w")).passed
-    assert not Cell("m", layout, cast_error=Difference(1e-4, "w")).passed
-    assert not Cell("m", layout, Difference(0.0, "w"), bit_equal=False).passed
-    assert not Cell("m", layout, failed="died").passed
-    assert Cell("m", layout, refused="no such layout").passed
+    near = Difference(BOUND, "w")
+    assert LayoutCell("m", layout, error=near, cast_error=Difference(1e-6, "w")).passed
+    assert not LayoutCell("m", layout, error=Difference(2 * BOUND, "w")).passed
+    assert not LayoutCell("m", layout, error=Difference(float("nan"), "w")).passed
+    assert not LayoutCell("m", layout, cast_error=Difference(1e-4, "w")).passed
+    assert not LayoutCell("m", layout, error=near, unequal="w").passed
+    assert not LayoutCell("m", layout, failed="died").passed
+    assert LayoutCell("m", layout, refused="no such layout").passed
 
 
 def test_casting_models_are_compared_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     product = stand_in(MODELS["llama"].valid_labels)
     monkeypatch.setattr(merakc, "auto_parallel", product, raising=False)
-    cell = measure_cell("llama", (2, 1, 1), None, 60)
+    cell = measure_cell(LayoutCell("llama", (2, 1, 1)), None, 60)
     assert cell.error is not None
     assert cell.error.error < BOUND
     assert cell.cast_error is not None
     assert BOUND < cell.cast_error.error < 1e-5
-    assert cell.bit_equal
+    assert not cell.unequal
     assert cell.passed
 
 
@@ -66,7 +68,7 @@ def test_the_command_fails_on_too_many_refusals_and_gives_the_reason(
     monkeypatch.setattr(merakc, "auto_parallel", product, raising=False)
     code, output = _run("--models", "vit", "--layouts", "1,2,1")
     assert code == 1
-    assert "refused 1: ShardError: the stand-in knows no tp" in output
+    assert "refused: ShardError: the stand-in knows no tp" in output
 
 
 def test_the_command_fails_on_wrong_gradients_and_names_them(

@@ -6,19 +6,19 @@ import dataclasses
 
 import pytest
 
-from benchmarks.layouts import Difference
-from benchmarks.resident_state import Held
-from benchmarks.state_cells import (
-    BOUND,
+from benchmarks.equivalence.cells import BOUND
+from benchmarks.equivalence.state_cells import (
     DP,
     MESHES,
-    Cell,
     Equality,
+    StateCell,
     all_cells,
     all_equalities,
     measure_cell,
     measure_equality,
 )
+from benchmarks.layouts import Difference
+from benchmarks.resident_state import Held
 from merakc.ir.state import StateShards, lattice
 
 RIGHT = Held({0: 1000}, 8000, 2000, 4000)  # of 1, 4, 4 in float64
@@ -51,7 +51,7 @@ def test_every_point_is_covered_with_tp_and_with_pp() -> None:
     ],
 )
 def test_what_passes(changes: dict[str, object], passes: bool) -> None:
-    cell = Cell("gpt2", "tp = 2", (StateShards(1, 4, 4),), error=Difference(1e-15, "loss"))
+    cell = StateCell("gpt2", "tp = 2", (StateShards(1, 4, 4),), error=Difference(1e-15, "loss"))
     cell = dataclasses.replace(cell, held=(RIGHT,))
     assert dataclasses.replace(cell, **changes).passed is passes  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_bytes_are_those_of_the_ranks_own_stage() -> None:
         dataclasses.replace(RIGHT, elements={1: 1000}),
     )
     stages = StateShards(), StateShards(1, 4, 4)
-    cell = Cell("gpt2", "pp = 2", stages, held=(first, second))
+    cell = StateCell("gpt2", "pp = 2", stages, held=(first, second))
     assert [cell.byte_error(k) for k in ("parameters", "gradients", "optimizer")] == [0, 0, 0]
     assert cell.padding == 0
     padded = dataclasses.replace(second, parameters_bytes=8024)
@@ -74,7 +74,7 @@ def test_bytes_are_those_of_the_ranks_own_stage() -> None:
 
 def test_a_cell_of_the_uneven_model() -> None:
     stages = StateShards(1, 1, 4), StateShards(2, 2, 2)
-    cell = measure_cell(Cell("uneven", "pp = 2", stages), 120.0)
+    cell = measure_cell(StateCell("uneven", "pp = 2", stages), 120.0)
     assert cell.passed, cell
     assert cell.error is not None
     assert not cell.held

@@ -1,0 +1,13 @@
+"""The tables as commands; each exits with 1 where a bound is exceeded."""
+
+import torch
+import typer
+
+from benchmarks.equivalence import of_layouts, of_overlap, of_schedules, of_state
+
+app = typer.Typer(no_args_is_help=True, callback=lambda: torch.set_num_threads(1))
+for module in (of_layouts, of_schedules, of_overlap, of_state):
+    app.command(module.__name__.partition("of_")[2])(module.main)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,94 @@
+"""What every benchmark does beside measuring: options, progress, tables, files, the exit code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+DocPath = Annotated[
+    Path | None, typer.Option("--doc", help="Also write the tables here, as Markdown.")
+]
+T = TypeVar("T")
+
+
+def known(text: str, names: Collection[str], option: str) -> list[str]:
+    """The comma-separated names, all if there are none.
+
+    Raises `typer.BadParameter` where one is not of `names`.
+    """
+    chosen = text.split(",") if text else list(names)
+    unknown = [name for name in chosen if name not in names]
+    if unknown:
+        raise typer.BadParameter(
+            f"{', '.join(unknown)} not known; choose of {', '.join(names)}", param_hint=option
+        )
+    return chosen
+
+
+def bar(console: Console, **options: Any) -> Progress:
+    """A progress bar with the name, the count and the time of what is measured."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, TimeElapsedColumn(), console=console, **options)
+
+
+def tracked(items: Sequence[T], describe: Callable[[T], str], console: Console) -> Iterator[T]:
+    """The items one by one, under a progress bar."""
+    with bar(console) as progress:
+        task = progress.add_task("", total=len(items))
+        for item in items:
+            progress.update(task, description=describe(item))
+            yield item
+            progress.advance(task)
+
+
+def rich_table(rows: Sequence[Sequence[str]], left: int = 1, **options: Any) -> Table:
+    """Rows, of which the first names the columns, with so many columns of words at the left."""
+    table = Table(box=box.SIMPLE_HEAD, **options)
+    for k, name in enumerate(rows[0]):
+        table.add_column(name, justify="left" if k < left else "right")
+    for row in rows[1:]:
+        table.add_row(*row)
+    return table
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """The same rows as a table of Markdown, without the markup of colours."""
+    plain = [[Text.from_markup(t).plain.replace("|", "·") for t in row] for row in rows]
+    lines = [plain[0], ["---"] * len(plain[0]), *plain[1:]]
+    return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
+
+
+def write_json(path: Path | None, figures: Any) -> None:
+    """Writes figures, which may be dataclasses, where a file is asked for."""
+    if path is not None:
+        path.write_text(json.dumps(figures, indent=1, default=dataclasses.asdict) + "\n")
+
+
+def finish(
+    console: Console,
+    passed: bool,
+    text: str,
+    *,
+    json_path: Path | None = None,
+    figures: Any = None,
+    doc: Path | None = None,
+    page: Callable[[], str] = str,
+) -> NoReturn:
+    """Says whether everything passed, writes what is asked for, and exits with 1 if it did not."""
+    said = f"{'passed' if passed else 'FAILED'}{': ' * bool(text)}{text}"
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    if doc is not None:
+        doc.write_text(page())
+    write_json(json_path, figures)
+    raise typer.Exit(0 if passed else 1)
