@@ -5,6 +5,8 @@ from __future__ import annotations
 import sysconfig
 import traceback
 
+from merakc.files.printable import printable
+
 # Where code lies that is not the user's: installed packages, Python's own, and this one.
 _NOT_THEIRS = (
     *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
@@ -14,7 +16,13 @@ _NOT_THEIRS = (
 
 
 class MerakError(Exception):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and mend.
+
+    Its message may quote a file, and ends in a terminal: nothing in it steers that.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class RecordError(MerakError):
@@ -83,6 +91,9 @@ class StuckError(MerakError):
 
 class MerakWarning(UserWarning):
     """Something that works, at a cost that the user should know of."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 def failure(error: BaseException) -> str:

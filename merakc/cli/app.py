@@ -39,6 +39,7 @@ from merakc.report.charts.plot import plot_timeline
 from merakc.report.findings import verdict
 from merakc.report.packing import unpack
 from merakc.report.page import require_report, write_page
+from merakc.report.terminal import Terminal
 from merakc.report.text import plan_table, report_table
 from merakc.report.trace import write_trace
 from merakc.report.units import format_bytes
@@ -160,7 +161,7 @@ def _shards(text: str | None) -> str | tuple[int, ...] | None:
 
 def _print(made: Plan, *, as_json: bool, whole: bool = False) -> None:
     """The decisions, after one line on what they cost; of the `whole`, the report as well."""
-    console = Console()
+    console = Terminal()
     if as_json:
         console.print_json(json.dumps(asdict(made)))
         return

@@ -11,7 +11,7 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
@@ -21,10 +21,12 @@ from merakc.cli.calibration import measurements, most_ranks
 from merakc.cli.console import AsJson, check_outputs, progress_console, told
 from merakc.costs.fitted import Fit, fit_factors
 from merakc.errors import CalibrationError
+from merakc.files.writing import write_atomically
 from merakc.ir.ledger import read_ledger
 from merakc.machines.cluster import Device, Hardware, Points
 from merakc.machines.cluster_files import cluster_text
 from merakc.report.run import WARM_UP_STEPS, timed_steps
+from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_count, format_seconds
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -55,18 +57,18 @@ def calibrate(
             found, fits = corrected(runs, skip)
         else:
             found = measured(device, ranks, progress)
-        output.write_text(cluster_text(found), encoding="utf-8")
+        write_atomically(output, cluster_text(found))
     if as_json:
         body = asdict(found) if not fits else {"factors": [asdict(fit) for fit in fits]}
-        Console().print_json(json.dumps(body))
+        Terminal().print_json(json.dumps(body))
     elif fits:
-        Console().print(fits_table(fits, len(runs or ())))
+        Terminal().print(fits_table(fits, len(runs or ())))
     else:
-        Console().print(hardware_table(found))
+        Terminal().print(hardware_table(found))
     progress.print(f"written to {output}")
 
 
-def measured(device: str, ranks: int | None, console: Console) -> Hardware:
+def measured(device: str, ranks: int | None, console: Terminal) -> Hardware:
     """This machine. Raises `CalibrationError` for a device that is not there."""
     if device not in DEVICES:
         raise CalibrationError(f"--device {device}: is not known; give one of {', '.join(DEVICES)}")

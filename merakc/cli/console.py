@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
+from merakc.report.terminal import Terminal
 
 NO, UNUSABLE = 1, 2
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
-def progress_console() -> Console:
+def progress_console() -> Terminal:
     """Where progress and errors go: standard error, and nothing in a name is taken for markup."""
-    return Console(stderr=True, markup=False, emoji=False, highlight=False)
+    return Terminal(stderr=True, highlight=False)
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from merakc.cli.console import NO, AsJson, progress_console, told
 from merakc.ir.ledger import Ledger, read_ledger
 from merakc.ir.plan import Plan, load_plan
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
 from merakc.report.run import WARM_UP_STEPS, compare_run, figures, rows_table, timed_steps
+from merakc.report.terminal import Terminal
 
 LEDGER_SUFFIX = ".jsonl"
 
@@ -38,7 +38,7 @@ def diff(
     with told(progress_console()):
         old, new = load_plan(first), load_plan(second)
     changes, predictions = plan_changes(old, new), prediction_changes(old, new)
-    console = Console()
+    console = Terminal()
     if as_json:
         found = {"changes": changes, "predictions": predictions}
         console.print_json(json.dumps({k: [asdict(c) for c in v] for k, v in found.items()}))
@@ -55,7 +55,7 @@ def _show_run(plan: Plan, ledger: Ledger, where: str, skip: int, *, as_json: boo
     count = len(timed_steps(ledger, skip))
     if as_json:
         found = {"steps": count, "origin": ledger.header.origin, "rows": figures(rows)}
-        Console().print_json(json.dumps(found))
+        Terminal().print_json(json.dumps(found))
         return
     title = f"{plan.model}: predicted, and the median of {count} measured steps"
-    Console().print(rows_table(rows, title))
+    Terminal().print(rows_table(rows, title))

@@ -9,12 +9,13 @@ from dataclasses import asdict
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from merakc.cli.console import NO, AsJson, progress_console
 from merakc.cli.health import Check, Status, all_checks
+from merakc.report.terminal import Terminal
 
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -30,9 +31,9 @@ def doctor(as_json: AsJson = False) -> None:
         found.append(check)
         progress.print(f"checked {check.name}", style="dim")
     if as_json:
-        Console().print_json(json.dumps([asdict(check) for check in found]))
+        Terminal().print_json(json.dumps([asdict(check) for check in found]))
     else:
-        Console().print(checks_table(found))
+        Terminal().print(checks_table(found))
     if any(check.status == "fail" for check in found):
         raise typer.Exit(NO)
 

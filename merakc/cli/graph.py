@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from merakc.batches.split import call_arguments
@@ -23,6 +22,7 @@ from merakc.ir.plan import load_plan
 from merakc.lowering.lowered import Lowered, training_graph
 from merakc.planner.sources import load_source
 from merakc.planner.what_if import applied
+from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes
 
 ENDINGS = (".json", ".graphml")
@@ -73,7 +73,7 @@ def graph(
             output.write_text(json.dumps(nx.node_link_data(made, edges="edges")))
         else:
             nx.write_graphml(made, output)
-    Console().print(stages_table(whole, facts))
+    Terminal().print(stages_table(whole, facts))
     progress.print(f"written to {output}")
 
 

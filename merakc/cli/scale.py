@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from merakc.cli.console import AsJson, check_outputs, progress_console, told, working
 from merakc.errors import ConfigError
@@ -20,6 +19,7 @@ from merakc.planner.search import Request
 from merakc.planner.sources import load_source
 from merakc.report.charts.scaling_plot import plot_scaling
 from merakc.report.tables import Fitted
+from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -66,9 +66,9 @@ def scale(
         if picture is not None:
             _draw(picture, points, f"{source} on {cluster}")
     if as_json:
-        Console().print_json(json.dumps([asdict(point) for point in points]))
+        Terminal().print_json(json.dumps([asdict(point) for point in points]))
     else:
-        Console().print(points_table(points))
+        Terminal().print(points_table(points))
 
 
 def points_table(points: Sequence[Point]) -> Fitted:

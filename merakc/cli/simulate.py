@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from merakc.cli.clusters import HELP, machines
@@ -19,6 +18,7 @@ from merakc.ir.plan import Plan, load_plan
 from merakc.machines.cluster import Cluster
 from merakc.planner.sources import Source, load_source
 from merakc.planner.what_if import Changes, changed, changed_degrees, simulated
+from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds
 
 # For plans without a report, which do not say for which machines they were made.
@@ -67,9 +67,9 @@ def simulate(
     if as_json:
         names = ("before", "after")
         found = {n: _figures(p, c) for n, (p, c) in zip(names, sides, strict=True)}
-        Console().print_json(json.dumps(found))
+        Terminal().print_json(json.dumps(found))
     else:
-        Console().print(sides_table(*sides))
+        Terminal().print(sides_table(*sides))
     need, have = _tightest(after, new)
     if need > have:
         raise typer.Exit(NO)

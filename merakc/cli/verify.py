@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +17,7 @@ from merakc.cli.console import NO, AsJson, progress_console, told
 from merakc.equality.check import STEPS, Verdict, check_plan
 from merakc.ir.plan import Plan, load_plan
 from merakc.planner.sources import load_source
+from merakc.report.terminal import Terminal
 
 RANKS = 8  # 2 x 2 x 2: every axis, on any machine
 
@@ -58,9 +59,9 @@ def verify(
         plans = {"checked": verdict.checked, "replicas": verdict.replicas}
         shown = {name: _degrees(own) if own else None for name, own in plans.items()}
         body = {**asdict(verdict), **shown, "equal": verdict.equal}
-        Console().print_json(json.dumps(body, default=str))
+        Terminal().print_json(json.dumps(body, default=str))
     else:
-        Console().print(verdict_table(plan, verdict))
+        Terminal().print(verdict_table(plan, verdict))
     if not verdict.equal:
         raise typer.Exit(NO)
 

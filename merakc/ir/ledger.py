@@ -17,11 +17,13 @@ from typing import Any, Literal
 import pydantic
 
 from merakc.errors import LedgerError
+from merakc.files.reading import MOST_BYTES, parse_json, read_text
 from merakc.ir.plan import Prediction
 from merakc.machines.cluster import Hardware
 
 LEDGER_VERSION = 1
 DIGEST_LENGTH = 16
+MOST_LEDGER_BYTES = 1 << 30  # a million steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def read_ledger(path: str | Path) -> Ledger:
     or was edited.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = read_text(path, MOST_LEDGER_BYTES).splitlines()
     except (OSError, ValueError) as error:
         raise LedgerError(f"{path}: not a readable ledger ({error})") from error
     if not lines:
@@ -144,8 +146,8 @@ def read_ledger(path: str | Path) -> Ledger:
 def _checked(text: str, before: str, where: str, *, last: bool) -> tuple[dict[str, Any], str]:
     """The body of a line that is as it was written, and its digest."""
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
+        body = parse_json(text) if len(text) <= MOST_BYTES else None
+    except ValueError:
         body = None
     if not isinstance(body, dict):
         cut = "the run may have been stopped there; remove that line" if last else "run it again"

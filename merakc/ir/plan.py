@@ -12,6 +12,8 @@ from typing import Any
 import pydantic
 
 from merakc.errors import MerakError, PlanError
+from merakc.files.reading import parse_json, read_text
+from merakc.files.writing import write_atomically
 from merakc.ir.batches import WHOLE_BATCH, Couplings, Rows
 from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.precision import Precision
@@ -220,8 +222,10 @@ class Plan:
         return _digest(body)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as JSON, with its hash and that of all that is in the file."""
-        Path(path).write_text(file_text(self.hash, dataclasses.asdict(self)))
+        """Writes the plan as JSON, with its hash and that of all that is in the file: whole, or not
+        at all.
+        """
+        write_atomically(path, file_text(self.hash, dataclasses.asdict(self)))
 
 
 def file_text(plan_hash: str, body: dict[str, Any]) -> str:
@@ -239,7 +243,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises `PlanError` where the file is no plan, of another schema, was edited or cannot be.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise PlanError(f"{path}: not a readable plan file ({error}); {REMEDY}") from error
     return parse_plan(text, str(path))
@@ -251,8 +255,8 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
     Raises `PlanError` as `load_plan` does.
     """
     try:
-        body = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        body = parse_json(text)
+    except ValueError as error:
         raise PlanError(f"{where}: not a readable plan file ({error}); {REMEDY}") from error
     if not isinstance(body, dict):
         raise PlanError(f"{where}: not a plan file, the top level is no JSON object; {REMEDY}")

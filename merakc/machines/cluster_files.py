@@ -19,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from merakc.errors import ClusterError
+from merakc.files.reading import read_text
 from merakc.machines.cluster import Device, Factors, Hardware, Level, Nodes, Profile
 
 PRESETS = Path(__file__).parent / "presets"
@@ -48,8 +49,8 @@ def load_cluster(path: str | Path) -> Hardware:
     """
     place = Path(path)
     try:
-        text = place.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(place)
+    except (OSError, ValueError) as error:
         raise ClusterError(
             f"{place}: cannot be read as a cluster file ({error}); give the path of a TOML file, "
             f"or the name of a preset: {', '.join(preset_names())}"

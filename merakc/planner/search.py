@@ -11,6 +11,7 @@ from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import faster, with_state
 from merakc.costs.work.keep import keep_bytes, with_kept
 from merakc.errors import ConfigError, MerakError
+from merakc.files.reading import read_text
 from merakc.frontend.record import Recording
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
 from merakc.ir.costs import StageCost
@@ -106,8 +107,8 @@ def with_schedule(request: Request) -> Request:
                 f"{', '.join(NAMES)}, or give an order of work such as '0F0 0B0; 1F0 1B0'"
             )
         try:
-            text, name = path.read_text(encoding="utf-8"), path.stem
-        except (OSError, UnicodeDecodeError) as error:
+            text, name = read_text(path), path.stem
+        except (OSError, ValueError) as error:
             raise ConfigError(f"schedule {text}: {error}; give a file of text") from error
     order = format_schedule(parse_schedule(text, name)).splitlines()
     return replace(request, schedule=name, order=tuple(order))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +15,7 @@ from merakc.report.charts.chart import memory_chart, schedule_chart
 from merakc.report.decisions import Section, plan_facts, plan_sections
 from merakc.report.findings import report_sections, verdict
 from merakc.report.tables import Fitted
+from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 __all__ = ["format_bytes", "format_seconds", "name_pattern", "plan_table", "plan_text",
@@ -27,7 +28,7 @@ def plan_text(plan: Plan, width: int = 100) -> str:
     Lines have at most `width` columns.
     """
     page = io.StringIO()
-    console = Console(file=page, width=width, color_system=None, legacy_windows=False)
+    console = Terminal(file=page, width=width)
     if plan.report is not None:
         console.print(Text(verdict(plan.report.verdict)))
     console.print(plan_table(plan))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from html import escape
 
+from merakc.files.printable import printable
+
 
 class Markup(str):
     """Text that is HTML."""
@@ -32,7 +34,7 @@ def join(*parts: str | None) -> Markup:
 
 def _attributes(attributes: dict[str, str | float]) -> str:
     return "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{escape(_number(value), quote=True)}"'
+        f' {name.rstrip("_").replace("_", "-")}="{escape(printable(_number(value)), quote=True)}"'
         for name, value in attributes.items()
     )
 
@@ -42,4 +44,4 @@ def _number(value: str | float) -> str:
 
 
 def _text(child: str) -> str:
-    return child if isinstance(child, Markup) else escape(child, quote=False)
+    return child if isinstance(child, Markup) else escape(printable(child), quote=False)

@@ -1,0 +1,1 @@
+"""How files and texts from elsewhere are read, printed and written: bounded, harmless, whole."""

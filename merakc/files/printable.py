@@ -1,0 +1,16 @@
+"""Text from elsewhere for a terminal or a page: what would steer it is shown instead."""
+
+from __future__ import annotations
+
+import json
+
+
+def printable(text: str) -> str:
+    r"""The text, with what is no letter, sign, tab or line break written as JSON does: `\u001b`.
+
+    Escape sequences, other control characters, those that change the direction of writing, and
+    halves of surrogate pairs, which cannot be encoded.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else json.dumps(c)[1:-1] for c in text)

@@ -1,0 +1,32 @@
+"""The terminal that everything is printed to: nothing in a name or a text can steer it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from merakc.files.printable import printable
+
+
+class Terminal(Console):
+    """A console of `rich` on which texts are neither markup nor escape sequences."""
+
+    def __init__(
+        self, *, stderr: bool = False, highlight: bool = True, file: TextIO | None = None,
+        width: int | None = None,
+    ) -> None:  # fmt: skip
+        """On standard output or error, or a `file`, which is text without colours."""
+        super().__init__(
+            stderr=stderr, highlight=highlight, markup=False, emoji=False, file=file, width=width,
+            color_system="auto" if file is None else None, legacy_windows=False,
+        )  # fmt: skip
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """The segments of what is printed; those of text hold no control characters."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
