@@ -10,12 +10,12 @@ from typing import Annotated
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from merakc.cli.console import NO, AsJson, progress_console, told, working
 from merakc.errors import CheckpointError, ConfigError
+from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes
 from merakc.train.checkpoints.convert import (
     TORCH,
@@ -59,7 +59,7 @@ def show(
     """Show what a checkpoint holds: model, step, plan, optimizers, files with their checksums."""
     with told(progress_console()):
         manifest = read_manifest(folder)
-    console = Console(markup=False, highlight=False)
+    console = Terminal(highlight=False)
     if as_json:
         console.print_json(manifest.model_dump_json())
         return
@@ -131,7 +131,7 @@ def verify(folder: Folder) -> None:
             problem.print(f"{error}", style="red", soft_wrap=True)
             raise typer.Exit(NO) from error
     size = format_bytes(sum(f.size_bytes for f in manifest.files.values()))
-    Console(highlight=False).print(
+    Terminal(highlight=False).print(
         f"whole: {len(manifest.files)} files, {len(manifest.tensors)} tensors, {size}"
     )
 
@@ -181,7 +181,7 @@ def diff(first: Either, second: Either, as_json: AsJson = False) -> None:
     with told(progress), working(progress, f"reading {first} and {second}"):
         old, new = read_contents(first), read_contents(second)
         rows = list(_differences(old, new))
-    console = Console(markup=False, highlight=False)
+    console = Terminal(highlight=False)
     if as_json:
         console.print_json(json.dumps([dict(zip(COLUMNS, row, strict=True)) for row in rows]))
     elif rows:

@@ -21,7 +21,7 @@ from merakc.errors import CheckpointError
 NAME = "checkpoint.json"
 VERSION = 1
 READ_BYTES = 1 << 24
-MAPPED_BYTES = 1 << 26  # of a file, before it is opened anew
+MAPPED_BYTES = 1 << 23  # of a file, before it is opened anew
 
 
 class Chunk(BaseModel):
@@ -126,9 +126,11 @@ def check_files(folder: Path, manifest: Manifest, share: int = 0, of: int = 1) -
         if (k % of) == share:
             _check_file(folder / name, file)
     jobs = list(_jobs(manifest))
-    opened = {file: TensorFile(folder / file) for file in manifest.files}
+    opened = TensorFile(folder)
     for name, stored, chunk in jobs[share::of]:
-        _check_chunk(opened[stored.file], name, stored, chunk)
+        if opened.path != folder / stored.file:
+            opened = TensorFile(folder / stored.file)
+        _check_chunk(opened, name, stored, chunk)
 
 
 def _jobs(manifest: Manifest) -> Iterator[tuple[str, Stored, Chunk]]:
@@ -156,25 +158,37 @@ class TensorFile:
     """A safetensors file that is read in boxes.
 
     What is read of a mapped file counts as memory of the process until the file is closed, so it
-    is opened anew from time to time.
+    is opened anew from time to time, and large boxes are read in rows.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self._read_bytes = path, 0
         self._file: Any = None
 
-    def box(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, until the next one is read. Raises `CheckpointError`."""
+    def rows(
+        self, name: str, starts: Sequence[int], sizes: Sequence[int], itemsize: int
+    ) -> Iterator[torch.Tensor]:
+        """A box of a tensor as its next rows, each to be let go of before the next is asked for.
+
+        Raises `CheckpointError`.
+        """
+        row_bytes = torch.Size(sizes[1:]).numel() * itemsize
+        many, done = max(1, MAPPED_BYTES // max(1, row_bytes)), 0
+        while done < (sizes[0] if sizes else 1):
+            count = min(many, sizes[0] - done) if sizes else 1
+            first = (starts[0] + done, *starts[1:]) if starts else ()
+            yield self._box(name, first, (count, *sizes[1:]) if sizes else ())
+            done += count
+
+    def _box(self, name: str, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         try:
-            if self._file is None or self._read_bytes > MAPPED_BYTES:
+            if self._file is None or self._read_bytes >= MAPPED_BYTES:
                 self._file, self._read_bytes = safe_open(self.path, framework="pt"), 0
-            part = self._file.get_slice(name)
-            whole = tuple(part.get_shape())
-            if whole and (tuple(sizes) != whole or any(starts)):
-                where = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
-                found: torch.Tensor = part[where]
-            else:
-                found = self._file.get_tensor(name)
+            where = tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))
+            opened = self._file
+            found: torch.Tensor = (
+                opened.get_slice(name)[where] if where else opened.get_tensor(name)
+            )
         except (OSError, SafetensorError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.path}: '{name}' cannot be read: {error}") from None
         self._read_bytes += found.nbytes
@@ -182,9 +196,10 @@ class TensorFile:
 
 
 def _check_chunk(file: TensorFile, name: str, stored: Stored, chunk: Chunk) -> None:
-    key = stored_name(name)
-    box = file.box(key, chunk.starts, chunk.sizes)
-    if tuple(box.shape) != chunk.sizes or crc_of(box) != chunk.crc32:
+    key, crc, numel = stored_name(name), 0, 0
+    for rows in file.rows(key, chunk.starts, chunk.sizes, stored.torch_dtype.itemsize):
+        crc, numel = crc_of(rows, crc), numel + rows.numel()
+    if numel != torch.Size(chunk.sizes).numel() or crc != chunk.crc32:
         where = "" if chunk.sizes == stored.shape else f" at {list(chunk.starts)}"
         raise CheckpointError(
             f"{file.path}: tensor '{key}' is damaged{where}: its checksum is "
@@ -192,10 +207,10 @@ def _check_chunk(file: TensorFile, name: str, stored: Stored, chunk: Chunk) -> N
         )
 
 
-def crc_of(tensor: torch.Tensor) -> int:
-    """The CRC-32 of a tensor's elements in row-major order."""
+def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
+    """The CRC-32 of a tensor's elements in row-major order, behind those of which `crc` is."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy())  # type: ignore[arg-type]
+    return zlib.crc32(flat.numpy(), crc)  # type: ignore[arg-type]
 
 
 # Which files a tensor goes to is the first part of its name in the manifest.

@@ -320,10 +320,13 @@ class Reader(StorageReader):
         for file, items in by_file.items():
             opened = TensorFile(self.folder / file)
             for item in items:
-                name = stored_name(item.storage_index.fqn)
-                box = opened.box(name, item.storage_offsets, item.lengths)
+                name, done = stored_name(item.storage_index.fqn), 0
                 target = planner.resolve_tensor(item).detach()
-                target.copy_(box)
+                itemsize = self.manifest.tensors[item.storage_index.fqn].torch_dtype.itemsize
+                for rows in opened.rows(name, item.storage_offsets, item.lengths, itemsize):
+                    own = target[done : done + len(rows)] if rows.dim() else target
+                    own.copy_(rows)
+                    done += len(rows) if rows.dim() else 1
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
