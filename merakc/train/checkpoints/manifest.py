@@ -21,7 +21,7 @@ from merakc.errors import CheckpointError
 NAME = "checkpoint.json"
 VERSION = 1
 READ_BYTES = 1 << 24
-MAPPED_BYTES = 1 << 23  # of a file, before it is opened anew
+MAPPED_BYTES = 1 << 24  # of a file, before it is opened anew
 
 
 class Chunk(BaseModel):

@@ -320,13 +320,13 @@ class Reader(StorageReader):
         for file, items in by_file.items():
             opened = TensorFile(self.folder / file)
             for item in items:
-                name, done = stored_name(item.storage_index.fqn), 0
+                name, at = stored_name(item.storage_index.fqn), 0
                 target = planner.resolve_tensor(item).detach()
                 itemsize = self.manifest.tensors[item.storage_index.fqn].torch_dtype.itemsize
                 for rows in opened.rows(name, item.storage_offsets, item.lengths, itemsize):
-                    own = target[done : done + len(rows)] if rows.dim() else target
+                    own = target[at : at + len(rows)] if rows.dim() else target
                     own.copy_(rows)
-                    done += len(rows) if rows.dim() else 1
+                    at += len(rows) if rows.dim() else 1
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
