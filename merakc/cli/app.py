@@ -130,7 +130,7 @@ def show(
             raise ConfigError(f"--png {png}: its name must end with one of {', '.join(PICTURES)}")
         check_outputs(html=html, trace=trace, png=png)
         found = load_plan(file)
-        if html is not None or trace is not None or png is not None:
+        if trace is not None or png is not None:
             step = unpack(require_report(found, str(file)).timeline)
         if html is not None:
             write_page(found, html)
