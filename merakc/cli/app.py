@@ -18,7 +18,7 @@ from rich.text import Text
 from merakc.cli.bench import PASSED_ON, bench
 from merakc.cli.calibrate import calibrate
 from merakc.cli.clusters import HELP, machines
-from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told, working
+from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.cli.diff import diff
 from merakc.cli.doctor import doctor
 from merakc.cli.graph import graph
@@ -79,6 +79,7 @@ def plan(
     overlap: Annotated[
         int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
     ] = None,
+    trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose a plan for a model and write it to a file."""
@@ -92,7 +93,7 @@ def plan(
             ranks, 0, dp, tp, pp, micro_batches, schedule, (), recompute, None,
             _shards(state_shards), mixed, overlap,
         )  # fmt: skip
-        given = load_source(source, sequence)
+        given = load_source(source, sequence, trust_remote_code=trust)
         made, lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)
         tell("writing the report")
         told_of = make_report(replace(lowered, plan=made), found, alternatives=others)

@@ -118,7 +118,7 @@ def test_a_line_without_what_a_step_has(tmp_path: Path) -> None:
 )
 def test_what_no_run_writes_is_refused(wrong: Spent, tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl", header=replace(HEADER, expected=(wrong,)))
-    with pytest.raises(LedgerError, match="line 1: .*which no run writes"):
+    with pytest.raises(LedgerError, match=r"line 1: .*which no run writes"):
         read_ledger(path)
 
 
