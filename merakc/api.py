@@ -125,7 +125,8 @@ def auto_parallel(
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings
     request = Request(*given, *rest, parse_batch_dims(batch_dims))
-    made = _decide(model, batch, request, plan, cluster, device, seed)
+    agreed = f"seed={seed}, compile={compile}"
+    made = _decide(model, batch, request, plan, cluster, device, agreed)
     return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
 
@@ -149,9 +150,9 @@ def _decide(
     plan: Plan | str | Path | None,
     cluster: Cluster | None,
     device: torch.device,
-    seed: int,
+    agreed: str,
 ) -> _Decision:
-    """Rank 0 decides; every rank records and applies the plan."""
+    """Rank 0 decides; every rank records and applies the plan. All have `agreed` in common."""
     asked = from_rank_0(lambda: requested(fixed, plan, batch))
     given, requests, specs = asked.plan, asked.readings, asked.specs
     tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
@@ -184,7 +185,7 @@ def _decide(
     if any(together(lambda: _needs_values(lambda: first(reading())))):
         tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
         example.cache_clear()
-    agree(lambda: _facts(model, with_loss(first(reading())), fixed, seed))
+    agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     request, machines = requests[reading()], cluster or _nominal(device)
     other = partial(_resized, model, example(), request, device)
     lowered = _lowered(request, given, recorded, other, machines)
@@ -333,13 +334,13 @@ def _needs_values(recorded: Callable[[], Recording]) -> bool:
     return False
 
 
-def _facts(model: nn.Module, recording: Recording, fixed: Request, seed: int) -> dict[str, str]:
+def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) -> dict[str, str]:
     """What all ranks must have in common."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
     return {
         "versions": f"merakc {__version__}, torch {torch.__version__}",
-        "arguments": f"{fixed}, seed={seed}",
+        "arguments": f"{fixed}, {agreed}",
         "model": f"{recording.model_name} with {len(tensors)} parameters and buffers",
         "names and shapes of parameters and buffers": _digest(shapes),
         "the recorded forward": fingerprint(recording.graph).hash[:16],

@@ -19,7 +19,7 @@ from merakc.cli.bench import PASSED_ON, bench
 from merakc.cli.calibrate import calibrate
 from merakc.cli.checkpoint import app as checkpoint
 from merakc.cli.clusters import HELP, machines
-from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told, working
+from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.cli.diff import diff
 from merakc.cli.doctor import doctor
 from merakc.cli.graph import graph
@@ -80,6 +80,7 @@ def plan(
     overlap: Annotated[
         int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
     ] = None,
+    trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Choose a plan for a model and write it to a file."""
@@ -93,7 +94,7 @@ def plan(
             ranks, 0, dp, tp, pp, micro_batches, schedule, (), recompute, None,
             _shards(state_shards), mixed, overlap,
         )  # fmt: skip
-        given = load_source(source, sequence)
+        given = load_source(source, sequence, trust_remote_code=trust)
         made, lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)
         tell("writing the report")
         told_of = make_report(replace(lowered, plan=made), found, alternatives=others)
@@ -131,7 +132,7 @@ def show(
             raise ConfigError(f"--png {png}: its name must end with one of {', '.join(PICTURES)}")
         check_outputs(html=html, trace=trace, png=png)
         found = load_plan(file)
-        if html is not None or trace is not None or png is not None:
+        if trace is not None or png is not None:
             step = unpack(require_report(found, str(file)).timeline)
         if html is not None:
             write_page(found, html)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import cast
 
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, DtypeName
-from merakc.machines.cluster_files import hardware_for
+from merakc.machines.cluster_files import hardware_for, preset_names
 
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 HELP = f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file."
@@ -20,3 +21,9 @@ def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
     return hardware_for(name, ranks).flat(cast(DtypeName, dtype))
+
+
+def is_built_in(name: str) -> bool:
+    """Whether machines of that name need no file."""
+    preset = re.fullmatch(r"([^:]+)(:\d{1,7})?", name)
+    return name in CLUSTERS or (preset is not None and preset[1] in preset_names())

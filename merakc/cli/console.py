@@ -17,6 +17,9 @@ from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
 from merakc.report.terminal import Terminal
 
 NO, UNUSABLE = 1, 2
+TrustCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that a config names.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 
 from merakc.batches.split import call_arguments
-from merakc.cli.console import check_outputs, progress_console, told, working
+from merakc.cli.console import TrustCode, check_outputs, progress_console, told, working
 from merakc.costs.work.flops import node_flops
 from merakc.errors import ConfigError
 from merakc.frontend.record import record
@@ -38,6 +38,7 @@ def graph(
     samples: Annotated[
         int | None, typer.Option(help="Of a micro-batch; the plan's, or 1.", min=1)
     ] = None,
+    trust: TrustCode = False,
 ) -> None:
     """Write a model's graph, with flops, bytes and lines of source, for networkx and other tools.
 
@@ -53,7 +54,7 @@ def graph(
         if file is not None and samples is not None:
             raise ConfigError("--samples and --plan: the plan says how many; give one of them")
         check_outputs(output=output)
-        given = load_source(source, sequence)
+        given = load_source(source, sequence, trust_remote_code=trust)
         if file is not None:
             lowered = applied(load_plan(file), given, tell)
             whole, (stages, splits) = lowered.loss.graph, _decided(lowered)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from merakc.cli.console import AsJson, check_outputs, progress_console, told, working
+from merakc.cli.console import AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
 from merakc.planner.offline import Recordings
@@ -44,6 +44,7 @@ def scale(
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
+    trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Sweep the number of devices, doubling it: the best plan at each, by the model's pieces."""
@@ -59,7 +60,7 @@ def scale(
             0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute,
             precision=None if precision == "none" else parse_precision(precision),
         )  # fmt: skip
-        record = Recordings(load_source(source, sequence), request, tell)
+        record = Recordings(load_source(source, sequence, trust_remote_code=trust), request, tell)
         points = sweep(record, request, cluster, counts, per_rank, batch)
         if table is not None:
             write_csv(points, table)

@@ -10,9 +10,10 @@ import typer
 from rich import box
 from rich.table import Table
 
-from merakc.cli.clusters import HELP, machines
-from merakc.cli.console import NO, AsJson, check_outputs, progress_console, told, working
+from merakc.cli.clusters import HELP, is_built_in, machines
+from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.costs.ranks import least_spare, rank_memory_bytes
+from merakc.errors import ConfigError
 from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan, load_plan
 from merakc.machines.cluster import Cluster
@@ -43,6 +44,7 @@ def simulate(
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan after.")] = None,
+    trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Simulate a plan with another batch, other machines or degrees, all else as it decides.
@@ -53,9 +55,9 @@ def simulate(
     with told(progress), working(progress, f"reading {file}") as tell:
         check_outputs(output=output)
         plan = load_plan(file)
-        given = load_source(source, sequence)
+        given = load_source(source, sequence, trust_remote_code=trust)
         changes = Changes(batch, dp, tp, pp, micro_batches, schedule)
-        first = made_for or (plan.report.machines if plan.report else "") or NOMINAL
+        first = made_for or _made_for(plan)
         dtype, now = _dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
         old = machines(first, dtype, plan.mesh.world_size)
         new = machines(cluster or first, dtype, now)
@@ -73,6 +75,20 @@ def simulate(
     need, have = _tightest(after, new)
     if need > have:
         raise typer.Exit(NO)
+
+
+def _made_for(plan: Plan) -> str:
+    """The machines that a plan names. A path in it is not followed: it may be anyone's.
+
+    Raises `ConfigError` for one.
+    """
+    found = (plan.report.machines if plan.report else "") or NOMINAL
+    if not is_built_in(found):
+        raise ConfigError(
+            f"the plan was made for the machines of {found!r}, which is no preset; give that file "
+            "with --from"
+        )
+    return found
 
 
 def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Table:

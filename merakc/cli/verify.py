@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from merakc.cli.console import NO, AsJson, progress_console, told
+from merakc.cli.console import NO, AsJson, TrustCode, progress_console, told
 from merakc.equality.check import STEPS, Verdict, check_plan
 from merakc.ir.plan import Plan, load_plan
 from merakc.planner.sources import load_source
@@ -33,6 +33,7 @@ def verify(
     timeout_s: Annotated[
         float, typer.Option("--timeout", help="Seconds, for the ranks.", min=1)
     ] = 300.0,
+    trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a plan on local processes, on a small model of the same structure, and compare loss,
@@ -51,7 +52,7 @@ def verify(
 
     with told(progress):
         plan = load_plan(file)
-        given = load_source(source, sequence)
+        given = load_source(source, sequence, trust_remote_code=trust)
         verdict = check_plan(
             plan, given, ranks=ranks, seed=seed, timeout_s=timeout_s, progress=tell
         )

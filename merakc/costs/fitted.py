@@ -14,6 +14,8 @@ from merakc.machines.cluster import Factors
 
 FORWARD = (ActionKind.FORWARD, ActionKind.RECOMPUTE)
 BACKWARD = (ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
+# No machine is so many times faster or slower than its figures say.
+FAR = 1e6
 # A backward ends with one of these, once for a micro-batch.
 ENDS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 
@@ -53,7 +55,8 @@ def fit_factors(
         pairs = [
             _seconds(kind, ledger.header, own) for ledger, own in zip(ledgers, steps, strict=True)
         ]
-        known = [(modelled, measured) for modelled, measured in pairs if modelled and measured]
+        known = [pair for pair in pairs if min(pair) > 0]
+        _check(kind, known)
         before: float = getattr(first.factors, kind)
         logs = [math.log(measured / modelled) for modelled, measured in known]
         after = before * math.exp(statistics.fmean(logs)) if logs else before
@@ -76,6 +79,16 @@ def fit_factors(
     return found, fits
 
 
+def _check(kind: str, pairs: Sequence[tuple[float, float]]) -> None:
+    """Raises `CalibrationError` for seconds that have nothing to do with each other."""
+    for modelled, measured in pairs:
+        if not 1 / FAR < measured / modelled < FAR:
+            raise CalibrationError(
+                f"{kind}: {measured:.3g} s were measured and {modelled:.3g} s expected; give the "
+                "ledger of a run on this hardware"
+            )
+
+
 def _seconds(kind: str, header: Header, steps: Sequence[StepLine]) -> tuple[float, float]:
     """Modelled and measured seconds of one kind in a step; 0 where there are none."""
     found = [list(_stage_seconds(kind, header, step)) for step in steps]
@@ -90,7 +103,12 @@ def _stage_seconds(kind: str, header: Header, step: StepLine) -> Iterator[tuple[
     """Of each stage and kind of compute; what ranks lose to each other is none of the formulas'."""
     of_stage = {own.stage: own for own in header.modelled}
     for own in step.spent:
-        action, model = ActionKind(own.kind), of_stage[own.stage]
+        action, model = ActionKind(own.kind), of_stage.get(own.stage)
+        if model is None:
+            raise CalibrationError(
+                f"step {step.step}: tells of stage {own.stage}, and the header of stages "
+                f"{sorted(of_stage)}; give the ledger as the run wrote it"
+            )
         alone_s = own.computed_s / header.stretch
         match kind:
             case "forward" if action in FORWARD:

@@ -16,11 +16,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -70,7 +69,7 @@ def run_ranks(
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()  # or every child would print the buffered text again
     sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="merakc-ranks-") as folder:
+    with _store_file() as store:
         processes: list[ForkProcess] = []
         connections: list[Connection] = []
         try:
@@ -79,7 +78,7 @@ def run_ranks(
                 ours, theirs = context.Pipe()
                 connections.append(ours)
                 first = enter or (lambda _: None)
-                place = Path(folder), theirs, timeout_s, first, backend
+                place = store, theirs, timeout_s, first, backend
                 call = (rank, world_size, *place, function, args)
                 process = context.Process(target=_run_rank, args=call, daemon=True)
                 process.start()
@@ -93,6 +92,20 @@ def run_ranks(
                 process.join()
             for connection in connections:
                 connection.close()
+
+
+@contextlib.contextmanager
+def _store_file() -> Iterator[str]:
+    """The path of a file through which ranks meet; in memory, where it ends with the process."""
+    if sys.platform != "linux":
+        with tempfile.TemporaryDirectory(prefix="merakc-ranks-") as folder:
+            yield f"{folder}/store"
+        return
+    file = os.memfd_create("merakc-ranks")
+    try:
+        yield f"/proc/self/fd/{file}"
+    finally:
+        os.close(file)
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
@@ -127,7 +140,7 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
 def _run_rank(
     rank: int,
     world_size: int,
-    folder: Path,
+    store: str,
     connection: Connection,
     timeout_s: float,
     enter: Callable[[int], None],
@@ -142,7 +155,7 @@ def _run_rank(
         enter(rank)
         dist.init_process_group(
             backend,
-            init_method=f"file://{folder}/store",
+            init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),

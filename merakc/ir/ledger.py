@@ -11,15 +11,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
 
-from merakc.errors import LedgerError
+from merakc.errors import ClusterError, LedgerError
 from merakc.files.reading import MOST_BYTES, parse_json, read_text
 from merakc.ir.plan import Prediction
+from merakc.ir.plan_checks import numbers
+from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Hardware
+from merakc.machines.cluster_files import check_hardware
 
 LEDGER_VERSION = 1
 DIGEST_LENGTH = 16
@@ -140,7 +144,31 @@ def read_ledger(path: str | Path) -> Ledger:
     for number, text in enumerate(lines, 1):
         body, before = _checked(text, before, f"{path}: line {number}", last=number == len(lines))
         found.append(_parsed(body, Header if number == 1 else StepLine, f"{path}: line {number}"))
+        _check(found[0], found[-1], f"{path}: line {number}")
     return Ledger(str(path), found[0], tuple(found[1:]))
+
+
+def _check(header: Header, line: Header | StepLine, where: str) -> None:
+    """Raises `LedgerError` for a line that no run writes."""
+    ranks = len(header.prediction.peak_bytes)
+    wrong = [
+        f"{own.count} times {own.kind!r} on stage {own.stage}"
+        for own in (line.expected if isinstance(line, Header) else line.spent)
+        if own.kind not in tuple(ActionKind) or own.count < 1 or own.stage < 0
+    ]
+    wrong += [f"{name} is {n}" for name, n in numbers(dataclasses.asdict(line)) if not isfinite(n)]
+    if isinstance(line, StepLine):
+        own = {"exposed_s": line.exposed_s, "peak_bytes": line.peak_bytes}
+        wrong += [f"{k} of {len(v)} ranks" for k, v in own.items() if len(v) not in (0, ranks)]
+    elif not line.stretch > 0:
+        wrong.append(f"stretch is {line.stretch}")
+    if wrong:
+        raise LedgerError(f"{where}: {wrong[0]}, which no run writes; run it again")
+    if isinstance(line, Header):
+        try:
+            check_hardware(line.hardware, f"{where}: hardware")
+        except ClusterError as error:
+            raise LedgerError(str(error)) from error
 
 
 def _checked(text: str, before: str, where: str, *, last: bool) -> tuple[dict[str, Any], str]:

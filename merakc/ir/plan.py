@@ -21,6 +21,7 @@ from merakc.ir.program import Inner, Mesh
 from merakc.ir.report import Report
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.machines.cluster import Cluster, Sharing
+from merakc.machines.cluster_files import check_hardware
 
 SCHEMA_VERSION = 5
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
@@ -299,7 +300,9 @@ def _check(plan: Plan, body: dict[str, Any], stated: object, whole: object, wher
         raise PlanError(f"{where}: not a valid plan: {unlike}, or make the plan again")
     try:
         check_values(values)
-    except PlanError as error:
+        if plan.machines and plan.machines.hardware:
+            check_hardware(plan.machines.hardware, "machines.hardware")
+    except MerakError as error:
         raise PlanError(f"{where}: not a valid plan: {error}") from error
 
 

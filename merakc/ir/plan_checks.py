@@ -82,6 +82,8 @@ def _problems(plan: Values) -> Iterator[str]:
     yield from _per_stage(plan)
     yield from _layouts(plan)
     yield from _figures(plan)
+    if plan["report"]:
+        yield from _report(plan["report"])
 
 
 def _stage_problems(plan: Values) -> Iterator[str]:
@@ -215,3 +217,33 @@ def _measured(measured: Values) -> Iterator[str]:
     for name in ("link", "messages"):
         if not all(math.isfinite(number) and number > 0 for number in measured[name] or ()):
             yield f"measured.{name} is {measured[name]}; it must be finite, and above 0"
+
+
+def _report(report: Values) -> Iterator[str]:
+    """What people are shown: numbers are finite, what is divided by is not 0."""
+    for name, number in numbers(report, "report"):
+        if not math.isfinite(number):
+            yield f"{name} is {number}; it must be finite"
+    verdict = report["verdict"]
+    for name in ("ranks", "peak_flops_per_s", "memory_bytes"):
+        if not verdict[name] > 0:
+            yield f"report.verdict.{name} is {verdict[name]}; it must be above 0"
+    for name in ("ranks", "memory"):
+        ranks = [own["rank"] for own in report[name]]
+        if not ranks or len(set(ranks)) < len(ranks):
+            yield f"report.{name} is of ranks {ranks}; it must be of some, each once"
+    left_out_s = report["timeline"]["left_out_s"]
+    if left_out_s and not 0 <= left_out_s[0] < left_out_s[1]:
+        yield f"report.timeline.left_out_s is {left_out_s}; it must end after it begins"
+
+
+def numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers inside a value, with their places."""
+    if isinstance(value, Mapping):
+        for key, own in value.items():
+            yield from numbers(own, f"{name}.{key}")
+    elif isinstance(value, (int, float)):
+        yield name, value
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for k, own in enumerate(value):
+            yield from numbers(own, f"{name}.{k}")

@@ -22,6 +22,8 @@ from merakc.errors import ClusterError
 from merakc.files.reading import read_text
 from merakc.machines.cluster import Device, Factors, Hardware, Level, Nodes, Profile
 
+# More than anyone has: beyond, a file is damaged, and a value for each device fills the memory.
+MOST_DEVICES = 1 << 20
 PRESETS = Path(__file__).parent / "presets"
 _HARDWARE = TypeAdapter(Hardware)
 _KEYS: dict[str, type] = {
@@ -36,8 +38,11 @@ def preset_names() -> tuple[str, ...]:
 
 def preset(name: str, nodes: int = 1) -> Hardware:
     """So many nodes of a preset. Raises `ClusterError` for a name that is none."""
-    if nodes < 1:
-        raise ClusterError(f"preset {name!r}: nodes is {nodes}; a cluster has at least 1")
+    if not 1 <= nodes <= MOST_DEVICES:
+        raise ClusterError(
+            f"preset {name!r}: nodes is {nodes}; a cluster has at least 1, and at most "
+            f"{MOST_DEVICES}"
+        )
     hardware = _preset(name)
     return replace(hardware, nodes=tuple(replace(n, count=nodes) for n in hardware.nodes))
 
@@ -80,6 +85,8 @@ def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
     hardware = find_cluster(name_or_path)
     if ranks is None:
         return hardware
+    if ranks > MOST_DEVICES:
+        raise ClusterError(f"{ranks} ranks are more than {MOST_DEVICES}; ask for fewer")
     if name_or_path in preset_names():
         hardware = preset(name_or_path, -(-ranks // hardware.nodes[0].devices))
     total, found = len(hardware.devices), []
@@ -120,7 +127,7 @@ def parse_cluster(text: str, where: str = "cluster file") -> Hardware:
         hardware = _HARDWARE.validate_python(given)
     except ValidationError as error:
         raise ClusterError(_explain(error, where)) from None
-    _check(hardware, where)
+    check_hardware(hardware, where)
     return hardware
 
 
@@ -226,8 +233,10 @@ def _device(name: Any, named: Mapping[str, Any], where: str) -> Any:
     )
 
 
-def _check(hardware: Hardware, where: str) -> None:
+def check_hardware(hardware: Hardware, where: str) -> None:
     """What holds between values. Raises `ClusterError`."""
+    if not (hardware.nodes and hardware.links):
+        raise ClusterError(f"{where}: no nodes or no links; give at least one of each")
     sizes = [link.devices for link in hardware.links]
     for k, (inner, outer) in enumerate(pairwise(sizes), 1):
         if outer <= inner:
@@ -249,6 +258,11 @@ def _check(hardware: Hardware, where: str) -> None:
             )
         _check_profile(device, where)
     total = sum(n.count * n.devices for n in hardware.nodes)  # it may be any number yet
+    if total > MOST_DEVICES:
+        raise ClusterError(
+            f"{where}: nodes: {total} devices in all, more than {MOST_DEVICES}; mend count or "
+            "devices"
+        )
     if sizes[-1] < total:
         raise ClusterError(
             f"{where}: links.{len(sizes) - 1}.devices: the outermost level joins {sizes[-1]} "

@@ -15,7 +15,7 @@ from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
-from merakc.ir.plan_checks import check_recompute
+from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.recording import record_part, with_loss
 from merakc.machines.cluster import Cluster, Hardware
@@ -143,6 +143,9 @@ def _shown(candidate: Candidate) -> tuple[object, ...]:
 def check_request(request: Request, batch_size: int) -> None:
     """Raises `ConfigError` where what is fixed divides neither ranks nor batch, or is not known."""
     check_recompute(request.recompute)
+    for name, value in (("ranks", request.world_size), ("samples a step", batch_size)):
+        if not 1 <= value <= MOST:
+            raise ConfigError(f"{value} {name} were asked for; give 1 to {MOST}")
     dp, tp, pp = request.dp, request.tp, request.pp
     world, micro_batches = request.world_size, request.micro_batches or 1
     fixed = [f"{k}={v}" for k, v in (("dp", dp), ("tp", tp), ("pp", pp)) if v is not None]

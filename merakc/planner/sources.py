@@ -20,8 +20,16 @@ from torch import nn
 from merakc.batches.dims import check_batch_dims, parse_batch_dims
 from merakc.batches.split import call_arguments, sample_rows, with_samples
 from merakc.errors import ConfigError, MerakWarning, failure
+from merakc.files.reading import parse_json, read_text
 from merakc.ir.batches import BY_SIZE, BatchDims
 from merakc.machines.garbage import few_collections
+from merakc.planner.config_checks import (
+    TRUST,
+    bounded_modules,
+    check_fields,
+    check_model,
+    check_sample,
+)
 
 # Published configurations, in the fields of transformers' configs.
 PRESETS: dict[str, dict[str, Any]] = {
@@ -83,17 +91,20 @@ class Source:
 
 
 @few_collections()
-def load_source(text: str, sequence: int | None = None) -> Source:
+def load_source(
+    text: str, sequence: int | None = None, *, trust_remote_code: bool = False
+) -> Source:
     """The source that a user names: a preset, a config.json or its folder, or MODULE:FUNCTION.
 
-    `sequence` is the length of texts; the model's own where None. Raises `ConfigError` where
-    there is no such thing, or it is of a kind whose batches are not known.
+    `sequence` is the length of texts; the model's own where None. Code that a configuration names
+    runs only with `trust_remote_code`. Raises `ConfigError` where there is no such thing, or it is
+    of a kind whose batches are not known.
     """
     if text in PRESETS:
         return _from_config(text, PRESETS[text], sequence)
     path = Path(text) / "config.json" if Path(text).is_dir() else Path(text)
     if path.is_file() and path.suffix == ".json":
-        return _from_file(path, sequence)
+        return _from_file(path, sequence, trust_remote_code)
     if ":" in text:
         return _from_function(text)
     if path.suffix == ".json":
@@ -144,12 +155,16 @@ def resized(batch: Any, samples: int, dims: BatchDims = BY_SIZE) -> Any:
     return kwargs or args
 
 
-def _from_file(path: Path, sequence: int | None) -> Source:
+def _from_file(path: Path, sequence: int | None, trusted: bool) -> Source:
     transformers = _transformers(str(path))
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
+        fields = parse_json(read_text(path))
+        check_fields(fields, trusted)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
     except Exception as error:  # of its many checks
         first = next(iter(str(error).splitlines()), type(error).__name__)
+        if "trust_remote_code" in str(error):
+            first = f"it has code of its own; {TRUST}"
         raise ConfigError(f"{path}: no config of transformers': {first}; mend it") from error
     return source_of(str(path), config, sequence)
 
@@ -188,17 +203,20 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
             config.use_cache = False  # before the stacks of an encoder-decoder copy it
             kind = getattr(transformers, classes[0] if classes else known[0])
             try:
-                with torch.device(device):
+                with torch.device(device), bounded_modules():
                     model = kind(config)
+                check_model(model)
+                length = _own_length(config) if sequence is None else sequence
+                batch = partial(_batch, task, config, length)
+                check_sample(batch)
+                bounds = _bounds(task, config)
             except Exception as error:
                 raise ConfigError(
                     f"{name}: {kind.__name__} cannot be made of this config: {failure(error)}; "
                     "mend the config"
                 ) from error
-            length = sequence or _own_length(config)
             _check_length(name, config, length)
-            batch = partial(_batch, task, config, length)
-            return Source(name, model.train(), batch, config, length, _bounds(task, config))
+            return Source(name, model.train(), batch, config, length, bounds)
     what = classes[0] if classes else config.model_type
     raise ConfigError(f"{name}: merakc knows no batch for {what}; {HINT}")
 

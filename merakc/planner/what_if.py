@@ -14,6 +14,7 @@ from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
+from merakc.ir.plan_checks import MOST
 from merakc.ir.program import Mesh
 from merakc.lowering.lowered import Lowered, apply_plan
 from merakc.lowering.predict import predict
@@ -87,6 +88,9 @@ def changed_degrees(plan: Plan, changes: Changes) -> Degrees:
     """The grid of ranks and the batch after the changes. Raises `ConfigError` as `changed` does."""
     mesh = Mesh(changes.dp or plan.dp, changes.tp or plan.tp, changes.pp or plan.pp, plan.inner)
     batch = changes.batch or plan.batch_size * plan.dp
+    for name, value in (("ranks", mesh.world_size), ("samples a step", batch)):
+        if value > MOST:
+            raise ConfigError(f"{value} {name} were asked for; give at most {MOST}")
     if batch % mesh.dp:
         raise ConfigError(
             f"a batch of {batch} samples does not divide over dp={mesh.dp}; give --batch a "

@@ -8,16 +8,23 @@ import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+import pydantic
+
+from merakc.errors import PlanError
+from merakc.files.reading import MOST_BYTES, decompressed, parse_json
 from merakc.ir.program import ActionKind, Event
 from merakc.ir.report import Timeline
+from merakc.machines.cluster import NotNegative
 from merakc.simulation.simulate import MemorySample, Simulation
 
 # Events that a file holds: of regular schedules each takes a few bytes.
 MOST_EVENTS = 20_000
 # Times are kept to this part of the step.
 TICKS = 10_000_000
+# Longer numbers in a label are of no stage, micro-batch or rank.
+_LONG_NUMBER = re.compile(r"\d{10}")
 _PEER = re.compile(r"((?:->|<-) )(\d+)$")
 
 
@@ -45,6 +52,8 @@ def pack(simulation: Simulation, most: int = MOST_EVENTS) -> Timeline:
         "memory": _memory_columns(found.memory, tick_s),
     }
     text = json.dumps(body, separators=(",", ":"))
+    if len(text) > MOST_BYTES and most > 1:  # it is not to be refused when it is read
+        return pack(simulation, most // 2)
     packed = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
     return Timeline(packed, left_out_s)
 
@@ -71,17 +80,30 @@ def placed(simulation: Simulation, places: Mapping[int, int]) -> Simulation:
 
 
 def unpack(timeline: Timeline) -> Moments:
-    """What was packed, times to a ten-millionth of the step."""
-    body = json.loads(zlib.decompress(base64.b64decode(timeline.packed)))
-    step_s = body["step_s"]
-    tick_s = max(step_s, 1e-12) / TICKS
-    memory = tuple(
-        MemorySample(rank, at * tick_s, size)
-        for rank, times, sizes in body["memory"]
-        for at, size in zip(_summed(times), _summed(sizes), strict=True)
-    )
-    events, collectives = (tuple(_events(body[key], tick_s)) for key in ("events", "collectives"))
-    return Moments(step_s, events, collectives, memory)
+    """What was packed, times to a ten-millionth of the step.
+
+    Raises `PlanError` where that is damaged, or is no step.
+    """
+    try:
+        text = decompressed(base64.b64decode(timeline.packed, validate=True)).decode()
+        body = _BODY.validate_python(parse_json(text))
+        tick_s = max(body.step_s, 1e-12) / TICKS
+        memory = tuple(
+            MemorySample(rank, at * tick_s, size)
+            for rank, times, sizes in body.memory
+            for at, size in zip(_summed(times), _summed(sizes), strict=True)
+        )
+        events, collectives = (
+            tuple(_events(own, tick_s)) for own in (body.events, body.collectives)
+        )
+        if not all(e.kind in (ActionKind.GATHER, ActionKind.REDUCE) for e in collectives):
+            raise ValueError("something else stands among its collectives")
+    except ValueError as error:
+        first = str(error).splitlines()[0]
+        raise PlanError(
+            f"the plan's timeline cannot be read: {first}; make the plan again"
+        ) from error
+    return Moments(body.step_s, events, collectives, memory)
 
 
 def middle(events: Sequence[Event], step_s: float, most: int) -> tuple[float, float] | None:
@@ -117,12 +139,31 @@ def _columns(events: Sequence[Event], tick_s: float) -> list[Any]:
     return found
 
 
-def _events(columns: Iterable[Any], tick_s: float) -> Iterable[Event]:
+def _events(columns: Iterable[_Columns], tick_s: float) -> Iterable[Event]:
     for rank, labels, kinds, starts, lengths in columns:
         rows = zip(labels, kinds, _summed(starts), lengths, strict=True)
         for label, kind, start, length in rows:
-            end_s = (start + length) * tick_s
-            yield Event(rank, label, ActionKind(kind), start * tick_s, end_s)
+            if start < 0 or not re.search(r"\d", label) or _LONG_NUMBER.search(label):
+                raise ValueError(f"{label[:40]!r} at {start} is no event of a step")
+            yield Event(rank, label, kind, start * tick_s, (start + length) * tick_s)
+
+
+_Length = Annotated[int, pydantic.Field(ge=0)]
+# A rank's labels, kinds, times of beginning as differences, and lengths, in ticks.
+_Columns = tuple[int, list[str], list[ActionKind], list[int], list[_Length]]
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class _Body:
+    """What stands in a packed timeline; `memory` holds a rank's times and bytes, as differences."""
+
+    step_s: NotNegative
+    events: list[_Columns]
+    collectives: list[_Columns]
+    memory: list[tuple[int, list[int], list[int]]]
+
+
+_BODY = pydantic.TypeAdapter(_Body)
 
 
 def _memory_columns(memory: Sequence[MemorySample], tick_s: float) -> list[Any]:

@@ -31,14 +31,15 @@ def require_report(plan: Plan, where: str) -> Report:
 
 
 def write_page(plan: Plan, path: str | Path) -> None:
-    """Writes the page. Raises `PlanError` where the plan has no report."""
+    """Writes the page: what the plan decides and, where it has a report, what it should cost."""
     Path(path).write_text(page(plan), encoding="utf-8")
 
 
 def page(plan: Plan) -> str:
     """The page's text."""
-    report = require_report(plan, plan.model)
-    title = f"{plan.model} on {plan.mesh.world_size} x {report.cluster}"
+    report, world = plan.report, plan.mesh.world_size
+    title = f"{plan.model} on " + (f"{world} x {report.cluster}" if report else f"{world} ranks")
+    first = (tag("p", verdict(report.verdict)), _cards(report)) if report else ()
     head = tag(
         "head",
         void("meta", charset="utf-8"),
@@ -50,7 +51,7 @@ def page(plan: Plan) -> str:
     foot = f"merakc {plan.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
     body = tag(
         "body",
-        tag("header", tag("h1", title), tag("p", verdict(report.verdict)), _cards(report)),
+        tag("header", tag("h1", title), *first),
         tag("main", *_body(plan, report)),
         tag("footer", foot),
     )
@@ -79,9 +80,16 @@ def _cards(report: Report) -> Markup:
     )
 
 
-def _body(plan: Plan, report: Report) -> Iterator[Markup]:
+def _body(plan: Plan, report: Report | None) -> Iterator[Markup]:
     facts = [join(tag("dt", name), tag("dd", value)) for name, value in plan_facts(plan)]
     yield tag("section", tag("h2", "The plan"), tag("dl", *facts))
+    if report is not None:
+        yield from _costs(report)
+    for section in plan_sections(plan):
+        yield _titled(section, _table(section))
+
+
+def _costs(report: Report) -> Iterator[Markup]:
     sections, source = report_sections(report), Markup()
     most = max((line.share for f in report.files for line in f.lines), default=0.0) or 1.0
     for name, section in sections.items():
@@ -96,8 +104,6 @@ def _body(plan: Plan, report: Report) -> Iterator[Markup]:
             yield _source(section, report.files[int(name.removeprefix("file "))], most)
         else:
             yield _titled(section, _table(section))
-    for section in plan_sections(plan):
-        yield _titled(section, _table(section))
 
 
 def _titled(section: Section, *inside: Markup, level: str = "h2") -> Markup:

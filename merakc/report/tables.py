@@ -72,7 +72,7 @@ def _word(text: str) -> int:
 
 def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
     """The widths, the largest made smaller first, until they have room or are the least."""
-    found = list(widths)
+    found = [max(min(w, room), own) for w, own in zip(widths, least, strict=True)]
     while sum(found) > room:
         open_ones = [k for k in range(len(found)) if found[k] > least[k]]
         if not open_ones:

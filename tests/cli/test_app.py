@@ -62,7 +62,9 @@ def test_show_of_a_plan_without_a_report_tells_the_decisions(tmp_path: Path) -> 
     run(*SMALL, "--tp", "2", "-o", str(made))
     replace(load_plan(made), report=None).save(bare)
     assert "dp 1 x tp 2 x pp 1" in run("show", str(bare))
-    printed = run("show", str(bare), "--html", str(tmp_path / "page.html"), code=2)
+    run("show", str(bare), "--html", str(tmp_path / "page.html"))
+    assert "dp 1 x tp 2 x pp 1" in (tmp_path / "page.html").read_text()
+    printed = run("show", str(bare), "--trace", str(tmp_path / "step.json"), code=2)
     assert "made without a report" in " ".join(printed.split())
 
 

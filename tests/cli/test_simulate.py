@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,3 +92,18 @@ def test_what_cannot_be_used_is_one_message(options: tuple[str, ...], text: str,
     printed = run("simulate", file, SOURCE, *options, code=2)
     assert text in " ".join(printed.split())
     assert "Traceback" not in printed
+
+
+def test_a_path_in_a_plan_is_not_opened(file: str, tmp_path: Path) -> None:
+    pipe = tmp_path / "machines.toml"
+    os.mkfifo(pipe)
+    plan = load_plan(file)
+    assert plan.report is not None
+    other = str(tmp_path / "other.json")
+    replace(plan, report=replace(plan.report, machines=str(pipe))).save(other)
+    printed = run("simulate", other, SOURCE, code=2)
+    assert "give that file with --from" in " ".join(printed.split())
+    printed = run("simulate", other, SOURCE, "--from", str(pipe), code=2)
+    assert "no regular file" in " ".join(printed.split())
+    printed = run("simulate", file, SOURCE, "--dp", "1000000000", code=2)
+    assert "give at most" in " ".join(printed.split())

@@ -106,3 +106,24 @@ def test_a_line_without_what_a_step_has(tmp_path: Path) -> None:
     path.write_text(path.read_text() + other)
     with pytest.raises(LedgerError, match=r"line 2: step: Field required"):
         read_ledger(path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Spent(0, "X", 4, 0.05, 0.06, 0.01),
+        Spent(0, "F", 0, 0.05, 0.06, 0.01),
+        Spent(0, "F", 4, float("inf"), 0.06, 0.01),
+    ],
+)
+def test_what_no_run_writes_is_refused(wrong: Spent, tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl", header=replace(HEADER, expected=(wrong,)))
+    with pytest.raises(LedgerError, match=r"line 1: .*which no run writes"):
+        read_ledger(path)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "run.jsonl")
+    path.write_text(path.read_text().replace('"step":1,', '"step":7,"step":1,'))
+    with pytest.raises(LedgerError, match="line 3: is cut off, or no line of a ledger"):
+        read_ledger(path)

@@ -141,6 +141,22 @@ def test_a_missing_field_is_named(path: Path) -> None:
         load_plan(path)
 
 
+def test_a_key_that_stands_twice_is_refused(path: Path) -> None:
+    PLAN.save(path)
+    path.write_text(path.read_text().replace('"tp": 2,', '"tp": 1,\n "tp": 2,', 1))
+    with pytest.raises(PlanError, match="the key 'tp' stands there twice; keep one"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize("ranks", [0, -1])
+def test_a_report_that_cannot_be_is_refused(ranks: int, path: Path) -> None:
+    made = report()
+    made = dataclasses.replace(made, verdict=dataclasses.replace(made.verdict, ranks=ranks))
+    dataclasses.replace(PLAN, report=made).save(path)
+    with pytest.raises(PlanError, match=r"report\.verdict\.ranks is .*; it must be above 0"):
+        load_plan(path)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\x00"])
 def test_what_is_no_plan_is_refused(text: str, path: Path) -> None:
     path.write_text(text)

@@ -136,7 +136,8 @@ WRONG = {
                                       "links.1.shared_by: 65 devices share a link that joins 64"),
     "a truth value": ("1e11", "true", "links.0.bytes_per_s: true is no number; give one, in"),
     "no rates": ("{ float32 = 1e13 }", "{ }", "peak_flops_per_s: names no dtype; give rates"),
-    "more than anyone has": ("count = 3", "count = 99_999_999_999", "and there are [0-9]{12}; "),
+    "more than anyone has": ("count = 3", "count = 99_999_999_999",
+                             "[0-9]{12} devices in all, more than 1048576; "),
     "no TOML": ("[[links]]", "[[links", "no TOML: .*line"),
 }  # fmt: skip
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from merakc.errors import PlanError
 from merakc.ir.program import ActionKind, Event, Mesh
+from merakc.ir.report import Timeline
 from merakc.lowering.predict import predict
 from merakc.report.packing import TICKS, Moments, middle, pack, placed, unpack, without
 from merakc.simulation.simulate import Simulation
@@ -93,3 +99,45 @@ def test_a_file_holds_it_whatever_the_length(count: int) -> None:
     timeline = pack(long_step(count))
     assert len(timeline.packed) < 200_000
     assert unpack(timeline).step_s == replace(long_step(2), step_s=float(count)).step_s
+
+
+def _packed(text: bytes) -> Timeline:
+    return Timeline(base64.b64encode(zlib.compress(text)).decode())
+
+
+GOOD: dict[str, Any] = {
+    "step_s": 1.0,
+    "events": [[0, ["0F0"], ["F"], [0], [1]]],
+    "collectives": [],
+    "memory": [],
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step_s": -1.0},
+        {"step_s": "x"},
+        {"events": [[0, ["0F0"], ["X"], [0], [1]]]},
+        {"events": [[0, ["0F0"], ["F"], [0, 1], [1]]]},
+        {"events": [[0, ["0F0"], ["F"], [0], [-1]]]},
+        {"events": [[0, ["0F0"], ["F"], [-5], [1]]]},
+        {"events": [[0, ["forward"], ["F"], [0], [1]]]},
+        {"events": [[0, ["0F" + "1" * 5000], ["F"], [0], [1]]]},
+        {"collectives": [[0, ["send 2"], ["send"], [0], [1]]]},
+        {"memory": [[0, [1], []]]},
+        {"memory": 3},
+    ],
+)
+def test_a_damaged_timeline_is_refused(change: dict[str, Any]) -> None:
+    assert unpack(_packed(json.dumps(GOOD).encode())).step_s == 1.0
+    with pytest.raises(PlanError, match=r"timeline cannot be read: .*; make the plan again"):
+        unpack(_packed(json.dumps({**GOOD, **change}).encode()))
+
+
+@pytest.mark.parametrize("text", [b" " * (1 << 25), b"[" * 1000, b"[]", b"\xff", b""])
+def test_unpacking_a_timeline_is_bounded(text: bytes) -> None:
+    with pytest.raises(PlanError, match="timeline cannot be read"):
+        unpack(_packed(text))
+    with pytest.raises(PlanError, match="timeline cannot be read"):
+        unpack(Timeline(text.decode("latin-1")))

@@ -29,11 +29,10 @@ LEAST_SHARE = 1 / 8
 
 def schedule_chart(report: Report, width: int) -> list[str]:
     """A line a rank, of `width` columns at most: `F3--` is the forward of micro-batch 3."""
-    timeline = report.timeline
     names = [f"rank {r.rank} " for r in report.ranks]
     indent = max(map(len, names))
     columns = max(width - indent - 2, LEAST_COLUMNS)
-    found = view(timeline, columns // 3)
+    found = view(report.timeline, columns // 3, [r.rank for r in report.ranks])
     lines = [
         f"{name:<{indent}}|{_row(events, found.axis, columns)}|"
         for name, events in zip(names, found.rows.values(), strict=True)
@@ -86,7 +85,7 @@ def memory_chart(report: Report, width: int) -> list[str]:
     peaks = [m.peak_bytes for m in report.memory]
     limits = report.limits_bytes
     is_roomy = max(peaks) < LEAST_SHARE * min(limits)
-    scale = max(peaks) if is_roomy else max(*limits, *peaks)
+    scale = max(1, *peaks) if is_roomy else max(*limits, *peaks)
     names = [f"rank {m.rank} " for m in report.memory]
     indent = max(map(len, names))
     columns = max(width - indent - 14, LEAST_COLUMNS)

@@ -32,7 +32,7 @@ TICKS = 5
 
 def schedule_picture(report: Report) -> Markup:
     """A row a rank, a box a compute with its micro-batch; collectives over dp along the edge."""
-    found = view(report.timeline, PER_RANK)
+    found = view(report.timeline, PER_RANK, [r.rank for r in report.ranks])
     height = ROW_HEIGHT * len(found.rows) + AXIS_HEIGHT
     parts: list[Markup] = []
     for row, (name, events) in enumerate(zip(report.ranks, found.rows.values(), strict=True)):

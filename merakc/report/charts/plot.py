@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from merakc.errors import ConfigError
+from merakc.files.printable import printable
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.report.charts.labels import ComputeLabel, parse_label
 
@@ -60,6 +61,7 @@ def plot_timeline(
     axes.set_facecolor(_IDLE_COLOUR)
     _draw_boxes(axes, drawn, ranks, per_second, _WIDTH_INCHES * 72 / end_s)
     axes.set(xlim=(0, end_s * per_second), ylim=(len(ranks) - 0.5, -0.5))
+    title = printable(title).replace("$", r"\$")  # which would begin a formula
     axes.set(title=title, xlabel=f"time ({unit})", ylabel="rank")
     axes.set_yticks(range(len(ranks)), [str(r) for r in ranks])
     for row, rank in enumerate(ranks):

@@ -43,13 +43,12 @@ class View:
     collectives: tuple[Event, ...]
 
 
-def view(timeline: Timeline, per_rank: int) -> View:
-    """The whole step, or its beginning and its end where ranks compute more than `per_rank`
-    times.
+def view(timeline: Timeline, per_rank: int, ranks: Sequence[int]) -> View:
+    """The whole step of these ranks, or its beginning and its end where they compute more than
+    `per_rank` times.
     """
     moments = unpack(timeline)
     computes = [e for e in moments.events if _is_drawn(e)]
-    ranks = sorted({e.rank for e in moments.events})
     cut = middle(computes, moments.step_s, per_rank * max(len(ranks), 1))
     left_out_s = cut or timeline.left_out_s
     rows = {rank: _kept([e for e in computes if e.rank == rank], left_out_s) for rank in ranks}

@@ -29,14 +29,14 @@ def test_a_gap_stands_for_the_middle() -> None:
 
 
 def test_messages_are_not_drawn() -> None:
-    found = view(report(lowered(Mesh(pp=2))).timeline, 100)
+    found = view(report(lowered(Mesh(pp=2))).timeline, 100, (0, 1))
     assert found.axis.left_out_s is None
     assert {e.kind.is_message for own in found.rows.values() for e in own} == {False}
     assert all(len(own) >= 8 for own in found.rows.values())
 
 
 def test_of_a_long_step_both_ends_are_drawn() -> None:
-    found = view(pack(long_step(500)), 50)
+    found = view(pack(long_step(500)), 50, (0,))
     assert found.axis.left_out_s is not None
     (events,) = found.rows.values()
     assert 45 <= len(events) <= 55
