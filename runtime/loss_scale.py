@@ -15,6 +15,8 @@ from merakc.ir.precision import Precision
 Tensors = Mapping[str, torch.Tensor]
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000  # those of torch.amp.GradScaler
+# The smallest normal number of float16: what overflows with it, overflows before it is scaled.
+LEAST_SCALE = 2.0**-14
 
 
 def loss_scale_for(precision: Precision | None) -> LossScale | None:
@@ -28,9 +30,9 @@ def loss_scale_for(precision: Precision | None) -> LossScale | None:
 class LossScale:
     """What a step's loss is multiplied by before the backward, the same on all ranks.
 
-    Where it is `dynamic` it halves when gradients overflow, and doubles after many steps without
-    (Micikevicius et al. 2018, section 3.2); otherwise it stays. `skipped` counts the steps that
-    gave no gradients.
+    Where it is `dynamic` it halves when gradients overflow, to `LEAST_SCALE`, and doubles after
+    many steps without (Micikevicius et al. 2018, section 3.2); otherwise it stays. `skipped` counts
+    the steps that gave no gradients.
     """
 
     dynamic: bool
@@ -64,7 +66,7 @@ class LossScale:
             return
         self.skipped, self.good_steps = self.skipped + 1, 0
         if self.dynamic:
-            self.scale *= BACKOFF
+            self.scale = max(self.scale * BACKOFF, LEAST_SCALE)
         if not self.dynamic or self.scale < 1.0:
             warnings.warn(
                 f"gradients that are not finite: all ranks skip this step ({self.skipped} so far); "

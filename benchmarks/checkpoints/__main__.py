@@ -29,11 +29,14 @@ console = Console(highlight=False, markup=False)
 
 def _reshards(count: int, seed: int, ranks: int) -> list[str]:
     trials = reshards.random_reshards(count, seed, ranks)
-    found = []
+    found, refused = [], 0
     for trial in track(trials, "reshards", console=console):
-        if wrong := reshards.problem(trial):
+        wrong = reshards.problem(trial)
+        refused += wrong == reshards.REFUSED
+        if wrong not in ("", reshards.REFUSED):
             found.append(f"{trial.name}: {wrong}")
             console.print(found[-1])
+    console.print(f"{refused} trials were refused before they began")
     return found
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from benchmarks.ranks import run_ranks
 from merakc.errors import MerakWarning
 from merakc.ir.precision import Precision, parse_precision
-from merakc.runtime.loss_scale import GROWTH_INTERVAL, LossScale, loss_scale_for
+from merakc.runtime.loss_scale import GROWTH_INTERVAL, LEAST_SCALE, LossScale, loss_scale_for
 
 
 def test_which_precision_scales() -> None:
@@ -40,6 +40,16 @@ def test_a_nan_is_warned_of_where_no_smaller_scale_can_help() -> None:
     with pytest.warns(MerakWarning, match=r"all ranks skip this step \(1 so far\)"):
         assert not scale.finite({"a": torch.tensor(torch.nan)}, None)
     assert scale.scale == 1.0
+
+
+def test_the_scale_has_a_floor() -> None:
+    scale = LossScale(True, 8.0)
+    for _ in range(1200):
+        scale.scale = min(scale.scale, 1.0)  # it is warned of from here on
+        with pytest.warns(MerakWarning, match="all ranks skip this step"):
+            scale.finite({"a": torch.tensor(torch.nan)}, None)
+    assert (scale.scale, scale.skipped) == (LEAST_SCALE, 1200)
+    assert scale.finite({"a": torch.tensor(1.0)}, None)
 
 
 def one_bad_rank() -> tuple[bool, float]:
