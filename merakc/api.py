@@ -60,7 +60,7 @@ from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
 from merakc.train.steps import Steps
 from merakc.train.trials import shared_cores
-from merakc.train.weights import find_placements, shard_state, take_over
+from merakc.train.weights import check_has_weights, find_placements, shard_state, take_over
 from merakc.version import __version__
 
 _living: WeakSet[Steps] = WeakSet()
@@ -121,6 +121,7 @@ def auto_parallel(
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
     """
     open_dataclasses(batch)
+    check_has_weights(model)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -19,6 +20,8 @@ from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement, same_everywhere
 
 Tensors = dict[str, torch.Tensor]
+# Modules whose weights were taken over: what is on the meta device there was never meant to be.
+_emptied: WeakSet[nn.Module] = WeakSet()
 STATE = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
@@ -65,6 +68,18 @@ def whole(shape: tuple[int, ...]) -> Layout:
     return Layout(tuple((DimFactor(size),) for size in shape))
 
 
+def check_has_weights(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model whose weights an earlier `auto_parallel` took over."""
+    for name, module in model.named_modules():
+        own = (t for of in (module.parameters, module.buffers) for t in of(recurse=False))
+        if module in _emptied and any(t.is_meta for t in own):
+            where = f"module '{name}' of the model" if name else "the model"
+            raise ConfigError(
+                f"{where} ({type(module).__name__}) was given to auto_parallel before, which took "
+                "its weights over: use what auto_parallel returned then, or build the model again"
+            )
+
+
 def take_over(
     model: nn.Module,
     placements: Mapping[str, Placement],
@@ -90,6 +105,7 @@ def take_over(
                 part = nn.Parameter(part, requires_grad=place.requires_grad)
             state[name] = part
     replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+    _emptied.update(model.modules())
     return state
 
 

@@ -182,3 +182,14 @@ def test_frozen_unread_and_undifferentiated_parameters(layout: dict[str, int]) -
     assert grads.keys() == {n for n, p in plain.named_parameters() if p.grad is not None}
     if "pp" not in layout:
         assert set(without) == {n for n, p in plain.named_parameters() if p.grad is None}
+
+
+def test_a_model_whose_weights_were_taken_is_refused() -> None:
+    model = Words()
+    merakc.auto_parallel(model, words(0), cluster=NOMINAL_CPU)
+    outer = nn.Sequential(model)
+    for again in (model, outer):
+        with pytest.raises(ConfigError, match="was given to auto_parallel before, which took its"):
+            merakc.auto_parallel(again, words(0), cluster=NOMINAL_CPU)
+    model.to_empty(device="cpu").load_state_dict(Words().state_dict())
+    merakc.auto_parallel(model, words(0), cluster=NOMINAL_CPU)
