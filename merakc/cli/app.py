@@ -7,6 +7,7 @@ arguments that cannot be used.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
@@ -18,11 +19,12 @@ from rich.text import Text
 from merakc.cli.bench import PASSED_ON, bench
 from merakc.cli.calibrate import calibrate
 from merakc.cli.checkpoint import app as checkpoint
-from merakc.cli.clusters import HELP, machines
+from merakc.cli.clusters import HELP, machines, machines_of, product_dtype
 from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.cli.diff import diff
 from merakc.cli.doctor import doctor
 from merakc.cli.graph import graph
+from merakc.cli.passes import pass_effects
 from merakc.cli.scale import scale
 from merakc.cli.simulate import simulate
 from merakc.cli.verify import verify
@@ -39,6 +41,7 @@ from merakc.report.charts.plot import plot_timeline
 from merakc.report.findings import verdict
 from merakc.report.packing import unpack
 from merakc.report.page import require_report, write_page
+from merakc.report.passes import PassEffect, effects_table
 from merakc.report.terminal import Terminal
 from merakc.report.text import plan_table, report_table
 from merakc.report.trace import write_trace
@@ -123,15 +126,33 @@ def show(
     html: Annotated[Path | None, typer.Option(help="Write a page that stands alone.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write a timeline for Perfetto.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write the schedule as a picture.")] = None,
+    passes: Annotated[
+        str | None,
+        typer.Option(metavar="SOURCE", help="The plan's model: tell what each pass does to it."),
+    ] = None,
+    sequence: Annotated[int | None, typer.Option("--seq", help="As for `plan`.", min=1)] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With --passes: the machines that seconds are of; the plan's."),
+    ] = None,
+    trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a plan decides, and what it expects: as text, a page, a timeline or a picture."""
+    """Show what a plan decides, and what it expects: as text, a page, a timeline or a picture.
+
+    With --passes, what each pass of the compiler does to the plan's model instead.
+    """
     said = progress_console()
     with told(said):
         if png is not None and png.suffix not in PICTURES:
             raise ConfigError(f"--png {png}: its name must end with one of {', '.join(PICTURES)}")
         check_outputs(html=html, trace=trace, png=png)
         found = load_plan(file)
+        if passes is not None:
+            given = load_source(passes, sequence, trust_remote_code=trust)
+            on = machines(cluster or machines_of(found), product_dtype(found, given))
+            with working(said, "recording") as tell:
+                effects = pass_effects(found, given, on, tell)
         if trace is not None or png is not None:
             step = unpack(require_report(found, str(file)).timeline)
         if html is not None:
@@ -144,8 +165,18 @@ def show(
     written = [path for path in (html, trace, png) if path is not None]
     for path in written:
         said.print(f"written to {path}")
-    if as_json or not written:
+    if passes is not None:
+        _print_effects(effects, as_json=as_json)
+    elif as_json or not written:
         _print(found, as_json=as_json, whole=True)
+
+
+def _print_effects(effects: Sequence[PassEffect], *, as_json: bool) -> None:
+    """A table of what the passes did, or each run of each as JSON."""
+    if as_json:
+        Terminal().print_json(json.dumps([asdict(effect) for effect in effects]))
+    else:
+        Terminal().print(effects_table(effects))
 
 
 def _shards(text: str | None) -> str | tuple[int, ...] | None:

@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from typing import cast
 
+from merakc.errors import ConfigError
+from merakc.ir.graph import dtype_name
+from merakc.ir.plan import Plan
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, DtypeName
 from merakc.machines.cluster_files import hardware_for, preset_names
+from merakc.planner.sources import Source
 
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
+# For plans without a report, which do not say for which machines they were made.
+NOMINAL = "gpu"
 HELP = f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file."
 
 
@@ -27,3 +33,25 @@ def is_built_in(name: str) -> bool:
     """Whether machines of that name need no file."""
     preset = re.fullmatch(r"([^:]+)(:\d{1,7})?", name)
     return name in CLUSTERS or (preset is not None and preset[1] in preset_names())
+
+
+def machines_of(plan: Plan) -> str:
+    """The machines that a plan names. A path in it is not followed: it may be anyone's.
+
+    Raises `ConfigError` for one.
+    """
+    found = (plan.report.machines if plan.report else "") or NOMINAL
+    if not is_built_in(found):
+        raise ConfigError(
+            f"the plan was made for the machines of {found!r}, which is no preset; give that file "
+            "with --from"
+        )
+    return found
+
+
+def product_dtype(plan: Plan, source: Source) -> str:
+    """What products are computed in."""
+    if plan.precision:
+        return plan.precision.compute
+    floats = [p.dtype for p in source.model.parameters() if p.is_floating_point()]
+    return dtype_name(floats[0]) if floats else "float32"

@@ -10,20 +10,15 @@ import typer
 from rich import box
 from rich.table import Table
 
-from merakc.cli.clusters import HELP, is_built_in, machines
+from merakc.cli.clusters import HELP, machines, machines_of, product_dtype
 from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.costs.ranks import least_spare, rank_memory_bytes
-from merakc.errors import ConfigError
-from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan, load_plan
 from merakc.machines.cluster import Cluster
-from merakc.planner.sources import Source, load_source
+from merakc.planner.sources import load_source
 from merakc.planner.what_if import Changes, changed, changed_degrees, simulated
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds
-
-# For plans without a report, which do not say for which machines they were made.
-NOMINAL = "gpu"
 
 
 def simulate(
@@ -57,8 +52,8 @@ def simulate(
         plan = load_plan(file)
         given = load_source(source, sequence, trust_remote_code=trust)
         changes = Changes(batch, dp, tp, pp, micro_batches, schedule)
-        first = made_for or _made_for(plan)
-        dtype, now = _dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
+        first = made_for or machines_of(plan)
+        dtype, now = product_dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
         old = machines(first, dtype, plan.mesh.world_size)
         new = machines(cluster or first, dtype, now)
         before = simulated(plan, given, old, tell)
@@ -75,20 +70,6 @@ def simulate(
     need, have = _tightest(after, new)
     if need > have:
         raise typer.Exit(NO)
-
-
-def _made_for(plan: Plan) -> str:
-    """The machines that a plan names. A path in it is not followed: it may be anyone's.
-
-    Raises `ConfigError` for one.
-    """
-    found = (plan.report.machines if plan.report else "") or NOMINAL
-    if not is_built_in(found):
-        raise ConfigError(
-            f"the plan was made for the machines of {found!r}, which is no preset; give that file "
-            "with --from"
-        )
-    return found
 
 
 def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Table:
@@ -159,11 +140,3 @@ def _tightest(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     peaks, memory = plan.prediction.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
     rank = least_spare(peaks, memory)
     return peaks[rank], memory[rank]
-
-
-def _dtype(plan: Plan, source: Source) -> str:
-    """What products are computed in."""
-    if plan.precision:
-        return plan.precision.compute
-    floats = [p.dtype for p in source.model.parameters() if p.is_floating_point()]
-    return dtype_name(floats[0]) if floats else "float32"

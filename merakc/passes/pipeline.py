@@ -34,7 +34,7 @@ from merakc.passes.overlap.subpipeline import overlapped, same_nodes
 from merakc.passes.programs.collectives import placed_collectives
 from merakc.passes.programs.onednn import by_onednn
 from merakc.passes.programs.schedule import build_programs
-from merakc.passes.running import Kind, Pass, run_passes
+from merakc.passes.running import Kind, Pass, run_passes, unwatched
 from merakc.passes.sharding.gather_products import gather_all, gather_products
 from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.separate_heads import separate_heads
@@ -149,7 +149,9 @@ def _overlap(chunk: Chunk, at: StageOptions) -> Chunk:
     machines = plan.machines or NOMINAL_GPU
     # Every rank comes to the same order, without a word to the others.
     before = STAGE[: [p.name for p in STAGE].index("overlap")]
-    kinds = [run_passes(before, at.graph, replace(at, tp_rank=r)) for r in at.unlike()] or [chunk]
+    with unwatched():
+        kinds = [run_passes(before, at.graph, replace(at, tp_rank=r)) for r in at.unlike()]
+    kinds = kinds or [chunk]
     alike = all(same_nodes(c, kinds[0]) for c in kinds)
     return overlapped(chunk, machines, kinds[0]) if alike else chunk
 

@@ -115,3 +115,14 @@ def watched(tell: Watcher) -> Iterator[None]:
         yield
     finally:
         _watchers.remove(tell)
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """While it is open, nobody is told: of passes that one pass runs to compare, say."""
+    watchers = _watchers[:]
+    _watchers.clear()
+    try:
+        yield
+    finally:
+        _watchers[:] = watchers

@@ -52,7 +52,7 @@ def applied(
     """The plan on the model that it was made for. Raises `PlanError` where that is another one."""
     progress(f"recording {source.name}")
     samples = plan.batch_size // plan.micro_batches
-    return apply_plan(plan, _record(source, samples, plan))
+    return apply_plan(plan, record_source(source, samples, plan))
 
 
 def changed(
@@ -77,7 +77,7 @@ def changed(
     @cache
     def record(parts: int) -> Recording:
         progress(f"recording {source.name} with {local // parts} samples")
-        return _record(source, local // parts, plan)
+        return record_source(source, local // parts, plan)
 
     lowered = carry_plan(asked, degrees, record, plan.precision, cluster)
     progress("simulating the changed plan")
@@ -125,7 +125,8 @@ def changed_degrees(plan: Plan, changes: Changes) -> Degrees:
     return Degrees(mesh, micro_batches, local // micro_batches, chunks, shards)
 
 
-def _record(source: Source, samples: int, plan: Plan) -> Recording:
+def record_source(source: Source, samples: int, plan: Plan) -> Recording:
+    """The source's forward on so many samples, as the plan's micro-batches are recorded."""
     args, kwargs = call_arguments(source.batch(samples))
     layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
     cpu = torch.device("cpu")

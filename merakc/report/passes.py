@@ -1,0 +1,108 @@
+"""What each pass did to a model: nodes, bytes and seconds before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from merakc.costs.roofline import graph_seconds
+from merakc.costs.work.flops import FREE
+from merakc.ir.graph import Graph
+from merakc.ir.program import Chunk, Program
+from merakc.machines.cluster import Cluster
+from merakc.passes.pipeline import PIPELINE
+from merakc.passes.running import Pass, graphs_of
+from merakc.report.tables import Fitted
+from merakc.report.units import format_bytes, format_seconds
+
+FIGURES = ("nodes", "bytes", "seconds")
+COLUMNS = {"pass": False, "runs": True} | {
+    name: True for figure in FIGURES for name in (figure, f"{figure} after")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a value of the pipeline is.
+
+    Of graphs, `bytes` are those of all values that its nodes write, and `seconds` those of running
+    each graph once, by the roofline. Of Programs, nodes are actions and bytes those of messages.
+    """
+
+    nodes: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(
+            self.nodes + other.nodes,
+            self.size_bytes + other.size_bytes,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PassEffect:
+    """One run of a pass, or several together: how large the values were before and after."""
+
+    name: str
+    runs: int
+    before: Size
+    after: Size
+
+    def __add__(self, other: PassEffect) -> PassEffect:
+        before, after = self.before + other.before, self.after + other.after
+        return PassEffect(self.name, self.runs + other.runs, before, after)
+
+
+def pass_effect(each: Pass, given: Any, made: Any, cluster: Cluster) -> PassEffect:
+    """What one run of a pass did, with its graphs on the devices of a cluster."""
+    before = value_size(given, cluster)
+    return PassEffect(each.name, 1, before, before if made is given else value_size(made, cluster))
+
+
+def value_size(value: Any, cluster: Cluster) -> Size:
+    """How large a value is that a pass takes or gives; of a chunk, what a micro-batch runs."""
+    graphs = _executed(value) if isinstance(value, Chunk) else graphs_of(value)
+    if not graphs:
+        return sum(map(_program_size, value), Size())
+    return sum((_graph_size(graph, cluster) for graph in graphs), Size())
+
+
+def _executed(chunk: Chunk) -> tuple[Graph, ...]:
+    """The pieces that a micro-batch runs: those that replace others, in their place."""
+    forward = (chunk.checkpoint or chunk.forward, chunk.recompute)
+    apart = (chunk.input_grad, chunk.weight_grad)
+    every = (*forward, *(apart if chunk.input_grad else (chunk.backward,)))
+    return tuple(graph for graph in every if graph is not None)
+
+
+def _graph_size(graph: Graph, cluster: Cluster) -> Size:
+    written = (o for n in graph.nodes if n.op not in FREE for o in n.outputs if o is not None)
+    return Size(len(graph.nodes), sum(o.size_bytes for o in written), graph_seconds(graph, cluster))
+
+
+def _program_size(program: Program) -> Size:
+    return Size(len(program.actions), sum(a.size_bytes for a in program.actions))
+
+
+def effects_table(effects: Iterable[PassEffect]) -> Fitted:
+    """A row for each pass, in the order of the pipeline, with all its runs added up; `=` where a
+    figure stays as it was.
+    """
+    total: dict[str, PassEffect] = {}
+    for effect in effects:
+        total[effect.name] = total[effect.name] + effect if effect.name in total else effect
+    return Fitted(COLUMNS, [_row(total[p.name]) for p in PIPELINE if p.name in total])
+
+
+def _row(effect: PassEffect) -> tuple[str, ...]:
+    pairs = zip(_shown(effect.before), _shown(effect.after), strict=True)
+    figures = (text for old, new in pairs for text in (old, "=" if new == old else new))
+    return (effect.name, f"{effect.runs}", *figures)
+
+
+def _shown(size: Size) -> tuple[str, str, str]:
+    seconds = format_seconds(size.seconds) if size.seconds else "-"
+    return f"{size.nodes:,}", format_bytes(size.size_bytes), seconds
