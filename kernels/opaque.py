@@ -72,6 +72,11 @@ def find(key: str) -> Call:
     return _calls[key]
 
 
+def is_entered(key: str) -> bool:
+    """Whether the call of a key is held in this process."""
+    return key in _calls
+
+
 # What a compiled step calls
 
 

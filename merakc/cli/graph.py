@@ -19,18 +19,19 @@ from merakc.frontend.record import record
 from merakc.ir.export import Attributes, to_networkx
 from merakc.ir.graph import Graph, Ref
 from merakc.ir.plan import load_plan
+from merakc.ir.text import graph_text
 from merakc.lowering.lowered import Lowered, training_graph
 from merakc.planner.sources import load_source
 from merakc.planner.what_if import applied
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes
 
-ENDINGS = (".json", ".graphml")
+ENDINGS = (".json", ".graphml", ".txt")
 
 
 def graph(
     source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="A .json or .graphml file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="A .json, .graphml or .txt file.")],
     file: Annotated[
         Path | None, typer.Option("--plan", help="A plan of the model: its stages and splits.")
     ] = None,
@@ -43,7 +44,7 @@ def graph(
     """Write a model's graph, with flops, bytes and lines of source, for networkx and other tools.
 
     With a plan every node has its stage, and every value the dims that are split over tp. JSON is
-    networkx's node-link form.
+    networkx's node-link form; text is what `merakc.ir.text.parse_graph` reads.
     """
     import networkx as nx
 
@@ -70,7 +71,9 @@ def graph(
             n.name: {**values[n.made[0]], "flops": node_flops(n, specs)} for n in whole.nodes
         }
         made = to_networkx(whole, facts, values)
-        if output.suffix == ".json":
+        if output.suffix == ".txt":
+            output.write_text(graph_text(whole) + "\n")
+        elif output.suffix == ".json":
             output.write_text(json.dumps(nx.node_link_data(made, edges="edges")))
         else:
             nx.write_graphml(made, output)

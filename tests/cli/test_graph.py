@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from merakc.cli.app import app
 from merakc.ir.plan import load_plan
+from merakc.ir.text import graph_text, parse_graph
 
 SOURCE = "tests.small_source:small"
 
@@ -51,7 +52,15 @@ def test_a_plan_says_stages_and_splits(tmp_path: Path) -> None:
     assert crossing
 
 
+def test_the_text_form_parses_back(tmp_path: Path) -> None:
+    file = tmp_path / "graph.txt"
+    run("graph", SOURCE, "-o", str(file))
+    text = file.read_text()
+    assert graph_text(parse_graph(text)) + "\n" == text
+    assert "aten.linear.default(%x, %first.weight" in text
+
+
 def test_wrong_use(tmp_path: Path) -> None:
-    assert "must end with .json" in run("graph", SOURCE, "-o", "graph.txt", code=2)
+    assert "must end with .json" in run("graph", SOURCE, "-o", "graph.png", code=2)
     both = run("graph", SOURCE, "-o", "x.json", "--plan", "p.json", "--samples", "2", code=2)
     assert "the plan says how many" in both
