@@ -36,10 +36,10 @@ from benchmarks.zero_study_measured import (
     measured_table,
     misses,
 )
+from merakc.analysis.liveness import live_bytes
 from merakc.costs.fabric import Fabric
 from merakc.costs.layers import graph_layers
 from merakc.costs.state import DpGroup, Layer, state_cost
-from merakc.costs.work.memory import live_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import InputKind
 from merakc.ir.state import StateShards

@@ -26,11 +26,11 @@ from benchmarks.models import Batch, ModelCase, unshifted, words
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, split_batch
 from benchmarks.resident_state import Held, resident_state
+from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric
 from merakc.costs.layers import graph_layers
 from merakc.costs.state import DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.frontend.record import record
-from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import parse_shards
 from merakc.machines.cluster import NOMINAL_CPU

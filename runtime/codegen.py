@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from merakc.ir.accumulation import ADDING
+from merakc.analysis.accumulation import ADDING
+from merakc.analysis.aliases import last_uses
+from merakc.analysis.overwrites import overwrites, overwriting_call
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.ir.overwrites import overwrites, overwriting_call
 from merakc.kernels.ops import (
     FUSED,
     compiled_call,
@@ -136,13 +137,10 @@ class _Writer:
                 yield f"    sink({name!r}, {self._value(ref)})"
 
     def _last_readers(self) -> dict[int, list[Ref]]:
+        named = {*self.given, *self.sunk, *(r for n in self.graph.nodes for r in n.refs)}
+        named |= {Ref(n.name) for n in self.graph.nodes if n.name not in self.tuples}
         last = dict.fromkeys(self.given, 0) if self.graph.nodes else {}
-        for k, node in enumerate(self.graph.nodes):
-            if node.name not in self.tuples:
-                last[Ref(node.name)] = k
-            last |= {Ref(node.name, i): k for i in range(len(node.outputs))
-                     if Ref(node.name, i) in self.sunk}  # fmt: skip
-            last |= dict.fromkeys(node.refs, k)
+        last |= last_uses(self.graph, {ref: ref for ref in named})
         for out in self.returned:
             last.pop(out.ref, None)
         dying: dict[int, list[Ref]] = {}

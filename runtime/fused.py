@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 import torch.fx as fx
 
+from merakc.analysis.aliases import owned_outputs
 from merakc.errors import ConfigError
 from merakc.ir.graph import (
     Graph,
@@ -34,7 +35,6 @@ from merakc.ir.graph import (
     map_refs,
 )
 from merakc.kernels.ops import DIRECT, FUSED, makes_tensor, resolve_op, returns_list
-from merakc.runtime.memory import owned_outputs
 
 # Empties the list that it is given: a value is let go of after its last reader.
 Function = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]

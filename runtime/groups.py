@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from merakc.analysis.buckets import BUCKET_BYTES
 from merakc.errors import MerakError, MismatchError
-from merakc.ir.buckets import BUCKET_BYTES
 from merakc.ir.program import Mesh
 
 T = TypeVar("T")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from merakc.ir.accumulation import accumulated
+from merakc.analysis.accumulation import accumulated
+from merakc.analysis.aliases import owned_outputs
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Program
 from merakc.runtime.codegen import NO_HOOKS, Compiled, Hooks, compile_graph
 from merakc.runtime.fused import Fuser
-from merakc.runtime.memory import owned_outputs
 from merakc.runtime.sharded_state import ShardedState
 
 Work = tuple[int, int]  # stage, micro-batch

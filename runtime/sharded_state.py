@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.errors import ConfigError, MerakWarning
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import TensorSpec
 from merakc.ir.precision import Precision
 from merakc.ir.program import Collective, CollectiveKind

@@ -5,7 +5,7 @@ with as many labels on each as a power of two, nothing is left in which two righ
 differ but the order in which micro-batches are added. That follows from the shards: where gradients
 are sharded, every micro-batch's are reduced and then added; elsewhere they are added and then
 reduced. One thing is lifted for it: calls that add a gradient to the sum of others while they make
-it (`merakc.ir.accumulation`), which round its last bit otherwise than a sum that follows.
+it (`merakc.analysis.accumulation`), which round its last bit otherwise than a sum that follows.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.costs.fabric import Fabric, Group, all_reduce_seconds, hardware_fabric
 from merakc.costs.state import DpGroup, Precision, collective_seconds
 from merakc.ir import precision as ir
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.program import CollectiveKind, Mesh
 from merakc.machines.cluster import Cluster
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from merakc.analysis.liveness import live_bytes
 from merakc.costs.buckets import dp_group
 from merakc.costs.fabric import all_gather_seconds, axis_group
 from merakc.costs.roofline import graph_seconds
 from merakc.costs.stage import rough_seconds
-from merakc.costs.work.memory import live_bytes, order_bytes
+from merakc.costs.work.memory import order_bytes
 from merakc.costs.work.pieces import kept_and_again
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.costs import StageCost

@@ -10,7 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merakc.costs.work.flops import COLLECTIVES, FREE, PIPELINED, node_bytes, node_flops, wire_bytes
+from merakc.analysis.aliases import FREE
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_bytes, node_flops, wire_bytes
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels.ops import STARTED, WAIT
 from merakc.machines.cluster import Cluster

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+from merakc.analysis.liveness import live_bytes
 from merakc.costs.device import backward_seconds, forward_seconds
 from merakc.costs.roofline import graph_seconds
 from merakc.costs.stages import rank_place
 from merakc.costs.work.kernels import graph_work
-from merakc.costs.work.memory import ActionBytes, live_bytes, order_bytes
+from merakc.costs.work.memory import ActionBytes, order_bytes
 from merakc.costs.work.pieces import kept_and_again
 from merakc.costs.work.sharded import graph_state_bytes
 from merakc.ir.costs import StageCost

@@ -105,7 +105,7 @@ class Transfer:
 
 
 class CollectiveKind(StrEnum):
-    """What happens to a bucket of parameters (`merakc.ir.buckets`) in a compute."""
+    """What happens to a bucket of parameters (`merakc.analysis.buckets`) in a compute."""
 
     REFRESH = "refresh"  # starts to bring what the optimizers wrote to the shards of parameters
     GATHER = "gather"  # starts to gather its shards of parameters

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.costs.ranks import stage_devices
 from merakc.costs.work.flops import graph_flops
 from merakc.errors import PlanError
 from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan

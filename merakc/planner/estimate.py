@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.device import Place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections
@@ -29,7 +30,6 @@ from merakc.costs.stages import (
 from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
 from merakc.costs.work.pieces import Piece
-from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import UNSHARDED, StateShards

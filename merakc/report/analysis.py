@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from merakc.analysis.aliases import view_roots
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.ranks import least_spare, rank_memory_bytes, stage_devices
-from merakc.costs.work.flops import FREE
 from merakc.costs.work.kernels import Work, graph_work
 from merakc.ir.alternatives import Alternatives
 from merakc.ir.costs import StageCost
@@ -143,15 +143,10 @@ def main_dtype(work: Work) -> str:
 
 def batch_tokens(graph: Graph) -> int:
     """Elements of the largest tensor of a micro-batch that looks up an embedding; 0 without one."""
-    origin = {Ref(i.name): i for i in graph.inputs if i.kind is InputKind.BATCH}
-    found = 0
-    for node in graph.nodes:
-        if node.op in FREE and node.refs and node.refs[0] in origin:
-            origin[Ref(node.name)] = origin[node.refs[0]]
-        elif "embedding" in node.op:
-            read = [origin[ref] for ref in node.refs if ref in origin]
-            found = max([found, *(item.spec.numel for item in read)])
-    return found
+    sizes = {Ref(i.name): i.spec.numel for i in graph.inputs if i.kind is InputKind.BATCH}
+    roots = view_roots(graph)
+    read = (roots.get(r, r) for node in graph.nodes if "embedding" in node.op for r in node.refs)
+    return max((sizes[ref] for ref in read if ref in sizes), default=0)
 
 
 def _limited(

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from merakc.analysis.aliases import FREE
 from merakc.costs.roofline import graph_seconds
-from merakc.costs.work.flops import FREE
 from merakc.ir.graph import Graph
 from merakc.ir.program import Chunk, Program
 from merakc.machines.cluster import Cluster

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.head import gather_seconds, gathered_bytes
 from merakc.costs.work.kernels import Kernel
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Action, ActionKind, CollectiveKind

@@ -8,8 +8,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.errors import ConfigError
-from merakc.ir.buckets import Held, parameters_in_order, plan_buckets
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import DimFactor, Layout, parse_layout
 from merakc.ir.precision import kept_dtype

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.fabric import hardware_fabric
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.precision import NAMED
 from merakc.ir.program import CollectiveKind, Mesh
 from merakc.ir.state import StateShards

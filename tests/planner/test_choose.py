@@ -11,9 +11,9 @@ import torch
 
 from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
+from merakc.analysis.buckets import plan_buckets
 from merakc.errors import ConfigError, CutError, ShardError
 from merakc.frontend.record import Recording
-from merakc.ir.buckets import plan_buckets
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind
 from merakc.ir.state import StateShards, lattice

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
+from merakc.analysis.buckets import Held, plan_buckets
 from merakc.errors import ConfigError, MerakWarning
-from merakc.ir.buckets import Held, plan_buckets
 from merakc.ir.program import Collective, CollectiveKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.runtime.groups import Groups

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
-from merakc.ir.buckets import bucket_names
+from merakc.analysis.buckets import bucket_names
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards, lattice
 from merakc.runtime.groups import Groups

@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from merakc.analysis.aliases import FREE
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
-from merakc.kernels.ops import WAIT
 
-# Ops that move no data.
-FREE = frozenset(
-    {"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default", "aten.t.default",
-     "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
-     "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
-     "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
-     "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
-     "merakc.copy_to.default", WAIT}
-)  # fmt: skip
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default")  # fmt: skip
 # Products and a collective in one node (`merakc.kernels.products`), by what the collective is.
@@ -30,20 +21,6 @@ PIPELINED = {
     "merakc.gather_matmul.default": "merakc.gather_to.default",
     "merakc.matmul_scatter.default": "merakc.reduce_scatter.default",
 }
-
-
-def is_view(node: Node) -> bool:
-    """Whether a node makes no memory of its own."""
-    return node.op in FREE and bool(node.refs)
-
-
-def view_roots(graph: Graph) -> dict[Ref, Ref]:
-    """What each view of a graph looks at, through all views between."""
-    found: dict[Ref, Ref] = {}
-    for node in filter(is_view, graph.nodes):
-        root = found.get(node.refs[0], node.refs[0])
-        found |= {Ref(node.name, k): root for k in range(len(node.outputs))}
-    return found
 
 
 def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from merakc.costs.work.flops import COLLECTIVES, FREE, node_bytes, node_flops
+from merakc.analysis.aliases import is_view, view_roots
+from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops
 from merakc.ir.graph import Graph, InputKind, Node, Ref, dtype_name
 from merakc.kernels.gemm import TORCHS
 
@@ -100,6 +101,11 @@ def parts_work(
     return found
 
 
+def moves_nothing(node: Node) -> bool:
+    """Whether a node is a view in the backward too, where some views are collectives."""
+    return is_view(node) and node.op not in CONJUGATE
+
+
 class _Reader:
     """Reads kernels off a graph."""
 
@@ -107,11 +113,9 @@ class _Reader:
         self.graph, self.specs, self.grads = graph, graph.specs(), graph.grad_values()
         self.parameters = {Ref(i.name) for i in graph.inputs if i.kind is InputKind.PARAMETER}
         self.readers: dict[Ref, set[str]] = {}
-        self.origin: dict[Ref, Ref] = {}  # what a view looks at
+        self.origin = view_roots(graph, lambda node, _: moves_nothing(node))
         for node in graph.nodes:
-            if self._is_view(node):
-                source = self.origin.get(node.refs[0], node.refs[0])
-                self.origin |= {Ref(node.name, k): source for k in range(len(node.outputs))}
+            if moves_nothing(node):
                 continue
             for ref in node.refs:
                 for seen in {ref, self.origin.get(ref, ref)}:
@@ -124,7 +128,7 @@ class _Reader:
         behind: dict[Ref, list[Node]] = {}  # by the value that a node may join behind
         found: list[list[Node]] = []
         for node in self.graph.nodes:
-            if self._is_view(node):
+            if moves_nothing(node):
                 continue
             sources = [self.origin.get(ref, ref) for ref in node.refs]
             plain = self._is_plain(node)
@@ -263,9 +267,6 @@ class _Reader:
             return 1, math.prod(left[:-1]), n, k
         m = left[-2] if len(left) > 1 else 1
         return node.spec.numel // (m * n), m, n, k
-
-    def _is_view(self, node: Node) -> bool:
-        return node.op in FREE and node.op not in CONJUGATE and bool(node.refs)
 
     def _is_plain(self, node: Node) -> bool:
         """Whether a node does no more than move its tensors."""

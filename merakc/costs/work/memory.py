@@ -1,32 +1,14 @@
-"""Bytes alive while a graph runs, from the live ranges of its values."""
+"""What each compute of a micro-batch does to memory, from the live ranges of its values."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from merakc.costs.work.flops import FREE
-from merakc.ir.accumulation import accumulated, added_at_once
+from merakc.analysis.accumulation import accumulated, added_at_once
+from merakc.analysis.liveness import Memory, live_bytes, owners
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
-from merakc.ir.overwrites import overwrites
 from merakc.ir.program import ActionKind, Chunk
-
-
-@dataclass(frozen=True, slots=True)
-class LiveBytes:
-    """What running a graph allocates: at its highest point, and what its outputs keep."""
-
-    peak_bytes: int
-    kept_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """A piece of memory that an input lives in; several inputs may share one."""
-
-    owner: str
-    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,52 +24,6 @@ class Sum:
     size_bytes: int
     is_scattered: bool = False
     reducing_bytes: int = 0
-
-
-def live_bytes(
-    graph: Graph,
-    handed: Mapping[str, Memory] | None = None,
-    beside: Mapping[str, tuple[int, int]] | None = None,
-    owner: Mapping[Ref, Ref] | None = None,
-) -> LiveBytes:
-    """Live ranges of the graph's own values.
-
-    A view keeps the memory of what it looks at. Every other value lives from its node to its last
-    reader, or beyond the graph if it is an output. Inputs are counted by whoever holds them, but
-    those in `handed` (name -> memory) are given away: their memory is freed after its last reader,
-    and makes room for the graph's own values. `beside` is what comes at a node from elsewhere, and
-    what goes after it. `owner` says in whose memory each value lives, where that is known.
-    """
-    handed, beside = handed or {}, beside or {}
-    owner = owner or _owners(graph, {name: Ref(m.owner) for name, m in handed.items()})
-    sizes = {Ref(m.owner): m.size_bytes for m in handed.values()}
-    last = dict.fromkeys(sizes, 0)
-    held = {owner[Ref(i.name)] for i in graph.inputs} - sizes.keys()
-    given = frozenset(sizes)
-    made: list[int] = []  # bytes, by each node
-    for k, node in enumerate(graph.nodes):
-        for ref in node.refs:
-            last[owner[ref]] = k
-        made.append(0)
-        for index, spec in enumerate(node.outputs):
-            if spec is not None:
-                ref = Ref(node.name, index)
-                last[owner[ref]] = k
-                if owner[ref] == ref:
-                    sizes[ref] = spec.size_bytes
-                    made[k] += sizes[ref]
-    kept = {owner[o.ref] for o in graph.outputs}
-    ending: Counter[int] = Counter()
-    for ref, k in last.items():
-        if ref not in kept and ref not in held:
-            ending[k] += sizes[ref]
-    alive = peak = 0
-    for k, node in enumerate(graph.nodes):
-        comes, goes = beside.get(node.name, (0, 0))
-        alive += made[k] + comes
-        peak = max(peak, alive)
-        alive -= goes + ending[k]
-    return LiveBytes(peak, sum(sizes[r] for r in kept - held - given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +157,12 @@ def _run_piece(
     kept = {k: m for k, m in held.items() if k in leaves}
     if piece is None:
         return ActionBytes(0, frozenset(kept.values()), {}, 0), kept
-    owners = {m.owner for m in kept.values()}
+    still = {m.owner for m in kept.values()}
     given = {i.name: held[i.key] for i in piece.inputs if i.key in held}
     read = {m.owner for m in given.values()}
-    unread = {k: m for k, m in held.items() if m.owner not in owners | read}
-    handed = {name: m for name, m in given.items() if m.owner not in owners}
-    home = _owners(piece, {name: Ref(m.owner) for name, m in given.items()})
+    unread = {k: m for k, m in held.items() if m.owner not in still | read}
+    handed = {name: m for name, m in given.items() if m.owner not in still}
+    home = owners(piece, {name: Ref(m.owner) for name, m in given.items()})
     peak_bytes = live_bytes(piece, handed, beside, home).peak_bytes - _total(unread)
     specs = piece.specs()
     known = {m.owner: m for m in given.values()}
@@ -258,18 +194,3 @@ def _run_piece(
             gradient_bytes += specs[out.ref].size_bytes
     after = frozenset(kept.values())
     return ActionBytes(peak_bytes, after, sent, gradient_bytes, frozenset(waist)), kept
-
-
-def _owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:
-    """The value whose memory each value lives in; that of some inputs is `given`."""
-    over = overwrites(graph)
-    owner = {Ref(i.name): (given or {}).get(i.name, Ref(i.name)) for i in graph.inputs}
-    for node in graph.nodes:
-        for index, spec in enumerate(node.outputs):
-            if spec is not None:
-                ref = Ref(node.name, index)
-                if node.name in over:
-                    owner[ref] = owner[node.args[over[node.name]]]
-                else:
-                    owner[ref] = owner[node.refs[0]] if node.op in FREE and node.refs else ref
-    return owner

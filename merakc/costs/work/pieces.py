@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from merakc.costs.work.flops import COLLECTIVES, FREE, is_view, view_roots
-from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, parts_work
+from merakc.analysis.aliases import is_view, view_roots
+from merakc.costs.work.flops import COLLECTIVES
+from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, moves_nothing, parts_work
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.kernels.ops import is_pointwise
 
@@ -168,15 +169,16 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref
     """What each piece's backward reads of its forward."""
     specs, grads = graph.specs(), graph.grad_values()
     held = {Ref(i.name) for i in graph.inputs if i.kind is not InputKind.ACTIVATION}
-    origin: dict[Ref, Ref] = {}
+
+    def looks_at(node: Node, root: Ref) -> bool:
+        # What was expanded and is then reshaped has memory of its own.
+        fits = node.op == EXPAND or node.spec.numel <= specs[root].numel
+        return moves_nothing(node) and fits
+
+    origin = view_roots(graph, looks_at)
     found: list[set[Ref]] = [set() for _ in range(parts)]
     for node in graph.nodes:
-        if node.op in FREE and node.op not in CONJUGATE and node.refs:
-            source = origin.get(node.refs[0], node.refs[0])
-            # What was expanded and is then reshaped has memory of its own.
-            if node.op == EXPAND or node.spec.numel <= specs[source].numel:
-                origin |= {Ref(node.name, k): source for k in range(len(node.outputs))}
-        elif node.grad_outputs(grads):
+        if not moves_nothing(node) and node.grad_outputs(grads):
             kept = {origin.get(ref, ref) for ref in _kept(node, specs, grads)}
             found[part_of[node.name]] |= kept - held
     return found

@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 import torch
 
+from merakc.analysis.buckets import BucketSpec, Held, plan_buckets
 from merakc.costs.work.memory import Sum
-from merakc.ir.buckets import BucketSpec, Held, plan_buckets
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.precision import Precision, kept_dtype
 from merakc.ir.state import StateShards

@@ -15,8 +15,9 @@ from itertools import count
 
 import numpy as np
 
+from merakc.analysis.aliases import is_view
 from merakc.costs.roofline import node_seconds
-from merakc.costs.work.flops import COLLECTIVES, PIPELINED, is_view
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.ir.program import Chunk
 from merakc.kernels.opaque import OPAQUE

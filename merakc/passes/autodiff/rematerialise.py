@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from merakc.costs.work.flops import is_view, view_roots
+from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.pieces import LEAST_BYTES
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.ir.program import Chunk

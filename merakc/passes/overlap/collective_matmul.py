@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from merakc.costs.work.flops import FREE
+from merakc.analysis.aliases import is_view, view_roots
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.ir.layout import Layout
 from merakc.passes.overlap.chunk_writer import (
@@ -63,15 +63,14 @@ def chunk_rows(local: Graph, chunks: Mapping[str, int], kinds: Iterable[Graph] =
 def product_weights(graph: Graph) -> dict[str, str]:
     """The name of the parameter that each product with one reads, by the product's node."""
     parameters = {i.name: i.target for i in graph.inputs if i.kind is InputKind.PARAMETER}
+    roots = view_roots(graph, lambda node, _: is_view(node) or node.op in CASTS)
     found: dict[str, str] = {}
-    same = dict(parameters)  # what is a parameter, seen through views and casts
     for node in graph.nodes:
-        if (node.op in FREE or node.op in CASTS) and node.refs and node.refs[0].node in same:
-            same[node.name] = same[node.refs[0].node]
         if node.op in WEIGHT_POSITION:
             weight = node.args[WEIGHT_POSITION[node.op]]
-            if weight.node in same:
-                found[node.name] = same[weight.node]
+            root = roots.get(weight, weight).node
+            if root in parameters:
+                found[node.name] = parameters[root]
     return found
 
 

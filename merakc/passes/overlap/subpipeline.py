@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
+from merakc.analysis.liveness import Memory, live_bytes
 from merakc.costs.roofline import (
     computing_seconds,
     graph_seconds,
@@ -20,7 +21,6 @@ from merakc.costs.roofline import (
 )
 from merakc.costs.stage import BACKWARD_PER_FORWARD
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
-from merakc.costs.work.memory import Memory, live_bytes
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import Chunk
 from merakc.kernels.ops import STARTS, WAIT

@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from merakc.analysis.buckets import BucketSpec, Held, parameters_in_order, plan_buckets
 from merakc.costs.roofline import node_seconds
-from merakc.ir.buckets import BucketSpec, Held, parameters_in_order, plan_buckets
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype

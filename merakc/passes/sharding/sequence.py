@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from merakc.analysis.aliases import FREE
 from merakc.costs.roofline import node_seconds
-from merakc.costs.work.flops import FREE
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, map_refs
 from merakc.ir.layout import Layout
 from merakc.machines.cluster import NOMINAL_GPU

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.costs.work.memory import Sum
 from merakc.costs.work.sharded import StateBytes, state_bytes, sunk_gradients
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.precision import NAMED
 from merakc.ir.state import StateShards
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from merakc.costs.work.memory import live_bytes
+from merakc.analysis.liveness import live_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.program import Chunk

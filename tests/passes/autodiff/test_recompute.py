@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
+from merakc.analysis.aliases import is_view
 from merakc.costs.roofline import node_seconds
-from merakc.costs.work.flops import is_view
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Chunk, Mesh

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
-from merakc.costs.work.memory import live_bytes, order_bytes
+from merakc.analysis.liveness import live_bytes
+from merakc.costs.work.memory import order_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Chunk, Mesh

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
+from merakc.analysis.buckets import Held, plan_buckets
 from merakc.frontend.record import record
-from merakc.ir.buckets import Held, plan_buckets
 from merakc.ir.program import Action, ActionKind, CollectiveKind, Mesh, Program
 from merakc.ir.state import StateShards, lattice
 from merakc.lowering.lowered import Lowered, make_plan

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from merakc.ir.accumulation import ADDING, ONEDNN, accumulated
+from merakc.analysis.accumulation import ADDING, ONEDNN, accumulated
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import compiled_call
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from merakc.costs.work.memory import live_bytes
+from merakc.analysis.liveness import live_bytes
+from merakc.analysis.overwrites import OVERWRITING, overwrites
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.overwrites import OVERWRITING, overwrites
 from merakc.lowering.lowered import training_graph
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.pipeline import differentiate

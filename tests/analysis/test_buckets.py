@@ -7,8 +7,14 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from merakc.analysis.buckets import (
+    LEAST_BUCKETS,
+    Held,
+    bucket_names,
+    parameters_in_order,
+    plan_buckets,
+)
 from merakc.frontend.record import record
-from merakc.ir.buckets import LEAST_BUCKETS, Held, bucket_names, parameters_in_order, plan_buckets
 from merakc.ir.state import UNSHARDED, StateShards
 
 WEIGHT = Held("a", torch.float32, 10, (0,), is_trained=True)

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from merakc.analysis.aliases import last_uses
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels import gemm
 from merakc.kernels.collectives import all_reduce_over
@@ -44,7 +45,11 @@ def overwrites(graph: Graph) -> dict[str, int]:
     the result, and nothing else reads, it or a view of it. What an op that is none of torch's has
     read is left alone: it may have kept it, or may still be communicating it.
     """
-    roots, whole, last = _roots(graph)
+    roots, whole = _made_here(graph)
+    last = last_uses(graph, roots)
+    untrusted = (ref for node in graph.nodes if not _is_trusted(node) for ref in node.refs)
+    leaving = (*untrusted, *(o.ref for o in graph.outputs))
+    pinned = {roots[ref] for ref in leaving if ref in roots}
     specs = graph.specs()
     found: dict[str, int] = {}
     for k, node in enumerate(graph.nodes):
@@ -55,27 +60,24 @@ def overwrites(graph: Graph) -> dict[str, int]:
             if not isinstance(arg, Ref) or arg not in whole or specs[arg] != node.spec:
                 continue
             beside = (roots.get(other) for other in node.refs if other != arg)
-            if last[roots[arg]] == k and roots[arg] not in beside:
+            root = roots[arg]
+            if last[root] == k and root not in pinned and root not in beside:
                 found[node.name] = place
                 break
     return found
 
 
-def _roots(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref], dict[Ref, int]]:
-    """In whose memory values live that are made here, which of them are all of it, and the last
-    reader of each such memory; what has none, or more than are known, gets the number of nodes.
-    """
-    end, specs = len(graph.nodes), graph.specs()
+def _is_trusted(node: Node) -> bool:
+    """Whether it is known to keep nothing of what it reads."""
+    return node.op in TRUSTED or (node.op.startswith("aten.") and node.op != STRIDED)
+
+
+def _made_here(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref]]:
+    """In whose memory values live that trusted calls make here, and which of them are all of it."""
+    specs = graph.specs()
     roots: dict[Ref, Ref] = {}
     whole: set[Ref] = set()
-    last: dict[Ref, int] = {}
-    for k, node in enumerate(graph.nodes):
-        trusted = node.op in TRUSTED or (node.op.startswith("aten.") and node.op != STRIDED)
-        for ref in node.refs:
-            if ref in roots:
-                last[roots[ref]] = max(last[roots[ref]], k) if trusted else end
-        if not trusted:
-            continue
+    for node in filter(_is_trusted, graph.nodes):
         if returns_view(node.op):
             base = node.refs[0] if node.refs else None  # of a number, as `conj` of `1j`
             if base in roots:
@@ -83,13 +85,9 @@ def _roots(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref], dict[Ref, int]]:
                 if base in whole and len(node.outputs) == 1 and _same_size(specs[base], node.spec):
                     whole.add(Ref(node.name))
         elif len(node.outputs) == 1 and node.outputs[0] is not None:
-            ref = Ref(node.name)
-            roots[ref], last[ref] = ref, k
-            whole.add(ref)
-    for out in graph.outputs:
-        if out.ref in roots:
-            last[roots[out.ref]] = end
-    return roots, whole, last
+            roots[Ref(node.name)] = Ref(node.name)
+            whole.add(Ref(node.name))
+    return roots, whole
 
 
 def _same_size(one: TensorSpec, other: TensorSpec) -> bool:

@@ -1,0 +1,75 @@
+"""Which values of a graph lie in another value's memory, and how long memory is used.
+
+There are two questions. Whether a value *is* taken for a view, `is_view`: what moves data and what
+is allocated is counted so. And whether it *may* share memory, `merakc.kernels.ops.returns_view`, by
+the schema of the op: what is done in place or taken for one's own must be safe either way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from merakc.ir.graph import Graph, Node, Ref
+from merakc.kernels.ops import WAIT, returns_view
+
+# Ops that move no data.
+FREE: Final = frozenset(
+    {"aten.reshape.default", "aten.view.default", "aten._unsafe_view.default", "aten.t.default",
+     "aten.transpose.int", "aten.permute.default", "aten.expand.default", "aten.slice.Tensor",
+     "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
+     "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
+     "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
+     "merakc.copy_to.default", WAIT}
+)  # fmt: skip
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node makes no memory of its own."""
+    return node.op in FREE and bool(node.refs)
+
+
+def view_roots(
+    graph: Graph, looks_at: Callable[[Node, Ref], bool] = lambda node, _: is_view(node)
+) -> dict[Ref, Ref]:
+    """What each view of a graph looks at, through all views between.
+
+    `looks_at` says whether a node only looks at what its first argument looks at, which is given.
+    """
+    found: dict[Ref, Ref] = {}
+    for node in graph.nodes:
+        root = found.get(node.refs[0], node.refs[0]) if node.refs else None
+        if root is not None and looks_at(node, root):
+            found |= {Ref(node.name, k): root for k in range(len(node.outputs))}
+    return found
+
+
+def last_uses(graph: Graph, owner: Mapping[Ref, Ref]) -> dict[Ref, int]:
+    """The number of the last node that makes or reads a value in each memory.
+
+    `owner` says in whose memory values lie; those that it does not have are left out.
+    """
+    found: dict[Ref, int] = {}
+    for k, node in enumerate(graph.nodes):
+        made = (Ref(node.name, i) for i in range(len(node.outputs)))
+        found |= {owner[ref]: k for ref in (*made, *node.refs) if ref in owner}
+    return found
+
+
+def owned_outputs(graph: Graph) -> frozenset[str]:
+    """The outputs in memory of their own: made by a call that returns no view, and no other output
+    is the same value or a view of it.
+    """
+    memory = {Ref(i.name): {Ref(i.name)} for i in graph.inputs}
+    made: set[Ref] = set()
+    for node in graph.nodes:
+        own = {Ref(node.name, k) for k in range(len(node.outputs))}
+        if returns_view(node.op):
+            shared = set().union(*(memory[r] for r in node.refs))
+            memory |= dict.fromkeys(own, shared)
+        else:
+            memory |= {ref: {ref} for ref in own}
+            made |= own
+    times = Counter(ref for o in graph.outputs for ref in memory[o.ref])
+    return frozenset(o.name for o in graph.outputs if o.ref in made and times[o.ref] == 1)
