@@ -121,10 +121,10 @@ def train_parallel(settings: Settings, text: torch.Tensor) -> Run:
         losses,
         step_s,
         peak_bytes,
-        tuple(events),
-        parallel.plan,
-        parallel.simulation,
-        collectives,
+        events=tuple(events),
+        plan=parallel.plan,
+        simulation=parallel.simulation,
+        collectives=collectives,
     )
 
 

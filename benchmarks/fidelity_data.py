@@ -104,7 +104,15 @@ def _vtrain(given: dict[str, str], where: str) -> Row:
     degrees = Degrees(n["dp"], n["tp"], n["pp"], n["global_batch"] // size, 1, "dp")
     habits = Habits("full" if n["gpus"] > NODE else "none", split_messages=True)
     name = f"{shape.layers} x {shape.hidden_size}"
-    return Row("vTrain", name, shape, degrees, n["micro_batch"], habits, step_s)
+    return Row(
+        "vTrain",
+        name,
+        shape,
+        degrees=degrees,
+        micro_batch=n["micro_batch"],
+        habits=habits,
+        step_s=step_s,
+    )
 
 
 def published_rows(path: Path) -> dict[str, list[Row]]:
@@ -134,10 +142,10 @@ def _megatron(row: dict[str, Any], table: dict[str, Any], source: str) -> Row:
         source,
         row["model"],
         shape,
-        degrees,
-        row["micro_batch"],
-        Habits("full", split_messages=True),
-        row.get("step_s") or row["full_recompute_step_s"],
+        degrees=degrees,
+        micro_batch=row["micro_batch"],
+        habits=Habits("full", split_messages=True),
+        step_s=row.get("step_s") or row["full_recompute_step_s"],
         activation_bytes=row.get("activations_no_recompute_gib", 0.0) * 2**30,
     )
 
@@ -159,10 +167,10 @@ def _core(row: dict[str, Any], table: dict[str, Any]) -> Row:
         "Megatron-Core",
         row["model"],
         shape,
-        Degrees(dp, tp, pp, row["global_batch"] // dp, chunks, "dp"),
-        1,
-        Habits("none", StateShards(1, 1, dp), IN_FLOAT32, 1.0, True, True),
-        row["step_s"],
+        degrees=Degrees(dp, tp, pp, row["global_batch"] // dp, chunks, "dp"),
+        micro_batch=1,
+        habits=Habits("none", StateShards(1, 1, dp), IN_FLOAT32, 1.0, True, True),
+        step_s=row["step_s"],
         sequence_parallel=tp > 1,
     )
 

@@ -208,8 +208,10 @@ def measure(model: str, plan: str, steps: int, hardware: Hardware) -> Cell:
     found = run_ranks(ranks, run_cell, model, plan, steps, hardware, timeout_s=300.0)
     runs_s = tuple(max(each) for each in zip(*(own.runs_s for own in found), strict=True))
     return Cell(
-        model, plan, ranks, found[0].predicted_s, found[0].modelled_s, runs_s,
-        tuple(own.predicted_bytes for own in found), tuple(own.measured_bytes for own in found),
+        model, plan, ranks, predicted_s=found[0].predicted_s, modelled_s=found[0].modelled_s,
+        runs_s=runs_s,
+        predicted_bytes=tuple(own.predicted_bytes for own in found),
+        measured_bytes=tuple(own.measured_bytes for own in found),
     )  # fmt: skip
 
 

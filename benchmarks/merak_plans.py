@@ -347,7 +347,17 @@ def our_layouts(shape: Shape, setting: Setting, micro_batches: Sequence[int]) ->
             parts = _best_parts(shape, setting, tp, b, sequence_parallel=sequence_parallel)
             for pp, zero in product(_divisors(setting.ranks // tp), (False, True)):
                 for placement, chunks in every if pp > 1 else every[:1]:
-                    yield Layout(tp, pp, b, parts, sequence_parallel, zero, True, placement, chunks)
+                    yield Layout(
+                        tp,
+                        pp,
+                        b,
+                        parts=parts,
+                        sequence_parallel=sequence_parallel,
+                        zero=zero,
+                        ours=True,
+                        placement=placement,
+                        chunks=chunks,
+                    )
 
 
 def _best_parts(

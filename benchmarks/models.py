@@ -327,7 +327,7 @@ _CASES = (
     ModelCase(
         "transformer_encoder",
         lambda dropout: TransformerEncoder(
-            ODD_VOCABULARY, SEQUENCE, HIDDEN, HEADS, WIDE, LAYERS, dropout
+            ODD_VOCABULARY, SEQUENCE, HIDDEN, heads=HEADS, wide=WIDE, layers=LAYERS, dropout=dropout
         ),
         masked_batch(ODD_VOCABULARY),
         unshifted,

@@ -112,7 +112,13 @@ def duel(
             seconds[side].append(step_s)
             worst = max(worst, others)
     return Duel(
-        model, size, micro_batches, tuple(seconds[theirs]), tuple(seconds[ours]), error, worst
+        model,
+        size,
+        micro_batches,
+        theirs_s=tuple(seconds[theirs]),
+        ours_s=tuple(seconds[ours]),
+        error=error,
+        others=worst,
     )
 
 

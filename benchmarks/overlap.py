@@ -91,7 +91,9 @@ def rows(
     """Every model on every network. Raises `NetworkError` where none can be made here."""
     waits = kernels == "waits"
     for name in names:
-        (first,) = measure(name, size, (), LOOPBACK, NOMINAL_CPU, rounds, waits)
+        (first,) = measure(
+            name, size, (), network=LOOPBACK, machines=NOMINAL_CPU, rounds=rounds, waits=waits
+        )
         for share in shares:
             alone_s = first.without_s * share / (1 - share)
             rate = round(8 * first.handed_bytes / alone_s)
@@ -101,7 +103,15 @@ def rows(
             # The cost model counts an all-reduce twice; each of two ranks sends it once.
             machines = replace(NOMINAL_CPU, link_bytes_per_s=2 * first.handed_bytes / alone_s)
             with slow_network(RANKS, f"{rate}bit", BURST) as network:
-                runs = measure(name, size, parts, network, machines, rounds, waits)
+                runs = measure(
+                    name,
+                    size,
+                    parts,
+                    network=network,
+                    machines=machines,
+                    rounds=rounds,
+                    waits=waits,
+                )
                 yield Row(name, kernels, share, rate, runs)
 
 
@@ -215,7 +225,15 @@ def main(
     try:
         asked = [float(share) for share in shares.split(",")]
         for kind in kernels.split(","):
-            for row in rows(models.split(","), kind, size, asked, counts, rounds, console):
+            for row in rows(
+                models.split(","),
+                kind,
+                size,
+                shares=asked,
+                parts=counts,
+                rounds=rounds,
+                console=console,
+            ):
                 found.append(row)
                 console.print(rows_table([row]))
     except NetworkError as error:

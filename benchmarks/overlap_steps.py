@@ -212,12 +212,12 @@ class Contestant:
             self.parts,
             with_s,
             without_s,
-            alone_s,
-            driven_s,
-            simulated_s,
-            bound_s,
-            handed,
-            self.others,
+            alone_s=alone_s,
+            driven_s=driven_s,
+            simulated_s=simulated_s,
+            bound_s=bound_s,
+            handed_bytes=handed,
+            others=self.others,
         )
 
 

@@ -127,11 +127,11 @@ class _Scale:
             _local_elements(self.parallel),
             sum(self.kept.values()),
             sum(gradients.values()),
-            sum(self.state.values()),
-            sum(gathered.values()),
-            max(0, sum(unsettled.values()) - sum(gradients.values())),
-            self.other_bytes,
-            sum(_less(self._other(gathered), gradients).values()),
+            optimizer_bytes=sum(self.state.values()),
+            gathered_bytes=sum(gathered.values()),
+            in_flight_bytes=max(0, sum(unsettled.values()) - sum(gradients.values())),
+            other_between_steps_bytes=self.other_bytes,
+            other_between_micro_batches_bytes=sum(_less(self._other(gathered), gradients).values()),
         )
 
     def _gradients(self, step: Step) -> Sizes:

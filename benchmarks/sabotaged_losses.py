@@ -68,7 +68,9 @@ class Subject:
         dims |= {n: d if d is None else Rows(d) for n, d in EXTRA_DIMS.items()
                  if n in self.batch and n not in dims}  # fmt: skip
         layout = BatchLayout((SAMPLES,), len(EVEN))
-        forward = _Forward(self.model, (), self.batch, layout, CPU, None, dims)
+        forward = _Forward(
+            self.model, (), self.batch, layout=layout, device=CPU, dtype=None, dims=dims
+        )
         self.graphs = {n: forward.sized(n).graph for n in {*EVEN, *UNEVEN, SAMPLES}}
         self.sampled = forward.sampled
         self.right = {sizes: self.step(sizes) for sizes in (EVEN, UNEVEN)}

@@ -184,7 +184,15 @@ def auto_row(ranks: int, micro_batches: int, cap: float, limit: float, effort: i
     peak = max(timing.peak_bytes) / KEPT
     assert round(peak * KEPT) <= round(cap * KEPT), f"auto holds {peak} of {cap}"
     name = f"auto, cap {cap:g} ({found.method})"
-    return Row(name, ranks, micro_batches, timing.makespan_s, found.bound_s, peak, limit)
+    return Row(
+        name,
+        ranks,
+        micro_batches,
+        makespan=timing.makespan_s,
+        bound=found.bound_s,
+        peak=peak,
+        limit=limit,
+    )
 
 
 def uneven_rows(ranks: int, micro_batches: int, factor: float, effort: int) -> list[Row]:
@@ -216,7 +224,15 @@ def uneven_rows(ranks: int, micro_batches: int, factor: float, effort: int) -> l
     limit = before.makespan_s / factor
     return [
         Row("1F1B, equal layers", ranks, m, before.makespan_s, equal_bound, peaks[0]),
-        Row("auto, balanced", ranks, m, timing.makespan_s, found.bound_s, peaks[1], limit),
+        Row(
+            "auto, balanced",
+            ranks,
+            m,
+            makespan=timing.makespan_s,
+            bound=found.bound_s,
+            peak=peaks[1],
+            limit=limit,
+        ),
     ]
 
 

@@ -141,8 +141,9 @@ def against_published(row: Row) -> Found:
     find = partial(find_candidates, table, hardware=hardware, precision=MIXED)
     best = find(request=Request(d.ranks, 0, total_batch_size=batch_size))
     fixed = Request(
-        d.ranks, 0, d.dp, d.tp, d.pp, d.micro_batches,
-        "interleaved-1f1b" if d.chunks > 1 else "1f1b", chunks=d.chunks if d.chunks > 1 else None,
+        d.ranks, 0, d.dp, tp=d.tp, pp=d.pp, micro_batches=d.micro_batches,
+        schedule="interleaved-1f1b" if d.chunks > 1 else "1f1b",
+        chunks=d.chunks if d.chunks > 1 else None,
         total_batch_size=batch_size,
     )  # fmt: skip
     against = f"dp {d.dp} tp {d.tp} pp {d.pp}"

@@ -227,8 +227,9 @@ def pick(setting: Setting, shards: StateShards, constants: Constants) -> Pick:
     )
     held = state_bytes(round(setting.parameters), shards)
     return Pick(
-        setting.name, shards, predict(row, constants).step_s, held, best, cost.step_s,
-        cost.state_bytes,
+        setting.name, shards, predict(row, constants).step_s, published_bytes=held, picked=best,
+        picked_s=cost.step_s,
+        picked_bytes=cost.state_bytes,
     )  # fmt: skip
 
 

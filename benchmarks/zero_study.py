@@ -49,7 +49,15 @@ from merakc.report.text import format_bytes
 WIDTH = 110  # of what is printed, at least
 # NVIDIA's data sheet of the A100 80 GB: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s a direction; half
 # the peak rate of products, and 70 % of a link. A node has 4 x 200 Gb/s to the others.
-A100 = Cluster("A100", 1.56e14, 2.04e12, 5e-6, 80 * 10**9, 1e-5, 2.1e11)
+A100 = Cluster(
+    "A100",
+    1.56e14,
+    2.04e12,
+    op_overhead_s=5e-6,
+    memory_bytes=80 * 10**9,
+    link_latency_s=1e-5,
+    link_bytes_per_s=2.1e11,
+)
 FABRIC = Fabric(8, 0.7 * 300e9, 0.7 * 100e9, 1e-5, 3e-5)
 OVERLAP = 0.37  # of a collective's speed while kernels run: fitted by benchmarks.state_model
 SAMPLES, SOURCE_TOKENS, TARGET_TOKENS, MICRO_BATCHES = 4, 512, 128, 4
@@ -158,8 +166,9 @@ def predict(model: Model, stage: int, nodes: int) -> Result:
         optimizer_bytes_per_s=A100.bytes_per_s,
     )
     return Result(
-        model.name, model.parameters, stage, nodes, cost.step_s, cost.exposed_s / cost.step_s,
-        cost.state_bytes + model.activation_bytes,
+        model.name, model.parameters, stage, nodes=nodes, step_s=cost.step_s,
+        exposed_share=cost.exposed_s / cost.step_s,
+        memory_bytes=cost.state_bytes + model.activation_bytes,
     )  # fmt: skip
 
 

@@ -189,8 +189,9 @@ def measure_stages(size: Small, rounds: int) -> list[Row]:
         )  # fmt: skip
         predicted_bytes = state_bytes(elements, shards, SINGLE)
         rows.append(
-            Row(size.name, stage, ranks, tuple(own_s), cost.step_s, own, predicted_bytes, peak,
-                machine)
+            Row(size.name, stage, ranks, steps_s=tuple(own_s), predicted_s=cost.step_s, held=own,
+            predicted_bytes=predicted_bytes, peak_bytes=peak,
+                machine=machine)
         )  # fmt: skip
     return rows
 

@@ -135,8 +135,9 @@ class Executor:
             if self.sharded is not None:
                 self.sharded.end()
         return StepResult(
-            step.loss(), step.gradients, step.results, step.events(), step.collectives(),
-            step.whole, step.written,
+            step.loss(), step.gradients, step.results, events=step.events(),
+            collectives=step.collectives(),
+            whole=step.whole, written=step.written,
         )  # fmt: skip
 
 

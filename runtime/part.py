@@ -206,7 +206,10 @@ def rebuild(
     writes: bool,
 ) -> TensorPart:  # fmt: skip
     """A part from what its pickle holds."""
-    return TensorPart(local, Place(name, parse_layout(layout), tp, rank, start, stop, writes))
+    return TensorPart(
+        local,
+        Place(name, parse_layout(layout), tp, tp_rank=rank, start=start, stop=stop, writes=writes),
+    )
 
 
 torch.serialization.add_safe_globals([rebuild])

@@ -125,12 +125,12 @@ class Stage:
             graph,
             compile_graph(run, device, hooks),
             owned & {o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT},
-            frozenset(),
-            given,
-            tuple(i.key for i in given),
-            returned,
-            (),
-            self._routes(returned, owned),
+            leaves=frozenset(),
+            given=given,
+            keys=tuple(i.key for i in given),
+            returned=returned,
+            held=(),
+            routes=self._routes(returned, owned),
         )
 
     def _hooks(self, graph: Graph, run: Graph) -> Hooks:
@@ -194,10 +194,10 @@ class Stage:
             tuple(k for k, _ in places[OutputKind.LOSS]),
             tuple(places[OutputKind.RESULT]),
             tuple(places[OutputKind.BUFFER]),
-            tuple(places[OutputKind.SAVED]),
-            tuple(places[OutputKind.WAIST]),
-            tuple(sent),
-            tuple(gradients),
+            saved=tuple(places[OutputKind.SAVED]),
+            waist=tuple(places[OutputKind.WAIST]),
+            sent=tuple(sent),
+            gradients=tuple(gradients),
         )
 
     def piece(self, kind: ActionKind, micro_batch: int) -> Piece | None:

@@ -81,7 +81,9 @@ PLAIN = (
     ),
     ModelCase(
         "dit",
-        lambda p: DiT(IMAGE, 4, 4, HIDDEN, HEADS, LAYERS, CLASSES, p),
+        lambda p: DiT(
+            IMAGE, 4, 4, hidden=HIDDEN, heads=HEADS, layers=LAYERS, classes=CLASSES, dropout=p
+        ),
         noisy_images(4, IMAGE),
         samples,
     ),

@@ -83,9 +83,10 @@ def plan_buckets(
             number = sum(spec.stages == stages for spec in found)
             found.append(
                 BucketSpec(
-                    f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype[names[0]],
-                    sum(numel[n] for n in names), shards(stages[0]), not is_frozen,
-                    part[0].is_shared,
+                    f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype=dtype[names[0]],
+                    numel=sum(numel[n] for n in names), shards=shards(stages[0]),
+                    is_trained=not is_frozen,
+                    is_shared=part[0].is_shared,
                 )
             )  # fmt: skip
     return tuple(found)

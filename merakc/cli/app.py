@@ -94,8 +94,9 @@ def plan(
         found = machines(cluster, mixed.compute if mixed else "float32", ranks)
         ranks = ranks or len(found.described(1).devices)
         request = Request(
-            ranks, 0, dp, tp, pp, micro_batches, schedule, (), recompute, None,
-            _shards(state_shards), mixed, overlap,
+            ranks, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule, order=(),
+            recompute=recompute, sequence_parallel=None,
+            state_shards=_shards(state_shards), precision=mixed, overlap=overlap,
         )  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
         made, lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)

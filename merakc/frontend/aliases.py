@@ -83,7 +83,15 @@ class Aliases:
         op, args = _single(op, args, ref.index, parent.spec.shape)
         storage, grad = parent.storage, torch.is_grad_enabled()
         self.known[id(tensor)] = Alias(
-            tensor, spec_of(tensor), ref, storage, storage.version, grad, parent, op, args
+            tensor,
+            spec_of(tensor),
+            ref,
+            storage=storage,
+            version=storage.version,
+            grad=grad,
+            parent=parent,
+            op=op,
+            args=args,
         )
 
     def share(self, tensor: torch.Tensor, alias: Alias) -> None:

@@ -227,7 +227,8 @@ class GraphBuilder:
     ) -> Ref:
         node = Node(
             self._unique(op.split(".")[1]), op, args, tuple(kwargs.items()), specs,
-            self.modules[-1] if self.modules else "", user_line(), torch.is_grad_enabled(),
+            module=self.modules[-1] if self.modules else "", source=user_line(),
+            grad=torch.is_grad_enabled(),
         )  # fmt: skip
         self.nodes.append(node)
         self.grads.update(node.grad_outputs(self.grads))

@@ -306,7 +306,8 @@ class _Finder:
         call = Call(region, tuple(specs), *about)
         args = (tuple(read), (), enter(call))
         made = Node(f"region_{self.number}", OPAQUE, args, (),
-                    tuple(self.specs[r] for r in outputs), last.module, first.source)  # fmt: skip
+                    tuple(self.specs[r] for r in outputs), module=last.module,
+                    source=first.source)  # fmt: skip
         return made, call, outputs
 
     def _flops(self, nodes: Sequence[Node]) -> int:

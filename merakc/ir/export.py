@@ -48,12 +48,12 @@ def to_networkx(
         facts = {"kind": "call", "op": node.op, "module": node.module, "source": node.source}
         found.add_node(node.name, **facts, **_described(first), **nodes.get(node.name, {}))
         for place, ref in enumerate(node.refs):
-            _read(found, ref, node.name, place, specs, lines, values)
+            _read(found, ref, node.name, place=place, specs=specs, lines=lines, values=values)
     for out in graph.outputs:
         name = f"output {out.name}"
         own = {"kind": str(out.kind), "op": "output", "module": out.name, "source": ""}
         found.add_node(name, **own, **_described(specs.get(out.ref)))
-        _read(found, out.ref, name, 0, specs, lines, values)
+        _read(found, out.ref, name, place=0, specs=specs, lines=lines, values=values)
     return found
 
 

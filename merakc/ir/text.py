@@ -188,7 +188,16 @@ class _Line:
             for key in (a for a in args if isinstance(a, str)):
                 if not is_entered(key):
                     self.refuse(f"runs the module of {key!r}, which this process has not recorded")
-        return Node(name, op, args, kwargs, made, _name(end[2]), _name(end[3]), end[1] is None)
+        return Node(
+            name,
+            op,
+            args,
+            kwargs,
+            made,
+            module=_name(end[2]),
+            source=_name(end[3]),
+            grad=end[1] is None,
+        )
 
     def spec(self, text: str) -> TensorSpec | None:
         if text == "none":

@@ -71,8 +71,9 @@ class Lowered:
         order = self.schedule.orders[self.schedule.rank_of[stage]]
         kinds = frozenset(a.kind for a in order if a.stage == stage)
         return StageOptions(
-            self.plan, self.stages, stage, tp_rank, kinds if train else frozenset(), self.parts,
-            train, self.compiled, self.onednn,
+            self.plan, self.stages, stage, tp_rank=tp_rank, kinds=kinds if train else frozenset(),
+            parts=self.parts,
+            train=train, compiled=self.compiled, onednn=self.onednn,
         )  # fmt: skip
 
     def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:

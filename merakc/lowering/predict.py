@@ -92,7 +92,13 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     costs = tuple(
         rough_stage_cost(
-            g, cluster, plan.shards(s), plan.precision, plan.tied_shards(s), plan.tp, devices[s]
+            g,
+            cluster,
+            plan.shards(s),
+            precision=plan.precision,
+            tied=plan.tied_shards(s),
+            tp=plan.tp,
+            device=devices[s],
         )
         for s, g in enumerate(lowered.stages.local)
     )
@@ -101,7 +107,15 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     head, at = lowered.loss.head, lowered.head_stage
     if head is not None and at is not None:
         layout, local = even_layout(plan.mesh, plan.micro_batches), lowered.stages.local[at]
-        found[at] = planned_head(found[at], head, local, layout, plan.mesh, cluster, devices[at])
+        found[at] = planned_head(
+            found[at],
+            head,
+            local,
+            layout=layout,
+            mesh=plan.mesh,
+            cluster=cluster,
+            device=devices[at],
+        )
     return tuple(found)
 
 

@@ -132,8 +132,9 @@ def _recorded_part(
     if found is not None:
         graph = run_passes(KEYED, graph, found, layout.each)
     return BatchRecording(
-        graph, part.outputs, part.structure, part.aliases, part.model_name, part.numbers,
-        reads, part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
+        graph, part.outputs, part.structure, aliases=part.aliases, model_name=part.model_name,
+        numbers=part.numbers,
+        reads=reads, finite=part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
         unchecked=unchecked, of_whole=of_whole, of_batch=aside, aside=part.aside, left=left,
     )  # fmt: skip
 

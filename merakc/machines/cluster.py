@@ -219,12 +219,12 @@ class Hardware:
             self.name,
             device.flops_per_s(dtype),
             device.bytes_per_s * device.traffic_share,
-            device.launch_s,
-            min(n.device.memory_bytes for n in self.nodes),
-            0.0,
-            1.0,
-            self,
-            self.sharing,
+            op_overhead_s=device.launch_s,
+            memory_bytes=min(n.device.memory_bytes for n in self.nodes),
+            link_latency_s=0.0,
+            link_bytes_per_s=1.0,
+            hardware=self,
+            sharing=self.sharing,
         ).joining(len(self.devices))
 
 
@@ -307,8 +307,23 @@ class Cluster:
 # took as long as an all-reduce of it, a reduce-scatter longer: ranks take tensors apart and put
 # them together on their own cores.
 NOMINAL_CPU = Cluster(
-    "a CPU core per rank, gloo", 5e10, 1e10, 5e-6, 1 << 33, 2e-4, 1e9, gather_share=0.5
+    "a CPU core per rank, gloo",
+    5e10,
+    1e10,
+    op_overhead_s=5e-6,
+    memory_bytes=1 << 33,
+    link_latency_s=2e-4,
+    link_bytes_per_s=1e9,
+    gather_share=0.5,
 )
 # One H100 SXM (NVIDIA's data sheet: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB, 450 GB/s NVLink a
 # direction), at half the peak rate of products.
-NOMINAL_GPU = Cluster("H100, NVLink", 4.9e14, 3.35e12, 5e-6, 80 * 10**9, 1e-5, 4.5e11)
+NOMINAL_GPU = Cluster(
+    "H100, NVLink",
+    4.9e14,
+    3.35e12,
+    op_overhead_s=5e-6,
+    memory_bytes=80 * 10**9,
+    link_latency_s=1e-5,
+    link_bytes_per_s=4.5e11,
+)

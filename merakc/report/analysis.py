@@ -170,12 +170,12 @@ def _stage_times(
                 stage,
                 lowered.plan.rank_of[stage],
                 sum(spec.numel for spec in held),
-                sum(spec.size_bytes for spec in held),
-                cost.forward_s,
-                cost.backward_s,
-                cost.recompute_s if lowered.plan.recompute != "none" else 0.0,
-                cost.saved_bytes,
-                devices[stage].name,
+                parameter_bytes=sum(spec.size_bytes for spec in held),
+                forward_s=cost.forward_s,
+                backward_s=cost.backward_s,
+                recompute_s=cost.recompute_s if lowered.plan.recompute != "none" else 0.0,
+                saved_bytes=cost.saved_bytes,
+                device=devices[stage].name,
             )
         )
     return found
@@ -196,8 +196,9 @@ def _rank_times(
         waiting_s = sum(s for _, s in idle.waiting_s)
         found.append(
             RankTimes(
-                place, busy_s - exposed_s - tied_s, exposed_s, tied_s, idle.warm_up_s, waiting_s,
-                idle.cool_down_s,
+                place, busy_s - exposed_s - tied_s, exposed_s, tied_s=tied_s,
+                warm_up_s=idle.warm_up_s, waiting_s=waiting_s,
+                cool_down_s=idle.cool_down_s,
             )
         )  # fmt: skip
     return tuple(found)

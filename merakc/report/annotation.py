@@ -21,8 +21,9 @@ def top_nodes(found: Attribution, most: int) -> tuple[NodeTimes, ...]:
     total_s = sum(found.step_seconds.values()) or 1.0
     return tuple(
         NodeTimes(
-            kind.module, kind.op, short_source(kind.source), kind.layout, found.counts[kind],
-            seconds, seconds / total_s,
+            kind.module, kind.op, short_source(kind.source), layout=kind.layout,
+            count=found.counts[kind],
+            seconds=seconds, share=seconds / total_s,
         )
         for kind, seconds in list(found.step_seconds.items())[:most]
     )  # fmt: skip

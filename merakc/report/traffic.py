@@ -66,7 +66,9 @@ def _over_tp(plan: Plan, rank: int, found: Attribution) -> AxisTraffic:
             sent += runs * count * _wire_bytes(kernel, plan.tp)
     what = "collectives of split products"
     exposed_s = min(max(seconds - saved_s, 0.0), seconds)
-    return AxisTraffic("tp", plan.tp, what, rank, round(sent), seconds, exposed_s)
+    return AxisTraffic(
+        "tp", plan.tp, what, rank=rank, sent_bytes=round(sent), seconds=seconds, exposed_s=exposed_s
+    )
 
 
 def _wire_bytes(kernel: Kernel, tp: int) -> float:
@@ -104,7 +106,17 @@ def _over_pp(lowered: Lowered, cluster: Cluster, steps: Steps, link: Link) -> li
         what = "activations and their gradients"
         tied = any(len({plan.rank_of[s] for s in held}) > 1 for held in plan.parameters.values())
         what += ", tied gradients" if tied else ""
-        found.append(AxisTraffic("pp", plan.pp, what, place, round(sent), seconds, exposed_s))
+        found.append(
+            AxisTraffic(
+                "pp",
+                plan.pp,
+                what,
+                rank=place,
+                sent_bytes=round(sent),
+                seconds=seconds,
+                exposed_s=exposed_s,
+            )
+        )
     return found
 
 
@@ -126,7 +138,15 @@ def _over_dp(lowered: Lowered, simulation: Simulation, ranks: Sequence[int]) -> 
     sharded = any(s.optimizer > 1 for s in plan.state_shards)
     what = "gradients reduced, parameters gathered" if sharded else "gradients reduced"
     exposed_s = simulation.exposed_s[place]
-    return AxisTraffic("dp", plan.dp, what, place, round(sent), communication_s[place], exposed_s)
+    return AxisTraffic(
+        "dp",
+        plan.dp,
+        what,
+        rank=place,
+        sent_bytes=round(sent),
+        seconds=communication_s[place],
+        exposed_s=exposed_s,
+    )
 
 
 def _for_head(lowered: Lowered, cluster: Cluster) -> list[AxisTraffic]:
@@ -136,7 +156,17 @@ def _for_head(lowered: Lowered, cluster: Cluster) -> list[AxisTraffic]:
         return []
     rank, seconds = plan.rank_of[stage], gather_seconds(head, plan.mesh, cluster)
     sent = round(ring_bytes(gathered_bytes(head, plan.dp), plan.dp))
-    return [AxisTraffic("dp", plan.dp, "values of samples", rank, sent, seconds, seconds)]
+    return [
+        AxisTraffic(
+            "dp",
+            plan.dp,
+            "values of samples",
+            rank=rank,
+            sent_bytes=sent,
+            seconds=seconds,
+            exposed_s=seconds,
+        )
+    ]
 
 
 def bucket_bytes(

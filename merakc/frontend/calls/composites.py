@@ -85,7 +85,15 @@ def _one_by_one(op: Any) -> Callable[..., Any]:
             return op(x, given, params, biases, 1, 0.0, train, bidirectional, batch_first)
 
         all_states = [states] if single else states
-        return _layers(run, x, all_states, params, layers, 1 + bidirectional, dropout)
+        return _layers(
+            run,
+            x,
+            all_states,
+            params=params,
+            layers=layers,
+            directions=1 + bidirectional,
+            dropout=dropout,
+        )
 
     return call
 

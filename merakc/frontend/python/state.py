@@ -112,7 +112,15 @@ class PythonState:
     def changes(self) -> list[Change]:
         """What was assigned, added, taken away or advanced since."""
         return [
-            Change(_joined(held, key), before, after, held.shared, held.part, held.value, key)
+            Change(
+                _joined(held, key),
+                before,
+                after,
+                shared=held.shared,
+                part=held.part,
+                holder=held.value,
+                key=key,
+            )
             for held in self._held.values()
             for key, before, after in differences(held)
             if not held.names_alone or MISSING in (before, after)

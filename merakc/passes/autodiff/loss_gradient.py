@@ -66,7 +66,9 @@ def _direct(loss: Node, softmax: Node, specs: Mapping[Ref, TensorSpec]) -> Itera
         return Ref(f"{softmax.name}.{part}")
 
     def node(name: str, op: str, *args: Any, spec: TensorSpec) -> Node:
-        return Node(name, f"aten.{op}", args, (), (spec,), softmax.module, softmax.source)
+        return Node(
+            name, f"aten.{op}", args, (), (spec,), module=softmax.module, source=softmax.source
+        )
 
     def part(name: str, op: str, *args: Any, spec: TensorSpec) -> Node:
         return node(of(name).node, op, *args, spec=spec)

@@ -51,7 +51,17 @@ def simplify(graph: Graph) -> Graph:
                 replaced[Ref(node.name, index)] = Ref(seen[key], index)
             continue
         seen[key] = node.name
-        nodes.append(Node(node.name, node.op, args, kwargs, node.outputs, node.module, node.source))
+        nodes.append(
+            Node(
+                node.name,
+                node.op,
+                args,
+                kwargs,
+                node.outputs,
+                module=node.module,
+                source=node.source,
+            )
+        )
         if node.op in RESHAPES | SWAPS:
             views[Ref(node.name)] = nodes[-1]
     outputs = tuple(o.at(now(o.ref)) for o in graph.outputs)

@@ -106,9 +106,9 @@ def analyse(
     for node in part.nodes:
         outcomes.setdefault(node.name, Outcome(tuple(states[r] for r in node.made)))
     return Analysis(
-        part, whole, samples, total, sampled, states, outcomes,
-        {n.name: n for n in part.nodes}, {n.name: n for n in whole.nodes},
-        None if any(n.op == KNOWN for n in part.nodes) else recorded,
+        part, whole, samples, total=total, sampled=sampled, states=states, outcomes=outcomes,
+        makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
+        recorded=None if any(n.op == KNOWN for n in part.nodes) else recorded,
     )  # fmt: skip
 
 

@@ -187,5 +187,7 @@ class _Writer:
     ) -> Ref:
         name = f"{node.name}.{suffix}"
         spec = TensorSpec(shape, dtype)
-        self.nodes.append(Node(name, op, args, (), (spec,), node.module, node.source, grad=False))
+        self.nodes.append(
+            Node(name, op, args, (), (spec,), module=node.module, source=node.source, grad=False)
+        )
         return Ref(name)

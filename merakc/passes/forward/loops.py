@@ -168,7 +168,18 @@ class _Loop:
         assert dtype is not None
         spec = TensorSpec(tuple(shape), dtype)
         outputs = (spec, *node.outputs[1:]) if op == node.op and op not in SPLITS else (spec,)
-        self.made.append(Node(name, op, args, kwargs, outputs, node.module, node.source, node.grad))
+        self.made.append(
+            Node(
+                name,
+                op,
+                args,
+                kwargs,
+                outputs,
+                module=node.module,
+                source=node.source,
+                grad=node.grad,
+            )
+        )
         self.writer.specs[Ref(name)] = spec
         return Ref(name)
 

@@ -34,7 +34,15 @@ VOCABULARY_OPS = ("aten.embedding.default", "aten.cross_entropy_loss.default")
 # Small models are worth no communication, but whoever asks for tp is to have it: what the cluster's
 # figures leave whole is split as in a larger model, 16 FLOPs to a byte of the link, and where that
 # splits nothing either, at any price.
-LIKE_LARGE = Cluster("no machine", 16.0, 16.0, 0.0, 0, 0.0, 1.0)
+LIKE_LARGE = Cluster(
+    "no machine",
+    16.0,
+    16.0,
+    op_overhead_s=0.0,
+    memory_bytes=0,
+    link_latency_s=0.0,
+    link_bytes_per_s=1.0,
+)
 AT_ANY_PRICE = replace(LIKE_LARGE, link_bytes_per_s=math.inf)
 
 
