@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from benchmarks.harness import JsonPath, write_json
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.lowering.lowered import make_plan
@@ -186,9 +186,7 @@ def times_table(results: list[CompileTime]) -> Table:
 
 
 def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(MODELS),
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
@@ -210,7 +208,7 @@ def main(
     )
     if json_path is not None:
         body = {"passed": good, "models": [dataclasses.asdict(found) for found in results]}
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     raise typer.Exit(0 if good else 1)
 
 

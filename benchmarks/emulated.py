@@ -10,12 +10,10 @@ prediction that `auto_parallel` makes from the kernels that it measures.
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import time
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -27,6 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 import merakc
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.ranks import run_ranks
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import TensorSpec
@@ -220,9 +219,7 @@ def main(
     unit_s: Annotated[float, typer.Option(help="Seconds of a rank's forward.")] = 0.1,
     runs: Annotated[int, typer.Option(help="Of which the median counts.")] = 5,
     real: Annotated[bool, typer.Option(help="Train the GPT-2 too.")] = True,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Compares makespans; exits with 1 where one is more than 3 % off, or 10 % with kernels."""
     table = Table(title="Makespan of a step with emulated compute and real messages")
@@ -251,7 +248,7 @@ def main(
     )
     if json_path is not None:
         body = {"passed": good, "cells": [dataclasses.asdict(cell) for cell in cells]}
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     raise typer.Exit(0 if good else 1)
 
 

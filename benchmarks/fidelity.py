@@ -9,7 +9,6 @@ constants of each kind of GPU that stand in its cluster file, which `--fit` find
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from benchmarks.fidelity_data import (
     read_rows,
 )
 from benchmarks.fidelity_fit import constants_of, correct, fit, predict
+from benchmarks.harness import JsonPath, write_json
 from merakc.costs.measured import NONE, Corrections
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import preset
@@ -249,9 +249,7 @@ def main(
     refit: Annotated[
         bool, typer.Option("--fit", help="Find the constants of the cluster files again.")
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Predicts published steps; exits with 1 where a limit is missed, with 2 without data."""
     console = Console()
@@ -270,7 +268,7 @@ def main(
             for f in (*found, *papers)
         ]  # fmt: skip
         figures = {"checks": [dataclasses.asdict(c) for c in checks], "rows": rows_json}
-        json_path.write_text(json.dumps(figures, indent=1))
+        write_json(json_path, figures)
     raise typer.Exit(0 if all(check.passed for check in checks) else 1)
 
 

@@ -9,7 +9,6 @@ float64 with the plain model in one process on the whole batch.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 from collections import Counter
@@ -22,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import write_json
 from benchmarks.loss_cells import (
     BOUND,
     Cell,
@@ -261,7 +261,7 @@ def main(
         doc.write_text(page(cells, lines, sys.argv[1:], wall_s))
     if json_path is not None:
         body = {"wall_s": wall_s, "cells": [dataclasses.asdict(cell) for cell in cells]}
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     state = "passed" if passes(cells) else "FAILED"
     console.print(f"{state}: {summary(cells)}, {wall_s:.0f} s", highlight=False, soft_wrap=True)
     raise typer.Exit(0 if passes(cells) else 1)

@@ -15,7 +15,6 @@ price of that is the step over one in which each micro-batch is a batch of its o
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import merakc
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import step_peak
 from benchmarks.ranks import run_ranks
@@ -315,9 +315,7 @@ def main(
     cluster: Annotated[
         Path | None, typer.Option(help="This machine's cluster file; measured if not given.")
     ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     doc: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
 ) -> None:
     """Compares all cells; exits with 1 where a bound is missed."""
@@ -337,7 +335,7 @@ def main(
     print("passed" if summary.passed else "FAILED")
     if json_path is not None:
         body = {"passed": summary.passed, **dataclasses.asdict(summary), "bounds": summary.rows}
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     if doc is not None:
         doc.write_text(document(summary, sys.argv[1:]))
     raise typer.Exit(0 if summary.passed else 1)

@@ -9,13 +9,11 @@ in the next: when they are free depends on the network, so that much is allowed 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -26,6 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import merakc
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
@@ -178,9 +177,7 @@ def cells_table(cells: list[Cell]) -> Table:
 
 def main(
     models: Annotated[str, typer.Option(help="Comma-separated; all if empty.")] = "",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Compares predicted with measured peaks; exits with 1 where one is more than 3 % off."""
     torch.set_num_threads(1)
@@ -197,7 +194,7 @@ def main(
     print(f"{'passed' if good else 'FAILED'}: {within} of {len(cells)} cells within {BOUND:.0%}")
     if json_path is not None:
         body = [{**dataclasses.asdict(c), "error": c.error} for c in cells]
-        json_path.write_text(json.dumps({"passed": good, "cells": body}, indent=1) + "\n")
+        write_json(json_path, {"passed": good, "cells": body})
     raise typer.Exit(0 if good else 1)
 
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,6 +25,7 @@ from rich.table import Table
 
 import merakc
 from benchmarks.gpt import Shape
+from benchmarks.harness import DocPath, JsonPath, write_json
 from benchmarks.merak_plans import (
     RESERVED_BYTES,
     Found,
@@ -331,12 +330,8 @@ def figures(found: Sequence[tuple[Setting, Sequence[Row]]]) -> list[dict[str, An
 
 
 def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
-    doc: Annotated[
-        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
-    ] = None,
+    json_path: JsonPath = None,
+    doc: DocPath = None,
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(
         model.name for model in MODELS
     ),
@@ -366,8 +361,7 @@ def main(
     console.print(f"{wall_s:.0f} s")
     if doc is not None:
         doc.write_text(document(found, wall_s))
-    if json_path is not None:
-        json_path.write_text(json.dumps(figures(found), indent=1) + "\n")
+    write_json(json_path, figures(found))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ of a fresh process takes, planning included. No dropout: merakc draws its number
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Console
 
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.overhead_runs import Crowd, Duel, First, crowd, duel, first, median_first
 from benchmarks.overlap_steps import Size
 from benchmarks.reports import told_run
@@ -317,9 +317,7 @@ def draw(found: Found, path: Path) -> None:
 
 
 def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     doc: Annotated[
         Path | None,
         typer.Option(help="Also write the tables here, as Markdown, and overhead.png beside it."),
@@ -338,8 +336,7 @@ def main(
     if doc is not None:
         doc.write_text(page)
         draw(found, doc.with_name("overhead.png"))
-    if json_path is not None:
-        json_path.write_text(json.dumps(dataclasses.asdict(found), indent=1) + "\n")
+    write_json(json_path, found)
     raise typer.Exit(1 if complaints(found) else 0)
 
 

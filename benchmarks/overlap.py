@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import json
 import os
 import signal
 import sys
@@ -37,6 +36,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from merakc.machines.cluster import NOMINAL_CPU
@@ -210,9 +210,7 @@ def main(
     sequence: Annotated[int, typer.Option(help="Words of a sample.")] = 256,
     samples: Annotated[int, typer.Option(help="Of a micro-batch.")] = 4,
     rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 5,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     doc: Annotated[Path | None, typer.Option(help="Also write a page of documentation.")] = None,
 ) -> None:
     """Measures and simulates; exits with 1 where too little is hidden."""
@@ -249,7 +247,7 @@ def main(
     if json_path is not None:
         body = {"passed": not failures, "size": dataclasses.asdict(size),
                 "rows": [dataclasses.asdict(row) for row in found]}  # fmt: skip
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     raise typer.Exit(bool(failures))
 
 

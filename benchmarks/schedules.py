@@ -9,11 +9,9 @@ from theory is not met exactly, or `auto` misses what is asked of it.
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.harness import JsonPath, write_json
 from merakc.ir.costs import StageCost
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import EFFORT, generate
@@ -286,9 +285,7 @@ def speed_rows(effort: int) -> list[dict[str, float]]:
 
 
 def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     ranks: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(map(str, RANKS)),
     effort: Annotated[int, typer.Option(help="Works that `auto` may schedule.")] = EFFORT,
     speed: Annotated[bool, typer.Option(help="Also time `auto` on large pipelines.")] = True,
@@ -320,7 +317,7 @@ def main(
     if json_path is not None:
         tables = {name: [dataclasses.asdict(r) for r in rows] for name, rows in every.items()}
         body = {"passed": good, "tables": tables, "speed": timed}
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     raise typer.Exit(0 if good else 1)
 
 

@@ -7,9 +7,8 @@ held against the degrees that Megatron-LM was run with, by the same model and on
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +24,7 @@ from torch import nn
 from benchmarks.fidelity import BESIDE
 from benchmarks.fidelity_data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
+from benchmarks.harness import write_json
 from merakc.costs.state import MIXED
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
@@ -193,8 +193,7 @@ def main(
             style=None if one.passed else "red",
         )  # fmt: skip
     console.print(table)
-    if json_path:
-        json_path.write_text(json.dumps([asdict(one) for one in found], indent=1))
+    write_json(json_path, found)
     raise typer.Exit(0 if all(one.passed for one in found) else 1)
 
 

@@ -23,6 +23,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import write_json
+
 MOST_BYTES = 2 << 30
 CHILD_TIMEOUT_S = 600.0
 
@@ -146,7 +148,7 @@ def main(
     console.print(searches_table(found))
     if json_path:
         rows = [{**dataclasses.asdict(c), **dataclasses.asdict(s)} for c, s in found]
-        json_path.write_text(json.dumps(rows, indent=1))
+        write_json(json_path, rows)
     raise typer.Exit(0 if all(within(*pair) for pair in found) else 1)
 
 

@@ -9,10 +9,8 @@ cheaper by the model than the one picked.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import differential_evolution
 
+from benchmarks.harness import JsonPath, write_json
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import DpGroup, Layer, StateCost, state_bytes, state_cost
 from merakc.ir.state import StateShards
@@ -251,9 +250,7 @@ def picks_table(picks: Sequence[Pick]) -> Table:
 
 
 def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     refit: Annotated[bool, typer.Option("--fit", help="Find the constants again.")] = False,
 ) -> None:
     """Predicts the published rows and searches their settings; exits with 1 on a miss."""
@@ -276,7 +273,7 @@ def main(
     if json_path:
         found = {"worst_error": worst, "constants": dataclasses.asdict(constants)}
         found["picks"] = [dataclasses.asdict(p) for p in picks]
-        json_path.write_text(json.dumps(found, indent=1))
+        write_json(json_path, found)
     raise typer.Exit(0 if passed else 1)
 
 

@@ -16,7 +16,6 @@ cores little can be hidden.
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.harness import DocPath, JsonPath, write_json
 from benchmarks.peers.environments import Environment, MissingPeerError, deepspeed_environment
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from benchmarks.peers.rounds import CHECKED_STEPS, Course, Entry, Row, ratios
@@ -227,12 +227,8 @@ def main(
     hidden: Annotated[int, typer.Option(help="Its width.")] = 256,
     samples: Annotated[int, typer.Option(help="Of a rank, 128 tokens each.")] = 4,
     cache: Annotated[Path, typer.Option(help="Where DeepSpeed is installed.")] = CACHE,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
-    doc: Annotated[
-        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
-    ] = None,
+    json_path: JsonPath = None,
+    doc: DocPath = None,
 ) -> None:
     """Times contestants in turns; exits with 1 where weights differ or a peer is faster."""
     start_s = time.perf_counter()
@@ -262,7 +258,7 @@ def main(
     if json_path is not None:
         body = {"passed": not wrong, "wall_s": wall_s, "notes": notes, "wrong": wrong}
         listed = [dataclasses.asdict(r) | {"step_s": r.step_s, "hidden": r.hidden} for r in rows]
-        json_path.write_text(json.dumps(body | {"rows": listed}, indent=1) + "\n")
+        write_json(json_path, body | {"rows": listed})
     raise typer.Exit(1 if wrong else 0)
 
 

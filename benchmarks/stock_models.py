@@ -10,7 +10,6 @@ on both sides. All labels count, so that the mean over micro-batches is that of 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 import time
 import warnings
@@ -31,6 +30,7 @@ from rich.text import Text
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import merakc
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.models import MODELS, ModelCase, shifted, words
 from benchmarks.peers.results import reason
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
@@ -266,9 +266,7 @@ def main(
     models: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(LAYERS),
     systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
     stages: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(map(str, STAGES)),
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     doc: Annotated[
         Path | None, typer.Option(help="Also write the table here, as Markdown.")
     ] = None,
@@ -304,7 +302,7 @@ def main(
         doc.write_text(document(cells, reasons, wall_s, sys.argv[1:]))
     if json_path is not None:
         body = {"passed": good, "wall_s": wall_s, "cells": [dataclasses.asdict(c) for c in cells]}
-        json_path.write_text(json.dumps(body, indent=1) + "\n")
+        write_json(json_path, body)
     raise typer.Exit(not good)
 
 

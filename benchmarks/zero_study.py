@@ -12,11 +12,9 @@ state is more than 2 % off the formula.
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -26,6 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import DocPath, JsonPath, write_json
 from benchmarks.reports import told_run
 from benchmarks.zero_study_measured import (
     ROUNDS,
@@ -234,9 +233,7 @@ stage 2 at every number of nodes, as published (arXiv 2310.05350).
 
 
 def main(
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     models: Annotated[str, typer.Option(help="Predicted, comma-separated.")] = ",".join(
         size.name for size in SIZES
     ),
@@ -244,9 +241,7 @@ def main(
         size.name for size in SMALL
     ),
     rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = ROUNDS,
-    doc: Annotated[
-        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
-    ] = None,
+    doc: DocPath = None,
 ) -> None:
     """Predicts large models and measures small ones; exits with 1 where stage 3 beats stage 2."""
     console = Console(record=True)
@@ -273,7 +268,7 @@ def main(
             "predicted": [dataclasses.asdict(r) for r in results],
             "measured": [dataclasses.asdict(row) for rows in groups for row in rows],
         }
-        json_path.write_text(json.dumps(body, indent=1))
+        write_json(json_path, body)
     console.print("missed" if complaints else "passed")
     if doc:
         doc.write_text(document(console.export_text()))

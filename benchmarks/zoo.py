@@ -27,6 +27,7 @@ import transformers
 import typer
 from rich.console import Console
 
+from benchmarks.harness import JsonPath, write_json
 from benchmarks.layouts import Difference, Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
@@ -295,9 +296,7 @@ def _whole_ops(rows: list[Row]) -> str:
 def main(
     only: Annotated[str, typer.Option(help="Comma-separated models; all if empty.")] = "",
     cells: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(CELLS),
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here.")
-    ] = None,
+    json_path: JsonPath = None,
     doc: Annotated[
         Path | None,
         typer.Option(help=f"Where the page goes; {PAGE.name} in docs if all models are run."),
@@ -324,7 +323,7 @@ def main(
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         if json_path is not None:
             kept = (done | {r.model: r for r in rows}).values()  # what is yet to come, too
-            json_path.write_text(json.dumps([dataclasses.asdict(r) for r in kept], indent=1) + "\n")
+            write_json(json_path, [dataclasses.asdict(r) for r in kept])
     if doc is not None:
         doc.write_text(page(rows))
     state = "passed" if passes(rows) else "FAILED"

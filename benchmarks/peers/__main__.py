@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.harness import DocPath
 from benchmarks.peers.environments import (
     Environment,
     MissingPeerError,
@@ -168,9 +169,7 @@ def main(
     resume: Annotated[
         bool, typer.Option("--resume", help="Measure only what is not yet in --json.")
     ] = False,
-    doc: Annotated[
-        Path | None, typer.Option(help="Also write the tables here, as Markdown.")
-    ] = None,
+    doc: DocPath = None,
     picture: Annotated[
         Path | None, typer.Option("--plot", help="Also draw the steps here.")
     ] = None,
