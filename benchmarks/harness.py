@@ -62,10 +62,14 @@ def rich_table(rows: Sequence[Sequence[str]], left: int = 1, **options: Any) -> 
     return table
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """The same rows as a table of Markdown, without the markup of colours."""
+def markdown(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
+    """The same rows as a table of Markdown, without the markup of colours.
+
+    Columns behind the first `left` are aligned to the right, if there is such a number.
+    """
     plain = [[Text.from_markup(t).plain.replace("|", "·") for t in row] for row in rows]
-    lines = [plain[0], ["---"] * len(plain[0]), *plain[1:]]
+    words = len(plain[0]) if left is None else left
+    lines = [plain[0], ["---"] * words + ["---:"] * (len(plain[0]) - words), *plain[1:]]
     return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
 
 

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import write_json
+from benchmarks.harness import markdown, rich_table, write_json
 from benchmarks.loss_cells import (
     BOUND,
     Cell,
@@ -106,11 +106,7 @@ def count_rows(cells: Sequence[Cell]) -> list[list[str]]:
 
 def table(cells: Sequence[Cell]) -> Table:
     """The counts by family and layout."""
-    head, *rows = count_rows(cells)
-    found = Table(*head, title="Loss and gradients against one process")
-    for row in rows:
-        found.add_row(*row)
-    return found
+    return rich_table(count_rows(cells), title="Loss and gradients against one process")
 
 
 def complaints(cells: Sequence[Cell]) -> list[str]:
@@ -126,12 +122,6 @@ def complaints(cells: Sequence[Cell]) -> list[str]:
     ]
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is its head."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def sabotaged(console: Console) -> list[Line]:
     """Every sabotage of the algebra, printed."""
     recorded = list(subjects([*FORMULAS.values(), *of_rules.FORMULAS]))
@@ -140,11 +130,8 @@ def sabotaged(console: Console) -> list[Line]:
         for line in measure(SABOTAGES, recorded):
             lines.append(line)
             status.update(f"{len(lines)} sabotages: {line.sabotage.of}")
-    head, *rows = sabotage_rows(lines)
-    found = Table(*head, title="What sees that a rule is wrong, by formulas")
-    for row in rows:
-        found.add_row(*row)
-    console.print(found)
+    rows = sabotage_rows(lines)
+    console.print(rich_table(rows, title="What sees that a rule is wrong, by formulas"))
     for text in (*missed(lines), sabotage_summary(lines)):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
     return lines

@@ -204,6 +204,21 @@ def speech_and_text_sizes(**sizes: Any) -> dict[str, Any]:
     }
 
 
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": EVEN_VOCABULARY, "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": WIDE,
+    "num_layers": 2, "num_decoder_layers": 2, "num_heads": HEADS, "pad_token_id": 0,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+GPT_SIZES: dict[str, Any] = {
+    "vocab_size": ODD_VOCABULARY,
+    "n_positions": SEQUENCE,
+    "n_embd": HIDDEN,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GROUPED: dict[str, Any] = {"num_key_value_heads": KV_HEADS}
 SEQ2SEQ_DROPOUTS = ("dropout", "attention_dropout", "activation_dropout")
 BERT_DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
@@ -215,13 +230,7 @@ _CASES = (
             "GPT2LMHeadModel",
             "GPT2Config",
             ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
-            vocab_size=ODD_VOCABULARY,
-            n_positions=SEQUENCE,
-            n_embd=HIDDEN,
-            n_layer=LAYERS,
-            n_head=HEADS,
-            bos_token_id=1,
-            eos_token_id=2,
+            **GPT_SIZES,
         ),
         causal_batch(ODD_VOCABULARY),
         shifted,
@@ -247,17 +256,7 @@ _CASES = (
             "T5ForConditionalGeneration",
             "T5Config",
             ("dropout_rate",),
-            vocab_size=EVEN_VOCABULARY,
-            d_model=HIDDEN,
-            d_kv=HIDDEN // HEADS,
-            d_ff=WIDE,
-            num_layers=2,
-            num_decoder_layers=2,
-            num_heads=HEADS,
-            relative_attention_num_buckets=8,
-            relative_attention_max_distance=10,
-            pad_token_id=0,
-            decoder_start_token_id=0,
+            **T5_SIZES,
         ),
         text_to_text_batch(EVEN_VOCABULARY),
         unshifted,

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.fidelity import BESIDE
-from benchmarks.fidelity_data import FILES, NODE, Row, published_rows
+from benchmarks.fidelity.__main__ import BESIDE
+from benchmarks.fidelity.data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
 from benchmarks.harness import write_json
 from merakc.costs.state import MIXED

@@ -26,11 +26,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from rich.text import Text
 
-from benchmarks.harness import DocPath, JsonPath, write_json
+from benchmarks.harness import DocPath, JsonPath, bar, markdown, write_json
 from benchmarks.peers.environments import Environment, MissingPeerError, deepspeed_environment
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from benchmarks.peers.rounds import CHECKED_STEPS, Course, Entry, Row, ratios
@@ -139,12 +137,8 @@ def document(rows: Sequence[Row], notes: Sequence[str], about: str) -> str:
     """The tables as a page of the documentation."""
     parts = []
     for network in dict.fromkeys(row.network for row in rows):
-        body = [list(HEAD), ["---"] * 2 + ["---:"] * (len(HEAD) - 2)]
-        for row in rows:
-            if row.network == network:
-                body.append([Text.from_markup(text).plain for text in cells(row, rows)])
-        lines = "\n".join("| " + " | ".join(line) + " |" for line in body)
-        parts.append(f"## {network.capitalize()}\n\n{lines}\n")
+        body = [HEAD, *(cells(row, rows) for row in rows if row.network == network)]
+        parts.append(f"## {network.capitalize()}\n\n{markdown(body, left=2)}\n")
     noted = "".join(f"- {note}\n" for note in notes) or "Nothing is missing.\n"
     tables = "\n".join(parts)
     return f"""# Sharded state beside other systems
@@ -238,16 +232,15 @@ def main(
     console.width = max(console.width, WIDTH)
     training = Training(ranks=dp, layers=layers, hidden=hidden, samples=samples)
     found = entries([MERAKC, *peers.split(",")], shardings.split(","))
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
-        bar = progress.add_task("environments", total=None)
+    with bar(console) as progress:
+        task = progress.add_task("environments", total=None)
         environments, notes = _environments(found, cache)
         found = [e for e in found if e.peer != DEEPSPEED or e.peer in environments]
         names = networks.split(",")
-        progress.update(bar, total=len(names) * len(found) * (rounds + 2))
+        progress.update(task, total=len(names) * len(found) * (rounds + 2))
 
         def advance(text: str) -> None:
-            progress.update(bar, description=text, advance=1)
+            progress.update(task, description=text, advance=1)
 
         course = Course(training, environments, advance)
         rows, skipped = measure_all(names, found, course, rounds, steps)

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.models import (
     EVEN_VOCABULARY,
+    GPT_SIZES,
     GROUPED,
     HEADS,
     HIDDEN,
@@ -29,28 +30,20 @@ _EXPERTS: dict[str, Any] = {
 _ATTENTION = ("attention_dropout",)
 
 
-def _case(name: str, build: Any, vocabulary: int = EVEN_VOCABULARY) -> ModelCase:
+def causal_case(name: str, build: Any, vocabulary: int = EVEN_VOCABULARY) -> ModelCase:
+    """A model that guesses the next word."""
     return ModelCase(name, build, causal_batch(vocabulary), shifted, casts_float32=True)
 
 
-def _like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> ModelCase:
+def like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> ModelCase:
     """Four layers whose config follows Llama's names."""
-    return _case(name, decoder(class_name, dropouts=dropouts or _ATTENTION, **sizes))
+    return causal_case(name, decoder(class_name, dropouts=dropouts or _ATTENTION, **sizes))
 
 
-_GPT_SIZES: dict[str, Any] = {
-    "vocab_size": ODD_VOCABULARY,
-    "n_positions": SEQUENCE,
-    "n_embd": HIDDEN,
-    "n_layer": LAYERS,
-    "n_head": HEADS,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _GPT_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 DECODERS = (
-    _case(
+    causal_case(
         "gpt_neo",
         transformers_model(
             "GPTNeoForCausalLM",
@@ -68,13 +61,13 @@ DECODERS = (
         ),
         ODD_VOCABULARY,
     ),
-    _case(
+    causal_case(
         "gptj",
         transformers_model("GPTJForCausalLM", "GPTJConfig", _GPT_DROPOUTS, rotary_dim=4,
-                           **_GPT_SIZES),
+                           **GPT_SIZES),
         ODD_VOCABULARY,
     ),
-    _case(
+    causal_case(
         "bloom",
         transformers_model(
             "BloomForCausalLM",
@@ -87,38 +80,38 @@ DECODERS = (
             pad_token_id=0,
         ),
     ),
-    _like_llama(
+    like_llama(
         "falcon", "Falcon", "hidden_dropout", "attention_dropout", multi_query=True,
         ffn_hidden_size=WIDE,
     ),
-    _like_llama("qwen3", "Qwen3", head_dim=_HEAD, **GROUPED),
-    _like_llama(
+    like_llama("qwen3", "Qwen3", head_dim=_HEAD, **GROUPED),
+    like_llama(
         "qwen2_moe", "Qwen2Moe", num_experts=4, shared_expert_intermediate_size=WIDE, **_EXPERTS,
         **GROUPED,
     ),
-    _like_llama(
+    like_llama(
         "gemma2", "Gemma2", head_dim=_HEAD, query_pre_attn_scalar=_HEAD, sliding_window=WINDOW,
         **GROUPED,
     ),
-    _like_llama(
+    like_llama(
         "gemma3", "Gemma3", config="Gemma3Text", head_dim=_HEAD, query_pre_attn_scalar=_HEAD,
         sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
         **GROUPED,
     ),
-    _like_llama("phi3", "Phi3", *_GPT_DROPOUTS[:2], "attention_dropout", **GROUPED),
-    _like_llama("stablelm", "StableLm", "hidden_dropout", "attention_dropout", **GROUPED),
-    _like_llama("olmo2", "Olmo2", **GROUPED),
-    _like_llama("cohere", "Cohere", use_qk_norm=True, **GROUPED),
-    _like_llama(
+    like_llama("phi3", "Phi3", *_GPT_DROPOUTS[:2], "attention_dropout", **GROUPED),
+    like_llama("stablelm", "StableLm", "hidden_dropout", "attention_dropout", **GROUPED),
+    like_llama("olmo2", "Olmo2", **GROUPED),
+    like_llama("cohere", "Cohere", use_qk_norm=True, **GROUPED),
+    like_llama(
         "granite", "Granite", embedding_multiplier=2.0, logits_scaling=2.0,
         residual_multiplier=0.5, **GROUPED,
     ),
-    _like_llama(
+    like_llama(
         "deepseek_v3", "DeepseekV3", num_key_value_heads=HEADS, n_routed_experts=4, n_group=2,
         topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
         qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=_HEAD, **_EXPERTS,
     ),
-    _case(
+    causal_case(
         "mamba",
         transformers_model(
             "MambaForCausalLM",
@@ -134,7 +127,7 @@ DECODERS = (
             eos_token_id=2,
         ),
     ),
-    _case(
+    causal_case(
         "rwkv",
         transformers_model(
             "RwkvForCausalLM",

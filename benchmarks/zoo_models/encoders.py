@@ -19,7 +19,7 @@ from benchmarks.models import (
 )
 
 _NARROW = 16  # embeddings narrower than the layers
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": ODD_VOCABULARY,
     "hidden_size": HIDDEN,
     "intermediate_size": WIDE,
@@ -32,21 +32,28 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def _case(
-    name: str, class_name: str, dropouts: tuple[str, ...] = BERT_DROPOUTS, **sizes: Any
+def masked_case(
+    name: str,
+    class_name: str,
+    dropouts: tuple[str, ...] = BERT_DROPOUTS,
+    *,
+    casts_float32: bool = False,
+    **sizes: Any,
 ) -> ModelCase:
+    """A model of transformers that guesses masked words."""
     build = transformers_model(
-        f"{class_name}ForMaskedLM", f"{class_name}Config", dropouts, **_SIZES | sizes
+        f"{class_name}ForMaskedLM", f"{class_name}Config", dropouts, **SIZES | sizes
     )
-    return ModelCase(name, build, masked_batch(ODD_VOCABULARY), unshifted)
+    make = masked_batch(ODD_VOCABULARY)
+    return ModelCase(name, build, make, unshifted, casts_float32=casts_float32)
 
 
 ENCODERS = (
     # Its positions are counted from behind the padding's id.
-    _case("roberta", "Roberta", max_position_embeddings=SEQUENCE + 2),
-    _case("albert", "Albert", embedding_size=_NARROW),
-    _case("electra", "Electra", embedding_size=_NARROW),
-    _case(
+    masked_case("roberta", "Roberta", max_position_embeddings=SEQUENCE + 2),
+    masked_case("albert", "Albert", embedding_size=_NARROW),
+    masked_case("electra", "Electra", embedding_size=_NARROW),
+    masked_case(
         "deberta_v2",
         "DebertaV2",
         relative_attention=True,
@@ -55,7 +62,7 @@ ENCODERS = (
         norm_rel_ebd="layer_norm",
         share_att_key=True,
     ),
-    _case(
+    masked_case(
         "modernbert",
         "ModernBert",
         ("attention_dropout", "embedding_dropout", "mlp_dropout"),

@@ -12,23 +12,13 @@ from benchmarks.models import (
     HEADS,
     HIDDEN,
     LAYERS,
-    ModelCase,
-    causal_batch,
     decoder,
-    shifted,
     transformers_model,
 )
+from benchmarks.zoo_models.decoders import causal_case, like_llama
 
 _HEAD = HIDDEN // HEADS
 _WINDOW = 6
-
-
-def _case(name: str, build: Any, vocabulary: int = EVEN_VOCABULARY) -> ModelCase:
-    return ModelCase(name, build, causal_batch(vocabulary), shifted, casts_float32=True)
-
-
-def _like_llama(name: str, class_name: str, *dropouts: str, **sizes: Any) -> ModelCase:
-    return _case(name, decoder(class_name, dropouts=dropouts or ("attention_dropout",), **sizes))
 
 
 def _gemma3n(dropout: float) -> nn.Module:
@@ -48,15 +38,15 @@ def _gemma3n(dropout: float) -> nn.Module:
 _IDS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 NEW_DECODERS = (
-    _like_llama("phi", "Phi", "attention_dropout", "resid_pdrop", "embd_pdrop"),
-    _like_llama(
+    like_llama("phi", "Phi", "attention_dropout", "resid_pdrop", "embd_pdrop"),
+    like_llama(
         "deepseek_v2", "DeepseekV2", num_key_value_heads=HEADS, n_routed_experts=4, n_group=1,
         topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4,
         qk_nope_head_dim=4, v_head_dim=_HEAD, num_experts_per_tok=2, moe_intermediate_size=HIDDEN,
         n_shared_experts=1, topk_method="greedy", head_dim=4,
     ),
-    _case("gemma3n", _gemma3n),
-    _case(
+    causal_case("gemma3n", _gemma3n),
+    causal_case(
         "mamba2",
         transformers_model(
             "Mamba2ForCausalLM", "Mamba2Config", (), vocab_size=EVEN_VOCABULARY, hidden_size=HIDDEN,
@@ -64,7 +54,7 @@ NEW_DECODERS = (
             chunk_size=4, **_IDS,
         ),
     ),
-    _like_llama(
+    like_llama(
         "recurrent_gemma", "RecurrentGemma", attention_window_size=_WINDOW, lru_width=HIDDEN,
         block_types=["recurrent", "attention"], conv1d_width=2, head_dim=_HEAD, **GROUPED,
     ),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from benchmarks.models import (
-    BERT_DROPOUTS,
     EVEN_VOCABULARY,
     HEADS,
     HIDDEN,
@@ -13,6 +13,7 @@ from benchmarks.models import (
     ODD_VOCABULARY,
     SEQ2SEQ_DROPOUTS,
     SEQUENCE,
+    T5_SIZES,
     WIDE,
     ModelCase,
     causal_batch,
@@ -22,28 +23,12 @@ from benchmarks.models import (
     transformers_model,
     unshifted,
 )
+from benchmarks.zoo_models.encoders import masked_case
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": ODD_VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": SEQUENCE,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _NO_LAYERDROP = {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
 
 
-def _case(
-    name: str, class_name: str, dropouts: tuple[str, ...] = BERT_DROPOUTS, **sizes: Any
-) -> ModelCase:
-    build = transformers_model(
-        f"{class_name}ForMaskedLM", f"{class_name}Config", dropouts, **_SIZES | sizes
-    )
-    return ModelCase(name, build, masked_batch(ODD_VOCABULARY), unshifted, casts_float32=True)
+_case = partial(masked_case, casts_float32=True)
 
 
 def _like_bart(name: str, class_name: str, **sizes: Any) -> ModelCase:
@@ -59,9 +44,7 @@ def _like_bart(name: str, class_name: str, **sizes: Any) -> ModelCase:
 def _like_t5(name: str, class_name: str, **sizes: Any) -> ModelCase:
     build = transformers_model(
         f"{class_name}ForConditionalGeneration", f"{class_name}Config", ("dropout_rate",),
-        vocab_size=EVEN_VOCABULARY, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=WIDE, num_layers=2,
-        num_decoder_layers=2, num_heads=HEADS, relative_attention_num_buckets=8,
-        relative_attention_max_distance=10, pad_token_id=0, decoder_start_token_id=0, **sizes,
+        **T5_SIZES, **sizes,
     )  # fmt: skip
     return ModelCase(
         name, build, text_to_text_batch(EVEN_VOCABULARY), unshifted, casts_float32=True

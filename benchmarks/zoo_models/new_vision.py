@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import transformers
@@ -15,44 +14,16 @@ from benchmarks.models import (
     HEADS,
     HIDDEN,
     IMAGE,
-    LAYERS,
     WIDE,
     Batch,
     ModelCase,
-    image_batch,
     transformers_model,
     unshifted,
 )
-from benchmarks.zoo_models.batches import images, samples
+from benchmarks.zoo_models.batches import samples
+from benchmarks.zoo_models.vision import BIG_IMAGE, VIT, classifier
 
-_BIG_IMAGE = 32
 _VIDEO_FRAMES = 4
-
-
-def _case(
-    name: str,
-    class_name: str,
-    dropouts: tuple[str, ...] = (),
-    *,
-    image: int = IMAGE,
-    running_statistics: bool = False,
-    **sizes: Any,
-) -> ModelCase:
-    build = transformers_model(
-        f"{class_name}ForImageClassification", f"{class_name}Config", dropouts,
-        **{"image_size": image, "num_labels": CLASSES, **sizes},
-    )  # fmt: skip
-    make = image_batch if image == IMAGE else images(image)
-    return ModelCase(name, build, make, unshifted, running_statistics=running_statistics)
-
-
-_VIT: dict[str, Any] = {
-    "patch_size": 4,
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-}
 
 
 def _videos(batch_size: int, generator: torch.Generator) -> Batch:
@@ -121,57 +92,59 @@ def _detr(dropout: float) -> nn.Module:
 
 def _yolos(dropout: float) -> nn.Module:
     config = transformers.YolosConfig(
-        **_VIT, image_size=[IMAGE, IMAGE], num_labels=CLASSES, num_detection_tokens=6,
+        **VIT, image_size=[IMAGE, IMAGE], num_labels=CLASSES, num_detection_tokens=6,
         use_mid_position_embeddings=True, **dict.fromkeys(BERT_DROPOUTS, dropout),
     )  # fmt: skip
     return Boxes(transformers.YolosForObjectDetection(config))
 
 
 NEW_VISION = (
-    _case("convnextv2", "ConvNextV2", ("drop_path_rate",), patch_size=2, num_stages=2,
-          depths=[2, 2], hidden_sizes=[16, 32]),
-    _case("regnet", "RegNet", image=_BIG_IMAGE, embedding_size=8, hidden_sizes=[8, 16],
-          depths=[2, 2], groups_width=4, running_statistics=True),
-    _case("mobilenet_v2", "MobileNetV2", ("classifier_dropout_prob",), image=_BIG_IMAGE,
-          depth_multiplier=0.1, depth_divisible_by=4, min_depth=4, running_statistics=True),
-    _case("efficientnet", "EfficientNet", ("dropout_rate", "drop_connect_rate"), image=_BIG_IMAGE,
-          width_coefficient=0.1, depth_coefficient=0.1, depth_divisor=4, hidden_dim=128,
-          running_statistics=True),
-    _case("mobilevit", "MobileViT",
-          ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
-          image=2 * _BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
-          neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4, initializer_range=0.2,
-          running_statistics=True),
-    _case("levit", "Levit", image=3 * _BIG_IMAGE, hidden_sizes=[16, 24, 32],
-          num_attention_heads=[2, 3, 4], depths=[1, 1, 1], key_dim=[8, 8, 8], patch_size=16,
-          kernel_size=3, stride=2, padding=1, drop_path_rate=0, running_statistics=True),
-    _case("cvt", "Cvt", image=_BIG_IMAGE, embed_dim=[16, 32],
-          num_heads=[2, 4], depth=[1, 2], patch_sizes=[7, 3], patch_stride=[4, 2],
-          patch_padding=[2, 1], drop_rate=[0.0, 0.0], drop_path_rate=[0.0, 0.0],
-          attention_drop_rate=[0.0, 0.0], mlp_ratio=[2.0, 2.0], qkv_bias=[True, True],
-          cls_token=[False, True], qkv_projection_method=["dw_bn", "dw_bn"],
-          kernel_qkv=[3, 3], padding_kv=[1, 1], stride_kv=[2, 2], padding_q=[1, 1],
-          stride_q=[1, 1], running_statistics=True),
-    _case("pvt_v2", "PvtV2", (*BERT_DROPOUTS, "drop_path_rate"), image=_BIG_IMAGE,
-          num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
-          patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2]),
-    _case("focalnet", "FocalNet", ("hidden_dropout_prob", "drop_path_rate"), patch_size=2,
-          embed_dim=16, hidden_sizes=[16, 32], depths=[2, 2], focal_levels=[2, 2],
-          focal_windows=[3, 3], mlp_ratio=2.0),
-    _case("swiftformer", "SwiftFormer", ("drop_mlp_rate", "drop_conv_encoder_rate",
-          "drop_path_rate"), image=_BIG_IMAGE, depths=[1, 1], embed_dims=[16, 32], mlp_ratio=2,
-          downsamples=[True, True], layer_scale_init_value=0.5, running_statistics=True),
-    _case("hiera", "Hiera", ("drop_path_rate",), image=_BIG_IMAGE,
-          image_size=[_BIG_IMAGE, _BIG_IMAGE], patch_size=[7, 7],
-          patch_stride=[4, 4], patch_padding=[3, 3], embed_dim=16, depths=[2, 2],
-          num_heads=[1, 2], embed_dim_multiplier=2.0, num_query_pool=1, query_stride=[2, 2],
-          masked_unit_size=[4, 4], masked_unit_attention=[True, False], mlp_ratio=2.0),
+    classifier("convnextv2", "ConvNextV2", ("drop_path_rate",), patch_size=2, num_stages=2,
+               depths=[2, 2], hidden_sizes=[16, 32]),
+    classifier("regnet", "RegNet", image=BIG_IMAGE, embedding_size=8, hidden_sizes=[8, 16],
+               depths=[2, 2], groups_width=4, running_statistics=True),
+    classifier("mobilenet_v2", "MobileNetV2", ("classifier_dropout_prob",), image=BIG_IMAGE,
+               depth_multiplier=0.1, depth_divisible_by=4, min_depth=4, running_statistics=True),
+    classifier("efficientnet", "EfficientNet", ("dropout_rate", "drop_connect_rate"),
+    image=BIG_IMAGE,
+               width_coefficient=0.1, depth_coefficient=0.1, depth_divisor=4, hidden_dim=128,
+               running_statistics=True),
+    classifier("mobilevit", "MobileViT",
+               ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
+               image=2 * BIG_IMAGE, patch_size=2, hidden_sizes=[16, 24, 32],
+               neck_hidden_sizes=[4, 8, 8, 16, 16, 16, 32], num_attention_heads=4,
+               initializer_range=0.2,
+               running_statistics=True),
+    classifier("levit", "Levit", image=3 * BIG_IMAGE, hidden_sizes=[16, 24, 32],
+               num_attention_heads=[2, 3, 4], depths=[1, 1, 1], key_dim=[8, 8, 8], patch_size=16,
+               kernel_size=3, stride=2, padding=1, drop_path_rate=0, running_statistics=True),
+    classifier("cvt", "Cvt", image=BIG_IMAGE, embed_dim=[16, 32],
+               num_heads=[2, 4], depth=[1, 2], patch_sizes=[7, 3], patch_stride=[4, 2],
+               patch_padding=[2, 1], drop_rate=[0.0, 0.0], drop_path_rate=[0.0, 0.0],
+               attention_drop_rate=[0.0, 0.0], mlp_ratio=[2.0, 2.0], qkv_bias=[True, True],
+               cls_token=[False, True], qkv_projection_method=["dw_bn", "dw_bn"],
+               kernel_qkv=[3, 3], padding_kv=[1, 1], stride_kv=[2, 2], padding_q=[1, 1],
+               stride_q=[1, 1], running_statistics=True),
+    classifier("pvt_v2", "PvtV2", (*BERT_DROPOUTS, "drop_path_rate"), image=BIG_IMAGE,
+               num_encoder_blocks=2, depths=[1, 2], sr_ratios=[2, 1], hidden_sizes=[16, 32],
+               patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[2, 4], mlp_ratios=[2, 2]),
+    classifier("focalnet", "FocalNet", ("hidden_dropout_prob", "drop_path_rate"), patch_size=2,
+               embed_dim=16, hidden_sizes=[16, 32], depths=[2, 2], focal_levels=[2, 2],
+               focal_windows=[3, 3], mlp_ratio=2.0),
+    classifier("swiftformer", "SwiftFormer", ("drop_mlp_rate", "drop_conv_encoder_rate",
+               "drop_path_rate"), image=BIG_IMAGE, depths=[1, 1], embed_dims=[16, 32], mlp_ratio=2,
+               downsamples=[True, True], layer_scale_init_value=0.5, running_statistics=True),
+    classifier("hiera", "Hiera", ("drop_path_rate",), image=BIG_IMAGE,
+               image_size=[BIG_IMAGE, BIG_IMAGE], patch_size=[7, 7],
+               patch_stride=[4, 4], patch_padding=[3, 3], embed_dim=16, depths=[2, 2],
+               num_heads=[1, 2], embed_dim_multiplier=2.0, num_query_pool=1, query_stride=[2, 2],
+               masked_unit_size=[4, 4], masked_unit_attention=[True, False], mlp_ratio=2.0),
     ModelCase(
         "vit_mae",
         transformers_model("ViTMAEForPreTraining", "ViTMAEConfig", BERT_DROPOUTS, image_size=IMAGE,
                            decoder_num_attention_heads=HEADS, decoder_hidden_size=16,
                            decoder_num_hidden_layers=2, decoder_intermediate_size=32,
-                           mask_ratio=0.5, **_VIT),
+                           mask_ratio=0.5, **VIT),
         _hidden_patches,
         samples,
     ),
@@ -179,7 +152,7 @@ NEW_VISION = (
         "timesformer",
         transformers_model("TimesformerForVideoClassification", "TimesformerConfig",
                            BERT_DROPOUTS, image_size=IMAGE, drop_path_rate=0,
-                           num_frames=_VIDEO_FRAMES, num_labels=CLASSES, **_VIT),
+                           num_frames=_VIDEO_FRAMES, num_labels=CLASSES, **VIT),
         _videos,
         unshifted,
     ),
@@ -187,10 +160,10 @@ NEW_VISION = (
         "videomae",
         transformers_model("VideoMAEForVideoClassification", "VideoMAEConfig", BERT_DROPOUTS,
                            image_size=IMAGE, num_frames=_VIDEO_FRAMES, tubelet_size=2,
-                           num_labels=CLASSES, **_VIT),
+                           num_labels=CLASSES, **VIT),
         _videos,
         unshifted,
     ),
-    ModelCase("detr", _detr, _boxes(_BIG_IMAGE), samples),
+    ModelCase("detr", _detr, _boxes(BIG_IMAGE), samples),
     ModelCase("yolos", _yolos, _boxes(IMAGE), samples),
 )  # fmt: skip

@@ -19,11 +19,11 @@ from benchmarks.models import (
 )
 from benchmarks.zoo_models.batches import images, labelled_pixels, segments
 
-_BIG_IMAGE = 32  # for models that halve it several times
+BIG_IMAGE = 32  # for models that halve it several times
 _IGNORED_PIXEL = 255
 
 
-def _case(
+def classifier(
     name: str,
     class_name: str,
     dropouts: tuple[str, ...] = (),
@@ -32,19 +32,16 @@ def _case(
     running_statistics: bool = False,
     **sizes: Any,
 ) -> ModelCase:
+    """A model of transformers that tells the class of an image."""
     build = transformers_model(
-        f"{class_name}ForImageClassification",
-        f"{class_name}Config",
-        dropouts,
-        image_size=image,
-        num_labels=CLASSES,
-        **sizes,
-    )
+        f"{class_name}ForImageClassification", f"{class_name}Config", dropouts,
+        **{"image_size": image, "num_labels": CLASSES, **sizes},
+    )  # fmt: skip
     make = image_batch if image == IMAGE else images(image)
     return ModelCase(name, build, make, unshifted, running_statistics=running_statistics)
 
 
-_VIT: dict[str, Any] = {
+VIT: dict[str, Any] = {
     "patch_size": 4,
     "hidden_size": HIDDEN,
     "intermediate_size": WIDE,
@@ -60,17 +57,18 @@ _SWIN: dict[str, Any] = {
 }
 
 VISION = (
-    _case("deit", "DeiT", BERT_DROPOUTS, **_VIT),
-    _case("dinov2", "Dinov2", (*BERT_DROPOUTS, "drop_path_rate"), **_VIT, mlp_ratio=2),
-    _case("beit", "Beit", (*BERT_DROPOUTS, "drop_path_rate"), **_VIT,
-          use_relative_position_bias=True),
-    _case("swin", "Swin", (*BERT_DROPOUTS, "drop_path_rate"), **_SWIN),
-    _case("swinv2", "Swinv2", (*BERT_DROPOUTS, "drop_path_rate"), **_SWIN),
-    _case("convnext", "ConvNext", ("drop_path_rate",), patch_size=2, num_stages=2, depths=[2, 2],
-          hidden_sizes=[16, 32], layer_scale_init_value=0.5),
-    _case("poolformer", "PoolFormer", ("drop_path_rate",), image=_BIG_IMAGE, depths=[2, 2],
-          hidden_sizes=[16, 32], num_encoder_blocks=2, patch_sizes=[7, 3], strides=[4, 2],
-          padding=[2, 1], layer_scale_init_value=0.5),
+    classifier("deit", "DeiT", BERT_DROPOUTS, **VIT),
+    classifier("dinov2", "Dinov2", (*BERT_DROPOUTS, "drop_path_rate"), **VIT, mlp_ratio=2),
+    classifier("beit", "Beit", (*BERT_DROPOUTS, "drop_path_rate"), **VIT,
+               use_relative_position_bias=True),
+    classifier("swin", "Swin", (*BERT_DROPOUTS, "drop_path_rate"), **_SWIN),
+    classifier("swinv2", "Swinv2", (*BERT_DROPOUTS, "drop_path_rate"), **_SWIN),
+    classifier("convnext", "ConvNext", ("drop_path_rate",), patch_size=2, num_stages=2, depths=[2,
+    2],
+               hidden_sizes=[16, 32], layer_scale_init_value=0.5),
+    classifier("poolformer", "PoolFormer", ("drop_path_rate",), image=BIG_IMAGE, depths=[2, 2],
+               hidden_sizes=[16, 32], num_encoder_blocks=2, patch_sizes=[7, 3], strides=[4, 2],
+               padding=[2, 1], layer_scale_init_value=0.5),
     ModelCase(
         "segformer",
         transformers_model(
@@ -89,7 +87,7 @@ VISION = (
             decoder_hidden_size=16,
             semantic_loss_ignore_index=_IGNORED_PIXEL,
         ),
-        segments(_BIG_IMAGE, _IGNORED_PIXEL),
+        segments(BIG_IMAGE, _IGNORED_PIXEL),
         labelled_pixels(_IGNORED_PIXEL),
         running_statistics=True,
     ),

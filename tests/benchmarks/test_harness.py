@@ -34,6 +34,7 @@ def test_a_table_for_people_and_for_a_page() -> None:
     assert "Errors" in page.getvalue()
     assert "a|b" in page.getvalue()
     assert markdown(ROWS) == "| model | error |\n| --- | --- |\n| a·b | 1 |"
+    assert markdown(ROWS, left=1) == "| model | error |\n| --- | ---: |\n| a·b | 1 |"
 
 
 def test_items_are_counted() -> None:

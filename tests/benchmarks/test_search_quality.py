@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.fidelity_data import Row
+from benchmarks.fidelity.data import Row
 from benchmarks.gpt import Shape
 from benchmarks.search_quality import Found, against_all, against_published
 from merakc.planner.estimate import Degrees, Habits

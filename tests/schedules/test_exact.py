@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 
-from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
-from merakc.schedules import exact
 from merakc.schedules.check import check_schedule
-from merakc.schedules.exact import solve_exactly
 from merakc.schedules.generate import generate
 from merakc.schedules.placement import place
 from merakc.schedules.timing import make_pipeline, time_schedule
+from tests.schedules.exact import solve_exactly
 from tests.schedules.unit_costs import KEPT, unit_costs
 
 AUTO_IS_WITHIN = 1.04
 
 
-def test_without_or_tools(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise ImportError(name)
-
-    monkeypatch.setattr(exact, "import_module", missing)
-    pipeline = make_pipeline((0,), unit_costs(1), 1)
-    with pytest.raises(ConfigError, match=r"pip install 'merakc\[exact\]'"):
-        solve_exactly(pipeline, [KEPT])
-
-
-def test_whole_backwards_only() -> None:
-    pytest.importorskip("ortools", reason="the extra `exact` is not installed")
-    with pytest.raises(ConfigError, match="give input_grad_s"):
-        solve_exactly(make_pipeline((0,), [StageCost(1.0, 2.0)], 1), [KEPT])
-
-
 @pytest.mark.parametrize(("cap", "seconds"), [(1.2, 14.0), (1.5, 13.5), (2.0, 12.5)])
 def test_auto_is_near_the_optimum(cap: float, seconds: float) -> None:
-    pytest.importorskip("ortools", reason="the extra `exact` is not installed")
     pipeline = make_pipeline(place("v", 2, 2), unit_costs(2, 2), 4)
     capacity = [round(cap * KEPT)] * 2
     found = solve_exactly(pipeline, capacity, effort=50_000)
@@ -52,7 +31,6 @@ def test_auto_is_near_the_optimum(cap: float, seconds: float) -> None:
 
 
 def test_links_unequal_stages_and_rounded_seconds() -> None:
-    pytest.importorskip("ortools", reason="the extra `exact` is not installed")
     fields = {"saved_bytes": 10, "checkpoint_bytes": 1, "deferred_bytes": 6}
     costs = [StageCost(f, 2 * f, f, f, f, **fields) for f in (0.5, 0.75)]  # type: ignore[arg-type]
     pipeline = make_pipeline((0, 1), costs, 3, 0.25)
@@ -66,7 +44,3 @@ def test_links_unequal_stages_and_rounded_seconds() -> None:
     assert rounded.bound_s == 0.0
     assert not rounded.is_optimal
     check_schedule(rounded.schedule)
-
-
-def test_or_tools_is_imported_only_when_asked_for() -> None:
-    assert not hasattr(importlib.import_module("merakc.schedules.exact"), "cp_model")

@@ -18,15 +18,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 import merakc
 from benchmarks.gpt import Shape
-from benchmarks.harness import DocPath, JsonPath, write_json
-from benchmarks.merak_plans import (
+from benchmarks.harness import DocPath, JsonPath, markdown, rich_table, write_json
+from benchmarks.merak_ablation.plans import (
     RESERVED_BYTES,
     Found,
     Laid,
@@ -180,18 +179,8 @@ HEADS = (
 
 def rows_table(setting: Setting, rows: Sequence[Row]) -> Table:
     """All rows of a setting."""
-    table = Table(title=setting.label, box=box.SIMPLE_HEAD, title_justify="left")
-    for name in HEADS:
-        table.add_column(name, justify="right" if name in HEADS[5:] else "left")
-    for row in rows:
-        table.add_row(*cells(row, setting), end_section=row.label == OURS)
-    return table
-
-
-def markdown(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    lines = [heads, ["---"] * len(heads), *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    body = [cells(row, setting) for row in rows]
+    return rich_table([HEADS, *body], left=5, title=setting.label, title_justify="left")
 
 
 def summary(found: Sequence[tuple[Setting, Sequence[Row]]]) -> str:
@@ -204,7 +193,8 @@ def summary(found: Sequence[tuple[Setting, Sequence[Row]]]) -> str:
             body.append([setting.label, name,
                          *(ratios.get(m.name, "–") for m in MODELS)])  # fmt: skip
     body.append(["published", "Merak", *(f"{m.published:.2f}" for m in MODELS)])
-    return markdown(("setting", "speedup over Megatron-style", *(m.name for m in MODELS)), body)
+    heads = ("setting", "speedup over Megatron-style", *(m.name for m in MODELS))
+    return markdown([heads, *body])
 
 
 FOUND = """Nothing was tuned to meet what was published, and most of it is missed, on either side:
@@ -288,7 +278,8 @@ def document(found: Sequence[tuple[Setting, Sequence[Row]]], wall_s: float) -> s
     """The page of the documentation."""
     memory_bytes = found[0][0].hardware.slowest.memory_bytes
     tables = "\n\n".join(
-        f"### Setting: {setting.label}\n\n" + markdown(HEADS, [cells(row, setting) for row in rows])
+        f"### Setting: {setting.label}\n\n"
+        + markdown([HEADS, *(cells(row, setting) for row in rows)])
         for setting, rows in found[:2]
     )
     return PAGE.format(

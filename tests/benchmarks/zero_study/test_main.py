@@ -9,11 +9,11 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import zero_study
-from benchmarks.zero_study import NODES, SIZES, build, predict, zero
-from benchmarks.zero_study_measured import SMALL, Row
+from benchmarks.zero_study import __main__ as zero_study
+from benchmarks.zero_study.__main__ import NODES, SIZES, build, predict, zero
+from benchmarks.zero_study.measured import SMALL, Row
 from merakc.ir.state import StateShards
-from tests.benchmarks.test_zero_study_measured import rows
+from tests.benchmarks.zero_study.test_measured import rows
 
 
 def test_stages_are_points_of_the_lattice() -> None:

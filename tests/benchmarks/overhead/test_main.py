@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overhead
-from benchmarks.overhead import (
+from benchmarks.overhead import __main__ as overhead
+from benchmarks.overhead.__main__ import (
     LARGER,
     SMALL,
     Extent,
@@ -18,7 +18,7 @@ from benchmarks.overhead import (
     growth_table,
     measure,
 )
-from benchmarks.overhead_runs import Crowd, Duel, First
+from benchmarks.overhead.runs import Crowd, Duel, First
 from benchmarks.overlap_steps import Size
 
 GOOD = Duel("gpt2", SMALL, 1, (0.1, 0.2, 0.1), (0.08, 0.16, 0.09), 1e-6, 0.01)

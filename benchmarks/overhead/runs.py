@@ -205,7 +205,7 @@ def first(model: str, size: Size, plan: Path | None) -> First:
     """The first step of a fresh process, with a plan of another run where one is given."""
     given = {"model": model, "size": [size.layers, size.hidden, size.sequence, size.samples],
              "plan": str(plan) if plan else None}  # fmt: skip
-    command = [sys.executable, "-m", "benchmarks.overhead_first", json.dumps(given)]
+    command = [sys.executable, "-m", "benchmarks.overhead.first", json.dumps(given)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"a first step failed:\n{done.stderr}")

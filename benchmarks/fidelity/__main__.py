@@ -20,7 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.fidelity_data import (
+from benchmarks.fidelity.data import (
     FILES,
     NODE,
     DataError,
@@ -29,13 +29,13 @@ from benchmarks.fidelity_data import (
     published_rows,
     read_rows,
 )
-from benchmarks.fidelity_fit import constants_of, correct, fit, predict
+from benchmarks.fidelity.fit import constants_of, correct, fit, predict
 from benchmarks.harness import JsonPath, write_json
 from merakc.costs.measured import NONE, Corrections
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import preset
 
-BESIDE = Path(__file__).resolve().parents[2] / "shared" / "data"
+BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data"
 FITTED = 20
 # vTrain's nodes are linked with 800 Gb/s (arXiv 2312.12391), half of what a DGX A100 has.
 VTRAIN_BYTES_PER_S = 100e9

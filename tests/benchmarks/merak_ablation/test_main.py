@@ -10,9 +10,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import merak_ablation
 from benchmarks.gpt import Shape
-from benchmarks.merak_ablation import (
+from benchmarks.merak_ablation import __main__ as merak_ablation
+from benchmarks.merak_ablation.__main__ import (
     BASELINE,
     FREE,
     HEADS,
@@ -24,12 +24,11 @@ from benchmarks.merak_ablation import (
     Row,
     ablation,
     cells,
-    markdown,
     merak_hardware,
     settings,
     summary,
 )
-from benchmarks.merak_plans import Setting, our_best
+from benchmarks.merak_ablation.plans import Setting, our_best
 
 SMALL = Model("small", Shape(1024, 8, 8, 512, 2048), 1.5)
 SETTING = Setting("two nodes' worth", merak_hardware(), 256, (4,))
@@ -80,7 +79,6 @@ def test_a_model_that_fits_nowhere_says_so() -> None:
 
 
 def test_tables_of_markdown() -> None:
-    assert markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
     row = Row(MODELS[0].name, MERAK, None, 1.25)
     text = summary([(SETTING, [row])])
     assert "| two nodes' worth | Merak's three | 1.25 | – | – | – |" in text

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from benchmarks.ranks import run_ranks
 from benchmarks.resident_state import Held
-from benchmarks.zero_study_measured import (
+from benchmarks.zero_study.measured import (
     STAGES,
     Machine,
     Row,

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import overhead_runs
-from benchmarks.overhead_runs import (
+from benchmarks.overhead import runs as overhead_runs
+from benchmarks.overhead.runs import (
     Duel,
     First,
     batch_of,

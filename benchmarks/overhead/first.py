@@ -17,7 +17,7 @@ def main(text: str) -> dict[str, float]:
     import torch
 
     import merakc
-    from benchmarks.overhead_runs import batch_of
+    from benchmarks.overhead.runs import batch_of
     from benchmarks.overlap_steps import Size, build
 
     torch.set_num_threads(1)

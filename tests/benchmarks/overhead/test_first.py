@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from benchmarks.overhead_first import main
+from benchmarks.overhead.first import main
 from merakc.ir.plan import load_plan
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from merakc.costs.layers import graph_layers
+from benchmarks.zero_study.layers import graph_layers
 from merakc.costs.roofline import graph_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph

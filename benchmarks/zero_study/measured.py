@@ -26,9 +26,9 @@ from benchmarks.models import Batch, ModelCase, unshifted, words
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, split_batch
 from benchmarks.resident_state import Held, resident_state
+from benchmarks.zero_study.layers import graph_layers
 from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric
-from merakc.costs.layers import graph_layers
 from merakc.costs.state import DpGroup, Layer, Precision, state_bytes, state_cost
 from merakc.frontend.record import record
 from merakc.ir.program import ActionKind, Mesh
@@ -189,9 +189,10 @@ def measure_stages(size: Small, rounds: int) -> list[Row]:
         )  # fmt: skip
         predicted_bytes = state_bytes(elements, shards, SINGLE)
         rows.append(
-            Row(size.name, stage, ranks, steps_s=tuple(own_s), predicted_s=cost.step_s, held=own,
-            predicted_bytes=predicted_bytes, peak_bytes=peak,
-                machine=machine)
+            Row(
+                size.name, stage, ranks, steps_s=tuple(own_s), predicted_s=cost.step_s, held=own,
+                predicted_bytes=predicted_bytes, peak_bytes=peak, machine=machine,
+            )
         )  # fmt: skip
     return rows
 

@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, write_json
-from benchmarks.overhead_runs import Crowd, Duel, First, crowd, duel, first, median_first
+from benchmarks.harness import JsonPath, markdown, write_json
+from benchmarks.overhead.runs import Crowd, Duel, First, crowd, duel, first, median_first
 from benchmarks.overlap_steps import Size
 from benchmarks.reports import told_run
 
@@ -154,12 +154,6 @@ def name_of(one: Duel) -> str:
     return f"{one.model}, {one.size.layers} layers of {one.size.hidden}"
 
 
-def markdown(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown: names left, figures right."""
-    lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *body]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def duels_table(duels: Sequence[Duel], theirs: str) -> str:
     """Steps on both sides."""
     heads = ("model", "tokens", theirs, "merakc", "ratio", "least to most", "gradients differ by")
@@ -175,7 +169,7 @@ def duels_table(duels: Sequence[Duel], theirs: str) -> str:
         ]
         for one in duels
     ]
-    return markdown(heads, body)
+    return markdown([heads, *body], left=1)
 
 
 def growth_table(duels: Sequence[Duel], count: str, number: Callable[[Duel], int]) -> str:
@@ -187,7 +181,7 @@ def growth_table(duels: Sequence[Duel], count: str, number: Callable[[Duel], int
         each = [f"{side / number(one):.3f} ms" for side in sides]
         times = [f"{side:.1f} ms" for side in sides]
         body.append([str(number(one)), *times, f"{one.ratio:.2f}", *each])
-    return markdown(heads, body)
+    return markdown([heads, *body], left=1)
 
 
 def crowds_table(crowds: Sequence[Crowd]) -> str:
@@ -199,7 +193,7 @@ def crowds_table(crowds: Sequence[Crowd]) -> str:
         each = f"{1e6 * more_s / more:.0f} µs" if more else "–"
         body.append([str(one.ranks), str(one.actions), f"{one.cpu_s * 1e3:.0f} ms", each])
     heads = ("ranks", "actions of all", "CPU of all", "each action more")
-    return markdown(heads, body)
+    return markdown([heads, *body], left=1)
 
 
 def firsts_table(firsts: Sequence[First]) -> str:
@@ -213,7 +207,7 @@ def firsts_table(firsts: Sequence[First]) -> str:
         for one in firsts
     ]
     heads = ("", "imports", "the model", "auto_parallel", "first step", "the last two")
-    return markdown(heads, body)
+    return markdown([heads, *body], left=1)
 
 
 PAGE = """# What a step costs beside eager PyTorch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fidelity_data import (
+from benchmarks.fidelity.data import (
     COLUMNS,
     CORE_SIZES,
     DataError,

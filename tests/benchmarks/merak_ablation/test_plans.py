@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpt import Shape
-from benchmarks.merak_ablation import merak_hardware
-from benchmarks.merak_costs import pieces_of
-from benchmarks.merak_plans import (
+from benchmarks.merak_ablation.__main__ import merak_hardware
+from benchmarks.merak_ablation.costs import pieces_of
+from benchmarks.merak_ablation.plans import (
     Laid,
     Layout,
     Setting,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.fidelity_data import Row, labels
+from benchmarks.fidelity.data import Row, labels
 from benchmarks.gpt import gpt_pieces
 from merakc.costs.measured import NONE, Corrections, learn
 from merakc.costs.work.pieces import Piece

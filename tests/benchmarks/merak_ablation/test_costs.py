@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.gpt import Shape, gpt_pieces
-from benchmarks.merak_ablation import merak_hardware
-from benchmarks.merak_costs import (
+from benchmarks.merak_ablation.__main__ import merak_hardware
+from benchmarks.merak_ablation.costs import (
     Span,
     block_seconds,
     even_time,

@@ -1,7 +1,6 @@
 """The shortest schedule of a small pipeline, by constraint programming (OR-tools CP-SAT).
 
 For a handful of ranks and micro-batches, to know how far the heuristics are from the optimum.
-Needs the extra `exact`: `pip install merakc[exact]`.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from importlib import import_module
 from math import ceil, gcd, lcm
 from typing import Any
 
-from merakc.errors import ConfigError
 from merakc.ir.schedule import Schedule
 from merakc.schedules.bound import can_split
 from merakc.schedules.generate import EFFORT, generate
@@ -60,17 +58,10 @@ def solve_exactly(
     Micro-batches ascend in every stage, as they do in all known schedules. Temporary bytes are
     not modelled: capacities are compared with static and kept bytes.
 
-    Raises `ConfigError` without OR-tools, where the costs say nothing of halves of a backward,
-    and where nothing fits.
+    Raises `ConfigError` where nothing fits.
     """
-    try:
-        cp_model = import_module("ortools.sat.python.cp_model")
-    except ImportError as error:
-        raise ConfigError(
-            "exact schedules need OR-tools, which is not installed; pip install 'merakc[exact]'"
-        ) from error
-    if not can_split(pipeline.costs):
-        raise ConfigError("exact schedules split backwards; give input_grad_s and weight_grad_s")
+    cp_model = import_module("ortools.sat.python.cp_model")  # which takes a second
+    assert can_split(pipeline.costs), "exact schedules split backwards"
     start = generate([pipeline], capacity_bytes, effort=effort)
     model = _Model(cp_model, pipeline, capacity_bytes, start.makespan_s)
     solver = cp_model.CpSolver()

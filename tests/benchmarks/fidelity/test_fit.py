@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.fidelity_data import Row
-from benchmarks.fidelity_fit import (
+from benchmarks.fidelity.data import Row
+from benchmarks.fidelity.fit import (
     Constants,
     constants_of,
     correct,

@@ -1,6 +1,6 @@
 """Layouts of a GPT on a cluster, and the orders of work that each of them runs: how long a step is.
 
-The orders are those of `merakc.schedules`, run on costs of stages from pieces (`merak_costs`).
+The orders are those of `merakc.schedules`, run on costs of stages from pieces (`costs`).
 What follows the micro-batches, reducing gradients and the optimizer, is
 `merakc.planner.estimate`'s.
 """
@@ -14,7 +14,7 @@ from functools import lru_cache
 from itertools import product
 
 from benchmarks.gpt import Shape
-from benchmarks.merak_costs import (
+from benchmarks.merak_ablation.costs import (
     block_seconds,
     even_time,
     in_backward,
@@ -345,19 +345,10 @@ def our_layouts(shape: Shape, setting: Setting, micro_batches: Sequence[int]) ->
     for tp, b in product(setting.tps, micro_batches):
         for sequence_parallel in (False, True) if tp > 1 else (False,):
             parts = _best_parts(shape, setting, tp, b, sequence_parallel=sequence_parallel)
+            own = Layout(tp, 1, b, parts, sequence_parallel, ours=True)
             for pp, zero in product(_divisors(setting.ranks // tp), (False, True)):
                 for placement, chunks in every if pp > 1 else every[:1]:
-                    yield Layout(
-                        tp,
-                        pp,
-                        b,
-                        parts=parts,
-                        sequence_parallel=sequence_parallel,
-                        zero=zero,
-                        ours=True,
-                        placement=placement,
-                        chunks=chunks,
-                    )
+                    yield replace(own, pp=pp, zero=zero, placement=placement, chunks=chunks)
 
 
 def _best_parts(

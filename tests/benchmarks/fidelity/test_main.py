@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks import fidelity
-from benchmarks.fidelity import (
+from benchmarks.fidelity import __main__ as fidelity
+from benchmarks.fidelity.__main__ import (
     Check,
     Found,
     Learned,
@@ -25,7 +25,7 @@ from benchmarks.fidelity import (
     rows_table,
     vtrain_hardware,
 )
-from benchmarks.fidelity_data import COLUMNS, read_rows
+from benchmarks.fidelity.data import COLUMNS, read_rows
 from merakc.machines.cluster_files import preset
 
 LINES = [

@@ -3,7 +3,7 @@
 The mT5 models of 580M to 13B parameters (arXiv 2010.11934, with one between the two largest) are
 recorded without weights, and a step in each stage of ZeRO is predicted on nodes of eight A100s:
 seconds, the share of them that waits for communication, memory, and whether it fits. Then small
-mT5s train in each stage on two and four ranks of this machine (`benchmarks.zero_study_measured`).
+mT5s train in each stage on two and four ranks of this machine (`benchmarks.zero_study.measured`).
 Exits with 1 where stage 2 is not faster than stage 3 for the largest model on any number of nodes,
 as was published for it (arXiv 2310.05350), or for a small one on this machine; or where measured
 state is more than 2 % off the formula.
@@ -26,7 +26,8 @@ from rich.table import Table
 
 from benchmarks.harness import DocPath, JsonPath, write_json
 from benchmarks.reports import told_run
-from benchmarks.zero_study_measured import (
+from benchmarks.zero_study.layers import graph_layers
+from benchmarks.zero_study.measured import (
     ROUNDS,
     SMALL,
     Row,
@@ -37,7 +38,6 @@ from benchmarks.zero_study_measured import (
 )
 from merakc.analysis.liveness import live_bytes
 from merakc.costs.fabric import Fabric
-from merakc.costs.layers import graph_layers
 from merakc.costs.state import DpGroup, Layer, state_cost
 from merakc.frontend.record import record
 from merakc.ir.graph import InputKind
@@ -222,7 +222,7 @@ def document(printed: str) -> str:
 
 {told_run("benchmarks.zero_study", sys.argv[1:])}
 
-The first table is predicted, for nodes of eight A100s (`benchmarks/zero_study.py` has the figures
+The first table is predicted, for nodes of eight A100s (`benchmarks/zero_study` has the figures
 and their sources); the second is measured, small models on this machine. Stage 3 takes longer than
 stage 2 at every number of nodes, as published (arXiv 2310.05350).
 

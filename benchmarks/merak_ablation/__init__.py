@@ -1,0 +1,1 @@
+"""Merak's ablation, simulated."""

@@ -1,0 +1,1 @@
+"""A step of merakc beside eager PyTorch and `torch.compile`."""

@@ -1,0 +1,1 @@
+"""ZeRO's stages on mT5s, predicted and measured."""
