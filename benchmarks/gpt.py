@@ -21,8 +21,8 @@ from merakc.ir.graph import Graph
 from merakc.lowering.lowered import TRAINING
 from merakc.lowering.recording import record_part
 from merakc.passes.batches.recorded import in_parts
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 
 Attention = Literal["parts", "fused"]
 DROPPED = 0.1
@@ -110,7 +110,7 @@ def gpt_graph(shape: Shape, micro_batch: int, tp: int, *, sequence_parallel: boo
     layout = BatchLayout((micro_batch, micro_batch), 1)  # one part of several
     recording = record_part(model, (ids, ids), {}, layout, torch.device("cpu"))
     graph = in_parts(recording, layout.parts, TRAINING).graph
-    return localise(graph, shard(graph, tp, sequence_parallel=sequence_parallel), 0)
+    return spmd_partition(graph, shard(graph, tp, sequence_parallel=sequence_parallel), 0)
 
 
 @cache

@@ -36,8 +36,8 @@ from merakc.passes.programs.onednn import by_onednn
 from merakc.passes.programs.schedule import build_programs
 from merakc.passes.running import Kind, Pass, run_passes, unwatched
 from merakc.passes.sharding.gather_products import gather_all, gather_products
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.separate_heads import separate_heads
+from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.stage import Stages, split_stages
 
 
@@ -80,7 +80,7 @@ class StageOptions:
 
     def others(self) -> list[Graph]:
         """The local forwards of those ranks."""
-        return [localise(self.graph, self.stages.sharding, rank) for rank in self.unlike()]
+        return [spmd_partition(self.graph, self.stages.sharding, rank) for rank in self.unlike()]
 
 
 def _gather(graph: Graph, tp: int, gathered: bool | None) -> Graph:
@@ -89,15 +89,15 @@ def _gather(graph: Graph, tp: int, gathered: bool | None) -> Graph:
     return gather_all(graph) if gathered else graph
 
 
-def _localise(graph: Graph, at: StageOptions) -> Graph:
-    return localise(graph, at.stages.sharding, at.tp_rank)
+def _spmd_partition(graph: Graph, at: StageOptions) -> Graph:
+    return spmd_partition(graph, at.stages.sharding, at.tp_rank)
 
 
 def _divide(local: Graph, at: StageOptions) -> Graph:
     parts = at.in_parts
     if parts is None:
         return local
-    part = localise(parts.stages.graphs[at.stage], parts.stages.sharding, at.tp_rank)
+    part = spmd_partition(parts.stages.graphs[at.stage], parts.stages.sharding, at.tp_rank)
     return divided(local, part, parts)
 
 
@@ -203,8 +203,8 @@ CUT: Final = (
 )  # fmt: skip
 LOCAL: Final = (
     Pass(
-        "localise", "Gives one tp rank its parts of values, with the collectives between them.",
-        Kind.STAGE, Kind.LOCAL, _localise,
+        "spmd-partition", "Gives a tp rank its parts of values, with the collectives between them.",
+        Kind.STAGE, Kind.LOCAL, _spmd_partition,
     ),
     Pass(
         "sub-batches", "Divides a micro-batch so that one part computes while another waits.",

@@ -20,8 +20,8 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.shorten import shorten
 from merakc.passes.batches.recorded import in_parts
 from merakc.passes.sharding.gather_products import gathers
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 
 # The pieces of a model without repeated blocks; and the least of any, so that what few blocks there
 # are can be spread over stages.
@@ -89,7 +89,7 @@ class PieceTable:
         )  # fmt: skip
         self._gathered.setdefault(tp, gathers(graph))
         self._splits.setdefault(form, sharding.splits(graph))
-        local = localise(graph, sharding, 0)
+        local = spmd_partition(graph, sharding, 0)
         runs = PLAIN if len(counts) == 1 else -(-FEWEST // sum(counts))
         parts = part_runs(local, runs)
         assert len(parts) == len(counts), "blocks were lost where a graph was sharded"

@@ -15,7 +15,7 @@ def test_what_each_pass_did_to_the_plans_model(tmp_path: Path) -> None:
     run(*SMALL, "--pp", "2", "--overlap", "0", "-o", plan)
     rows = [line.split() for line in run("show", plan, *MODEL).splitlines()]
     found = {row[0]: row[1:] for row in rows if len(row) > 5}
-    assert found["localise"][0] == found["differentiate"][0] == "2", "once for each stage"
+    assert found["spmd-partition"][0] == found["differentiate"][0] == "2", "once for each stage"
     before, after = (int(n) for n in found["differentiate"][1:3])
     assert before < after
     assert list(found).index("roll-loops") < list(found).index("programs")

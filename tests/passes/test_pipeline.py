@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = [p.name for p in PIPELINE]
 PLACE = {name: k for k, name in enumerate(NAMES)}
 # Rough estimates of graphs that never run.
-ESTIMATES = {("merakc/planner/piece_table.py", name) for name in ("in_parts", "localise")}
+ESTIMATES = {("merakc/planner/piece_table.py", name) for name in ("in_parts", "spmd_partition")}
 
 
 @cache
@@ -94,7 +94,7 @@ def _imported(path: Path) -> Iterator[str]:
 def test_nothing_else_runs_a_pass() -> None:
     own = {n for n in _imported(ROOT / "merakc/passes/pipeline.py") if n[0].islower()}
     own.remove("run_passes")
-    assert {"rolled", "localise", "simplify", "by_onednn"} <= own
+    assert {"rolled", "spmd_partition", "simplify", "by_onednn"} <= own
     rooms = (f for f in (ROOT / "merakc").rglob("*.py") if "passes" not in f.parts)
     users = {(str(f.relative_to(ROOT)), n) for f in rooms for n in own.intersection(_imported(f))}
     assert users == ESTIMATES

@@ -17,7 +17,7 @@ from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.layout import Layout
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.localise import localise
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.lockstep import in_lockstep, relative_error
 
 Tensors = dict[str, Tensor]
@@ -106,7 +106,7 @@ def run_sharded(
     written = [o for g in graphs for o in g.outputs if o.kind is OutputKind.BUFFER]
     layouts = {o.name: sharding.layouts[o.ref] for o in written}  # some are never read
     layouts |= {i.target: sharding.layouts[Ref(i.name)] for g in graphs for i in g.inputs}
-    local = [[localise(g, sharding, rank) for g in graphs] for rank in range(tp)]
+    local = [[spmd_partition(g, sharding, rank) for g in graphs] for rank in range(tp)]
     ranks = in_lockstep(tp, lambda rank: run_stages(case, local[rank], layouts, tp, rank))
 
     def join(pick: Callable[[int], Tensors]) -> Tensors:

@@ -1,7 +1,7 @@
 """Writes parts of a graph once for each of several chunks of rows.
 
 A node of such a part becomes as many nodes as there are chunks, in its place: each is what
-`merakc.passes.sharding.localise_ops` makes of it for one of so many ranks, with the rows split over
+`merakc.passes.sharding.spmd_ops` makes of it for one of so many ranks, with the rows split over
 them. What the others read of it is joined, and what it reads of theirs is cut.
 """
 
@@ -18,7 +18,7 @@ from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.ir.layout import Layout
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.localise_ops import SPECIAL
+from merakc.passes.sharding.spmd_ops import SPECIAL
 
 # Collectives that change a dim: whether it grows.
 SHAPED: Final = {

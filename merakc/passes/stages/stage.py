@@ -20,7 +20,7 @@ from merakc.ir.plan import CutReport, StageRun
 from merakc.ir.program import Transfer
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.localise import localise
+from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.cut import CutProblem, cut
 
 # How many times larger than the parameters behind it a value is for stages to make it themselves.
@@ -50,7 +50,7 @@ class Stages:
     @cached_property
     def local(self) -> tuple[Graph, ...]:
         """The graph of each stage on tp rank 0, which holds no less than any other rank."""
-        return tuple(localise(graph, self.sharding, 0) for graph in self.graphs)
+        return tuple(spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
 
 
 def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
@@ -143,7 +143,7 @@ def _speeds(
     kinds = dict.fromkeys(devices)
     if len(kinds) < 2:
         return None
-    local = localise(graph, sharding, 0)
+    local = spmd_partition(graph, sharding, 0)
     seconds = {d: sum(rough_seconds(local, cluster, sharding.tp, d)) for d in kinds}
     return [1.0 / seconds[device] for device in devices]
 

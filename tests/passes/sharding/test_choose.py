@@ -18,10 +18,10 @@ from merakc.ir.layout import parse_layout
 from merakc.lowering.lowered import training_graph
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.passes.sharding.choose import candidates, repeated_factors
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.separate_heads import separate_heads
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.frontend.small import Small, linear, randn
 from tests.passes.whole_models import Eager, compare, eager, run_eager, run_sharded
 
@@ -61,7 +61,7 @@ def realistic(name: str) -> Graph:
 def test_megatrons_plan_is_found(name: str, tp: int) -> None:
     graph = realistic(name)
     sharding = shard(graph, tp)
-    ops = [n.op for n in localise(graph, sharding, 0).nodes]
+    ops = [n.op for n in spmd_partition(graph, sharding, 0).nodes]
     # the last copy enters the vocabulary-parallel head
     assert ops.count("merakc.all_reduce.default") == 2 * LAYERS
     assert ops.count("merakc.copy_to.default") == 2 * LAYERS + 1

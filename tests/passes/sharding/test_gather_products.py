@@ -11,8 +11,8 @@ from merakc.errors import ShardError
 from merakc.ir.layout import parse_layout
 from merakc.lowering.lowered import training_graph
 from merakc.passes.sharding.gather_products import gather_all, gather_products, gathers
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.frontend.small import randn
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded
 
@@ -52,7 +52,7 @@ def test_every_kind_of_product_is_split_and_gathered(tp: int) -> None:
     gathered = gather_products(graph, tp)
     for name, text in COLUMNS.items():
         sharding = shard(gathered, tp, {name: parse_layout(text)})
-        ops = [n.op for n in localise(gathered, sharding, 0).nodes]
+        ops = [n.op for n in spmd_partition(gathered, sharding, 0).nodes]
         assert ops.count("merakc.all_gather.default") == 1
         assert "composite.gathered" not in ops
         compare(case, *run_sharded(case, (gathered,), sharding))

@@ -18,8 +18,8 @@ from merakc.lowering.lowered import training_graph
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.recorded import in_parts as step_in_parts
 from merakc.passes.sharding.key_draws import has_draws, key_draws
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.frontend.small import Small, linear, randn
 from tests.recorded import recorded as in_parts
 
@@ -177,7 +177,7 @@ def test_attention_with_dropout_is_split_by_heads(name: str) -> None:
         module = case.model(torch.float64, dropout=dropout)
         graph = key_draws(training_graph(record(module, (), batch).graph), frozenset(batch))
         sharding = shard(graph, 2)
-        ops = [n.op for n in localise(graph, sharding, 0).nodes]
+        ops = [n.op for n in spmd_partition(graph, sharding, 0).nodes]
         collectives.append([ops.count("merakc.all_reduce.default"), ops.count(COPY_TO)])
         weights = [n for n in graph.nodes if n.op in KEY_POSITION and len(n.spec.shape) == 4]
         assert len(weights) == (4 if dropout else 0)

@@ -19,11 +19,11 @@ from merakc.passes.sharding.choose import refused_factors
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import Factor, atoms
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.rows import Whole
 from merakc.passes.sharding.rules import ROWS, row_of
 from merakc.passes.sharding.shard import sharding_of
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.lockstep import in_lockstep, relative_error
 from tests.passes.rule_cases import OPS, WITHOUT_GRADIENT, Call, Pick, picked
 
@@ -138,7 +138,7 @@ def check(graph: Graph, values: dict[str, Tensor], sharding: Sharding) -> None:
     def rank(r: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         own = {n: sharding.layouts[Ref(n)].take(v, tp, r) for n, v in values.items()}
         seeds = [lay.take(t, tp, r) for lay, t in zip(lays, tangents, strict=True)]
-        return run(localise(graph, sharding, r), own, seeds)
+        return run(spmd_partition(graph, sharding, r), own, seeds)
 
     ranks = in_lockstep(tp, rank)
     for k, full in enumerate(wanted):

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from merakc.lowering.lowered import training_graph
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.separate_heads import separate_heads
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded
 
 WIDTH = 4
@@ -50,7 +50,7 @@ def test_each_rank_takes_the_heads_that_it_reads(
     assert splits["q.weight"] == f"{heads}*·{WIDTH} x 12"
     assert splits["out.weight"] == f"12 x {heads}*·{WIDTH}"
     assert splits.keys() == {"q.weight", "q.bias", "out.weight"}
-    ops = Counter(n.op for n in localise(graph, sharding, 0).nodes)
+    ops = Counter(n.op for n in spmd_partition(graph, sharding, 0).nodes)
     assert ops["merakc.all_reduce.default"] == 1
     compare(case, *run_sharded(case, (graph,), sharding))
 

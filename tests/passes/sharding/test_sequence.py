@@ -13,9 +13,9 @@ from merakc.ir.graph import Graph, Ref
 from merakc.ir.program import Mesh
 from merakc.lowering.lowered import make_plan, training_graph
 from merakc.machines.cluster import NOMINAL_GPU
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.sequence import _Cut
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.stage import assign_stages, split_stages
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded
 
@@ -24,7 +24,7 @@ DECODERS = ("llama", "gpt2", "qwen2", "gpt_neox", "opt")
 
 def collectives(graph: Graph, tp: int, *, sequence_parallel: bool = True) -> Counter[str]:
     sharding = shard(graph, tp, sequence_parallel=sequence_parallel)
-    ops = (n.op for n in localise(graph, sharding, 0).nodes if n.op.startswith("merakc."))
+    ops = (n.op for n in spmd_partition(graph, sharding, 0).nodes if n.op.startswith("merakc."))
     return Counter(op.split(".")[1] for op in ops)
 
 

@@ -19,7 +19,7 @@ MEAN = 1  # at::Reduction
 
 
 class Writer(Protocol):
-    """What writes one rank's graph (`merakc.passes.sharding.localise.Localiser`), as the ops see
+    """What writes one rank's graph (`merakc.passes.sharding.spmd.SpmdPartitioner`), as the ops see
     it.
     """
 

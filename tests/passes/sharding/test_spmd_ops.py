@@ -10,11 +10,11 @@ import torch
 
 from merakc.ir.graph import Ref
 from merakc.passes.sharding.factors import leaves
-from merakc.passes.sharding.localise import localise
-from merakc.passes.sharding.localise_ops import SPECIAL, refined
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.rules import row_of
 from merakc.passes.sharding.shard import sharding_of
+from merakc.passes.sharding.spmd import spmd_partition
+from merakc.passes.sharding.spmd_ops import SPECIAL, refined
 from tests.passes.rule_cases import randn
 from tests.passes.sharding.test_rules import build
 
@@ -25,7 +25,7 @@ def local_nodes(split: tuple[str, int], rank: int, op: str, *call: Any) -> list[
     dims = propagate(graph)
     name, dim = split
     factor = leaves(dims.of[Ref(name)][dim])[0]
-    return [str(n) for n in localise(graph, sharding_of(dims, {factor}, 2), rank).nodes]
+    return [str(n) for n in spmd_partition(graph, sharding_of(dims, {factor}, 2), rank).nodes]
 
 
 def test_an_op_with_a_local_form_has_a_row() -> None:
@@ -52,7 +52,7 @@ def test_a_slice_of_a_segmented_dim_skips_what_the_rank_has_before_it() -> None:
     dims = propagate(graph)
     first, second = leaves(dims.of[Ref("x0")][1])[0].segments
     sharding = sharding_of(dims, {*leaves(first), *leaves(second)}, 2)
-    (node,) = localise(graph, sharding, 1).nodes
+    (node,) = spmd_partition(graph, sharding, 1).nodes
     assert str(node) == "%y: float64[2,3] = aten.slice.Tensor(%x0, 1, 2, 5)"
 
 

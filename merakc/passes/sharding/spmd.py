@@ -28,21 +28,21 @@ from merakc.ir.graph import (
 )
 from merakc.ir.layout import Layout
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
-from merakc.passes.sharding.localise_ops import SPECIAL
 from merakc.passes.sharding.rules import GATHERED
+from merakc.passes.sharding.spmd_ops import SPECIAL
 
 AXIS = "tp"
 SCATTERS = ("scatter", "reduce_scatter")
 
 
-def localise(graph: Graph, sharding: Sharding, rank: int) -> Graph:
+def spmd_partition(graph: Graph, sharding: Sharding, rank: int) -> Graph:
     """The graph of tp rank `rank`: local shapes, local constants, collectives."""
     if not any(lay.is_split for lay in sharding.layouts.values()):
         return graph
-    return Localiser(graph, sharding, rank).run()
+    return SpmdPartitioner(graph, sharding, rank).run()
 
 
-class Localiser:
+class SpmdPartitioner:
     """Writes one rank's graph. `sharding` has the layouts that the node being written sees."""
 
     def __init__(self, graph: Graph, sharding: Sharding, rank: int) -> None:

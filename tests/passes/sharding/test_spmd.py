@@ -12,8 +12,8 @@ from merakc.ir.layout import DimFactor, Layout
 from merakc.lowering.lowered import training_graph
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.sharding.layouts import Sharding
-from merakc.passes.sharding.localise import localise
 from merakc.passes.sharding.shard import shard
+from merakc.passes.sharding.spmd import spmd_partition
 from tests.passes.lockstep import in_lockstep
 from tests.passes.whole_models import compare, eager, run_eager, run_sharded
 
@@ -89,7 +89,7 @@ def test_parts_that_are_not_all_split_stay_whole() -> None:
 
 def test_without_splits_the_graph_is_the_same() -> None:
     graph = training_graph(eager("gpt2").recording.graph)
-    assert localise(graph, shard(graph, 1), 0) is graph
+    assert spmd_partition(graph, shard(graph, 1), 0) is graph
 
 
 def test_results_are_gathered_in_the_full_tensors_order() -> None:
@@ -104,9 +104,9 @@ def test_results_are_gathered_in_the_full_tensors_order() -> None:
     full = torch.arange(24.0).reshape(2, 12)
 
     def rank(r: int) -> torch.Tensor:
-        found: torch.Tensor = interpret(localise(graph, sharding, r), {"x": lay.take(full, 2, r)})[
-            0
-        ]
+        found: torch.Tensor = interpret(
+            spmd_partition(graph, sharding, r), {"x": lay.take(full, 2, r)}
+        )[0]
         return found
 
     for found in in_lockstep(2, rank):
