@@ -9,7 +9,7 @@ from __future__ import annotations
 from merakc.errors import RuleError
 from merakc.ir.graph import Graph, InputKind, Node, Ref
 from merakc.kernels.ops import resolve_op
-from merakc.passes.sharding.compute_shapes import COMPUTE_SHAPES
+from merakc.passes.sharding.compute_rules import COMPUTE_RULES
 from merakc.passes.sharding.dims import (
     Dims,
     argument,
@@ -25,7 +25,7 @@ from merakc.passes.sharding.factors import Dim, new_dim, size, unify
 from merakc.passes.sharding.notation import TENSORS
 from merakc.passes.sharding.rows import POINTWISE, Along, Last, Loss, Reduce, Row, Whole
 from merakc.passes.sharding.rules import is_registered, row_of
-from merakc.passes.sharding.shapes import SHAPES
+from merakc.passes.sharding.view_rules import VIEW_RULES
 
 WHOLE = "!"
 
@@ -79,7 +79,7 @@ def apply_row(dims: Dims, node: Node, row: Row) -> None:
     elif isinstance(row, Whole):
         opaque(dims, node, f"{row.why}: {node.op}")
     else:
-        rule = SHAPES.get(row.name) or COMPUTE_SHAPES[row.name]
+        rule = VIEW_RULES.get(row.name) or COMPUTE_RULES[row.name]
         rule(dims, node)
 
 

@@ -46,8 +46,8 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A rule of its own, by name, in `merakc.passes.sharding.shapes` or
-    `merakc.passes.sharding.compute_shapes`.
+    """A rule of its own, by name, in `merakc.passes.sharding.view_rules` or
+    `merakc.passes.sharding.compute_rules`.
     """
 
     name: str

@@ -310,7 +310,7 @@ def _fresh(dims: Dims, node: Node) -> None:
         dims.fresh(Ref(node.name, index))
 
 
-SHAPES: dict[str, Callable[[Dims, Node], None]] = {
+VIEW_RULES: dict[str, Callable[[Dims, Node], None]] = {
     "cat": _cat,
     "diagonal": _diagonal,
     "expand": _expand,

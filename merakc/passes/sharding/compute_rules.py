@@ -228,7 +228,7 @@ def _channel_shuffle(dims: Dims, node: Node) -> None:
     dims.put(node, [own[0], [*each, *groups], *own[2:]])
 
 
-COMPUTE_SHAPES: dict[str, Callable[[Dims, Node], None]] = {
+COMPUTE_RULES: dict[str, Callable[[Dims, Node], None]] = {
     "addmm": _addmm,
     "attention": _attention,
     "batch_norm": _batch_norm,
