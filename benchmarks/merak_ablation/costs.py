@@ -1,7 +1,7 @@
 """The stages of a GPT whose micro-batches run whole or in parts, from kernels by shape.
 
 Parts are ordered by the list scheduler that orders the graphs of a real stage
-(`merakc.passes.overlap.two_resources`): here its tasks are the kernels of a recorded part on a
+(`merakc.passes.overlap.list_scheduling`): here its tasks are the kernels of a recorded part on a
 device, and the collectives on links. Smaller products are less efficient, each part launches all of
 its kernels anew, and what runs beside communication is slower.
 """
@@ -22,8 +22,8 @@ from merakc.costs.work.pieces import NUMBERED, Piece, cut_pieces
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind, Node
 from merakc.ir.state import UNSHARDED, StateShards
-from merakc.passes.overlap.subpipeline import LAGS, SLOWDOWN
-from merakc.passes.overlap.two_resources import Task, list_schedule
+from merakc.passes.overlap.async_collectives import LAGS, SLOWDOWN
+from merakc.passes.overlap.list_scheduling import Task, list_schedule
 from merakc.passes.stages.interval import least_largest_load
 
 # The first and the last block differ from those between; two and three of these in a row show what

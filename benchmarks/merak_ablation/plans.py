@@ -28,7 +28,7 @@ from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import Hardware
-from merakc.passes.overlap.subpipeline import SLOWDOWN
+from merakc.passes.overlap.async_collectives import SLOWDOWN
 from merakc.planner.estimate import Degrees, Habits, estimate_step
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate

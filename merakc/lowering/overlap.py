@@ -12,10 +12,10 @@ from merakc.ir.graph import Graph
 from merakc.lowering.lowered import TRAINING, Lowered, cut_stages, headed, planned_sharding
 from merakc.machines.cluster import Cluster
 from merakc.passes.batches.recorded import rows_of
+from merakc.passes.overlap.async_collectives import stage_seconds
 from merakc.passes.overlap.collective_matmul import RowChunks
 from merakc.passes.overlap.fused_products import FusedProducts
 from merakc.passes.overlap.sub_batches import Parts, make_parts
-from merakc.passes.overlap.subpipeline import stage_seconds
 from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.stages.stage import stages_like
 

@@ -27,10 +27,10 @@ from merakc.passes.batches.part import with_keys
 from merakc.passes.batches.recorded import in_parts
 from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.loops import rolled
+from merakc.passes.overlap.async_collectives import overlapped, same_nodes
 from merakc.passes.overlap.collective_matmul import chunk_rows
 from merakc.passes.overlap.fused_products import fuse_products
 from merakc.passes.overlap.sub_batches import Parts, divided
-from merakc.passes.overlap.subpipeline import overlapped, same_nodes
 from merakc.passes.programs.collectives import placed_collectives
 from merakc.passes.programs.onednn import by_onednn
 from merakc.passes.programs.schedule import build_programs

@@ -16,7 +16,7 @@ from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
-from merakc.passes.overlap.subpipeline import stage_seconds
+from merakc.passes.overlap.async_collectives import stage_seconds
 
 
 @dataclass(frozen=True, slots=True)

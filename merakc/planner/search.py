@@ -31,7 +31,7 @@ from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
-from merakc.passes.overlap.subpipeline import least_share
+from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate

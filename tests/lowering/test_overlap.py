@@ -24,9 +24,9 @@ from merakc.lowering.overlap import choose_chunks, choose_fused, choose_overlap,
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import preset
+from merakc.passes.overlap.async_collectives import stage_seconds
 from merakc.passes.overlap.collective_matmul import RowChunks, chunk_rows
 from merakc.passes.overlap.fused_products import FusedProducts, fuse_products
-from merakc.passes.overlap.subpipeline import stage_seconds
 from merakc.passes.pipeline import differentiate
 from tests.recorded import recorded as record_in_parts
 

@@ -21,7 +21,7 @@ from benchmarks.merak_ablation.costs import (
 from merakc.costs.device import Place
 from merakc.costs.fabric import all_reduce_seconds
 from merakc.costs.stages import even_stages, piece_cost, rank_place, stage_costs
-from merakc.passes.overlap.subpipeline import SLOWDOWN
+from merakc.passes.overlap.async_collectives import SLOWDOWN
 
 SHAPE = Shape(1024, 16, 6, 512, 2048)
 HARDWARE = merak_hardware()

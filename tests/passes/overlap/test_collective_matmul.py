@@ -20,9 +20,9 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, R
 from merakc.ir.program import Chunk, Mesh
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import Cluster
+from merakc.passes.overlap.async_collectives import overlapped
 from merakc.passes.overlap.chunk_writer import COLLECTIVES
 from merakc.passes.overlap.collective_matmul import RowChunks, chunk_rows
-from merakc.passes.overlap.subpipeline import overlapped
 from merakc.passes.pipeline import differentiate
 from merakc.runtime.codegen import compile_graph
 from tests.passes.lockstep import in_lockstep, relative_error

@@ -16,6 +16,7 @@ from merakc.costs.work.flops import PIPELINED, graph_flops
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.passes.autodiff.recompute import checkpointed, selective, within_bytes
+from merakc.passes.overlap.async_collectives import graph_tasks, overlapped, stage_seconds
 from merakc.passes.overlap.fused_products import (
     GATHER,
     GATHER_MATMUL,
@@ -24,7 +25,6 @@ from merakc.passes.overlap.fused_products import (
     FusedProducts,
     fuse_products,
 )
-from merakc.passes.overlap.subpipeline import graph_tasks, overlapped, stage_seconds
 from merakc.passes.pipeline import differentiate
 from tests.passes.lockstep import in_lockstep, relative_error
 from tests.passes.overlap.test_collective_matmul import LINK, lowered, results, whole

@@ -2,7 +2,7 @@
 
 A collective is parted into a start, as early as its input exists, and a wait, as late as its first
 reader; what does not depend on it runs in between, in the order of
-`merakc.passes.overlap.two_resources`.
+`merakc.passes.overlap.list_scheduling`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from merakc.ir.program import Chunk
 from merakc.kernels.ops import STARTS, WAIT
 from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.rematerialise import late
-from merakc.passes.overlap.two_resources import Task, list_schedule
+from merakc.passes.overlap.list_scheduling import Task, list_schedule
 
 # By how many depths nodes that lead to no collective may be put off: all are tried.
 LAGS = (0, 1, 4)

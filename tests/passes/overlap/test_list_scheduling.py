@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from merakc.passes.overlap.two_resources import Task, list_schedule
+from merakc.passes.overlap.list_scheduling import Task, list_schedule
 
 
 def layers(part: str, count: int, compute_s: float, link_s: float) -> list[Task]:

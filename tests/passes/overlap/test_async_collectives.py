@@ -23,7 +23,7 @@ from merakc.machines.cluster import NOMINAL_CPU, Cluster
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.recompute import checkpointed, selective
 from merakc.passes.autodiff.split_backward import split_backward
-from merakc.passes.overlap.subpipeline import (
+from merakc.passes.overlap.async_collectives import (
     PIECES,
     overlap,
     overlapped,
