@@ -220,7 +220,7 @@ def _build(
     plan = replace(lowered.plan, parameters=held)
     onednn = made.device.type == "cpu" and from_rank_0(gemm.is_faster)
     lowered = replace(lowered, plan=plan, compiled=fuser is not None, onednn=onednn)
-    chunks = cache(lambda: lowered.chunks(groups.rank))
+    chunks = cache(lambda: lowered.rank_graphs(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     if made.device.type == "cuda":
         groups.open_channels(lowered.plan.rank_of, made.device)

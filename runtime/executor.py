@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from merakc.ir.graph import Input, InputKind
-from merakc.ir.program import Action, ActionKind, Chunk, CollectiveEvent, Event, Program
+from merakc.ir.program import Action, ActionKind, CollectiveEvent, Event, Program, StageGraphs
 from merakc.kernels.collectives import watched
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
@@ -83,7 +83,7 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        chunks: Mapping[int, Chunk],
+        chunks: Mapping[int, StageGraphs],
         state: Tensors,
         device: torch.device,
         *,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.runtime.codegen import compile_graph
 from merakc.runtime.fused import Fuser
 from merakc.runtime.shards import all_gather
@@ -47,7 +47,7 @@ class HeadRunner:
     def __init__(
         self,
         head: Head,
-        chunk: Chunk,
+        chunk: StageGraphs,
         layout: BatchLayout,
         device: torch.device,
         group: dist.ProcessGroup | None = None,

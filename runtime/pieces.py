@@ -10,7 +10,7 @@ import torch
 from merakc.analysis.accumulation import accumulated
 from merakc.analysis.aliases import owned_outputs
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, TensorSpec
-from merakc.ir.program import ActionKind, Chunk, Program
+from merakc.ir.program import ActionKind, Program, StageGraphs
 from merakc.runtime.codegen import NO_HOOKS, Compiled, Hooks, compile_graph
 from merakc.runtime.fused import Fuser
 from merakc.runtime.sharded_state import ShardedState
@@ -69,7 +69,7 @@ class Stage:
     def __init__(
         self,
         number: int,
-        chunk: Chunk,
+        chunk: StageGraphs,
         program: Program,
         device: torch.device,
         sharded: ShardedState | None = None,
@@ -205,7 +205,7 @@ class Stage:
         return self.pieces[self.orders[micro_batch], kind]
 
 
-def message_specs(chunk: Chunk) -> dict[str, TensorSpec]:
+def message_specs(chunk: StageGraphs) -> dict[str, TensorSpec]:
     """The shape of every value that a stage exchanges; a gradient has its value's shape."""
     specs = chunk.forward.specs()
     found = {i.name: i.spec for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION}

@@ -98,7 +98,7 @@ def prepared(
         runner = HeadRunner(lowered.loss.head, chunk, layout, CPU, dp_group, fuser)
     executor = Executor(
         lowered.programs(forward_only=not train)[rank],
-        lowered.chunks(rank, train=train),
+        lowered.rank_graphs(rank, train=train),
         state,
         CPU,
         channels=channels,

@@ -31,7 +31,7 @@ def pass_effects(
         lowered = with_parts(lowered, lambda n: record_source(source, plan.batch_size // n, plan))
         for stage in range(len(plan.rank_of)):
             progress(f"compiling stage {stage}")
-            lowered.chunk(stage, 0)
+            lowered.stage_graphs(stage, 0)
         lowered.head()
         lowered.with_collectives(lowered.programs())
     return found

@@ -15,7 +15,7 @@ from merakc.costs.work.pieces import kept_and_again
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, OutputKind
-from merakc.ir.program import ActionKind, Chunk, Mesh
+from merakc.ir.program import ActionKind, Mesh, StageGraphs
 from merakc.machines.cluster import Cluster, Device, Factors
 
 ORDER = (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -45,7 +45,7 @@ def even_layout(mesh: Mesh, micro_batches: int) -> BatchLayout:
     return BatchLayout((micro_batches,) * mesh.dp, micro_batches)
 
 
-def head_bytes(head: Head, chunk: Chunk, layout: BatchLayout) -> HeadBytes:
+def head_bytes(head: Head, chunk: StageGraphs, layout: BatchLayout) -> HeadBytes:
     """The bytes of a head from its own graphs, for parts that lie like this."""
     order = ORDER[: 1 + (chunk.backward is not None)]
     forward, *backward = order_bytes(chunk, order)
@@ -121,7 +121,12 @@ def planned_head(
 
 
 def compiled_head(
-    cost: StageCost, head: Head, chunk: Chunk, layout: BatchLayout, mesh: Mesh, cluster: Cluster
+    cost: StageCost,
+    head: Head,
+    chunk: StageGraphs,
+    layout: BatchLayout,
+    mesh: Mesh,
+    cluster: Cluster,
 ) -> StageCost:
     """The cost of the stage that runs the head, from the head's own graphs."""
     factors = cluster.hardware.factors if cluster.hardware else Factors()

@@ -6,7 +6,7 @@ from merakc.costs.roofline import link_seconds, node_seconds, pipelined
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED, wire_bytes
 from merakc.ir.costs import GraphCollective, GraphCollectives
 from merakc.ir.graph import Graph, Node
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.ops import STARTED, WAIT
 from merakc.machines.cluster import Cluster
 
@@ -51,7 +51,7 @@ def graph_collectives(graph: Graph, cluster: Cluster) -> tuple[GraphCollective, 
     )
 
 
-def chunk_collectives(stage: int, chunk: Chunk, cluster: Cluster) -> GraphCollectives:
+def chunk_collectives(stage: int, chunk: StageGraphs, cluster: Cluster) -> GraphCollectives:
     """Those of a stage's graphs, by what runs them."""
     graphs = {(kind, False): chunk.piece(kind) for kind in ActionKind if kind.is_compute} | {
         (ActionKind.FORWARD, True): chunk.checkpoint

@@ -17,7 +17,7 @@ from merakc.costs.work.sharded import graph_state_bytes
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.precision import Precision
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.machines.cluster import Cluster, Device, Factors
 
@@ -34,7 +34,7 @@ _F, _B, _I, _W, _R = (
 
 
 def stage_cost(
-    chunk: Chunk,
+    chunk: StageGraphs,
     cluster: Cluster,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,

@@ -16,7 +16,7 @@ from merakc.costs.head import HeadBytes
 from merakc.costs.work.memory import ActionBytes, Sum, order_bytes
 from merakc.costs.work.sharded import SunkGradients
 from merakc.errors import ProgramError
-from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Chunk, Event, Program
+from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Event, Program, StageGraphs
 
 Work = tuple[int, int]  # stage, micro-batch
 Place = tuple[int, int, str]  # a piece of memory: stage, micro-batch and owner that made it
@@ -73,7 +73,7 @@ def rank_times(programs: Sequence[Program], events: Iterable[Event]) -> dict[int
 
 def program_memory(
     program: Program,
-    chunks: Mapping[int, Chunk],
+    chunks: Mapping[int, StageGraphs],
     static_bytes: int,
     times: Times | None = None,
     sunk: Mapping[int, SunkGradients] | None = None,
@@ -107,7 +107,7 @@ class _Memory:
     """What is alive while the Program runs."""
 
     program: Program
-    chunks: Mapping[int, Chunk]
+    chunks: Mapping[int, StageGraphs]
     live_bytes: int
     times: Times | None
     sunk: Mapping[int, SunkGradients]

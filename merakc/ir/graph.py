@@ -26,7 +26,7 @@ class InputKind(StrEnum):
     BATCH = "batch"  # a tensor of the example batch
     ACTIVATION = "activation"  # a value of another pipeline stage
     TANGENT = "tangent"  # the gradient of an output, given to the backward
-    SAVED = "saved"  # a value kept from an earlier piece of the same chunk
+    SAVED = "saved"  # a value kept from an earlier piece of the same stage
     SCALAR = "scalar"  # a number of the step that the runtime fills in (loss weights, seeds)
     KNOWN = "known"  # a value of the batch alone, computed before the step for the whole of it
 
@@ -39,7 +39,7 @@ class OutputKind(StrEnum):
     BUFFER = "buffer"  # the new value of a buffer
     ACTIVATION = "activation"  # a value that another pipeline stage reads
     GRADIENT = "gradient"
-    SAVED = "saved"  # kept for a later piece of the same chunk
+    SAVED = "saved"  # kept for a later piece of the same stage
     WAIST = "waist"  # what the head, which runs once for the whole batch, reads of each part
 
     ASIDE = "aside"  # of the batch alone, and no part of what the forward returns
@@ -113,7 +113,7 @@ class Input:
 
     @property
     def key(self) -> str:
-        """The name under which a micro-batch holds it between two pieces of a chunk."""
+        """The name under which a micro-batch holds it between two pieces of a stage."""
         return self.target if self.kind in (InputKind.SAVED, InputKind.TANGENT) else self.name
 
 

@@ -179,16 +179,16 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StageGraphs:
     """The executable graphs of one stage.
 
-    `forward` maps the chunk's inputs to its outputs, then the saved values. `backward` maps some
+    `forward` maps the stage's inputs to its outputs, then the saved values. `backward` maps some
     of the forward's inputs, the saved values (inputs of kind `SAVED`, whose target is the name of
     the forward's output) and the tangents (whose target is the differentiated output) to
     gradients, named after the forward's inputs. It is None where nothing requires a gradient.
 
     The other pieces are there where a schedule wants them. `checkpoint` is the forward that saves
-    less, `recompute` makes the rest of what `forward` saves from the chunk's inputs and from what
+    less, `recompute` makes the rest of what `forward` saves from the stage's inputs and from what
     `checkpoint` has saved. `input_grad` and `weight_grad` are the halves of `backward`. Whatever
     passes between pieces is an output of kind `SAVED` of the one and the target of an input of
     that kind of the other.

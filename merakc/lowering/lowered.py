@@ -18,7 +18,7 @@ from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
-from merakc.ir.program import Chunk, Mesh, Program
+from merakc.ir.program import Mesh, Program, StageGraphs
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.machines.cluster import Cluster
@@ -76,13 +76,13 @@ class Lowered:
             train=train, compiled=self.compiled, onednn=self.onednn,
         )  # fmt: skip
 
-    def chunk(self, stage: int, tp_rank: int, *, train: bool = True) -> Chunk:
+    def stage_graphs(self, stage: int, tp_rank: int, *, train: bool = True) -> StageGraphs:
         """The executable graphs of one rank and stage, with the pieces that the schedule runs;
         without `train` no backward.
         """
         options = self.options(stage, tp_rank, train=train)
-        chunk: Chunk = run_passes(pipeline.STAGE, options.graph, options)
-        return chunk
+        made: StageGraphs = run_passes(pipeline.STAGE, options.graph, options)
+        return made
 
     def local(self, stage: int, tp_rank: int) -> Graph:
         """The forward of a micro-batch on one rank and stage, in parts or with products in chunks
@@ -92,7 +92,7 @@ class Lowered:
         local: Graph = run_passes(pipeline.LOCAL, options.graph, options)
         return local
 
-    def head(self, *, train: bool = True) -> Chunk | None:
+    def head(self, *, train: bool = True) -> StageGraphs | None:
         """The graphs of what couples the samples of the batch, if anything does; without `train` no
         backward.
         """
@@ -100,14 +100,14 @@ class Lowered:
             return None
         options = self.options(self.head_stage, 0, train=train)
         options = replace(options, kinds=frozenset(), apart=True)
-        chunk: Chunk = run_passes(pipeline.PIECES, self.loss.head.graph, options)
-        return chunk
+        made: StageGraphs = run_passes(pipeline.PIECES, self.loss.head.graph, options)
+        return made
 
-    def chunks(self, rank: int, *, train: bool = True) -> dict[int, Chunk]:
-        """The chunks of all stages of one rank of the mesh."""
+    def rank_graphs(self, rank: int, *, train: bool = True) -> dict[int, StageGraphs]:
+        """The graphs of all stages of one rank of the mesh."""
         _, pipeline_rank, tp_rank = self.plan.mesh.coordinates(rank)
         stages = [s for s, holder in enumerate(self.plan.rank_of) if holder == pipeline_rank]
-        return {s: self.chunk(s, tp_rank, train=train) for s in stages}
+        return {s: self.stage_graphs(s, tp_rank, train=train) for s in stages}
 
     def programs(
         self, *, forward_only: bool = False, ranks: Iterable[int] | None = None

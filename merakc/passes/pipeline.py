@@ -13,7 +13,7 @@ from typing import Any, Final
 from merakc.costs.work.flops import PIPELINED
 from merakc.ir.graph import Graph, Ref
 from merakc.ir.plan import Plan
-from merakc.ir.program import ActionKind, Chunk, Mesh, Program
+from merakc.ir.program import ActionKind, Mesh, Program, StageGraphs
 from merakc.ir.schedule import Schedule
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.passes.autodiff.algebra import fewer_passes
@@ -123,37 +123,37 @@ def _freeze(graph: Graph, at: StageOptions) -> Graph:
     return replace(graph, inputs=tuple(replace(i, requires_grad=False) for i in graph.inputs))
 
 
-def _split_backward(chunk: Chunk, at: StageOptions) -> Chunk:
-    if ActionKind.INPUT_GRAD not in at.kinds or chunk.backward is None:
-        return chunk
-    input_grad, weight_grad = split_backward(chunk)
-    return replace(chunk, input_grad=input_grad, weight_grad=weight_grad)
+def _split_backward(stage: StageGraphs, at: StageOptions) -> StageGraphs:
+    if ActionKind.INPUT_GRAD not in at.kinds or stage.backward is None:
+        return stage
+    input_grad, weight_grad = split_backward(stage)
+    return replace(stage, input_grad=input_grad, weight_grad=weight_grad)
 
 
-def _checkpoint(chunk: Chunk, at: StageOptions) -> Chunk:
+def _checkpoint(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     if ActionKind.RECOMPUTE not in at.kinds:
-        return chunk
+        return stage
     kept: Collection[Ref] = ()
     if at.plan.recompute == "selective":
-        kept = selective(chunk)
+        kept = selective(stage)
     elif at.plan.recompute == "solved":
         # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
-        kept = within_bytes(chunk, at.plan.keep_bytes[at.stage], NOMINAL_GPU)
-    return checkpointed(chunk, kept)
+        kept = within_bytes(stage, at.plan.keep_bytes[at.stage], NOMINAL_GPU)
+    return checkpointed(stage, kept)
 
 
-def _overlap(chunk: Chunk, at: StageOptions) -> Chunk:
+def _overlap(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     plan = at.plan
     if at.apart or not at.train or not plan.sub_batches or plan.tp == 1:
-        return chunk
+        return stage
     machines = plan.machines or NOMINAL_GPU
     # Every rank comes to the same order, without a word to the others.
     before = STAGE[: [p.name for p in STAGE].index("overlap")]
     with unwatched():
         kinds = [run_passes(before, at.graph, replace(at, tp_rank=r)) for r in at.unlike()]
-    kinds = kinds or [chunk]
+    kinds = kinds or [stage]
     alike = all(same_nodes(c, kinds[0]) for c in kinds)
-    return overlapped(chunk, machines, kinds[0]) if alike else chunk
+    return overlapped(stage, machines, kinds[0]) if alike else stage
 
 
 def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tuple[Program, ...]:
@@ -246,16 +246,16 @@ PIECES: Final = (
     Pass(
         "rematerialise", "In kernels: keeps less, and makes the rest again in the backward's.",
         Kind.PIECES, Kind.PIECES,
-        lambda chunk, at: rematerialised(chunk) if at.compiled else chunk,
+        lambda stage, at: rematerialised(stage) if at.compiled else stage,
     ),
     Pass(
         "loss-gradient", "Call by call: the gradient of cross-entropy without a matrix of zeros.",
         Kind.PIECES, Kind.PIECES,
-        lambda chunk, at: chunk if at.compiled else without_zeros(chunk),
+        lambda stage, at: stage if at.compiled else without_zeros(stage),
     ),
     Pass(
         "recompute-cheap", "Call by call: makes again what costs next to nothing.",
-        Kind.PIECES, Kind.PIECES, lambda chunk, at: chunk if at.compiled else lean(chunk),
+        Kind.PIECES, Kind.PIECES, lambda stage, at: stage if at.compiled else lean(stage),
     ),
     Pass(
         "split-backward", "Where the schedule says so: input and weight gradients apart.",
@@ -271,7 +271,7 @@ PIECES: Final = (
     ),
     Pass(
         "onednn", "On CPUs: larger products of float32 by oneDNN.",
-        Kind.PIECES, Kind.PIECES, lambda chunk, at: by_onednn(chunk) if at.onednn else chunk,
+        Kind.PIECES, Kind.PIECES, lambda stage, at: by_onednn(stage) if at.onednn else stage,
     ),
 )  # fmt: skip
 STAGE: Final = (*LOCAL, *PIECES)
@@ -292,7 +292,7 @@ PIPELINE: Final = (
 )  # fmt: skip
 
 
-def differentiate(graph: Graph) -> Chunk:
+def differentiate(graph: Graph) -> StageGraphs:
     """Forward and backward of a graph, by the passes of `AUTODIFF` alone."""
-    chunk: Chunk = run_passes(AUTODIFF, graph)
-    return chunk
+    stage: StageGraphs = run_passes(AUTODIFF, graph)
+    return stage

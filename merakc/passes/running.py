@@ -13,7 +13,7 @@ from typing import Any, Final
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph
-from merakc.ir.program import Chunk, Program
+from merakc.ir.program import Program, StageGraphs
 from merakc.passes.stages.stage import Stages
 
 # Whether the result of every pass is verified. The tests set the variable.
@@ -77,7 +77,7 @@ def _run(each: Pass, value: Any, *options: Any, **named: Any) -> Any:
 
 def verify(value: Any) -> None:
     """Asserts that everything in what a pass gives is well-formed."""
-    if isinstance(value, (Graph, Chunk)):
+    if isinstance(value, (Graph, StageGraphs)):
         value.verify()
     elif isinstance(value, tuple):  # of Programs
         for program in value:
@@ -96,7 +96,7 @@ def graphs_of(value: Any) -> tuple[Graph, ...]:
             return (value.graph,)
         case Stages():
             return value.graphs
-        case Chunk():
+        case StageGraphs():
             return value.graphs
         case BatchSplit():
             known, head = value.known, value.head

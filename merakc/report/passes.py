@@ -9,7 +9,7 @@ from typing import Any
 from merakc.analysis.aliases import FREE
 from merakc.costs.roofline import graph_seconds
 from merakc.ir.graph import Graph
-from merakc.ir.program import Chunk, Program
+from merakc.ir.program import Program, StageGraphs
 from merakc.machines.cluster import Cluster
 from merakc.passes.pipeline import PIPELINE
 from merakc.passes.running import Pass, graphs_of
@@ -63,18 +63,18 @@ def pass_effect(each: Pass, given: Any, made: Any, cluster: Cluster) -> PassEffe
 
 
 def value_size(value: Any, cluster: Cluster) -> Size:
-    """How large a value is that a pass takes or gives; of a chunk, what a micro-batch runs."""
-    graphs = _executed(value) if isinstance(value, Chunk) else graphs_of(value)
+    """How large a value is that a pass takes or gives; of a stage, what a micro-batch runs."""
+    graphs = _executed(value) if isinstance(value, StageGraphs) else graphs_of(value)
     if not graphs:
         return sum(map(_program_size, value), Size())
     return sum((_graph_size(graph, cluster) for graph in graphs), Size())
 
 
-def _executed(chunk: Chunk) -> tuple[Graph, ...]:
+def _executed(stage: StageGraphs) -> tuple[Graph, ...]:
     """The pieces that a micro-batch runs: those that replace others, in their place."""
-    forward = (chunk.checkpoint or chunk.forward, chunk.recompute)
-    apart = (chunk.input_grad, chunk.weight_grad)
-    every = (*forward, *(apart if chunk.input_grad else (chunk.backward,)))
+    forward = (stage.checkpoint or stage.forward, stage.recompute)
+    apart = (stage.input_grad, stage.weight_grad)
+    every = (*forward, *(apart if stage.input_grad else (stage.backward,)))
     return tuple(graph for graph in every if graph is not None)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.lowering.lowered import Lowered
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.programs.collectives import trained
@@ -33,7 +33,7 @@ class CompiledStep:
     recording: BatchRecording
     layout: BatchLayout
     lowered: Lowered
-    chunks: Mapping[int, Chunk]
+    chunks: Mapping[int, StageGraphs]
     executor: Executor
     knowledge: Knowledge | None
     besides: Besides

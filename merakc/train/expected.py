@@ -24,7 +24,7 @@ from merakc.ir.plan import Measured, Prediction
 from merakc.ir.program import ActionKind
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
-from merakc.passes.programs.collectives import chunk_touches
+from merakc.passes.programs.collectives import stage_touches
 from merakc.runtime.groups import together
 from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulation.simulate import Simulation
@@ -55,7 +55,7 @@ def expected(
         cluster = replace(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
         )
-    touches = {s: chunk_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
+    touches = {s: stage_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
     inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
     found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
     mesh, rank_of = plan.mesh, plan.rank_of

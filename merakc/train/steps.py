@@ -20,7 +20,7 @@ from merakc.errors import MerakError, PlanError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, ShareKind
 from merakc.ir.graph import InputKind, OutputKind, Ref
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.lowering.lowered import Lowered, adapt_plan
@@ -28,7 +28,7 @@ from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import autocast_of, record_part
 from merakc.machines.garbage import few_collections
 from merakc.passes.batches.recorded import BatchRecording
-from merakc.passes.programs.collectives import chunk_touches, trained
+from merakc.passes.programs.collectives import stage_touches, trained
 from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
@@ -113,7 +113,7 @@ class Steps:
         key: Any,
         recording: BatchRecording,
         lowered: Lowered,
-        chunks: Mapping[int, Chunk],
+        chunks: Mapping[int, StageGraphs],
         layout: BatchLayout,
         *,
         train: bool,
@@ -122,7 +122,7 @@ class Steps:
         key = self.reads.add(key, recording.reads, recording.of_whole)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
-            touches = {stage: chunk_touches(chunk) for stage, chunk in chunks.items()}
+            touches = {stage: stage_touches(chunk) for stage, chunk in chunks.items()}
             program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
         executor = Executor(
             program, chunks, self.state, self.device,
@@ -192,7 +192,7 @@ class Steps:
             lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
-            chunks = lowered.chunks(self.groups.rank, train=train)
+            chunks = lowered.rank_graphs(self.groups.rank, train=train)
         return self.add(key, recording, lowered, chunks, layout, train=train)
 
     def _check_held(self, lowered: Lowered) -> None:

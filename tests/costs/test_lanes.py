@@ -9,7 +9,7 @@ import torch
 
 from merakc.costs.lanes import chunk_collectives, graph_collectives
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.ops import WAIT
 from merakc.machines.cluster import Cluster
 
@@ -89,7 +89,7 @@ def test_of_one_beside_products_the_rank_waits_for_what_they_do_not_hide(scatter
 def test_a_chunk_has_those_of_each_of_its_graphs() -> None:
     one = Graph((X,), (node("s", SUM, Ref("x"), "tp", "sum"),), ())
     none = Graph((X,), (node("a", NEG),), ())
-    found = chunk_collectives(3, Chunk(one, none, checkpoint=one), CLUSTER)
+    found = chunk_collectives(3, StageGraphs(one, none, checkpoint=one), CLUSTER)
     assert {of: len(some) for of, some in found.items()} == {
         (3, ActionKind.FORWARD, False): 1,
         (3, ActionKind.FORWARD, True): 1,

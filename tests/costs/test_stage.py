@@ -44,7 +44,7 @@ def lowered(schedule: str, recompute: str) -> Lowered:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_recomputation_trades_seconds_for_bytes(stage: int) -> None:
     none, full, some = (
-        stage_cost(lowered("1f1b", how).chunk(stage, 0), NOMINAL_CPU)
+        stage_cost(lowered("1f1b", how).stage_graphs(stage, 0), NOMINAL_CPU)
         for how in ("none", "full", "selective")
     )
     assert none.recompute_s == none.checkpoint_bytes == 0
@@ -57,7 +57,7 @@ def test_recomputation_trades_seconds_for_bytes(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_halves_of_a_backward_take_as_long_as_the_whole(stage: int) -> None:
-    cost = stage_cost(lowered("zb-h1", "none").chunk(stage, 0), NOMINAL_CPU)
+    cost = stage_cost(lowered("zb-h1", "none").stage_graphs(stage, 0), NOMINAL_CPU)
     assert cost.input_grad_s + cost.weight_grad_s == pytest.approx(cost.backward_s)
     assert 0 < cost.deferred_bytes <= cost.saved_bytes + cost.backward_peak_bytes
 
@@ -65,7 +65,7 @@ def test_the_halves_of_a_backward_take_as_long_as_the_whole(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_rough_costs(stage: int) -> None:
     made = lowered("1f1b", "full")
-    cost = stage_cost(made.chunk(stage, 0), NOMINAL_CPU)
+    cost = stage_cost(made.stage_graphs(stage, 0), NOMINAL_CPU)
     rough = rough_stage_cost(made.stages.local[stage], NOMINAL_CPU)
     assert rough.checkpoint_bytes == cost.checkpoint_bytes
     assert rough.static_bytes == cost.static_bytes == static_bytes(made.stages.local[stage])
@@ -88,7 +88,7 @@ def test_what_is_made_again_takes_seconds_and_no_memory(
 
 
 def test_measured_seconds_replace_those_of_the_formula() -> None:
-    cost = stage_cost(lowered("1f1b", "full").chunk(0, 0), NOMINAL_CPU)
+    cost = stage_cost(lowered("1f1b", "full").stage_graphs(0, 0), NOMINAL_CPU)
     found = with_seconds(cost, {ActionKind.BACKWARD: 7.0, ActionKind.RECOMPUTE: 3.0})
     assert (found.forward_s, found.backward_s, found.recompute_s) == (cost.forward_s, 7.0, 3.0)
     assert found.saved_bytes == cost.saved_bytes
@@ -147,7 +147,7 @@ def test_rough_seconds_where_the_devices_are_known() -> None:
 
 def test_measured_steps_correct_the_seconds_of_graphs() -> None:
     planned = lowered("1f1b", "none")
-    chunk = planned.chunk(0, 0)
+    chunk = planned.stage_graphs(0, 0)
     hardware = preset("cpu")
     slow = replace(hardware, factors=Factors(forward=2.0, backward=3.0))
     before, after = (stage_cost(chunk, own.flat("float32")) for own in (hardware, slow))

@@ -11,7 +11,7 @@ from merakc.costs.work.sharded import SunkGradients
 from merakc.errors import ProgramError
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk, Mesh, Transfer
+from merakc.ir.program import Mesh, StageGraphs, Transfer
 from merakc.passes.autodiff.recompute import checkpointed
 from merakc.passes.pipeline import differentiate
 from merakc.passes.programs.schedule import build_programs
@@ -23,7 +23,7 @@ SIZE = 4 * WIDTH * 8  # of a value, float64 [4, WIDTH]
 WEIGHT = WIDTH * WIDTH * 8
 
 
-def stage(name: str, received: str, width: int = WIDTH) -> Chunk:
+def stage(name: str, received: str, width: int = WIDTH) -> StageGraphs:
     """`name` = sin(`received` w): it saves its product, and what it has received."""
     spec = TensorSpec((4, WIDTH), torch.float64)
     kind = InputKind.BATCH if received == "batch" else InputKind.ACTIVATION
@@ -43,7 +43,7 @@ CHUNKS = {0: stage("a", "batch"), 1: stage("b", "a"), 2: stage("c", "b")}
 CHAIN = [Transfer("a", 0, 1, SIZE, True), Transfer("b", 1, 2, SIZE, True)]
 
 
-def walk(text: str, rank: int = 0, chunks: dict[int, Chunk] = CHUNKS) -> dict[str, int]:
+def walk(text: str, rank: int = 0, chunks: dict[int, StageGraphs] = CHUNKS) -> dict[str, int]:
     """Live values, in units of one, after each compute."""
     schedule = parse_schedule(text)
     programs = build_programs(Mesh(pp=schedule.ranks), schedule, CHAIN)

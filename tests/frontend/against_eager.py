@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from merakc.batches.split import named_tensors
 from merakc.frontend.record import Recording, record
 from merakc.ir.graph import Graph, InputKind, OutputKind
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.pipeline import differentiate
 
@@ -87,7 +87,7 @@ def run_graph(graph: Graph, values: Tensors) -> Result:
     return Result(by_kind[False], by_kind[True], gradients)
 
 
-def run_chunk(graph: Graph, chunk: Chunk, values: Tensors) -> Result:
+def run_chunk(graph: Graph, chunk: StageGraphs, values: Tensors) -> Result:
     """The forward graph of a chunk, then its backward with a tangent of one."""
     with torch.no_grad():
         outs = interpret(chunk.forward, values)

@@ -102,7 +102,7 @@ def test_ops_that_every_rank_computes_whole_are_named() -> None:
 def test_no_rank_holds_more_than_tp_rank_0() -> None:
     _, lowered = planned(Mesh(tp=3, pp=2))
     for stage in range(2):
-        first, last = (lowered.chunk(stage, rank).forward for rank in (0, 2))
+        first, last = (lowered.stage_graphs(stage, rank).forward for rank in (0, 2))
         for a, b in zip(first.inputs, last.inputs, strict=True):
             assert a.spec.numel >= b.spec.numel
 
@@ -111,7 +111,7 @@ def test_no_rank_holds_more_than_tp_rank_0() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_the_predicted_peak_is_that_of_a_replay(schedule: str, recompute: str) -> None:
     _, lowered = planned(Mesh(), schedule=schedule, recompute=recompute)
-    cost = stage_cost(lowered.chunk(0, 0), NOMINAL_CPU)
+    cost = stage_cost(lowered.stage_graphs(0, 0), NOMINAL_CPU)
     prediction, simulation = predict(lowered, NOMINAL_CPU, (cost,))
     full = recompute == "full"
     kept = cost.checkpoint_bytes if full else cost.saved_bytes
@@ -141,9 +141,9 @@ def test_a_schedule_says_how_many_stages_there_are() -> None:
     plan, lowered = planned(Mesh(tp=2, pp=2), schedule="zb-v")
     assert plan.placement == plan.rank_of == (0, 1, 1, 0)
     assert {run.stage for run in plan.stages} == {0, 1, 2, 3}
-    assert set(lowered.chunks(0)) == {0, 3}
-    assert set(lowered.chunks(3)) == {1, 2}
-    chunk = lowered.chunks(0)[3]
+    assert set(lowered.rank_graphs(0)) == {0, 3}
+    assert set(lowered.rank_graphs(3)) == {1, 2}
+    chunk = lowered.rank_graphs(0)[3]
     assert chunk.input_grad is not None
     assert chunk.checkpoint is None
     more, _ = make_plan(
@@ -169,7 +169,7 @@ def test_each_stage_keeps_what_the_plan_lets_it() -> None:
     plan, lowered = planned(Mesh(pp=2))
     solved = dataclasses.replace(plan, recompute="solved", keep_bytes=(40_000, -1))
     lowered = dataclasses.replace(lowered, plan=solved)
-    first, last = lowered.chunk(0, 0), lowered.chunk(1, 0)
+    first, last = lowered.stage_graphs(0, 0), lowered.stage_graphs(1, 0)
     assert last.recompute is None
     cost = stage_cost(first, NOMINAL_CPU)
     assert 20_000 < cost.checkpoint_bytes <= 40_000 < cost.saved_bytes
@@ -182,9 +182,9 @@ def test_stages_that_are_compiled_keep_less(schedule: str) -> None:
     _, lowered = planned(Mesh(pp=2), schedule=schedule)
     lean = dataclasses.replace(lowered, compiled=True)
     for stage in range(2):
-        plain, other = (stage_cost(x.chunk(stage, 0), NOMINAL_CPU) for x in (lowered, lean))
+        plain, other = (stage_cost(x.stage_graphs(stage, 0), NOMINAL_CPU) for x in (lowered, lean))
         assert other.saved_bytes < 0.9 * plain.saved_bytes
-        halves = lean.chunk(stage, 0)
+        halves = lean.stage_graphs(stage, 0)
         assert (halves.input_grad is not None) is (schedule == "zb-h1")
 
 
@@ -202,5 +202,5 @@ def test_a_plan_adapts_to_evaluation_and_to_other_shapes(name: str) -> None:
     for item in lowered.loss.graph.inputs:
         if item.kind is InputKind.PARAMETER:
             assert layouts[item.target] == before.layouts[Ref(item.name)], item.target
-    chunk = adapted.chunk(0, 1, train=False)
+    chunk = adapted.stage_graphs(0, 1, train=False)
     assert chunk.backward is None

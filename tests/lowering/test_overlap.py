@@ -121,7 +121,7 @@ def test_of_one_sample_products_are_in_chunks_of_rows(asked: int | None) -> None
         assert plan.overlap_gains[stage] > whole.plan.overlap_gains[stage] + 0.05
         one, other = (
             sum(graph_seconds(g, SLOW) for g in (c.forward, c.backward) if g)
-            for c in (lowered.chunk(stage, 0), whole.chunk(stage, 0))
+            for c in (lowered.stage_graphs(stage, 0), whole.stage_graphs(stage, 0))
         )
         assert one < other
 
@@ -151,7 +151,7 @@ def test_the_plan_says_it_and_means_the_same_everywhere(tmp_path: Path) -> None:
     again = with_parts(
         apply_plan(plan, recorded("llama", MICRO_BATCHES)), lambda parts: recorded("llama", parts)
     )
-    one, other = lowered.chunk(0, 0), again.chunk(0, 0)
+    one, other = lowered.stage_graphs(0, 0), again.stage_graphs(0, 0)
     assert one.forward == other.forward
     assert one.backward == other.backward
     assert any(node.op in STARTED for node in one.forward.nodes)
@@ -211,7 +211,7 @@ def test_products_are_fused_with_their_collectives_in_symmetric_memory() -> None
     assert other.fused_products == ()
     for stage in (0, 1):
         assert plan.overlap_gains[stage] > other.overlap_gains[stage] + 0.03
-        chunk, whole = lowered.chunk(stage, 0), lowered.stages.local[stage]
+        chunk, whole = lowered.stage_graphs(stage, 0), lowered.stages.local[stage]
         assert any(n.op in PIPELINED for n in chunk.forward.nodes)
         blocking_s = graph_seconds(differentiate(whole).forward, SYMMETRIC)
         assert graph_seconds(chunk.forward, SYMMETRIC) < 0.9 * blocking_s
@@ -249,7 +249,7 @@ def test_a_plan_with_fused_products_means_the_same_everywhere(tmp_path: Path) ->
     assert plan == lowered.plan
     again = apply_plan(plan, recorded("gpt2", SAMPLES))
     for stage in (0, 1):
-        assert lowered.chunk(stage, 0) == again.chunk(stage, 0)
+        assert lowered.stage_graphs(stage, 0) == again.stage_graphs(stage, 0)
 
 
 def wide_llama() -> Recording:

@@ -47,9 +47,9 @@ def ran(name: str = "gpt2", **options: str) -> list[tuple[Pass, object, object]]
     with watched(lambda each, given, made, seconds: told.append((each, given, made))):
         found = lowered.__wrapped__(name, **options)
         for rank in range(8):
-            found.chunks(rank)
-            found.chunks(rank, train=False)
-        replace(found, compiled=True, onednn=True).chunks(0)
+            found.rank_graphs(rank)
+            found.rank_graphs(rank, train=False)
+        replace(found, compiled=True, onednn=True).rank_graphs(0)
         found.with_collectives(found.programs())
     return told
 
@@ -107,7 +107,7 @@ def test_a_pass_is_added_by_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = Pass("double", "Breaks the graph.", Kind.LOCAL, Kind.LOCAL, doubled)
     monkeypatch.setattr(pipeline, "STAGE", (*LOCAL, wrong, *STAGE[len(LOCAL) :]))
     with pytest.raises(AssertionError, match=r"the pass 'double' broke its graph: node .* twice"):
-        lowered().chunk(0, 0)
+        lowered().stage_graphs(0, 0)
 
 
 def test_differentiating_alone_is_a_part_of_the_list() -> None:

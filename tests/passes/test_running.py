@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Action, ActionKind, Chunk, Program
+from merakc.ir.program import Action, ActionKind, Program, StageGraphs
 from merakc.passes import running
 from merakc.passes.pipeline import PARTS, differentiate
 from merakc.passes.running import Kind, Pass, graphs_of, run_passes, verify, watched
@@ -78,7 +78,7 @@ def test_everything_in_a_chunk_is_verified() -> None:
     verify(chunk)
     lost = replace(chunk.forward, outputs=chunk.forward.outputs[:1])
     with pytest.raises(AssertionError, match="which no piece saves"):
-        verify(Chunk(lost, replace(GRAPH, inputs=(replace(X, kind=InputKind.SAVED),))))
+        verify(StageGraphs(lost, replace(GRAPH, inputs=(replace(X, kind=InputKind.SAVED),))))
     with pytest.raises(AssertionError, match="not defined"):
         verify(replace(chunk, checkpoint=forget(GRAPH)))
 

@@ -151,9 +151,9 @@ def test_each_stage_keeps_as_much_as_its_memory_lets_it() -> None:
     assert full.prediction is not None
     assert max(plan.prediction.peak_bytes) <= tight.memory_bytes
     assert plain.prediction.step_s < plan.prediction.step_s < full.prediction.step_s
-    checkpoint = lowered.chunk(0, 0).checkpoint
+    checkpoint = lowered.stage_graphs(0, 0).checkpoint
     assert checkpoint is not None
-    assert lowered.chunk(3, 0).checkpoint is None
+    assert lowered.stage_graphs(3, 0).checkpoint is None
 
 
 def test_each_rank_is_held_against_the_memory_of_its_own_device() -> None:
@@ -180,8 +180,8 @@ def test_an_order_of_the_users_own_is_planned() -> None:
     request = with_schedule(Request(2, BATCH_SIZE, pp=2, micro_batches=2, schedule=text))
     plan, lowered = search(request, recording, NOMINAL_CPU)
     assert (plan.schedule, plan.recompute) == ("custom", "full")
-    assert lowered.chunk(0, 0).recompute is not None
-    assert lowered.chunk(1, 0).recompute is None
+    assert lowered.stage_graphs(0, 0).recompute is not None
+    assert lowered.stage_graphs(1, 0).recompute is None
     with pytest.raises(ConfigError, match="an order of 2 micro-batches on 2 ranks"):
         search(replace(request, micro_batches=4), recording, NOMINAL_CPU)
 

@@ -9,7 +9,7 @@ import torch
 
 from merakc.costs.roofline import graph_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Action, ActionKind, Chunk, Program
+from merakc.ir.program import Action, ActionKind, Program, StageGraphs
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.passes.pipeline import PIPELINE, differentiate
 from merakc.report.passes import Size, effects_table, pass_effect, value_size
@@ -37,7 +37,7 @@ def test_of_a_chunk_the_pieces_that_a_micro_batch_runs_count() -> None:
     assert plain.nodes == sum(len(g.nodes) for g in (chunk.forward, chunk.backward) if g)
     split = replace(chunk, input_grad=GRAPH, weight_grad=GRAPH)
     assert value_size(split, NOMINAL_GPU).nodes == len(chunk.forward.nodes) + 4
-    again = Chunk(chunk.forward, None, checkpoint=GRAPH, recompute=GRAPH)
+    again = StageGraphs(chunk.forward, None, checkpoint=GRAPH, recompute=GRAPH)
     assert value_size(again, NOMINAL_GPU).nodes == 4
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Action, ActionKind, Chunk, Mesh, Transfer
+from merakc.ir.program import Action, ActionKind, Mesh, StageGraphs, Transfer
 from merakc.passes.autodiff.recompute import checkpointed
 from merakc.passes.programs.schedule import build_programs
 from merakc.runtime.executor import Executor
@@ -26,7 +26,7 @@ def node(name: str, op: str, *args: object, spec: TensorSpec = SPEC) -> Node:
     return Node(name, op, args, (), (spec,))
 
 
-def first_stage() -> Chunk:
+def first_stage() -> StageGraphs:
     """y = w x, and its gradient by w."""
     x, w = Input("x", InputKind.BATCH, SPEC, "x"), Input("w", InputKind.PARAMETER, SPEC, "w")
     forward = Graph(
@@ -39,10 +39,10 @@ def first_stage() -> Chunk:
         (node("dw", MUL, Ref("x"), Ref("t")),),
         (Output("w", OutputKind.GRADIENT, Ref("dw")),),
     )
-    return Chunk(forward, backward)
+    return StageGraphs(forward, backward)
 
 
-def last_stage(name: str = "y") -> Chunk:
+def last_stage(name: str = "y") -> StageGraphs:
     """loss = sum(v y), its gradients by v and y; y is an input of the backward too."""
     y = Input(name, InputKind.ACTIVATION, SPEC, name, True)
     v = Input("v", InputKind.PARAMETER, SPEC, "v", True)
@@ -60,7 +60,7 @@ def last_stage(name: str = "y") -> Chunk:
         ),
         (Output("v", OutputKind.GRADIENT, Ref("dv")), Output(name, OutputKind.GRADIENT, Ref("dy"))),
     )
-    return Chunk(forward, backward)
+    return StageGraphs(forward, backward)
 
 
 def batches() -> list[dict[str, torch.Tensor]]:
@@ -137,7 +137,7 @@ def undifferentiated() -> dict[str, torch.Tensor]:
     program = build_programs(
         mesh, make_schedule("1f1b", mesh.pp, MICRO_BATCHES), [Transfer("y", 0, 1, 24, False)]
     )[rank]
-    chunk = first_stage() if rank == 0 else Chunk(last_stage().forward, None)
+    chunk = first_stage() if rank == 0 else StageGraphs(last_stage().forward, None)
     return Executor(program, {rank: chunk}, {"w": W, "v": V}, CPU).run(batches()).gradients
 
 
@@ -147,7 +147,9 @@ def test_a_value_that_is_not_differentiated_by_counts_nothing() -> None:
     assert last == {}
 
 
-def alone(chunk: Chunk, state: dict[str, torch.Tensor], *, recompute: bool = False) -> Executor:
+def alone(
+    chunk: StageGraphs, state: dict[str, torch.Tensor], *, recompute: bool = False
+) -> Executor:
     schedule = make_schedule("1f1b", 1, 2, recompute="full" if recompute else "none")
     program = build_programs(Mesh(), schedule, [])[0]
     return Executor(program, {0: checkpointed(chunk, ())}, state, CPU)
@@ -180,7 +182,7 @@ def test_a_buffer_is_read_as_it_was_before_its_forward(recompute: bool) -> None:
         (Output("v", OutputKind.GRADIENT, Ref("dv")),),
     )
     state = {"stats.b": torch.ones(3).double(), "v": V.clone()}
-    executor = alone(Chunk(forward, backward), state, recompute=recompute)
+    executor = alone(StageGraphs(forward, backward), state, recompute=recompute)
     found = executor.run([{}, {}])
     torch.testing.assert_close(found.gradients["v"], 1 + (1 + V))
     torch.testing.assert_close(state["stats.b"], 1 + 2 * V)
@@ -209,7 +211,7 @@ def test_gradients_share_no_memory_with_anything() -> None:
     )
     given = batches()[:2]
     kept = given[0]["x"].clone()
-    executor = alone(Chunk(forward, backward), dict.fromkeys(names, V))
+    executor = alone(StageGraphs(forward, backward), dict.fromkeys(names, V))
     piece = executor.stages[0].piece(ActionKind.BACKWARD, 0)
     assert piece is not None
     assert piece.owned == frozenset()  # each would be changed, or sent, under another's feet
@@ -226,7 +228,7 @@ def test_gradients_share_no_memory_with_anything() -> None:
 def test_forward_only_keeps_nothing() -> None:
     program = build_programs(Mesh(), make_schedule("1f1b", 1, 2), [], forward_only=True)[0]
     assert {a.kind for a in program.actions} == {ActionKind.FORWARD}
-    chunk = Chunk(last_stage().forward, None)
+    chunk = StageGraphs(last_stage().forward, None)
     result = Executor(program, {0: chunk}, {"v": V, "y": W}, CPU).run([{}, {}])
     torch.testing.assert_close(result.loss, 2 * (V * W).sum())
     assert result.gradients == {}

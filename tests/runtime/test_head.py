@@ -11,7 +11,7 @@ import torch
 from benchmarks.ranks import run_ranks
 from merakc.ir.batches import BatchLayout, Head, Rows, Share, ShareKind
 from merakc.ir.graph import Graph, TensorSpec
-from merakc.ir.program import ActionKind, Chunk, Mesh
+from merakc.ir.program import ActionKind, Mesh, StageGraphs
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
 from tests.coupled_models import ROUTED, TOWERS, WIDE, Tensors
@@ -99,7 +99,7 @@ def test_a_message_has_values_of_all_dtypes_in_their_places() -> None:
     ]
     head = Head(Graph((), (), ()), tuple(shares))
     layout = BatchLayout((2, 1), 1)
-    runner = HeadRunner(head, Chunk(head.graph, None), layout, CPU, group=object())  # type: ignore[arg-type]
+    runner = HeadRunner(head, StageGraphs(head.graph, None), layout, CPU, group=object())  # type: ignore[arg-type]
     for rank in (0, 1):
         sizes = [runner._shape(s, rank) for s in shares]
         starts, end = runner._spans(shares, rank)

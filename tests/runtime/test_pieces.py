@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import ActionKind, Chunk, Mesh
+from merakc.ir.program import ActionKind, Mesh, StageGraphs
 from merakc.passes.autodiff.recompute import checkpointed
 from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.pipeline import differentiate
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 SPEC = TensorSpec((4, 4), torch.float64)
 
 
-def chunk() -> Chunk:
+def chunk() -> StageGraphs:
     """y = sin(x a) b of a received x, with all pieces; it counts its calls in a buffer."""
     received = Input("x", InputKind.ACTIVATION, SPEC, "x", True)
     weights = [Input(n, InputKind.PARAMETER, SPEC, n, True) for n in "ab"]
@@ -33,7 +33,7 @@ def chunk() -> Chunk:
     )
     made = checkpointed(differentiate(Graph((received, *weights, scale), nodes, outputs)), ())
     input_grad, weight_grad = split_backward(made)
-    return Chunk(
+    return StageGraphs(
         made.forward, made.backward, made.checkpoint, made.recompute, input_grad, weight_grad
     )
 
@@ -71,7 +71,7 @@ def test_only_pieces_that_run_are_compiled() -> None:
 
 def test_a_chunk_without_a_backward_runs_nothing_for_it() -> None:
     program = build_programs(Mesh(), parse_schedule("0F0 0B0"), [])[0]
-    stage = Stage(0, Chunk(chunk().forward, None), program, CPU)
+    stage = Stage(0, StageGraphs(chunk().forward, None), program, CPU)
     assert stage.piece(ActionKind.BACKWARD, 0) is None
     assert stage.rewritten == ()
 

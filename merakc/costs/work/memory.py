@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from merakc.analysis.accumulation import accumulated, added_at_once
 from merakc.analysis.liveness import Memory, live_bytes, owners
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class ActionBytes:
 
 
 def order_bytes(
-    chunk: Chunk,
+    chunk: StageGraphs,
     order: Sequence[ActionKind],
     sums: Sequence[Sum] = (),
     *,
@@ -90,7 +90,7 @@ def order_bytes(
 
 
 def _summed(
-    chunk: Chunk, piece: Graph, sums: Sequence[Sum], added: Mapping[str, str], *, later: bool
+    chunk: StageGraphs, piece: Graph, sums: Sequence[Sum], added: Mapping[str, str], *, later: bool
 ) -> tuple[Graph, dict[str, tuple[int, int]]]:
     """The piece without the gradients that are added up, and what sums take beside its nodes.
 
@@ -146,7 +146,7 @@ def _total(held: Mapping[str, Memory]) -> int:
 
 
 def _run_piece(
-    chunk: Chunk,
+    chunk: StageGraphs,
     kind: ActionKind,
     piece: Graph | None,
     held: Mapping[str, Memory],

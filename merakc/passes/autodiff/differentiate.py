@@ -1,6 +1,6 @@
-"""Differentiates a chunk: one recorded graph becomes a forward and a backward graph.
+"""Differentiates a stage: one recorded graph becomes a forward and a backward graph.
 
-The chunk is traced with `torch.autograd.grad` on fake tensors, which gives one flat ATen graph of
+The stage is traced with `torch.autograd.grad` on fake tensors, which gives one flat ATen graph of
 both directions, collectives included. It is then split: what the outputs need runs
 in the forward, what depends on the tangents in the backward, and the values that pass between
 them are the saved activations.
@@ -30,7 +30,7 @@ from merakc.frontend.functions import Apply, unchanged_arguments
 from merakc.frontend.python.fingerprint import ADDRESS
 from merakc.frontend.python.state import PythonState
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.tracer import PLACES, Tracer
 
@@ -41,7 +41,7 @@ OPAQUES = "merakc.opaque"
 
 
 def joint_graph(graph: Graph) -> Graph:
-    """Forward and backward of a chunk in one graph.
+    """Forward and backward of a stage in one graph.
 
     Gradients are those of the `LOSS`, `ACTIVATION` and `WAIST` outputs with respect to every input
     that requires one; an input that reaches none of them gets no gradient output.
@@ -264,17 +264,17 @@ def _node(node: fx.Node, value: Any) -> Node:
     return Node(f"j:{node.name}", str(node.target), value(tuple(node.args)), kwargs, specs)
 
 
-def partition(joint: Graph) -> Chunk:
+def partition(joint: Graph) -> StageGraphs:
     """Splits the joint graph into forward and backward.
 
     A node that needs no tangent but only serves the backward runs there if it reads nothing but
-    the chunk's inputs, and in the forward otherwise.
+    the stage's inputs, and in the forward otherwise.
     """
     gradients = tuple(o for o in joint.outputs if o.kind is OutputKind.GRADIENT)
     results = tuple(o for o in joint.outputs if o.kind is not OutputKind.GRADIENT)
     if not gradients:
         kept = tuple(i for i in joint.inputs if i.kind is not InputKind.TANGENT)
-        return Chunk(Graph(kept, joint.nodes, results, joint.constants).pruned(), None)
+        return StageGraphs(Graph(kept, joint.nodes, results, joint.constants).pruned(), None)
     inputs = {i.name: i for i in joint.inputs}
     tangent = {i.name for i in joint.inputs if i.kind is InputKind.TANGENT}
     needed = {n.name for n in Graph(joint.inputs, joint.nodes, results).pruned().nodes}
@@ -309,4 +309,4 @@ def partition(joint: Graph) -> Chunk:
     backward_graph = Graph(
         tuple(backward_inputs), tuple(backward), gradients, joint.constants
     ).renamed(replaced)
-    return Chunk(forward_graph, backward_graph)
+    return StageGraphs(forward_graph, backward_graph)

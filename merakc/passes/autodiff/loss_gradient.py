@@ -15,18 +15,18 @@ from typing import Any, Final
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 
 NLL: Final = "aten.nll_loss_backward.default"
 SOFTMAX: Final = "aten._log_softmax_backward_data.default"
 MEAN: Final = 1  # torch's number of that reduction
 
 
-def without_zeros(chunk: Chunk) -> Chunk:
-    """The chunk with a backward that computes the same so; to be asked of it before it is split."""
-    if chunk.backward is None:
-        return chunk
-    return replace(chunk, backward=_rewritten(chunk.backward))
+def without_zeros(stage: StageGraphs) -> StageGraphs:
+    """The stage with a backward that computes the same so; to be asked of it before it is split."""
+    if stage.backward is None:
+        return stage
+    return replace(stage, backward=_rewritten(stage.backward))
 
 
 def _rewritten(graph: Graph) -> Graph:

@@ -1,7 +1,7 @@
-"""What a chunk keeps for its backward, and what it computes again.
+"""What a stage keeps for its backward, and what it computes again.
 
 A forward that keeps less leaves a checkpoint; the recomputation makes the rest of what the
-backward reads from the checkpoint and the chunk's own inputs. Which values make the cheapest
+backward reads from the checkpoint and the stage's own inputs. Which values make the cheapest
 checkpoint is a minimum cut: to have a value at the backward one either pays for its bytes, or for
 running its node again and for having what that reads. Raising the price of a byte from zero walks
 through the best trade-offs of bytes against seconds (those on their convex hull).
@@ -19,7 +19,7 @@ from merakc.analysis.aliases import is_view
 from merakc.costs.roofline import node_seconds
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.kernels.opaque import OPAQUE
 from merakc.machines.cluster import Cluster
 
@@ -39,14 +39,14 @@ PRICE_STEPS = 40  # halvings of the price's interval: to one part in 10^12
 TIE_BREAK = 1e-3
 
 
-def checkpointed(chunk: Chunk, kept: Collection[Ref]) -> Chunk:
-    """The chunk with a forward that saves no more than `kept`, values of its forward, and with the
+def checkpointed(stage: StageGraphs, kept: Collection[Ref]) -> StageGraphs:
+    """The stage with a forward that saves no more than `kept`, values of its forward, and with the
     recomputation of the rest.
 
     The recomputation writes no buffer and makes no output but saved values. Where nothing requires
     a gradient it is empty.
     """
-    whole = chunk.forward
+    whole = stage.forward
     saved = [o for o in whole.outputs if o.kind is OutputKind.SAVED]
     results = tuple(o for o in whole.outputs if o.kind is not OutputKind.SAVED)
     specs = whole.specs()
@@ -65,7 +65,7 @@ def checkpointed(chunk: Chunk, kept: Collection[Ref]) -> Chunk:
         if item.name in read or r in wanted
     )
     return replace(
-        chunk, checkpoint=replace(whole, outputs=(*results, *outputs)).pruned(), recompute=again
+        stage, checkpoint=replace(whole, outputs=(*results, *outputs)).pruned(), recompute=again
     )
 
 
@@ -74,48 +74,48 @@ def sorted_refs(refs: Collection[Ref]) -> list[Ref]:
     return sorted(refs, key=lambda r: (r.node, r.index))
 
 
-def selective(chunk: Chunk) -> frozenset[Ref]:
+def selective(stage: StageGraphs) -> frozenset[Ref]:
     """The fewest bytes to keep so that nothing expensive runs again: no product with weights, no
     collective, no attention kernel and no module that runs as it is.
     """
-    costs = {n.name: np.inf if n.op in KEPT_BY_SELECTIVE else 0.0 for n in chunk.forward.nodes}
-    return Cut(chunk, costs).kept(1.0)
+    costs = {n.name: np.inf if n.op in KEPT_BY_SELECTIVE else 0.0 for n in stage.forward.nodes}
+    return Cut(stage, costs).kept(1.0)
 
 
-def within_bytes(chunk: Chunk, budget_bytes: int, cluster: Cluster) -> frozenset[Ref]:
+def within_bytes(stage: StageGraphs, budget_bytes: int, cluster: Cluster) -> frozenset[Ref]:
     """What to keep in at most `budget_bytes` a micro-batch so that recomputing takes least time.
 
     Found among the cuts of all prices of a byte; seconds are the roofline's, and no collective
     runs again, so that the ranks of a tp group may choose apart. Where even the least that this
     allows is more than the budget, that is kept.
     """
-    nodes = chunk.forward.nodes
-    seconds = _seconds(chunk.forward, cluster)
+    nodes = stage.forward.nodes
+    seconds = _seconds(stage.forward, cluster)
     costs = {
         n.name: np.inf
         if n.op in COLLECTIVES or n.op in PIPELINED
         else seconds[n.name] * (1 + TIE_BREAK * k / len(nodes))
         for k, n in enumerate(nodes)
     }
-    cut = Cut(chunk, costs)
+    cut = Cut(stage, costs)
     everything = cut.kept(0.0)
-    if kept_bytes(chunk, everything) <= budget_bytes:
+    if kept_bytes(stage, everything) <= budget_bytes:
         return everything
     low, high = 0.0, 1.0
     best = cut.kept(high)
     for _ in range(PRICE_STEPS):
         middle = (low + high) / 2
         found = cut.kept(middle)
-        if kept_bytes(chunk, found) <= budget_bytes:
+        if kept_bytes(stage, found) <= budget_bytes:
             high, best = middle, found
         else:
             low = middle
     return best
 
 
-def kept_bytes(chunk: Chunk, kept: Collection[Ref]) -> int:
+def kept_bytes(stage: StageGraphs, kept: Collection[Ref]) -> int:
     """Bytes of kept values, each of memory of its own."""
-    specs = chunk.forward.specs()
+    specs = stage.forward.specs()
     return sum(specs[r].size_bytes for r in kept)
 
 
@@ -133,7 +133,7 @@ class _Edge:
 
 
 class Cut:
-    """The network of one chunk; `costs` are the seconds of running each node of it again, or
+    """The network of one stage; `costs` are the seconds of running each node of it again, or
     what else is weighed against bytes.
 
     Every value that the backward reads hangs on the source, and a value on its node by an edge of
@@ -141,8 +141,8 @@ class Cut:
     pulls what it reads to its own side. Views are made again from what they look at.
     """
 
-    def __init__(self, chunk: Chunk, costs: Mapping[str, float]) -> None:
-        forward = chunk.forward
+    def __init__(self, stage: StageGraphs, costs: Mapping[str, float]) -> None:
+        forward = stage.forward
         wanted = [o.ref for o in forward.outputs if o.kind is OutputKind.SAVED]
         self.values: dict[Ref, int] = {}  # the place of each value in the network
         self.made: list[int] = []  # the place of its node
@@ -150,7 +150,7 @@ class Cut:
         self.fixed: list[_Edge] = []  # of seconds
         self.held: list[_Edge] = []  # of bytes: received values, which no node makes again
         places = count(2)  # after the source and the sink
-        read_anyway = {i.name for i in chunk.backward.inputs} if chunk.backward else set()
+        read_anyway = {i.name for i in stage.backward.inputs} if stage.backward else set()
         for item in forward.inputs:
             if item.kind is InputKind.ACTIVATION and item.name not in read_anyway:
                 at = self.values[Ref(item.name)] = next(places)
@@ -175,7 +175,7 @@ class Cut:
     def kept(self, share: float) -> frozenset[Ref]:
         """The cheapest checkpoint where `share` of the price is for bytes, the rest for seconds.
 
-        Both are relative to those of the whole chunk. At equal prices more is kept.
+        Both are relative to those of the whole stage. At equal prices more is kept.
         """
         cut = [
             _Edge(at, node, size)

@@ -16,7 +16,7 @@ import numpy as np
 from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.pieces import LEAST_BYTES
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.kernels.ops import is_pointwise
 from merakc.passes.autodiff.recompute import Cut, sorted_refs
 
@@ -24,26 +24,26 @@ from merakc.passes.autodiff.recompute import Cut, sorted_refs
 AGAIN, AGAIN_IN_KERNELS = 0.5, 0.05
 
 
-def rematerialised(chunk: Chunk) -> Chunk:
-    """The chunk of a compiled stage with a forward that keeps less, and a backward that makes the
+def rematerialised(stage: StageGraphs) -> StageGraphs:
+    """The stage of a compiled stage with a forward that keeps less, and a backward that makes the
     rest again.
 
-    Its other pieces are to be made from the chunk that this gives.
+    Its other pieces are to be made from the stage that this gives.
     """
-    if chunk.backward is None:
-        return chunk
-    return _keeping(chunk, _kept(chunk, _costs(chunk.forward, AGAIN_IN_KERNELS)))
+    if stage.backward is None:
+        return stage
+    return _keeping(stage, _kept(stage, _costs(stage.forward, AGAIN_IN_KERNELS)))
 
 
-def lean(chunk: Chunk) -> Chunk:
+def lean(stage: StageGraphs) -> StageGraphs:
     """The same of a stage whose calls run one by one, and make again what is read next."""
-    if chunk.backward is None:
-        return chunk
-    forward, specs = chunk.forward, chunk.forward.specs()
+    if stage.backward is None:
+        return stage
+    forward, specs = stage.forward, stage.forward.specs()
     if all(spec.size_bytes <= LEAST_BYTES for spec in specs.values()):
-        return chunk
-    kept = _kept(chunk, _costs(forward, AGAIN, (1 - AGAIN) * LEAST_BYTES))
-    made = _keeping(chunk, _with_views(forward, kept))
+        return stage
+    kept = _kept(stage, _costs(forward, AGAIN, (1 - AGAIN) * LEAST_BYTES))
+    made = _keeping(stage, _with_views(forward, kept))
     assert made.backward is not None
     return replace(made, backward=late(made.backward))
 
@@ -84,17 +84,17 @@ def late(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(nodes))
 
 
-def _keeping(chunk: Chunk, keep: Collection[Ref]) -> Chunk:
-    assert chunk.backward is not None
-    whole, specs = chunk.forward, chunk.forward.specs()
+def _keeping(stage: StageGraphs, keep: Collection[Ref]) -> StageGraphs:
+    assert stage.backward is not None
+    whole, specs = stage.forward, stage.forward.specs()
     kept = {r: f"saved:{r}" for r in sorted_refs(keep)}
     saved = [o for o in whole.outputs if o.kind is OutputKind.SAVED]
     given = tuple(Input(n, InputKind.SAVED, specs[r], str(r)) for r, n in kept.items())
     again = replace(whole, outputs=tuple(saved)).renamed({r: Ref(n) for r, n in kept.items()})
     again = again.pruned()
     made = {o.name: o.ref for o in again.outputs}
-    read = (i for i in chunk.backward.inputs if i.kind is InputKind.SAVED)
-    rest = chunk.backward.renamed({Ref(i.name): made[i.target] for i in read})
+    read = (i for i in stage.backward.inputs if i.kind is InputKind.SAVED)
+    rest = stage.backward.renamed({Ref(i.name): made[i.target] for i in read})
     others = (i for i in rest.inputs if i.kind is not InputKind.SAVED)
     inputs = dict.fromkeys((*others, *again.inputs, *given))
     constants = {**again.constants, **rest.constants}
@@ -104,11 +104,11 @@ def _keeping(chunk: Chunk, keep: Collection[Ref]) -> Chunk:
     wanted = {i.target for i in backward.inputs if i.kind is InputKind.SAVED}
     results = (o for o in whole.outputs if o.kind is not OutputKind.SAVED)
     outputs = (*results, *(Output(str(r), OutputKind.SAVED, r) for r in kept if str(r) in wanted))
-    return replace(chunk, forward=replace(whole, outputs=outputs).pruned(), backward=backward)
+    return replace(stage, forward=replace(whole, outputs=outputs).pruned(), backward=backward)
 
 
-def _kept(chunk: Chunk, costs: Mapping[str, float]) -> frozenset[Ref]:
-    cut = Cut(chunk, costs)
+def _kept(stage: StageGraphs, costs: Mapping[str, float]) -> frozenset[Ref]:
+    cut = Cut(stage, costs)
     return cut.kept(cut.total_bytes / (cut.total_bytes + cut.total_s))
 
 

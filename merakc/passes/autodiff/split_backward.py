@@ -10,24 +10,24 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 
 CONVOLUTION = "aten.convolution_backward.default"
 
 
-def split_backward(chunk: Chunk) -> tuple[Graph, Graph]:
-    """The input-gradient and the weight-gradient graph of a chunk that has a backward.
+def split_backward(stage: StageGraphs) -> tuple[Graph, Graph]:
+    """The input-gradient and the weight-gradient graph of a stage that has a backward.
 
-    The first computes the gradients of the chunk's `ACTIVATION` inputs, the second all others;
+    The first computes the gradients of the stage's `ACTIVATION` inputs, the second all others;
     every node of the backward is in exactly one of them, but for that of a convolution, which
     becomes two. Values of the first that the second reads pass between them as outputs and inputs
     of kind `SAVED`, named as between forward and backward: the output after the value, the input
-    `saved:` and that, with the output as its target. Where the chunk receives no activation, the
+    `saved:` and that, with the output as its target. Where the stage receives no activation, the
     first graph is empty.
     """
-    assert chunk.backward is not None, "nothing in this chunk requires a gradient"
-    arrived = {i.name for i in chunk.forward.inputs if i.kind is InputKind.ACTIVATION}
-    whole = _apart(chunk.backward) if arrived else chunk.backward
+    assert stage.backward is not None, "nothing in this stage requires a gradient"
+    arrived = {i.name for i in stage.forward.inputs if i.kind is InputKind.ACTIVATION}
+    whole = _apart(stage.backward) if arrived else stage.backward
     sent = tuple(o for o in whole.outputs if o.name in arrived)
     own = tuple(o for o in whole.outputs if o.name not in arrived)
     first = replace(whole, outputs=sent).pruned().nodes

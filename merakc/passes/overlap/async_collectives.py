@@ -22,7 +22,7 @@ from merakc.costs.roofline import (
 from merakc.costs.stage import BACKWARD_PER_FORWARD
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.kernels.ops import STARTS, WAIT
 from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.rematerialise import late
@@ -46,25 +46,27 @@ CONJUGATES = {
 PIECES: Final = ("forward", "backward", "checkpoint", "recompute", "input_grad", "weight_grad")
 
 
-def overlapped(chunk: Chunk, cluster: Cluster, like: Chunk | None = None) -> Chunk:
-    """The chunk with the communication of each of its graphs under their computation.
+def overlapped(
+    stage: StageGraphs, cluster: Cluster, like: StageGraphs | None = None
+) -> StageGraphs:
+    """The stage with the communication of each of its graphs under their computation.
 
-    The order is that of the chunk `like`, where given: ranks of a group must start collectives in
+    The order is that of the stage `like`, where given: ranks of a group must start collectives in
     one order, and costs differ where their parts of tensors do.
     """
     found = {}
     for name in PIECES:
-        graph, model = getattr(chunk, name), getattr(like or chunk, name)
+        graph, model = getattr(stage, name), getattr(like or stage, name)
         if graph is not None:
             found[name] = overlap(graph, cluster, model)
-    return replace(chunk, **found)
+    return replace(stage, **found)
 
 
-def same_nodes(one: Chunk, other: Chunk) -> bool:
+def same_nodes(one: StageGraphs, other: StageGraphs) -> bool:
     """Whether the graphs of two chunks have nodes of the same names and ops, in the same order."""
 
-    def listed(chunk: Chunk) -> list[list[tuple[str, str]]]:
-        graphs = (getattr(chunk, name) for name in PIECES)
+    def listed(stage: StageGraphs) -> list[list[tuple[str, str]]]:
+        graphs = (getattr(stage, name) for name in PIECES)
         return [[(n.name, n.op) for n in graph.nodes] if graph else [] for graph in graphs]
 
     return listed(one) == listed(other)

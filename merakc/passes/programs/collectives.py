@@ -19,11 +19,11 @@ from merakc.ir.precision import kept_dtype
 from merakc.ir.program import (
     Action,
     ActionKind,
-    Chunk,
     Collective,
     CollectiveKind,
     Mesh,
     Program,
+    StageGraphs,
 )
 from merakc.machines.cluster import NOMINAL_GPU
 
@@ -47,13 +47,13 @@ class Touch:
 Touches = Mapping[tuple[ActionKind, bool], tuple[Touch, ...]]
 
 
-def chunk_touches(chunk: Chunk) -> Touches:
-    """What the pieces of a chunk do with parameters."""
-    targets = {i.name: i.target for i in chunk.forward.inputs if i.kind is InputKind.PARAMETER}
+def stage_touches(stage: StageGraphs) -> Touches:
+    """What the graphs of a stage do with parameters."""
+    targets = {i.name: i.target for i in stage.forward.inputs if i.kind is InputKind.PARAMETER}
     found = {}
     for kind in ActionKind:
         for again in (False, True):
-            piece = chunk.piece(kind, again=again) if kind.is_compute else None
+            piece = stage.piece(kind, again=again) if kind.is_compute else None
             if piece is not None:
                 found[kind, again] = graph_touches(piece, targets)
     return found

@@ -1,6 +1,6 @@
 """Products of matrices that oneDNN computes in the place of torch's own, on a CPU.
 
-The last pass of a chunk: no other needs to know its ops. See `merakc.kernels.gemm` for why.
+The last pass of a stage: no other needs to know its ops. See `merakc.kernels.gemm` for why.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 
 from merakc.costs.work.flops import node_flops
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.kernels.gemm import LEAST_FLOPS, OPS
 
 
-def by_onednn(chunk: Chunk) -> Chunk:
-    """The chunk with all its larger products of float32 matrices computed by oneDNN."""
-    graphs = {f.name: getattr(chunk, f.name) for f in fields(chunk)}
-    return replace(chunk, **{name: g and _rewritten(g) for name, g in graphs.items()})
+def by_onednn(stage: StageGraphs) -> StageGraphs:
+    """The stage with all its larger products of float32 matrices computed by oneDNN."""
+    graphs = {f.name: getattr(stage, f.name) for f in fields(stage)}
+    return replace(stage, **{name: g and _rewritten(g) for name, g in graphs.items()})
 
 
 def _rewritten(graph: Graph) -> Graph:

@@ -6,7 +6,7 @@ import torch
 
 from merakc.costs.work.memory import order_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 
 VIEW, CALL = "aten.alias.default", "aten.maximum.default"
 
@@ -25,5 +25,5 @@ def test_saved_bytes_are_the_saved_values_and_the_received_activations_that_they
     forward = Graph((x, unread, weight), (y, z, view), saved)
     backward = Graph((x, weight, Input("saved:%y", InputKind.SAVED, spec(7), "y")), (), ())
     order = ActionKind.FORWARD, ActionKind.BACKWARD
-    assert [b.held_bytes for b in order_bytes(Chunk(forward, backward), order)] == [7 + 4, 0]
-    assert order_bytes(Chunk(forward, None), order)[0].held_bytes == 0
+    assert [b.held_bytes for b in order_bytes(StageGraphs(forward, backward), order)] == [7 + 4, 0]
+    assert order_bytes(StageGraphs(forward, None), order)[0].held_bytes == 0

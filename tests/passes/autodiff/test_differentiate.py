@@ -14,7 +14,7 @@ from benchmarks.reference import lifted_casts
 from merakc.errors import RecordError
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.pipeline import differentiate
@@ -35,7 +35,7 @@ def test_models_equal_eager(name: str) -> None:
         check(case.model(F64), **case.batch(2, F64), relative=relative)
 
 
-def _chunk(*, trained: bool = True, detached: bool = False) -> Chunk:
+def _chunk(*, trained: bool = True, detached: bool = False) -> StageGraphs:
     """A stage in the middle: (w * x).sum kept, and passed on to a later stage."""
     x = Input("x", InputKind.ACTIVATION, SPEC, "x", True)
     w = Input("w", InputKind.PARAMETER, SPEC, "weight", trained)

@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from merakc.analysis.liveness import live_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, InputKind
-from merakc.ir.program import Chunk
+from merakc.ir.program import StageGraphs
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.loss_gradient import NLL, SOFTMAX, without_zeros
 from merakc.passes.pipeline import differentiate
@@ -34,11 +34,11 @@ class Loss(torch.nn.Module):
         return (found * torch.arange(1.0, ROWS + 1)).sum() if found.dim() else found * 2
 
 
-def chunk(model: Loss) -> Chunk:
+def chunk(model: Loss) -> StageGraphs:
     return differentiate(record(model, (LABELS,), {}).graph)
 
 
-def gradient(made: Chunk, model: Loss, labels: torch.Tensor) -> torch.Tensor:
+def gradient(made: StageGraphs, model: Loss, labels: torch.Tensor) -> torch.Tensor:
     brought = {
         InputKind.PARAMETER: model.logits.detach(),
         InputKind.BATCH: labels,

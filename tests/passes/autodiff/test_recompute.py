@@ -14,7 +14,7 @@ from merakc.analysis.aliases import is_view
 from merakc.costs.roofline import node_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk, Mesh
+from merakc.ir.program import Mesh, StageGraphs
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU
 from merakc.passes.autodiff import recompute
@@ -40,8 +40,8 @@ def lowered(name: str) -> Lowered:
 
 
 @cache
-def chunk_of(name: str, stage: int) -> Chunk:
-    return lowered(name).chunk(stage, 0)
+def chunk_of(name: str, stage: int) -> StageGraphs:
+    return lowered(name).stage_graphs(stage, 0)
 
 
 def values(graph: Graph) -> dict[str, torch.Tensor]:
@@ -128,7 +128,7 @@ def test_more_bytes_never_take_longer() -> None:
     assert times[0] > 4 * times[8] > 0
 
 
-def ladder() -> Chunk:
+def ladder() -> StageGraphs:
     """Products and cheap calls in turn, of different sizes."""
     x = Input("x", InputKind.BATCH, TensorSpec((4, 8), torch.float64), "x")
     shapes = {"a": (8, 16), "b": (16, 4), "c": (4, 12)}
@@ -179,6 +179,8 @@ def test_infinite_costs_are_never_paid() -> None:
 
 def test_a_chunk_without_gradients_recomputes_nothing() -> None:
     chunk = ladder()
-    frozen = checkpointed(Chunk(checkpointed(chunk, ()).checkpoint or chunk.forward, None), ())
+    frozen = checkpointed(
+        StageGraphs(checkpointed(chunk, ()).checkpoint or chunk.forward, None), ()
+    )
     assert frozen.recompute is not None
     assert not frozen.recompute.nodes

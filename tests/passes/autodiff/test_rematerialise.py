@@ -12,7 +12,7 @@ import torch
 from merakc.costs.work import pieces
 from merakc.costs.work.memory import order_bytes
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.passes.autodiff import rematerialise
 from merakc.passes.autodiff.loss_gradient import without_zeros
 from merakc.passes.autodiff.rematerialise import late, lean, rematerialised
@@ -26,18 +26,18 @@ DEAR = (
 SPEC = TensorSpec((8, 8), torch.float64)
 
 
-def plain_chunk(name: str, stage: int) -> Chunk:
+def plain_chunk(name: str, stage: int) -> StageGraphs:
     """A chunk that keeps everything."""
     return without_zeros(differentiate(lowered(name).local(stage, 0)))
 
 
-def saved_bytes(chunk: Chunk) -> int:
+def saved_bytes(chunk: StageGraphs) -> int:
     specs = chunk.forward.specs()
     kept = {o.ref for o in chunk.forward.outputs if o.kind is OutputKind.SAVED}
     return sum(specs[r].size_bytes for r in kept)
 
 
-def both(chunk: Chunk, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def both(chunk: StageGraphs, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What forward and backward give, but for what passes between them."""
     assert chunk.backward is not None
     tangents = (i for i in chunk.backward.inputs if i.kind is InputKind.TANGENT)
@@ -58,7 +58,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("made_lean", [rematerialised, lean])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "resnet", "whisper", "mixtral"])
-def test_the_same_bits_from_less(name: str, made_lean: Callable[[Chunk], Chunk]) -> None:
+def test_the_same_bits_from_less(
+    name: str, made_lean: Callable[[StageGraphs], StageGraphs]
+) -> None:
     for stage in range(STAGES):
         chunk = plain_chunk(name, stage)
         less = made_lean(chunk)
@@ -125,7 +127,7 @@ def test_what_costs_nothing_stands_where_it_is_read() -> None:
     assert "".join(n.name for n in graph.nodes) == "matnop"
 
 
-def gated(rows: int) -> Chunk:
+def gated(rows: int) -> StageGraphs:
     """A product times the silu of another, and a product of that."""
     spec, weight = TensorSpec((rows, 8), torch.float64), SPEC
     inputs = [Input("x", InputKind.BATCH, spec, "x")]
@@ -142,7 +144,7 @@ def gated(rows: int) -> Chunk:
     return differentiate(Graph(tuple(inputs), nodes, outputs))
 
 
-def chain(layers: int) -> Chunk:
+def chain(layers: int) -> StageGraphs:
     """A stream to which every layer adds the tanh of a product of it."""
     inputs = [Input("x", InputKind.BATCH, SPEC, "x")]
     nodes, at = [], Ref("x")

@@ -12,7 +12,7 @@ from merakc.analysis.liveness import live_bytes
 from merakc.costs.work.memory import order_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import ActionKind, Chunk, Mesh
+from merakc.ir.program import ActionKind, Mesh, StageGraphs
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.autodiff.interpret import interpret
@@ -87,7 +87,7 @@ def _values(inputs: tuple[Input, ...]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _check_stage(chunk: Chunk, sent: dict[str, torch.Tensor]) -> None:
+def _check_stage(chunk: StageGraphs, sent: dict[str, torch.Tensor]) -> None:
     """`sent` has what earlier stages have made, and gets what this one makes."""
     whole, forward = chunk.backward, chunk.forward
     assert whole is not None
@@ -125,7 +125,7 @@ def test_the_halves_of_every_stage(name: str) -> None:
     _, lowered = make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)
     sent: dict[str, torch.Tensor] = {}
     for stage in range(STAGES):
-        chunk = lowered.chunk(stage, 0)
+        chunk = lowered.stage_graphs(stage, 0)
         assert chunk.backward is not None
         _check_stage(chunk, sent)
         first, second = split_backward(chunk)

@@ -16,7 +16,7 @@ from merakc.costs.roofline import graph_seconds
 from merakc.costs.work.flops import COLLECTIVES
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk, Mesh
+from merakc.ir.program import Mesh, StageGraphs
 from merakc.kernels.ops import STARTED, WAIT
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
@@ -111,14 +111,14 @@ def lowered(name: str, tp: int, samples: int = 2) -> Lowered:
 
 
 @cache
-def chunk(name: str, tp: int, rank: int) -> Chunk:
+def chunk(name: str, tp: int, rank: int) -> StageGraphs:
     made = differentiate(lowered(name, tp).local(0, rank))
     input_grad, weight_grad = split_backward(made)
     made = replace(made, input_grad=input_grad, weight_grad=weight_grad)
     return checkpointed(made, selective(made))
 
 
-def run_step(made: Chunk, rank: int) -> dict[str, Tensor]:
+def run_step(made: StageGraphs, rank: int) -> dict[str, Tensor]:
     """Every output of a forward and a backward on random values."""
     pick = torch.Generator().manual_seed(rank)
 
@@ -162,7 +162,7 @@ def test_ranks_with_parts_of_other_sizes_start_collectives_in_one_order() -> Non
     plan = lowered("gpt2", 2)  # 131 words over 2 ranks
     assert plan.stages.sharding.unlike_ranks(plan.stages.graphs[0]) == (0, 1)
     plan = replace(plan, plan=replace(plan.plan, sub_batches=(1,), machines=SLOW))
-    first, second = (plan.chunk(0, rank) for rank in range(2))
+    first, second = (plan.stage_graphs(0, rank) for rank in range(2))
     for piece in ("forward", "backward"):
         one, other = getattr(first, piece), getattr(second, piece)
         assert [n.name for n in one.nodes] == [n.name for n in other.nodes]

@@ -17,7 +17,7 @@ from benchmarks.reference import lifted_casts
 from benchmarks.zoo_models import ZOO
 from merakc.costs.roofline import graph_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import Chunk, Mesh
+from merakc.ir.program import Mesh, StageGraphs
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import overlapped
@@ -45,7 +45,7 @@ def lowered(name: str, tp: int, samples: int, *, sequence_parallel: bool) -> Low
 
 
 @cache
-def whole(name: str, tp: int, samples: int, rank: int, *, sequence_parallel: bool) -> Chunk:
+def whole(name: str, tp: int, samples: int, rank: int, *, sequence_parallel: bool) -> StageGraphs:
     made = lowered(name, tp, samples, sequence_parallel=sequence_parallel)
     return differentiate(made.local(0, rank))
 
@@ -60,7 +60,7 @@ def run(graph: Graph, given: Mapping[str, Tensor]) -> list[Tensor]:
     return compile_graph(graph, CPU)([values[i.name] for i in graph.inputs])
 
 
-def results(made: Chunk, rank: int) -> dict[str, Tensor]:
+def results(made: StageGraphs, rank: int) -> dict[str, Tensor]:
     """What a forward and a backward on random values give."""
     pick = torch.Generator().manual_seed(rank)
 

@@ -18,9 +18,9 @@ from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.programs.collectives import (
     Touch,
-    chunk_touches,
     rank_buckets,
     rough_touches,
+    stage_touches,
     trained,
     with_collectives,
 )
@@ -149,8 +149,8 @@ def test_each_bucket_is_gathered_before_it_is_read_and_reduced_once(shards: Stat
 def test_rough_touches_are_those_of_the_pieces() -> None:
     """The same parameters in about the same order, in every kind of compute."""
     found = lowered(2, StateShards(), "zb-h1", 1)
-    chunk = found.chunk(0, 0)
-    real, rough = chunk_touches(chunk), rough_touches(found.stages.local[0])
+    chunk = found.stage_graphs(0, 0)
+    real, rough = stage_touches(chunk), rough_touches(found.stages.local[0])
     wanted = trained(found.loss.graph)
     of_forward = [[t.parameter for t in found[F, False]] for found in (real, rough)]
     assert of_forward[0] == of_forward[1]

@@ -13,7 +13,7 @@ from merakc.costs.work.kernels import graph_work
 from merakc.costs.work.memory import order_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import ActionKind, Chunk
+from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.gemm import LEAST_FLOPS, OPS
 from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.pipeline import differentiate
@@ -33,7 +33,7 @@ def call(op: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, 
     args = tuple(Ref(i.name) for i in inputs)
     node = Node("n", op, args, tuple(more.items()), (out,))
     graph = Graph(inputs, (node,), (Output("n", OutputKind.RESULT, Ref("n")),))
-    return by_onednn(Chunk(graph, None)).forward.nodes[0].op
+    return by_onednn(StageGraphs(graph, None)).forward.nodes[0].op
 
 
 def test_large_products_of_float32_are() -> None:
@@ -47,7 +47,7 @@ def test_large_products_of_float32_are() -> None:
     assert call("aten.addmm.default", (SIDE,), large, large, beta=2) == "aten.addmm.default"
 
 
-def chunk() -> Chunk:
+def chunk() -> StageGraphs:
     model = torch.nn.Sequential(
         torch.nn.Linear(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE, bias=False)
     )

@@ -8,7 +8,7 @@ from merakc.ir.graph import Ref
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import leaves
 from tests.passes.rule_cases import randn
-from tests.passes.sharding.test_shapes import dims_of, free, out
+from tests.passes.sharding.test_view_rules import dims_of, free, out
 
 
 def test_grouped_heads_are_a_factor_of_the_query_heads() -> None:
