@@ -2,7 +2,7 @@
 fraction of the time.
 
 Two blocks are equal where one is the other with every value that it reads of itself, of the block
-before it and of its own parameters moved on by one block. A run of equal blocks computes something
+before it, of its own parameters and of what is given to it alone moved on by one block. A run of equal blocks computes something
 else than one of them, but every block in it costs the same.
 """
 
@@ -73,10 +73,11 @@ class _Forms:
     """What the nodes of each part are, but for which part it is."""
 
     def __init__(self, graph: Graph, parts: Sequence[Sequence[Node]]) -> None:
-        self.states = {i.name: i for i in graph.inputs if i.kind in STATES}
+        self.inputs = {i.name: i for i in graph.inputs}
         self.place = {n.name: (k, j) for k, part in enumerate(parts) for j, n in enumerate(part)}
         self.parts = parts
         self.readers: list[set[int]] = [set() for _ in parts]
+        self.readers_of_input: dict[str, set[int]] = {name: set() for name in self.inputs}
         for k, part in enumerate(parts):
             self._read(k, (ref for node in part for ref in node.refs))
         self._read(len(parts), (out.ref for out in graph.outputs))
@@ -86,6 +87,8 @@ class _Forms:
         for ref in refs:
             if ref.node in self.place:
                 self.readers[self.place[ref.node][0]].add(reader)
+            elif ref.node in self.inputs:
+                self.readers_of_input[ref.node].add(reader)
 
     def equal(self, one: int, other: int) -> bool:
         """Whether all parts from one to the other are equal, and each is read by itself and by the
@@ -98,10 +101,11 @@ class _Forms:
 
     def _of(self, part: int) -> object:
         if part not in self.known:
-            self.known[part] = tuple(self._node(node, part) for node in self.parts[part])
+            given: dict[str, int] = {}  # to this part alone, in the order in which it reads them
+            self.known[part] = tuple(self._node(node, part, given) for node in self.parts[part])
         return self.known[part]
 
-    def _node(self, node: Node, part: int) -> object:
+    def _node(self, node: Node, part: int, given: dict[str, int]) -> object:
         args: tuple[Any, ...] = node.args
         at = KEY_POSITION.get(node.op)
         if at is not None:  # every draw has a key of its own
@@ -112,8 +116,12 @@ class _Forms:
                 where, j = self.place[ref.node]
                 near = part - where
                 return (near, j, ref.index) if near in (0, 1) else ref
-            state = self.states.get(ref.node)
-            return (_NUMBER.sub("*", state.target), state.spec) if state else ref
+            item = self.inputs.get(ref.node)
+            if item is None or (item.kind not in STATES and len(self.readers_of_input[ref.node]) > 1):
+                return ref
+            if item.kind in STATES:
+                return _NUMBER.sub("*", item.target), item.spec
+            return item.kind, given.setdefault(ref.node, len(given)), item.spec
 
         return node.op, _mapped(args, relative), _mapped(node.kwargs, relative), node.outputs
 
