@@ -51,7 +51,7 @@ class Work:
 
     forward: Counter[Kernel] = field(default_factory=Counter)
     backward: Counter[Kernel] = field(default_factory=Counter)
-    listed: tuple[Sequence[Kernel], Sequence[Kernel]] = ((), ())
+    listed: tuple[Sequence[Kernel], Sequence[Kernel]] = field(default=((), ()), compare=False)
 
 
 ALL_REDUCE = "merakc.all_reduce.default"

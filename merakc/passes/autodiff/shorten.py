@@ -69,6 +69,28 @@ def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tup
     return found, tuple(counts)
 
 
+def graph_form(graph: Graph) -> tuple[object, tuple[str, ...]]:
+    """What a graph computes, whatever its values are called and wherever it draws, and the targets
+    of its inputs in the order in which they are read: what costs the same in graphs of one form.
+    """
+    inputs = {i.name: i for i in graph.inputs}
+    places = {n.name: k for k, n in enumerate(graph.nodes)}
+    given: dict[str, int] = {}
+
+    def relative(ref: Ref) -> object:
+        place = places.get(ref.node)
+        return -1 - given.setdefault(ref.node, len(given)) if place is None else place, ref.index
+
+    nodes = tuple(
+        (n.op, _mapped(_unkeyed(n), relative), _mapped(n.kwargs, relative), n.outputs, n.grad)
+        for n in graph.nodes
+    )
+    outputs = tuple((out.kind, relative(out.ref)) for out in graph.outputs)
+    read = [inputs[name] for name in given]
+    kinds = tuple((item.kind, item.spec, item.requires_grad) for item in read)
+    return (nodes, outputs, kinds), tuple(item.target for item in read)
+
+
 class _Forms:
     """What the nodes of each part are, but for which part it is."""
 
@@ -106,11 +128,6 @@ class _Forms:
         return self.known[part]
 
     def _node(self, node: Node, part: int, given: dict[str, int]) -> object:
-        args: tuple[Any, ...] = node.args
-        at = KEY_POSITION.get(node.op)
-        if at is not None:  # every draw has a key of its own
-            args = (*args[:at], None, *args[at + 1 :])
-
         def relative(ref: Ref) -> object:
             if ref.node in self.place:
                 where, j = self.place[ref.node]
@@ -123,7 +140,13 @@ class _Forms:
                 return _NUMBER.sub("*", item.target), item.spec
             return item.kind, given.setdefault(ref.node, len(given)), item.spec
 
-        return node.op, _mapped(args, relative), _mapped(node.kwargs, relative), node.outputs
+        return node.op, _mapped(_unkeyed(node), relative), _mapped(node.kwargs, relative), node.outputs
+
+
+def _unkeyed(node: Node) -> tuple[Any, ...]:
+    """The arguments of a node, but for the key that every draw has of its own."""
+    at = KEY_POSITION.get(node.op)
+    return node.args if at is None else (*node.args[:at], None, *node.args[at + 1 :])
 
 
 def _mapped(value: Any, relative: Any) -> Any:
