@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from merakc.costs.work.pieces import part_starts
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.lowering.lowered import TRAINING, Lowered, cut_stages, headed, planned_sharding
 from merakc.machines.cluster import Cluster
+from merakc.passes.autodiff.shorten import graph_form, shorten
 from merakc.passes.batches.recorded import rows_of
 from merakc.passes.overlap.async_collectives import stage_seconds
 from merakc.passes.overlap.collective_matmul import RowChunks
@@ -78,15 +80,21 @@ def choose_overlap(
     counts = open_counts if asked is None else (asked,)
     tried, failure = _tried(lowered, record, counts)
     forms, gains = [], []
+    known: dict[object, tuple[_Form, tuple[str, ...], float]] = {}  # stages are often alike
     for stage, local in enumerate(lowered.stages.local):
-        found: list[_Form] = []
-        for count, made in tried.items():
-            try:
-                found.append(_Form(stage_seconds(made.local(stage, 0), cluster)[0], count))
-            except MerakError as error:
-                failure = error
-        forms.append(_best(found, local, cluster, asked))
-        gains.append(1 - forms[-1].seconds / stage_seconds(local, cluster)[1])
+        kind, targets = _kind(tried, stage)
+        if kind not in known:
+            found: list[_Form] = []
+            for count, made in tried.items():
+                try:
+                    found.append(_Form(stage_seconds(made.local(stage, 0), cluster)[0], count))
+                except MerakError as error:
+                    failure = error
+            form = _best(found, local, cluster, asked)
+            known[kind] = form, targets, stage_seconds(local, cluster)[1]
+        form, names, blocking_s = known[kind]
+        forms.append(form.renamed(dict(zip(names, targets, strict=True))))
+        gains.append(1 - form.seconds / blocking_s)
     if asked is None and max(gains) < WORTH:
         return lowered
     chunks = {weight: count for form in forms for weight, count in form.chunks.items()}
@@ -113,6 +121,23 @@ class _Form:
     count: int = 1
     chunks: Mapping[str, int] = field(default_factory=dict)
     fused: frozenset[str] = frozenset()
+
+    def renamed(self, names: Mapping[str, str]) -> _Form:
+        """The form of a stage whose weights have other names."""
+        chunks = {names[weight]: count for weight, count in self.chunks.items()}
+        return replace(self, chunks=chunks, fused=frozenset(names[w] for w in self.fused))
+
+
+def _kind(tried: Mapping[int, Lowered], stage: int) -> tuple[object, tuple[str, ...]]:
+    """What the best form of a stage depends on, and the targets of its inputs."""
+    own, targets = graph_form(tried[1].stages.local[stage])
+    found = [own]
+    for parts in (parts for made in tried.values() for parts in made.parts):
+        local = parts.stages.local[stage]
+        passed = (item.name for item in (*local.inputs, *local.outputs))
+        dims = tuple(parts.sample_dims.get(name) for name in passed)
+        found.append((graph_form(local)[0], dims, parts.count))
+    return tuple(found), targets
 
 
 def _best(found: Sequence[_Form], local: Graph, cluster: Cluster, asked: int | None) -> _Form:
@@ -141,50 +166,56 @@ def choose_chunks(
     """The numbers of chunks of rows for products of a stage, by their weights, and its seconds.
 
     Of each number, first all products that collectives stand beside are in chunks; then those that
-    are alike are taken out where the stage is faster without them.
+    are alike are taken out where the stage is faster without them, told by two blocks of each run
+    of equal ones.
     """
-    rows = RowChunks(local)
+    rows, short = RowChunks(local), RowChunks(shorten(local, part_starts(local))[0])
     found: dict[str, int] = {}
     found_s = math.inf
     for count in counts:
-        kinds = rows.kinds(count)
-        kept = frozenset(kinds)
-        best_s = _chunked_seconds(rows, kept, count, cluster)
-        for kind in kinds if len(kinds) > 1 else ():
-            rest = kept - {kind}
-            rest_s = _chunked_seconds(rows, rest, count, cluster) if rest else math.inf
-            if rest_s < best_s:
-                kept, best_s = rest, rest_s
-        if kept and best_s < found_s:
-            found, found_s = {weight: count for kind in kept for weight in kind}, best_s
+
+        def chunks(kinds: Collection[frozenset[str]], count: int = count) -> dict[str, int]:
+            return {weight: count for kind in kinds for weight in kind}
+
+        def seconds(kinds: Collection[frozenset[str]]) -> float:
+            return stage_seconds(short.written(chunks(kinds)), cluster)[0]
+
+        kept = _fastest(short.kinds(count), seconds)
+        weights = frozenset().union(*kept)
+        own = chunks([kind for kind in rows.kinds(count) if kind & weights])
+        own_s = stage_seconds(rows.written(own), cluster)[0] if own else math.inf
+        if own_s < found_s:
+            found, found_s = own, own_s
     return found, found_s
+
+
+def _fastest(
+    kinds: Sequence[frozenset[str]], seconds: Callable[[Collection[frozenset[str]]], float]
+) -> frozenset[frozenset[str]]:
+    """All kinds of products but those without which a stage is faster, one after the other."""
+    kept = frozenset(kinds)
+    best_s = seconds(kept) if len(kinds) > 1 else math.inf
+    for kind in kinds:
+        rest_s = seconds(kept - {kind}) if len(kept) > 1 else math.inf
+        if rest_s < best_s:
+            kept, best_s = kept - {kind}, rest_s
+    return kept
 
 
 def choose_fused(local: Graph, cluster: Cluster) -> tuple[frozenset[str], float]:
     """The weights of the products of a stage that are best in one op with the collective beside
     them, and the seconds of the stage; those that are alike are in it together.
     """
-    products = FusedProducts(local)
+    products, short = FusedProducts(local), FusedProducts(shorten(local, part_starts(local))[0])
 
     def seconds(kinds: Collection[frozenset[str]]) -> float:
-        if not kinds:
-            return math.inf
-        return stage_seconds(products.written(frozenset().union(*kinds)), cluster)[0]
+        return stage_seconds(short.written(frozenset().union(*kinds)), cluster)[0]
 
-    kept = frozenset(products.kinds())
-    best_s = seconds(kept)
-    for kind in products.kinds():
-        rest_s = seconds(kept - {kind})
-        if rest_s < best_s:
-            kept, best_s = kept - {kind}, rest_s
-    return frozenset().union(*kept), best_s
-
-
-def _chunked_seconds(
-    rows: RowChunks, kinds: Collection[frozenset[str]], count: int, cluster: Cluster
-) -> float:
-    made = rows.written({weight: count for kind in kinds for weight in kind})
-    return stage_seconds(made, cluster)[0]
+    kept = frozenset().union(*_fastest(short.kinds(), seconds))
+    weights = frozenset().union(*(kind for kind in products.kinds() if kind & kept))
+    if not weights:
+        return weights, math.inf
+    return weights, stage_seconds(products.written(weights), cluster)[0]
 
 
 def _tried(

@@ -18,6 +18,7 @@ from merakc.batches.split import (
     named_tensors,
     resized,
     sample_rows,
+    signature,
     split_batch,
     taken_dims,
 )
@@ -41,6 +42,9 @@ from merakc.passes.batches.split import known_alone, known_values
 from merakc.passes.pipeline import KEYED, RECORDED
 from merakc.passes.running import run_passes
 
+# Recordings by whether shapes are settled and the form of the batch.
+Shared = dict[tuple[bool, tuple[Any, ...]], Recording]
+
 
 def record_part(
     model: nn.Module,
@@ -53,6 +57,7 @@ def record_part(
     couplings: Couplings = WHOLE_BATCH,
     dims: BatchDims = BY_SIZE,
     divided: bool = False,
+    shared: Shared | None = None,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
@@ -60,10 +65,14 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. What is `shared` by calls for one model, device and precision has
+    the recordings that are made, by the form of their batch: none is made twice. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
-    forward = _Forward(model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims)
+    forward = _Forward(
+        model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims,
+        {} if shared is None else shared,
+    )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 
 
@@ -161,8 +170,9 @@ class _Forward:
         device: torch.device,
         dtype: torch.dtype | None,
         dims: BatchDims,
+        shared: Shared,
     ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
+        self.model, self.args, self.kwargs, self.shared = model, args, kwargs, shared
         self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
         self.sampled = sample_rows(args, kwargs, dims)
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
@@ -245,13 +255,17 @@ class _Forward:
         return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
 
     def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-        layout = self.layout
+        layout, form = self.layout, (self.settling, signature(args, kwargs))
+        if form in self.shared:
+            return self.shared[form]
+        # Once for each way is a second forward compared.
+        repeated = samples == layout.each and all(s is not self.settling for s, _ in self.shared)
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
             try:
                 told = self.sized(layout.each).reads if samples != layout.each else None
                 made = record(
                     self.model, args, kwargs, self.dtype, told.answers if told else (),
-                    settling=self.settling, repeated=samples == layout.each,
+                    settling=self.settling, repeated=repeated,
                 )  # fmt: skip
             except ForwardError as error:
                 if samples == layout.own or self._fails():
@@ -260,8 +274,12 @@ class _Forward:
                 raise _other_size(samples, layout.own, self.taken, cause) from error
         if made.full is not None:
             full = run_passes(RECORDED, made.full)
-            return replace(made, graph=without_aside(full), full=full)
-        return replace(made, graph=run_passes(RECORDED, made.graph))
+            made = replace(made, graph=without_aside(full), full=full)
+        else:
+            made = replace(made, graph=run_passes(RECORDED, made.graph))
+        if made.reads is None:  # no value of the batch was asked for
+            self.shared[form] = made
+        return made
 
     def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
         """What the forward does beside computing, of the whole batch; `found` is of its parts."""

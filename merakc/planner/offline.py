@@ -17,7 +17,7 @@ from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.lowering.lowered import Lowered
-from merakc.lowering.recording import record_part, with_loss
+from merakc.lowering.recording import Shared, record_part, with_loss
 from merakc.machines.cluster import Cluster, Hardware
 from merakc.machines.garbage import few_collections
 from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
@@ -35,6 +35,7 @@ class Recordings:
     request: Request
     progress: Progress
     known: dict[int, Recording] = field(default_factory=dict)
+    _shared: Shared = field(default_factory=dict)
 
     def __call__(self, samples: int) -> Recording:
         """The recording of a micro-batch of so many samples."""
@@ -48,7 +49,7 @@ class Recordings:
             layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
             found = record_part(
                 self.source.model, args, kwargs, layout, cpu, precision,
-                couplings=self.request.couplings, dims=dims,
+                couplings=self.request.couplings, dims=dims, shared=self._shared,
             )  # fmt: skip
             self.known[samples] = with_loss(found)
         return self.known[samples]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -46,10 +46,13 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The kernels of a forward and of its backward, each with how often it runs."""
+    """The kernels of a forward and of its backward, each with how often it runs; `listed` has them
+    one by one, where they are off a graph.
+    """
 
     forward: Counter[Kernel] = field(default_factory=Counter)
     backward: Counter[Kernel] = field(default_factory=Counter)
+    listed: tuple[Sequence[Kernel], Sequence[Kernel]] = field(default=((), ()), compare=False)
 
 
 ALL_REDUCE = "merakc.all_reduce.default"
@@ -91,14 +94,14 @@ def parts_work(
 ) -> tuple[Work, ...]:
     """The kernels of each part of a graph; `part_of` has the nodes that are not of part 0."""
     reader = _Reader(graph)
-    found = tuple(Work() for _ in range(parts))
+    found: list[tuple[list[Kernel], list[Kernel]]] = [([], []) for _ in range(parts)]
     for group in reader.groups(fused=fused):
-        work = found[part_of.get(group[0].name, 0)]
-        work.forward.update(reader.forward(group))
-        work.backward.update(reader.backward(group))
+        forward, backward = found[part_of.get(group[0].name, 0)]
+        forward += reader.forward(group)
+        backward += reader.backward(group)
     for ref, kernel in reader.accumulations():
-        found[part_of.get(ref.node, 0)].backward[kernel] += 1
-    return found
+        found[part_of.get(ref.node, 0)][1].append(kernel)
+    return tuple(Work(Counter(own[0]), Counter(own[1]), own) for own in found)
 
 
 def moves_nothing(node: Node) -> bool:

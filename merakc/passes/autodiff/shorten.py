@@ -2,7 +2,7 @@
 fraction of the time.
 
 Two blocks are equal where one is the other with every value that it reads of itself, of the block
-before it and of its own parameters moved on by one block. A run of equal blocks computes something
+before it, of its own parameters and of what is given to it alone moved on by one block. A run of equal blocks computes something
 else than one of them, but every block in it costs the same.
 """
 
@@ -69,14 +69,37 @@ def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tup
     return found, tuple(counts)
 
 
+def graph_form(graph: Graph) -> tuple[object, tuple[str, ...]]:
+    """What a graph computes, whatever its values are called and wherever it draws, and the targets
+    of its inputs in the order in which they are read: what costs the same in graphs of one form.
+    """
+    inputs = {i.name: i for i in graph.inputs}
+    places = {n.name: k for k, n in enumerate(graph.nodes)}
+    given: dict[str, int] = {}
+
+    def relative(ref: Ref) -> object:
+        place = places.get(ref.node)
+        return -1 - given.setdefault(ref.node, len(given)) if place is None else place, ref.index
+
+    nodes = tuple(
+        (n.op, _mapped(_unkeyed(n), relative), _mapped(n.kwargs, relative), n.outputs, n.grad)
+        for n in graph.nodes
+    )
+    outputs = tuple((out.kind, relative(out.ref)) for out in graph.outputs)
+    read = [inputs[name] for name in given]
+    kinds = tuple((item.kind, item.spec, item.requires_grad) for item in read)
+    return (nodes, outputs, kinds), tuple(item.target for item in read)
+
+
 class _Forms:
     """What the nodes of each part are, but for which part it is."""
 
     def __init__(self, graph: Graph, parts: Sequence[Sequence[Node]]) -> None:
-        self.states = {i.name: i for i in graph.inputs if i.kind in STATES}
+        self.inputs = {i.name: i for i in graph.inputs}
         self.place = {n.name: (k, j) for k, part in enumerate(parts) for j, n in enumerate(part)}
         self.parts = parts
         self.readers: list[set[int]] = [set() for _ in parts]
+        self.readers_of_input: dict[str, set[int]] = {name: set() for name in self.inputs}
         for k, part in enumerate(parts):
             self._read(k, (ref for node in part for ref in node.refs))
         self._read(len(parts), (out.ref for out in graph.outputs))
@@ -86,6 +109,8 @@ class _Forms:
         for ref in refs:
             if ref.node in self.place:
                 self.readers[self.place[ref.node][0]].add(reader)
+            elif ref.node in self.inputs:
+                self.readers_of_input[ref.node].add(reader)
 
     def equal(self, one: int, other: int) -> bool:
         """Whether all parts from one to the other are equal, and each is read by itself and by the
@@ -98,24 +123,30 @@ class _Forms:
 
     def _of(self, part: int) -> object:
         if part not in self.known:
-            self.known[part] = tuple(self._node(node, part) for node in self.parts[part])
+            given: dict[str, int] = {}  # to this part alone, in the order in which it reads them
+            self.known[part] = tuple(self._node(node, part, given) for node in self.parts[part])
         return self.known[part]
 
-    def _node(self, node: Node, part: int) -> object:
-        args: tuple[Any, ...] = node.args
-        at = KEY_POSITION.get(node.op)
-        if at is not None:  # every draw has a key of its own
-            args = (*args[:at], None, *args[at + 1 :])
-
+    def _node(self, node: Node, part: int, given: dict[str, int]) -> object:
         def relative(ref: Ref) -> object:
             if ref.node in self.place:
                 where, j = self.place[ref.node]
                 near = part - where
                 return (near, j, ref.index) if near in (0, 1) else ref
-            state = self.states.get(ref.node)
-            return (_NUMBER.sub("*", state.target), state.spec) if state else ref
+            item = self.inputs.get(ref.node)
+            if item is None or (item.kind not in STATES and len(self.readers_of_input[ref.node]) > 1):
+                return ref
+            if item.kind in STATES:
+                return _NUMBER.sub("*", item.target), item.spec
+            return item.kind, given.setdefault(ref.node, len(given)), item.spec
 
-        return node.op, _mapped(args, relative), _mapped(node.kwargs, relative), node.outputs
+        return node.op, _mapped(_unkeyed(node), relative), _mapped(node.kwargs, relative), node.outputs
+
+
+def _unkeyed(node: Node) -> tuple[Any, ...]:
+    """The arguments of a node, but for the key that every draw has of its own."""
+    at = KEY_POSITION.get(node.op)
+    return node.args if at is None else (*node.args[:at], None, *node.args[at + 1 :])
 
 
 def _mapped(value: Any, relative: Any) -> Any:
