@@ -31,10 +31,11 @@ from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.programs.collectives import chunk_touches, trained
 from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
-from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
+from merakc.runtime.executor import Executor, StepResult
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
+from merakc.runtime.health.job import TIMEOUT_S
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined
@@ -70,7 +71,7 @@ class Steps:
     state: Tensors
     seed: int
     sharded: ShardedState | None = None
-    timeout_s: float = TIMEOUT_S  # of a message
+    timeout_s: float = TIMEOUT_S  # of a wait for other ranks
     loss_scale: LossScale | None = None  # in mixed precision
     fuser: Fuser | None = None  # where graphs become kernels of their own
     kept: KeptMemory | None = None  # on a CPU
