@@ -91,8 +91,7 @@ class Steps:
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
-        dp_rank, _, _ = self.groups.coordinates
-        group = self.groups.axis("dp")
+        dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
         return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
 
     def key(

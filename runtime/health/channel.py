@@ -272,7 +272,7 @@ class Hub(Channel):
         fault = self.judge.fault
         if fault is not None and not self.told:
             self.told = True
-            message = {"fault": [list(fault.ranks), fault.text, fault.mismatch]}
+            message = {"fault": fault.told()}
             self._all(message)
             self.handle(message)
 
@@ -351,8 +351,7 @@ class Client(Channel):
 
     def blame(self, text: str) -> None:
         """Says what is wrong with rank 0."""
-        fault = Fault((0,), f"rank 0 {text}")
-        self.handle({"fault": [list(fault.ranks), fault.text, fault.mismatch]})
+        self.handle({"fault": Fault((0,), f"rank 0 {text}").told()})
 
 
 def told(status: Status) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -65,6 +65,16 @@ class Fault:
     ranks: tuple[int, ...]
     text: str
     mismatch: bool = False
+
+    @classmethod
+    def read(cls, told: Sequence[Any]) -> Fault:
+        """From what was sent."""
+        ranks, text, mismatch = told
+        return cls(tuple(ranks), text, mismatch)
+
+    def told(self) -> list[Any]:
+        """As it is sent."""
+        return [list(self.ranks), self.text, self.mismatch]
 
     def error(self, rank: int, here: Status, timeout_s: float) -> MerakError:
         """The error that a rank raises."""

@@ -1,9 +1,9 @@
 """The ranks of one job, the calls that all of them must make, and the errors where one does not.
 
-Every such call is numbered. A rank whose call is the one that was to be expected goes on; any other
-asks first whether all ranks have come to it with the same facts, so that no two ranks ever run
-collectives that do not fit each other. Whatever ends a wait (a closed connection, a timeout) becomes
-one error that names the rank to look at.
+Every such call is numbered. A rank whose call is the one that was to be expected goes on; any
+other asks first whether all ranks have come to it with the same facts, so that no two ranks ever
+run collectives that do not fit each other. Whatever ends a wait (a closed connection, a timeout)
+becomes one error that names the rank to look at.
 """
 
 from __future__ import annotations
@@ -81,15 +81,14 @@ class Job:
     def handle(self, message: Message) -> None:
         """What the channel brings."""
         if "agreed" in message:
-            self.agreed = int(message["agreed"])  # type: ignore[call-overload]
+            self.agreed = message["agreed"]
             self.news.set()
         elif "pending" in message:
-            self.pending = int(message["pending"])  # type: ignore[call-overload]
+            self.pending = message["pending"]
             if self.here.call >= self.pending and self.channel is not None:
                 self.channel.post(self.status())
         elif "fault" in message and self.fault is None:
-            ranks, text, mismatch = message["fault"]  # type: ignore[misc]
-            self.fault = Fault(tuple(ranks), text, mismatch)
+            self.fault = Fault.read(message["fault"])
             self.news.set()
             self.connections.shut()
 
@@ -101,8 +100,7 @@ class Job:
 
     def begin(self, name: str, facts: Mapping[str, str], *, prompt: bool) -> None:
         """Enters a call that every rank must make; see `call`."""
-        if self.fault is not None:
-            raise self._error()
+        self.check()
         unknown = tuple([s for s, fact in facts.items() if not self.expected[s].comes(fact)])
         self.here = here = Status(self.here.call + 1, name, facts, State.IN)
         if self.channel is None:
@@ -111,9 +109,14 @@ class Job:
             self._ask(replace(here, asks=unknown), prompt=prompt)
         elif self.pending >= here.call:
             self.channel.post(here)
+        self.check()
+
+    def check(self) -> None:
+        """Raises the error that ranks have in common, once there is one."""
         if self.fault is not None:
-            self.here = replace(here, state=State.FAILED)
-            raise self._error()
+            error = self._error()
+            self.here = replace(self.here, state=State.FAILED)
+            raise error
 
     def _ask(self, status: Status, *, prompt: bool) -> None:
         """Waits until all ranks have come to this call, with the same facts."""
@@ -142,17 +145,17 @@ class Job:
         self.doing, here, doing = None, self.here, self.status().doing
         if error is None:
             self.here = replace(here, state=State.OUT)
-            if self.fault is not None:
-                raise self._error()
+            self.check()
             return
         text = failure(error)
         stuck = isinstance(error, StuckError) or _is_of_a_wait(error)
         if stuck or (self.fault is not None and isinstance(error, Exception)):
             self.here = replace(here, state=State.BROKEN, text=text, doing=doing)
             self._explain(text)
-            found = self._error()
-            self.here = replace(self.here, state=State.FAILED)
-            raise found from error
+            try:
+                self.check()
+            except MerakError as told:
+                raise told from error
         self.here = replace(here, state=State.FAILED, text=text, doing=doing)
         if self.channel is not None:
             self.channel.post(self.here)
@@ -272,7 +275,14 @@ def _machine() -> str:
 
 
 _jobs: list[Job] = []
-os.register_at_fork(after_in_child=lambda: [job.forked() for job in _jobs] and _jobs.clear())
+
+
+def _forked() -> None:
+    while _jobs:
+        _jobs.pop().forked()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def job() -> Job | None:
@@ -306,8 +316,9 @@ def start_job(timeout_s: float) -> None:
 
 def _meet(timeout_s: float) -> None:
     """Waits until all ranks are here, by the store of the process group."""
-    store, size = _get_default_store(), dist.get_world_size()
-    keys = [f"merakc/{dist.group.WORLD.group_name}/{rank}" for rank in range(size)]
+    store, size, whole = _get_default_store(), dist.get_world_size(), dist.group.WORLD
+    assert whole is not None
+    keys = [f"merakc/{whole.group_name}/{rank}" for rank in range(size)]
     store.set(keys[dist.get_rank()], "here")
     try:
         store.wait(keys, timedelta(seconds=timeout_s))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from merakc.runtime.health.facts import ALL, Fault, State, Status
 
@@ -21,7 +22,7 @@ ASK_S = 0.005
 # Calls that are remembered, for ranks that are behind.
 CALLS = 64
 
-Message = dict[str, object]
+Message = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Judge:
             self._blame(rank, f"ended after it failed in {_call(seen.status)}: {seen.why}")
         else:
             why = "its process ended without a word (killed, or out of memory?)"
-            self._blame(rank, f"was lost: {why}, when it was {seen.status.words()}")
+            self._blame(rank, f"was lost: {why}, last heard of {seen.status.words()}")
 
     def end(self, rank: int, status: Status, text: str) -> None:
         """A rank says goodbye; with the error that ended it, if there is one."""
@@ -257,7 +258,7 @@ def silence(since_s: float, status: Status) -> str:
     """That a rank's beats stay away, behind its number."""
     return (
         f"has not been heard of for {since_s:.0f} s: it is stopped, or its machine cannot be "
-        f"reached; it was {status.words()}"
+        f"reached; last heard of {status.words()}"
     )
 
 

@@ -30,7 +30,8 @@ class Connections:
         before = _sockets().keys()
         group = make()
         self.names |= _sockets().keys() - before
-        self.groups.add(group)
+        if isinstance(group, dist.ProcessGroup):  # it is a number where this rank is not in it
+            self.groups.add(group)
         return group
 
     def shut(self) -> None:
