@@ -27,7 +27,7 @@ from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from merakc.errors import MerakError, MerakWarning, StuckError, failure
 from merakc.runtime.health.channel import (
@@ -69,7 +69,7 @@ class Job:
         self.news = threading.Event()
         self.expected: dict[str, Expected] = defaultdict(Expected)
         self.connections = Connections()
-        self.world = self.group(range(self.size), max(timeout_s, ALONE_S))
+        self.world = self.group(range(self.size), timeout_s)
 
     # ------------------------------------------------------------------ for the channel's thread
 
@@ -222,6 +222,8 @@ class Job:
                 )  # fmt: skip
         elif isinstance(self.channel, Client):
             self.channel.start()
+        # Until here a rank that was lost is seen by this alone.
+        _set_pg_timeout(timedelta(seconds=max(self.timeout_s, ALONE_S)), self.world)
 
     def close(self) -> None:
         """Leaves the job, which is nothing wrong."""
@@ -308,8 +310,14 @@ def start_job(timeout_s: float) -> None:
             found.channel.timeout_s = timeout_s
         return
     _meet(timeout_s)
-    found = Job(timeout_s)
-    found.join()
+    try:
+        found = Job(timeout_s)
+        found.join()
+    except RuntimeError as error:
+        raise StuckError(
+            f"a rank was lost while all {dist.get_world_size()} met in auto_parallel, before they "
+            f"could say which (timeout_s={timeout_s:g}): {failure(error)}"
+        ) from error
     found.watch_exit()
     _jobs.append(found)
 
