@@ -109,7 +109,8 @@ class Trial:
         victim = self.ranks[self.outcome.victim]
         self._strike(victim, now)
         others = [r for r in self.ranks if r is not victim]
-        if self.kind.signal == "SIGSTOP" and all(r.ended_s is not None for r in others):
+        only = all(r.ended_s is not None for r in others) and victim.ended_s is None
+        if only and self.kind.signal == "SIGSTOP":
             os.kill(victim.process, signal.SIGCONT)  # it, too, is to end then
         over = now > (self.start_s + START_S if self.fault_s is None
                       else self.fault_s + self.limit_s + 5.0)  # fmt: skip

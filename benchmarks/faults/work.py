@@ -31,7 +31,7 @@ SAMPLES, WIDTH, CLASSES = 8, 16, 4
 # Far more than a trial runs: what is to end it does.
 STEPS, LEGAL_STEPS = 100_000, 20
 # What a rank may still allocate where its memory is short, and asks for in pieces.
-ROOM_BYTES, PIECE_BYTES = 64 << 20, 1 << 20
+ROOM_BYTES, PIECE_BYTES = 16 << 20, 1 << 20
 
 
 class Small(nn.Module):

@@ -13,7 +13,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from time import monotonic
 from typing import Any
 
@@ -24,6 +24,7 @@ TICK_S = 0.5
 CONNECT_S = 3.0
 # A thread that came so much later to its next beat stood still, with its process.
 PAUSED_S = 2.0
+_WELCOME = b'"welcome"\n'
 
 Handle = Callable[[Message], None]
 
@@ -237,7 +238,7 @@ class Hub(Channel):
         rank = int(message["rank"])
         self.strangers.remove(line)
         self.lines[rank] = line
-        line.send({"welcome": rank})
+        line.send("welcome")
         return rank
 
     def _hear(self, rank: int, message: dict[str, Any]) -> None:
@@ -384,9 +385,10 @@ def addresses() -> list[str]:
 def connect(places: Sequence[str], port: int, token: str, rank: int) -> Line | None:
     """A line to rank 0, by the first of its addresses at which it answers; None if it does not."""
     for place in places:
-        with suppress(OSError, ValueError):
-            sock = socket.create_connection((place, port), CONNECT_S)
+        with suppress(OSError), ExitStack() as stack:
+            sock = stack.enter_context(socket.create_connection((place, port), CONNECT_S))
             sock.sendall(json.dumps({"token": token, "rank": rank}).encode() + b"\n")
-            if json.loads(sock.makefile("rb").readline())["welcome"] == rank:
+            if sock.recv(len(_WELCOME), socket.MSG_WAITALL) == _WELCOME:
+                stack.pop_all()
                 return Line(sock)
     return None

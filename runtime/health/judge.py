@@ -64,10 +64,10 @@ class Judge:
                 seen.failed, seen.why, seen.failed_s = status.call, status.text, now
         if self.fault is not None:
             return
-        if before.call != status.call:
-            self._compare(rank, status)
         if status.asks:
             self.asked.setdefault((rank, status.call), (now, status.asks))
+        if before.call != status.call:
+            self._compare(rank, status)
         self._answer()
         if status.state in (State.FAILED, State.BROKEN):
             self.look()
@@ -113,11 +113,17 @@ class Judge:
                 del self.said[old]
 
     def _blame_others(self, call: int, facts: dict[int, str]) -> None:
+        """Names those that are fewer; of as many, those whose call was not to be expected."""
         common, count = Counter(facts.values()).most_common(1)[0]
-        odd = {r: f for r, f in sorted(facts.items()) if f != common or count == 1}
-        told = "; ".join(f"rank {r} is in {f}" for r, f in list(odd.items())[:8])
-        rest = f"; the others in {common}" if count > 1 else ""
-        text = f"the ranks went different ways at their call {call}: {told}{rest}"
+        odd = [r for r, fact in sorted(facts.items()) if fact != common]
+        if 2 * count <= len(facts):
+            asked = [r for r in sorted(facts) if (r, call) in self.asked]
+            others = {facts[r] for r in facts if r not in asked}
+            odd, common = (asked, others.pop()) if len(others) == 1 else (sorted(facts), "")
+        told = "; ".join(f"rank {r} is in {facts[r]}" for r in odd[:8])
+        rest = f"; the others in {common}" if common else ""
+        names = ("rank " if len(odd) == 1 else "ranks ") + ", ".join(map(str, odd[:8]))
+        text = f"{names} went another way at call {call}: {told}{rest}"
         self._fail(Fault(tuple(odd), text, mismatch=True))
 
     def _late(self, call: int, scope: str) -> list[int]:
