@@ -50,9 +50,9 @@ from merakc.planner.choose import choose
 from merakc.planner.requested import first_parts, requested
 from merakc.planner.search import Record, Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
-from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
+from merakc.runtime.health.job import TIMEOUT_S, call, start_job
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
@@ -117,18 +117,19 @@ def auto_parallel(
         cluster: the machines; if None, nominal ones for the plan, measured for the prediction.
         device: where this rank computes; its GPU if there is one, else the CPU.
         seed: of all that the forward draws, and of weights on the meta device.
-        timeout_s: how long a rank waits for a message before it says so.
+        timeout_s: how long a rank waits for another; then all say which is lost (docs/faults.md).
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
     """
     open_dataclasses(batch)
     check_has_weights(model)
-    world, fuser = _started(device := device_of(device), compile)
+    world, fuser = _started(device := device_of(device), compile, timeout_s)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings
     request = Request(*given, *rest, parse_batch_dims(batch_dims))
     agreed = f"seed={seed}, compile={compile}"
-    made = _decide(model, batch, request, plan, cluster, device, agreed)
-    return _build(made, cluster, seed, timeout_s, fuser, ledger)
+    with call("auto_parallel"):
+        made = _decide(model, batch, request, plan, cluster, device, agreed)
+        return _build(made, cluster, seed, timeout_s, fuser, ledger)
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,8 @@ def _build(
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
-    groups = Groups(lowered.plan.mesh, dist.get_rank() if dist.is_initialized() else 0)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    groups = Groups(lowered.plan.mesh, rank, timeout_s)
     if groups.rank == 0:
         _warn_of_opaque(lowered.plan)
         _warn_of_unheard(recording)
@@ -273,11 +275,12 @@ def _warn_of_unheard(recording: BatchRecording) -> None:
             warnings.warn(told, MerakWarning, stacklevel=3)
 
 
-def _started(device: torch.device, compile: bool) -> tuple[int, Fuser | None]:
-    """The number of ranks, and what fuses graphs where that is asked for."""
+def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
+    """The number of ranks, which are connected, and what fuses graphs where that is asked for."""
     if compile:
         check_compiler(device)
-    world = start_distributed(device)
+    world = start_distributed(device, timeout_s)
+    start_job(timeout_s)
     atexit.unregister(_release_groups)  # once, and before the process group goes
     atexit.register(_release_groups)
     return world, Fuser(device) if compile else None

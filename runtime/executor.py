@@ -21,13 +21,13 @@ from merakc.ir.program import Action, ActionKind, CollectiveEvent, Event, Progra
 from merakc.kernels.collectives import watched
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
+from merakc.runtime.health.job import TIMEOUT_S, at_work
 from merakc.runtime.messages import Channels, Messages
 from merakc.runtime.pieces import Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.watch import Clock, Moment, Watch
 
 Tensors = dict[str, torch.Tensor]
-TIMEOUT_S = 600.0
 Value = tuple[int, str, bool]  # stage, name, whether its gradient is meant
 
 
@@ -79,6 +79,7 @@ class Executor:
     """
 
     loss_scale = 1.0
+    at = 0  # which action runs
 
     def __init__(
         self,
@@ -127,6 +128,7 @@ class Executor:
         of its streams. Raises `StuckError` where a message does not come.
         """
         step = Step(self, micro_batches, known, record=record)
+        at_work(self.doing)
         try:
             with torch.no_grad(), step.watching():
                 step.run()
@@ -134,11 +136,17 @@ class Executor:
             step.close()
             if self.sharded is not None:
                 self.sharded.end()
+        at_work(None)
         return StepResult(
             step.loss(), step.gradients, step.results, events=step.events(),
             collectives=step.collectives(),
             whole=step.whole, written=step.written,
         )  # fmt: skip
+
+    def doing(self) -> str:
+        """The action that runs, in words."""
+        actions = self.program.actions
+        return f"action {self.at + 1} of {len(actions)}, '{actions[self.at]}'" if actions else ""
 
 
 class Step:
@@ -198,6 +206,7 @@ class Step:
     def run(self) -> None:
         """All actions in order."""
         for k, action in enumerate(self.program.actions):
+            self.of.at = k
             start = self.clock.now()
             self.messages.post_receives(k)
             if action.kind is ActionKind.SEND:

@@ -13,16 +13,21 @@ import torch.distributed as dist
 from merakc.analysis.buckets import BUCKET_BYTES
 from merakc.errors import MerakError, MismatchError
 from merakc.ir.program import Mesh
+from merakc.runtime.health.job import TIMEOUT_S, all_ranks, new_group
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Groups:
-    """The process groups that this rank belongs to. All ranks make all groups, in one order."""
+    """The process groups that this rank belongs to. All ranks make all groups, in one order.
+
+    Whatever waits in one of them for longer than `timeout_s` ends with an error.
+    """
 
     mesh: Mesh
     rank: int
+    timeout_s: float = TIMEOUT_S
     made: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
@@ -42,7 +47,7 @@ class Groups:
             if len(ranks) < 2:
                 continue
             if (copy, ranks) not in self.made:
-                self.made[copy, ranks] = dist.new_group(list(ranks))
+                self.made[copy, ranks] = new_group(ranks, self.timeout_s)
             if self.rank in ranks:
                 own = self.made[copy, ranks]
         return own
@@ -131,7 +136,7 @@ def together(make: Callable[[], T]) -> list[T]:
         failure = error
     text = f"{type(failure).__name__}: {failure}" if failure else ""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (made, text))
+    dist.all_gather_object(everyone, (made, text), all_ranks())
     if failure is not None:
         raise failure
     for rank, (_, error_text) in enumerate(everyone):

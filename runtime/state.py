@@ -12,6 +12,7 @@ import torch.distributed as dist
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
+from merakc.runtime.health.job import all_ranks
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,10 +41,10 @@ def same_everywhere(tensors: Sequence[torch.Tensor]) -> None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(tensors))
+    dist.all_gather_object(digests, digest(tensors), all_ranks())
     if len(set(digests)) > 1:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0)
+            dist.broadcast(tensor.detach(), 0, all_ranks())
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -89,7 +90,7 @@ def gather_full(
     present = [own]
     if mesh.world_size > 1:
         present = [set() for _ in range(mesh.world_size)]
-        dist.all_gather_object(present, own)
+        dist.all_gather_object(present, own, all_ranks())
     found: Tensors = {}
     for name, place in placements.items():
         holders = [mesh.rank(0, place.owner, t) for t in range(mesh.tp)]
@@ -105,9 +106,9 @@ def gather_full(
                     continue
                 shape = place.layout.local_shape(mesh.tp, t)
                 part = torch.empty(shape, dtype=place.dtype)
-                dist.recv(part, holder)
+                dist.recv(part, holder, all_ranks())
                 parts.append(part)
             found[name] = place.layout.join(parts).clone()
         elif rank in holders:
-            dist.send(local[name].detach().cpu().contiguous(), 0)
+            dist.send(local[name].detach().cpu().contiguous(), 0, all_ranks())
     return found

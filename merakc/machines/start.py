@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,9 @@ def device_of(device: torch.device | str | None) -> torch.device:
     return torch.device("cpu")
 
 
-def start_distributed(device: torch.device) -> int:
-    """The number of ranks, whose process group is made where several were started without one.
+def start_distributed(device: torch.device, timeout_s: float = 600.0) -> int:
+    """The number of ranks, whose process group is made where several were started without one, with
+    this as its timeout.
 
     Raises `ConfigError` where there is one that cannot do what ranks on `device` need.
     """
@@ -36,6 +38,7 @@ def start_distributed(device: torch.device) -> int:
                     'give init_process_group "cpu:gloo,cuda:nccl", or leave it to auto_parallel'
                 )
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         atexit.register(dist.destroy_process_group)
     return dist.get_world_size() if dist.is_initialized() else 1

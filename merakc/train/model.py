@@ -16,10 +16,12 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
+from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, local_of
 from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
+from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
 from merakc.train.norms import total_norm
@@ -162,6 +164,10 @@ class ParallelModel(Mirror):
         batch gives no loss, the results, as from `predict`.
         """
         check_around("the model")
+        with model_call(self._own("_steps"), "model(...)", args, kwargs, training=self.training):
+            return self._forward(args, kwargs)
+
+    def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
         step = steps.compile(args, kwargs, train=train, results=False)
@@ -205,8 +211,9 @@ class ParallelModel(Mirror):
         """
         check_around("the model")
         steps = self._own("_steps")
-        step = steps.compile(args, kwargs, train=False, results=True)
-        return self._results(step, args, kwargs)
+        with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
+            step = steps.compile(args, kwargs, train=False, results=True)
+            return self._results(step, args, kwargs)
 
     @torch.no_grad()
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -232,7 +239,8 @@ class ParallelModel(Mirror):
             raise ConfigError(
                 f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or infinite"
             )
-        total = total_norm(self._own("_steps"), norm_type)
+        with call("model.clip_grad_norm_"):
+            total = total_norm(self._own("_steps"), norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
@@ -313,8 +321,9 @@ class ParallelModel(Mirror):
         Every rank must call it.
         """
         steps = self._own("_steps")
-        local = steps.state | (steps.sharded.whole(steps.state) if steps.sharded else {})
-        full = gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+        with call("model.full_state_dict"):
+            local = steps.state | (steps.sharded.whole(steps.state) if steps.sharded else {})
+            full = gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
@@ -327,9 +336,10 @@ class ParallelModel(Mirror):
         Parameters without a gradient are left out. Every rank must call it.
         """
         steps = self._own("_steps")
-        local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
-        local |= steps.sharded.whole(local) if steps.sharded else {}
-        return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+        with call("model.full_gradients"):
+            local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
+            local |= steps.sharded.whole(local) if steps.sharded else {}
+            return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
 
 
 class _HandOut(torch.autograd.Function):

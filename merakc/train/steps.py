@@ -31,10 +31,11 @@ from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.programs.collectives import stage_touches, trained
 from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
-from merakc.runtime.executor import TIMEOUT_S, Executor, StepResult
+from merakc.runtime.executor import Executor, StepResult
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.head import HeadRunner
+from merakc.runtime.health.job import TIMEOUT_S
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined
@@ -70,7 +71,7 @@ class Steps:
     state: Tensors
     seed: int
     sharded: ShardedState | None = None
-    timeout_s: float = TIMEOUT_S  # of a message
+    timeout_s: float = TIMEOUT_S  # of a wait for other ranks
     loss_scale: LossScale | None = None  # in mixed precision
     fuser: Fuser | None = None  # where graphs become kernels of their own
     kept: KeptMemory | None = None  # on a CPU
@@ -90,8 +91,7 @@ class Steps:
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
-        dp_rank, _, _ = self.groups.coordinates
-        group = self.groups.axis("dp")
+        dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
         return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
 
     def key(

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Sharing
 from merakc.runtime.groups import together
+from merakc.runtime.health.job import all_ranks
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
 
@@ -47,7 +48,7 @@ def measure_around(steps: Steps, step: CompiledStep) -> float:
     """Seconds of what a step does before and after its Program; of the slowest rank; collective."""
     seconds = []
     for _ in range(TRIALS):
-        dist.barrier() if dist.is_initialized() else None
+        dist.barrier(all_ranks()) if dist.is_initialized() else None
         start_s = time.perf_counter()
         steps.around(step)
         seconds.append(time.perf_counter() - start_s)

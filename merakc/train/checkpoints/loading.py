@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import agree, together
+from merakc.runtime.health.job import all_ranks, call
 from merakc.runtime.part import TensorPart, place_of
 from merakc.train.checkpoints.codec import decode
 from merakc.train.checkpoints.manifest import (
@@ -58,12 +59,17 @@ def latest(folder: str | Path) -> Path | None:
     """The newest checkpoint in a folder all of whose bytes are as they were written; None if there
     is none. Where there are several ranks, all must call it, and each checks its share.
     """
-    for path in reversed(checkpoints_in(Path(folder))):
+    with call("merakc.latest"):
+        return _latest(Path(folder))
+
+
+def _latest(folder: Path) -> Path | None:
+    for path in reversed(checkpoints_in(folder)):
         bad = together(lambda path=path: _problem(path))  # type: ignore[misc]
         if not any(bad):
             return path
         text = next(text for text in bad if text)
-        warnings.warn(f"passed over: {text}", stacklevel=2)
+        warnings.warn(f"passed over: {text}", stacklevel=5)
     return None
 
 
@@ -101,7 +107,11 @@ def load(
     Raises `CheckpointError` on every rank for files that were changed since they were written, and
     for a model or an optimizer that is not the saved one; nothing was changed then.
     """
-    folder = Path(folder).absolute()
+    with call("merakc.load"):
+        return _load(Path(folder).absolute(), model, optimizer, scheduler, extra)
+
+
+def _load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any) -> Loaded:
     chosen = folder
     manifest, problem = _manifest(folder)
     if manifest is None and (newest := latest(folder)) is not None:
@@ -339,6 +349,7 @@ def _read(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
                 tensors,
                 storage_reader=Reader(folder, manifest),
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
+                process_group=all_ranks(),
                 no_dist=not dist.is_initialized(),
             )
     except CheckpointException as error:

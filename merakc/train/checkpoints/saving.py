@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from merakc.errors import CheckpointError, MerakError
 from merakc.ir.plan import file_text
 from merakc.runtime.groups import from_rank_0, together
+from merakc.runtime.health.job import ALONE_S, all_ranks, call, explained, new_group
 from merakc.runtime.part import TensorPart
 from merakc.train.checkpoints.manifest import read_manifest
 from merakc.train.checkpoints.run_state import (
@@ -95,16 +96,17 @@ def save(
     folder = Path(folder).absolute()
     if keep_last is not None and keep_last < 1:
         raise CheckpointError(f"keep_last={keep_last}: at least this checkpoint stays; give 1")
-    for before in _running:
-        before.wait()
-    _running.clear()
-    tensors, writer = _collected(folder, model, listed(optimizer), scheduler, extra)
-    if wait:
-        write(tensors, writer, None, keep_last)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return Saving(folder, done)
-    group = _group() if dist.is_initialized() else None
+    with call("merakc.save"):
+        for before in _running:
+            before.wait()
+        _running.clear()
+        tensors, writer = _collected(folder, model, listed(optimizer), scheduler, extra)
+        if wait:
+            write(tensors, writer, all_ranks(), keep_last)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return Saving(folder, done)
+        group = _group() if dist.is_initialized() else None
     copied = {name: _on_host(tensor) for name, tensor in tensors.items()}
     started = Saving(folder, _thread().submit(write, copied, writer, group, keep_last))
     _running.append(started)
@@ -182,6 +184,8 @@ def write(
                 process_group=group,
                 no_dist=not dist.is_initialized(),
             )
+    except RuntimeError as error:
+        raise explained(error) from error
     except CheckpointException as error:
         shutil.rmtree(writer.aside, ignore_errors=True)
         raise as_merak_error(error, f"{writer.folder} was not written") from None
@@ -229,5 +233,4 @@ def _thread() -> ThreadPoolExecutor:
 @cache
 def _group() -> dist.ProcessGroup | None:
     """The ranks' group for saves beside training, so that their messages cannot be mixed up."""
-    group: dist.ProcessGroup | None = dist.new_group(backend="gloo")
-    return group
+    return new_group(range(dist.get_world_size()), ALONE_S, "gloo")

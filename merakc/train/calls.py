@@ -1,0 +1,73 @@
+"""What ranks must have in common at a call of the model: its mode, and the shapes of its batch."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from merakc.batches.split import path_name
+from merakc.lowering.recording import autocast_of
+from merakc.runtime.health.facts import ALL
+from merakc.runtime.health.job import call
+from merakc.train.steps import Steps
+
+# The tensors of a batch that are told by name where ranks differ.
+_TOLD = 8
+
+
+def model_call(
+    steps: Steps, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
+) -> AbstractContextManager[None]:
+    """A call of the model with a batch, of all ranks: `merakc.runtime.health.job.call`.
+
+    The ranks of a dp replica have the whole batch in common, those of others the mode alone.
+    """
+    mesh = steps.groups.mesh
+    if mesh.world_size == 1:
+        return call(name, prompt=False)
+    mode = f"{name} in {'training' if training else 'eval'} mode"
+    mode += "" if torch.is_grad_enabled() else " without gradients"
+    modes = steps.settings.modes()
+    if len(set(modes)) > 1:
+        mode += f", but for modules (mark {zlib.crc32(bytes(modes)):x})"
+    dtype, autocast = autocast_of(steps.device)
+    mode += f" under autocast to {dtype}" if autocast else ""
+    if mesh.dp == mesh.world_size:
+        return call(name, {ALL: mode}, prompt=False)
+    told = f"{mode}, with {_words(args, kwargs)}"
+    if mesh.dp == 1:
+        return call(name, {ALL: told}, prompt=False)
+    return call(name, {ALL: mode, _replica(steps): told}, prompt=False)
+
+
+def _replica(steps: Steps) -> str:
+    """The scope of the ranks that are given the same batch as this one."""
+    mesh, own = steps.groups.mesh, steps.groups.coordinates[0]
+    return _ranks(tuple(r for r in range(mesh.world_size) if mesh.coordinates(r)[0] == own))
+
+
+@lru_cache
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return ",".join(map(str, ranks))
+
+
+def _words(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A batch by its shapes and plain values."""
+    named = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    told = [f"{path_name(path)} {_word(leaf)}" for path, leaf in named]
+    if len(told) <= _TOLD:
+        return ", ".join(told) or "no batch"
+    mark = zlib.crc32(", ".join(told).encode())
+    return f"{', '.join(told[:_TOLD])} and {len(told) - _TOLD} more (mark {mark:x})"
+
+
+def _word(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__

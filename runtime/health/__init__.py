@@ -1,0 +1,1 @@
+"""Says which rank is lost or went another way, by a channel beside the work."""
