@@ -51,6 +51,7 @@ class ShardedState:
         groups: Mapping[StateShards, ShardGroups],
         holders: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         _watch_optimizers()
         self.specs = tuple(specs)
@@ -59,6 +60,7 @@ class ShardedState:
                 {name: tensors[name] for name in spec.members},
                 groups[spec.shards],
                 precision if spec.is_trained else None,
+                device,
             )
             for spec in specs
         }

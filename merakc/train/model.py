@@ -23,7 +23,6 @@ from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
 from merakc.train.norms import total_norm
-from merakc.train.places import register_places
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -85,7 +84,6 @@ class ParallelModel(Mirror):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
         steps.agreement.parameters = self.parameters
-        register_places(steps.state, steps.placements, steps.groups, steps.sharded)
 
     @property
     def plan(self) -> Plan:
