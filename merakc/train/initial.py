@@ -36,7 +36,7 @@ def replace_tensors(
     places: dict[int, list[tuple[dict[str, torch.Tensor | None], str]]] = {}
     for path, module in model.named_modules():
         states: tuple[dict[str, torch.Tensor | None], ...]
-        states = module._parameters, module._buffers  # type: ignore[assignment]
+        states = module._parameters, module._buffers
         for own in states:
             for key, tensor in own.items():
                 if tensor is not None:
@@ -91,7 +91,7 @@ class _GoneError(Exception):
     """A tensor was read after it had been handed on."""
 
 
-class _Initialiser(TorchDispatchMode):
+class _Initialiser(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees what the model's own code writes into the tensors `made`.
 
     Those that were written are handed to `keep` when others were written since, of more than
@@ -102,7 +102,7 @@ class _Initialiser(TorchDispatchMode):
     def __init__(
         self, model: nn.Module, made: Collection[str], keep: Keep | None, recent_bytes: int | None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model, self.keep, self.recent_bytes = model, keep, recent_bytes
         self.tensors: Tensors = {}
         self.memory: dict[str, mmap.mmap] = {}

@@ -17,7 +17,7 @@ from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.part import Place, TensorPart, local_of
-from merakc.runtime.state import gather_full
+from merakc.runtime.state import Pieces, gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.compiled_step import CompiledStep
@@ -311,8 +311,7 @@ class ParallelModel(Mirror):
         Every rank must call it.
         """
         steps = self._own("_steps")
-        local = steps.state | (steps.sharded.whole(steps.state) if steps.sharded else {})
-        full = gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+        full = self._gathered(steps.state)
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
@@ -326,8 +325,15 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
-        local |= steps.sharded.whole(local) if steps.sharded else {}
-        return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+        return self._gathered(local)
+
+    def _gathered(self, local: Tensors) -> Tensors:
+        """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
+        steps = self._own("_steps")
+        found = list(steps.sharded.wholes(local)) if steps.sharded else []
+        rest = local.keys() - {name for pieces in found for name in pieces.names}
+        found += [Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest]  # type: ignore[misc]
+        return gather_full(found, steps.placements, self.plan.mesh, self.rank)
 
 
 class _HandOut(torch.autograd.Function):
