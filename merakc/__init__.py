@@ -9,6 +9,7 @@ with few_collections():  # torch among it
     from merakc.ir.precision import Precision
     from merakc.machines.cluster import Cluster
     from merakc.passes.sharding.register import register_sharding
+    from merakc.train.checkpoints.exporting import export
     from merakc.train.checkpoints.loading import Loaded, latest, load
     from merakc.train.checkpoints.saving import Saving, save
     from merakc.train.model import ParallelModel
@@ -25,6 +26,7 @@ __all__ = [
     "Saving",
     "__version__",
     "auto_parallel",
+    "export",
     "latest",
     "load",
     "load_plan",

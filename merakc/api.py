@@ -56,11 +56,12 @@ from merakc.runtime.health.job import TIMEOUT_S, call, start_job
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
+from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
 from merakc.train.steps import Steps
 from merakc.train.trials import shared_cores
-from merakc.train.weights import check_has_weights, find_placements, shard_state, take_over
+from merakc.train.weights import allocate, check_has_weights, find_placements, take_over
 from merakc.version import __version__
 
 _living: WeakSet[Steps] = WeakSet()
@@ -72,6 +73,7 @@ def auto_parallel(
     model: nn.Module,
     batch: Any,
     *,
+    weights: str | Path | None = None,
     plan: Plan | str | Path | None = None,
     dp: int | None = None,
     tp: int | None = None,
@@ -97,6 +99,8 @@ def auto_parallel(
     Args:
         model: returns a loss, as `.loss`, `["loss"]`, first or alone; its weights are taken over.
         batch: one dp rank's example, by keyword (a mapping) or position; shapes may change later.
+        weights: a folder of safetensors files, as from `save_pretrained` or `merakc.save`, or one
+            file: each rank reads its parts, in place of the model's own weights.
         plan: a plan, or its file, in place of a search; what it measured stands. Rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
@@ -121,15 +125,15 @@ def auto_parallel(
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
     """
     open_dataclasses(batch)
-    check_has_weights(model)
     world, fuser = _started(device := device_of(device), compile, timeout_s)
+    files = _opened(model, weights)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings
     request = Request(*given, *rest, parse_batch_dims(batch_dims))
-    agreed = f"seed={seed}, compile={compile}"
+    agreed = f"seed={seed}, compile={compile}, weights={files and files.fingerprint}"
     with call("auto_parallel"):
         made = _decide(model, batch, request, plan, cluster, device, agreed)
-        return _build(made, cluster, seed, timeout_s, fuser, ledger)
+        return _build(made, files, cluster, seed, timeout_s, fuser, ledger)
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,7 @@ def _decide(
 @few_collections()
 def _build(
     made: _Decision,
+    files: WeightFiles | None,
     cluster: Cluster | None,
     seed: int,
     timeout_s: float,
@@ -226,8 +231,8 @@ def _build(
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     if made.device.type == "cuda":
         groups.open_channels(lowered.plan.rank_of, made.device)
-    state = take_over(model, placements, groups, made.device, seed)
-    sharded = shard_state(state, placements, lowered, groups)
+    state, sharded = allocate(placements, lowered, groups, made.device)
+    take_over(model, state, placements, groups, seed, files)
     scale = loss_scale_for(lowered.plan.precision)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
@@ -248,6 +253,16 @@ def _build(
         header = make_header(steps, simulation, made.machines, measured=measured)
         book = Bookkeeper(ledger or "", steps, header)
     return ParallelModel(steps, recording.aliases, simulation, book)
+
+
+def _opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
+    """The files that weights are read from, if they are; collective."""
+    if weights is None:
+        check_has_weights(model)
+        return None
+    opened = cache(lambda: open_weights(weights, model))
+    together(lambda: bool(opened()))
+    return opened()
 
 
 def _warn_of_opaque(plan: Plan) -> None:

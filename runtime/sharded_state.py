@@ -8,7 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from merakc.ir.precision import Precision
 from merakc.ir.program import Collective, CollectiveKind
 from merakc.ir.state import StateShards
 from merakc.runtime.shards import Bucket, ShardGroups
+from merakc.runtime.state import Pieces
 
 Tensors = dict[str, torch.Tensor]
 # Every element is updated from its own gradient and state alone, so that parts can be.
@@ -51,6 +52,7 @@ class ShardedState:
         groups: Mapping[StateShards, ShardGroups],
         holders: Mapping[tuple[int, ...], dist.ProcessGroup | None],
         precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         _watch_optimizers()
         self.specs = tuple(specs)
@@ -59,6 +61,7 @@ class ShardedState:
                 {name: tensors[name] for name in spec.members},
                 groups[spec.shards],
                 precision if spec.is_trained else None,
+                device,
             )
             for spec in specs
         }
@@ -223,14 +226,11 @@ class ShardedState:
                 found |= {name: gradients[name] for name in names}
         return found
 
-    def whole(self, parts: Mapping[str, torch.Tensor]) -> Tensors:
-        """Whole tensors from the parts of them that the ranks own. Collective."""
-        found: Tensors = {}
+    def wholes(self, parts: Mapping[str, torch.Tensor]) -> Iterator[Pieces]:
+        """Whole tensors from the parts of them that the ranks own, a bucket at a time."""
         for bucket in self.buckets:
-            own = {n: parts[n] for n in bucket.members if n in parts}
-            joined = bucket.join(own)
-            found |= {n: joined[n] for n in own}
-        return found
+            own = {name: parts[name] for name in bucket.members if name in parts}
+            yield Pieces(list(own), partial(bucket.join, own))
 
 
 @cache

@@ -121,6 +121,8 @@ class Bucket:
     `kept` is the rank's shard of them as they are computed with. `master` is what it optimizes of
     them: in a `precision`, memory of its own; otherwise a view of `kept`. `owned` are the
     parameters' parts of that. `gathering` and `reducing` are what runs of its collectives.
+
+    Tensors on the meta device begin as zeros, on `device`.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Bucket:
         tensors: Mapping[str, torch.Tensor],
         groups: ShardGroups,
         precision: Precision | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.groups, shards = groups, groups.shards
         self.members: dict[str, Member] = {}
@@ -137,9 +140,11 @@ class Bucket:
             total += tensor.numel()
         self.total, first = total, next(iter(tensors.values())).detach()
         self.numel = math.ceil(total / shards.optimizer) * shards.optimizer
-        flat = first.new_zeros(self.numel, dtype=precision.dtype("master") if precision else None)
+        dtype = precision.dtype("master") if precision else first.dtype
+        flat = torch.zeros(self.numel, dtype=dtype, device=device or first.device)
         for name, member in self.members.items():
-            member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
+            if not tensors[name].is_meta:
+                member.part(flat, 0).copy_(tensors[name].detach().reshape(-1))
         size, self.owned_size = self.numel // shards.parameters, self.numel // shards.optimizer
         self.kept_at = groups.parameter_index * size
         self.owned_at = groups.owned_index * self.owned_size

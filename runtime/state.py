@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,15 +36,12 @@ class Placement:
         return self.ranks[0]
 
 
-def same_everywhere(tensors: Sequence[torch.Tensor]) -> None:
-    """Gives all ranks rank 0's values, as DistributedDataParallel does; nothing moves if equal."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(tensors), all_ranks())
-    if len(set(digests)) > 1:
-        for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0, all_ranks())
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Tensors by their names, and what makes all of them; collective where they are sharded."""
+
+    names: Sequence[str]
+    make: Callable[[], Tensors]
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
@@ -75,40 +72,45 @@ def joined(
 
 
 def gather_full(
-    local: Mapping[str, torch.Tensor],
-    placements: Mapping[str, Placement],
-    mesh: Mesh,
-    rank: int,
+    local: Sequence[Pieces], placements: Mapping[str, Placement], mesh: Mesh, rank: int
 ) -> Tensors:
     """The whole tensors by name, on the CPU of rank 0, and {} on the other ranks. Collective.
 
-    `local` holds this rank's parts; a name that no owner holds is left out. Only dp rank 0 sends.
+    `local` makes this rank's parts, some at a time, on all dp ranks of a stage in the same order;
+    a name that no owner holds is left out. Only dp rank 0 sends.
     """
-    dp, pipeline_rank, _ = mesh.coordinates(rank)
-    owned = {n for n, p in placements.items() if p.owner == pipeline_rank}
-    own = {n for n in owned if dp == 0 and n in local}
-    present = [own]
+    dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
+    own = [[n for n in p.names if placements[n].owner == pipeline_rank] for p in local]
+    order = [name for names in own for name in names]
+    everyone = [order]
     if mesh.world_size > 1:
-        present = [set() for _ in range(mesh.world_size)]
-        dist.all_gather_object(present, own, all_ranks())
+        everyone = [[] for _ in range(mesh.world_size)]
+        dist.all_gather_object(everyone, order, all_ranks())
     found: Tensors = {}
-    for name, place in placements.items():
-        holders = [mesh.rank(0, place.owner, t) for t in range(mesh.tp)]
-        if name not in present[holders[0]]:
-            continue
-        if not place.layout.is_split:
-            holders = holders[:1]
-        if rank == 0:
-            parts = []
-            for t, holder in enumerate(holders):
-                if holder == 0:
-                    parts.append(local[name].detach().cpu())
-                    continue
-                shape = place.layout.local_shape(mesh.tp, t)
-                part = torch.empty(shape, dtype=place.dtype)
-                dist.recv(part, holder, all_ranks())
-                parts.append(part)
-            found[name] = place.layout.join(parts).clone()
-        elif rank in holders:
-            dist.send(local[name].detach().cpu().contiguous(), 0, all_ranks())
+    for names, pieces in zip(own, local, strict=True):
+        parts = pieces.make()
+        for name in names:
+            is_split = placements[name].layout.is_split
+            if rank == 0:
+                found[name] = _received(name, 0, parts[name], placements[name], mesh)
+            elif dp == 0 and (is_split or tp_rank == 0):
+                dist.send(parts[name].detach().cpu().contiguous(), 0, all_ranks())
+        del parts
+    if rank == 0:
+        for other in range(1, mesh.pp):
+            for name in everyone[mesh.rank(0, other, 0)]:
+                found[name] = _received(name, other, None, placements[name], mesh)
     return found
+
+
+def _received(
+    name: str, pipeline_rank: int, own: torch.Tensor | None, place: Placement, mesh: Mesh
+) -> torch.Tensor:
+    """A whole tensor on rank 0, memory of its own, from the tp ranks of its owner."""
+    parts = [] if own is None else [own.detach().cpu()]
+    for t in range(len(parts), mesh.tp if place.layout.is_split else 1):
+        part = torch.empty(place.layout.local_shape(mesh.tp, t), dtype=place.dtype)
+        dist.recv(part, mesh.rank(0, pipeline_rank, t), all_ranks())
+        parts.append(part)
+    joined = place.layout.join(parts)
+    return joined.clone() if own is not None and len(parts) == 1 else joined

@@ -18,14 +18,13 @@ from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, local_of
-from merakc.runtime.state import gather_full
+from merakc.runtime.state import Pieces, gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
 from merakc.train.norms import total_norm
-from merakc.train.places import register_places
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -87,7 +86,6 @@ class ParallelModel(Mirror):
             # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
             self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
         steps.agreement.parameters = self.parameters
-        register_places(steps.state, steps.placements, steps.groups, steps.sharded)
 
     @property
     def plan(self) -> Plan:
@@ -322,8 +320,7 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         with call("model.full_state_dict"):
-            local = steps.state | (steps.sharded.whole(steps.state) if steps.sharded else {})
-            full = gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+            full = self._gathered(steps.state)
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
@@ -337,9 +334,15 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         with call("model.full_gradients"):
-            local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
-            local |= steps.sharded.whole(local) if steps.sharded else {}
-            return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
+            return self._gathered({n: t.grad for n, t in steps.state.items() if t.grad is not None})
+
+    def _gathered(self, local: Tensors) -> Tensors:
+        """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
+        steps = self._own("_steps")
+        found = list(steps.sharded.wholes(local)) if steps.sharded else []
+        rest = local.keys() - {name for pieces in found for name in pieces.names}
+        found += [Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest]  # type: ignore[misc]
+        return gather_full(found, steps.placements, self.plan.mesh, self.rank)
 
 
 class _HandOut(torch.autograd.Function):

@@ -1,23 +1,30 @@
-"""A model's weights: initialised, found their places under a plan, and moved to the ranks."""
+"""A model's weights: found their places under a plan, and moved to the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakWarning, MismatchError
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import DimFactor, Layout, parse_layout
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
-from merakc.runtime.groups import Groups
+from merakc.runtime.groups import Groups, together
+from merakc.runtime.health.job import all_ranks
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
-from merakc.runtime.state import Placement, same_everywhere
+from merakc.runtime.state import Placement
+from merakc.train.checkpoints.weight_files import WeightFiles
+from merakc.train.initial import initialise, replace_tensors
+from merakc.train.parts import Digests, Parts, unlike
+from merakc.train.places import register_places
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.
@@ -80,53 +87,47 @@ def check_has_weights(model: nn.Module) -> None:
             )
 
 
-def take_over(
-    model: nn.Module,
-    placements: Mapping[str, Placement],
-    groups: Groups,
-    device: torch.device,
-    seed: int,
-) -> Tensors:
-    """This rank's parts of the weights.
+def allocate(
+    placements: Mapping[str, Placement], lowered: Lowered, groups: Groups, device: torch.device
+) -> tuple[Tensors, ShardedState | None]:
+    """This rank's parameters and buffers, all zeros, and the buckets that parameters stand in.
 
-    The model's own tensors are replaced by meta tensors, so that no rank keeps the whole. Raises
-    `ConfigError` as `initialise` does.
+    There are none where there is one dp rank, and no precision but the model's own; frozen
+    parameters stay whole where parameters are not sharded. All ranks must call it.
     """
-    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        initialise(model, seed)
-    same_everywhere([*model.parameters(), *model.buffers()])
     _, pipeline_rank, tp_rank = groups.coordinates
     state: Tensors = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        place = placements[name]
+    for name, place in placements.items():
         if pipeline_rank in place.ranks:
-            part = place.layout.take(tensor.detach(), groups.mesh.tp, tp_rank).to(device)
-            if place.is_parameter:
-                part = nn.Parameter(part, requires_grad=place.requires_grad)
-            state[name] = part
-    replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-    _emptied.update(model.modules())
-    return state
+            shape = place.layout.local_shape(groups.mesh.tp, tp_rank)
+            part = torch.empty(shape, dtype=place.dtype, device="meta")
+            state[name] = nn.Parameter(part, place.requires_grad) if place.is_parameter else part
+    sharded = None
+    if lowered.plan.dp > 1 or lowered.plan.precision is not None:
+        sharded = _in_buckets(state, placements, lowered, groups, device)
+        state |= sharded.owned
+    for name, tensor in state.items():
+        if tensor.is_meta:
+            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            state[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
+    register_places(state, placements, groups, sharded)
+    return state, sharded
 
 
-def shard_state(
-    state: Tensors, placements: Mapping[str, Placement], lowered: Lowered, groups: Groups
-) -> ShardedState | None:
-    """Puts this rank's parameters into buckets; `state` then holds what it owns of them.
-
-    None where there is one dp rank, and no precision but the model's own. Frozen parameters stay
-    whole where parameters are not sharded. All ranks must call it.
-    """
-    plan = lowered.plan
-    if plan.dp == 1 and plan.precision is None:
-        return None
-    own = groups.coordinates[1]
+def _in_buckets(
+    state: Tensors,
+    placements: Mapping[str, Placement],
+    lowered: Lowered,
+    groups: Groups,
+    device: torch.device,
+) -> ShardedState:
+    plan, own = lowered.plan, groups.coordinates[1]
     used = dict.fromkeys(i.target for g in lowered.stages.graphs for i in parameters_in_order(g))
     held = []
     for name in dict.fromkeys([*used, *state]):
         if isinstance(state.get(name), nn.Parameter):
             place = placements[name]
-            state[name] = _cast(state[name], place)
             shared = sum(plan.rank_of[s] == own for s in place.stages) > 1
             held.append(
                 Held(name, place.dtype, state[name].numel(), place.stages, place.requires_grad,
@@ -139,71 +140,72 @@ def shard_state(
     }
     tied = {p.stages: holders[p.ranks] for p in placements.values() if own in p.ranks}
     specs = plan_buckets(held, plan.shards)
-    sharded = ShardedState(specs, state, made, tied, plan.precision)
-    state |= sharded.owned
-    return sharded
+    return ShardedState(specs, state, made, tied, plan.precision, device)
 
 
-def _cast(tensor: torch.Tensor, place: Placement) -> torch.Tensor:
-    """The parameter in the dtype in which it is kept."""
-    if tensor.dtype == place.dtype:
-        return tensor
-    return nn.Parameter(tensor.detach().to(place.dtype), requires_grad=tensor.requires_grad)
+def take_over(
+    model: nn.Module, state: Tensors, placements: Mapping[str, Placement], groups: Groups,
+    seed: int, files: WeightFiles | None = None,
+) -> None:  # fmt: skip
+    """Fills this rank's `state` with its parts of the weights: of `files`, of the model's own
+    tensors, or of what the model initialises itself with where it is on the meta device.
 
-
-def replace_tensors(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Puts `make(tensor)` in the place of every parameter and buffer.
-
-    Ties are kept; parameters stay parameters, and frozen ones frozen.
+    The model's own tensors are replaced by meta tensors, each as soon as it was taken, so that no
+    rank keeps the whole. Every rank must call it. Raises `ConfigError` as `initialise` does,
+    `CheckpointError` for damaged files, and `MismatchError` where ranks read other weights. Where
+    the models of the ranks differ, all get rank 0's, with a warning.
     """
-    made: dict[int, torch.Tensor] = {}
-    replaced: list[torch.Tensor] = []  # held, so that no id is used twice
-    for module in model.modules():
-        states: tuple[dict[str, torch.Tensor | None], ...]
-        states = module._parameters, module._buffers  # type: ignore[assignment]
-        for own in states:
-            for key, tensor in own.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    replaced.append(tensor)
-                    new = make(tensor.detach())
-                    if isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, tensor.requires_grad)
-                    made[id(tensor)] = new
-                own[key] = made[id(tensor)]
+    held = set() if files is None else files.tensors.keys()
+    named = [*model.named_parameters(), *model.named_buffers()]
+    rest = {name for name, _ in named if name not in held}
+    is_meta = any(tensor.is_meta for name, tensor in named if name in rest)
+    named.clear()  # or it would hold what is taken
+    parts = Parts(state, placements, groups)
+    if files is not None or is_meta:
+        share = groups.rank, groups.mesh.world_size
 
+        def fill() -> Digests:
+            if files is not None:
+                files.check(*share)
+                for name, read in files.read():
+                    parts.put(name, read)
+            if is_meta:
+                initialise(model, seed, rest, parts.put_whole)
+            return parts.digests
 
-def initialise(model: nn.Module, seed: int) -> None:
-    """Gives a model on the meta device its own initial weights, on the CPU.
-
-    A model with `init_weights` (transformers) is initialised by that; of any other, each module's
-    `reset_parameters` is called, outer modules first. `seed` alone determines the weights, so they
-    are the same on every rank and layout; the random state is restored.
-
-    Raises `ConfigError` where only some parameters are on the meta device, and for a module with
-    tensors and no `reset_parameters`.
-    """
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta:
-            raise ConfigError(
-                f"parameter '{name}' is on {parameter.device} while others of "
-                f"{type(model).__name__} are on the meta device; put all of them there, or none"
+        if differing := unlike(together(fill)):
+            raise MismatchError(
+                f"the ranks have different weights: {differing}; give all ranks the same files"
             )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        replace_tensors(model, lambda t: torch.zeros_like(t, device="cpu") if t.is_meta else t)
-        whole = getattr(model, "init_weights", None)
-        if callable(whole):
-            whole()
-            return
-        for name, module in model.named_modules():
-            # The second is torch.nn.MultiheadAttention's.
-            reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-            if callable(reset):
-                reset()
-            elif any(True for own in (module.parameters, module.buffers) for _ in own(False)):
-                raise ConfigError(
-                    f"module '{name}' ({type(module).__name__}) is on the meta device and has no "
-                    "reset_parameters; build the model on the CPU, or give the module one"
-                )
+    if rest and not is_meta:
+        _take(model, rest, parts)
+    replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))
+    _emptied.update(model.modules())
+    assert parts.taken >= state.keys(), state.keys() - parts.taken
+
+
+def _take(model: nn.Module, names: Collection[str], parts: Parts) -> None:
+    """Takes the model's own tensors, once they are known to be the same on all ranks."""
+    parts.digests.clear()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in names:
+            parts.compare(name, tensor.detach())
+    differing = unlike(together(lambda: parts.digests))
+    if differing and dist.get_rank() == 0:
+        warnings.warn(
+            f"the models of the ranks have different weights: {differing}; all ranks train with "
+            "rank 0's. Build the same model on every rank, as with the same torch.manual_seed",
+            MerakWarning,
+            stacklevel=2,
+        )
+
+    def take(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if name not in names:
+            return None
+        if differing:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+            dist.broadcast(tensor, 0, all_ranks())
+        parts.put_whole(name, tensor)
+        return torch.empty_like(tensor, device="meta")
+
+    replace_tensors(model, take)

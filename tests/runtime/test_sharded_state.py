@@ -79,7 +79,7 @@ def a_step(shards: StateShards) -> tuple[list[dict[str, torch.Tensor]], dict[str
         assert shared.keys() == {"other"}
         gradients = sharded.take_gradients()
         assert gradients.keys() == {"a", "c", "tied"}
-        whole = sharded.whole(gradients)
+        whole = {n: t for p in sharded.wholes(gradients) for n, t in p.make().items()}
         for name, parameter in sharded.owned.items():
             if name in gradients:
                 parameter.data -= gradients[name]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from benchmarks.ranks import run_ranks
 from merakc.ir.layout import parse_layout
 from merakc.ir.program import Mesh
-from merakc.runtime.state import Placement, digest, gather_full, same_everywhere
+from merakc.runtime.state import Pieces, Placement, digest, gather_full
 
 MESH = Mesh(dp=2, tp=2, pp=2)
 PLACES = {
@@ -34,7 +34,8 @@ def gathered() -> dict[str, torch.Tensor]:
     }
     if stage == 1:
         local["tied"] += 100  # only the owner's copy counts
-    return gather_full(local, PLACES, MESH, rank)
+    pieces = [Pieces([n], lambda n=n: {n: local[n]}) for n in sorted(local)]
+    return gather_full(pieces, PLACES, MESH, rank)
 
 
 def test_gathering_on_rank_0() -> None:
@@ -49,24 +50,9 @@ def test_gathering_on_rank_0() -> None:
 def test_one_rank_gathers_copies() -> None:
     place = Placement(parse_layout("3"), torch.float32, (0,), (0,), True, True)
     local = {"w": torch.ones(3)}
-    found = gather_full(local, {"w": place}, Mesh(), 0)
+    found = gather_full([Pieces(["w"], lambda: local)], {"w": place}, Mesh(), 0)
     found["w"].zero_()
     assert local["w"].sum() == 3
-
-
-def made_the_same(differs: bool) -> list[torch.Tensor]:
-    rank = dist.get_rank()
-    tensors = [torch.arange(4).bfloat16().view(2, 2).T, torch.tensor(3), torch.zeros(0)]
-    tensors.append(torch.full((2,), float(rank) if differs else 5.0, requires_grad=True))
-    same_everywhere(tensors)
-    return [t.detach() for t in tensors]
-
-
-def test_rank_0_counts_where_ranks_differ() -> None:
-    for differs, value in ((True, 0.0), (False, 5.0)):
-        for found in run_ranks(2, made_the_same, differs):
-            assert torch.equal(found[3], torch.full((2,), value))
-            assert torch.equal(found[0], torch.arange(4).bfloat16().view(2, 2).T)
 
 
 def test_digest_is_of_the_elements() -> None:

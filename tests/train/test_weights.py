@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.errors import ConfigError
+from merakc.errors import ConfigError, MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.weights import initialise, replace_tensors
+from merakc.train.initial import initialise, replace_tensors
 from tests.battery.small_models import WIDTH, Tensors, Words, build, parallel, part, warm_up, words
 
 
@@ -110,7 +111,7 @@ def test_replacing_keeps_ties_kinds_and_frozen_parameters() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.BatchNorm1d(2)})
     model["b"].weight = model["a"].weight
     model["a"].bias.requires_grad_(False)
-    replace_tensors(model, lambda tensor: torch.full_like(tensor, 3))
+    replace_tensors(model, lambda _, tensor: torch.full_like(tensor, 3))
     assert model["b"].weight is model["a"].weight
     assert isinstance(model["a"].weight, nn.Parameter)
     assert not model["a"].bias.requires_grad
@@ -120,8 +121,11 @@ def test_replacing_keeps_ties_kinds_and_frozen_parameters() -> None:
 
 
 def differently_seeded(layout: dict[str, int]) -> Tensors:
-    torch.manual_seed(dist.get_rank())
-    model = merakc.auto_parallel(Words().double(), words(0, 4), cluster=NOMINAL_CPU, **layout)
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    told = "'embedding.weight' of rank 1 is not as rank 0's, and 16 tensors more; all ranks train"
+    with nullcontext() if rank else pytest.warns(MerakWarning, match=told):
+        model = merakc.auto_parallel(Words().double(), words(0, 4), cluster=NOMINAL_CPU, **layout)
     return model.full_state_dict()
 
 

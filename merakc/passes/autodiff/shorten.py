@@ -134,13 +134,20 @@ class _Forms:
                 near = part - where
                 return (near, j, ref.index) if near in (0, 1) else ref
             item = self.inputs.get(ref.node)
-            if item is None or (item.kind not in STATES and len(self.readers_of_input[ref.node]) > 1):
+            if item is None or (
+                item.kind not in STATES and len(self.readers_of_input[ref.node]) > 1
+            ):
                 return ref
             if item.kind in STATES:
                 return _NUMBER.sub("*", item.target), item.spec
             return item.kind, given.setdefault(ref.node, len(given)), item.spec
 
-        return node.op, _mapped(_unkeyed(node), relative), _mapped(node.kwargs, relative), node.outputs
+        return (
+            node.op,
+            _mapped(_unkeyed(node), relative),
+            _mapped(node.kwargs, relative),
+            node.outputs,
+        )
 
 
 def _unkeyed(node: Node) -> tuple[Any, ...]:

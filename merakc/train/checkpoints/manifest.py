@@ -73,7 +73,7 @@ class Manifest(BaseModel):
     def text(self) -> str:
         """What `checkpoint.json` says: all of this, and its CRC-32."""
         body = self.model_dump(mode="json")
-        return json.dumps({"crc32": _body_crc(body), "checkpoint": body}, indent=1) + "\n"
+        return json.dumps({"crc32": _body_crc(body), "checkpoint": body}) + "\n"
 
 
 def _body_crc(body: Any) -> int:

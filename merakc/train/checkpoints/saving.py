@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from merakc.errors import CheckpointError, MerakError
 from merakc.ir.plan import file_text
+from merakc.machines.garbage import few_collections
 from merakc.runtime.groups import from_rank_0, together
 from merakc.runtime.health.job import ALONE_S, all_ranks, call, explained, new_group
 from merakc.runtime.part import TensorPart
@@ -38,6 +40,7 @@ from merakc.train.checkpoints.run_state import (
 )
 from merakc.train.checkpoints.storage import Writer
 from merakc.train.model import ParallelModel
+from merakc.train.steps import Steps
 
 
 class Saving:
@@ -62,6 +65,7 @@ class Saving:
 _running: list[Saving] = []
 
 
+@few_collections()
 def save(
     folder: str | Path,
     model: nn.Module,
@@ -129,28 +133,39 @@ def _collected(
     told, written = shared_extras(found, given)
     run = {
         "model": type(getattr(model, "_source", model)).__name__,
-        "parameters": _parameter_names(model),
+        "parameters": parameter_names(model),
         "world_size": len(records),
         "parallel": parallel_state(model),
         "optimizers": joined,
         "extras": told,
     }
     others = {}
-    config = _config_of(model)
+    config = config_of(model)
     if config:
         others["config.json"] = config
-    if isinstance(model, ParallelModel):
-        run["plan"] = {"hash": model.plan.hash, "precision": str(model.plan.precision or "")}
-        others["plan.json"] = file_text(model.plan.hash, asdict(model.plan))
+    if isinstance(model, ParallelModel) and model.rank == 0:
+        plan_hash, others["plan.json"] = _plan_of(model._own("_steps"))
+        run["plan"] = {"hash": plan_hash, "precision": str(model.plan.precision or "")}
     return tensors | written, Writer(folder, run, others)
 
 
-def _parameter_names(model: nn.Module) -> list[str]:
+_plans: WeakKeyDictionary[Steps, tuple[str, str]] = WeakKeyDictionary()
+
+
+def _plan_of(steps: Steps) -> tuple[str, str]:
+    """The hash and the text of a plan, which stay as they are: they take half a second."""
+    if steps not in _plans:
+        plan = steps.planned.plan
+        _plans[steps] = plan.hash, file_text(plan.hash, asdict(plan))
+    return _plans[steps]
+
+
+def parameter_names(model: nn.Module) -> list[str]:
     """Of the whole model, in its order."""
     return [n for n, _ in getattr(model, "_source", model).named_parameters()]
 
 
-def _config_of(model: nn.Module) -> str:
+def config_of(model: nn.Module) -> str:
     """The config that `from_pretrained` needs, of a model of transformers."""
     config = getattr(getattr(model, "_source", model), "config", None)
     written = getattr(config, "to_json_string", None)

@@ -53,7 +53,7 @@ from merakc.version import __version__
 
 STEMS = {WEIGHTS: "model", OPTIMIZER: "optimizer", EXTRA: "extra"}
 FILE_BYTES = 5 << 30  # of weights in one file, as transformers has them
-LEAST_RUN_BYTES = 1 << 12  # shorter runs are written through mapped memory
+LEAST_RUN_BYTES = 1 << 20  # of one host, shorter runs are written through mapped memory
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -66,13 +66,14 @@ DTYPES = {
 @dataclass
 class Writer(StorageWriter):
     """Writes to `folder`. On the coordinator `run` is what the manifest says beside tensors, and
-    `others` the texts of other files, by name.
+    `others` the texts of other files, by name. With `dtype`, floating tensors are cast to it.
     """
 
     folder: Path
     run: dict[str, Any] = field(default_factory=dict)
     others: Mapping[str, str] = field(default_factory=dict)
     file_bytes: int = FILE_BYTES
+    dtype: torch.dtype | None = None
     made: dict[str, Stored] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
 
@@ -96,22 +97,30 @@ class Writer(StorageWriter):
             self.aside.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
+        """Says the host."""
+        return replace(plan, storage_data=os.uname().nodename)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lays out the files, and tells the ranks where tensors begin."""
+        """Lays out the files, and tells the ranks where tensors begin, and whether all are on one
+        host: on several, one that writes a mapped page may lose what another wrote into it.
+        """
         tensors: dict[str, TensorWriteData] = {}
         for plan in plans:
             for item in plan.items:
                 assert item.tensor_data is not None, item
-                tensors.setdefault(item.index.fqn, item.tensor_data)
+                properties = TensorProperties(dtype=self._cast(item.tensor_data.properties.dtype))
+                data = replace(item.tensor_data, properties=properties)
+                tensors.setdefault(item.index.fqn, data)
         where: dict[str, tuple[str, int]] = {}
         for kind, stem in STEMS.items():
             own = {n: t for n, t in tensors.items() if n.startswith(kind)}
             for name, members in _file_names(stem, own, self.file_bytes).items():
                 where |= self._lay_out(name, members)
-        return [replace(plan, storage_data=where) for plan in plans]
+        is_one_host = len({plan.storage_data for plan in plans}) == 1
+        return [replace(plan, storage_data=(where, is_one_host)) for plan in plans]
+
+    def _cast(self, dtype: torch.dtype) -> torch.dtype:
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def _lay_out(
         self, file: str, members: Mapping[str, TensorWriteData]
@@ -147,16 +156,19 @@ class Writer(StorageWriter):
         """Writes this rank's boxes."""
         results = []
         by_file: dict[str, list[Any]] = {}
+        where, is_one_host = plan.storage_data
         for item in plan.items:
-            by_file.setdefault(plan.storage_data[item.index.fqn][0], []).append(item)
+            by_file.setdefault(where[item.index.fqn][0], []).append(item)
         for file, items in by_file.items():
             with (self.aside / file).open("r+b") as opened:
                 for item in items:
                     box = planner.resolve_data(item)
                     assert isinstance(box, torch.Tensor)
-                    box, data = box.detach().cpu().contiguous(), item.tensor_data
-                    start = plan.storage_data[item.index.fqn][1]
-                    _write_box(opened.fileno(), start, box, data.chunk.offsets, data.size)
+                    box, data = box.detach().to("cpu", self._cast(box.dtype)), item.tensor_data
+                    box = box.contiguous()
+                    start = where[item.index.fqn][1]
+                    place = start, data.chunk.offsets, data.size
+                    _write_box(opened.fileno(), box, *place, is_mapped=is_one_host)
                     chunk = Chunk(
                         starts=tuple(data.chunk.offsets),
                         sizes=tuple(data.chunk.sizes),
@@ -223,9 +235,12 @@ def _file_names(
 
 
 def _write_box(
-    file: int, start: int, box: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]
-) -> None:
-    """Writes a box of a tensor that begins at byte `start` of an open file."""
+    file: int, box: torch.Tensor, start: int, offsets: Sequence[int], shape: Sequence[int],
+    *, is_mapped: bool,
+) -> None:  # fmt: skip
+    """Writes a box of a tensor that begins at byte `start` of an open file; what lies apart in it
+    through mapped memory, if that may be.
+    """
     if not box.numel():
         return
     size = box.element_size()
@@ -237,7 +252,7 @@ def _write_box(
     data = box.reshape(-1).view(torch.uint8).numpy()
     runs = box.shape[:inner]
     length = data.nbytes // max(1, runs.numel())
-    if runs.numel() == 1 or length >= LEAST_RUN_BYTES:
+    if runs.numel() == 1 or length >= LEAST_RUN_BYTES or not is_mapped:
         for k, at in enumerate(np.ndindex(*runs)):
             there = first + sum(i * s for i, s in zip(at, strides, strict=False))
             _pwrite(file, data[k * length : (k + 1) * length], there)

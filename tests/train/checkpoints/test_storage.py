@@ -73,7 +73,8 @@ def test_boxes_are_written_where_they_belong(
         with path.open("r+b") as opened:
             for bounds in product(*map(pairwise, cuts)):
                 part = whole[tuple(slice(*b) for b in bounds)].contiguous()
-                _write_box(opened.fileno(), 5, part, [a for a, _ in bounds], shape)
+                starts = [a for a, _ in bounds]
+                    _write_box(opened.fileno(), part, 5, starts, shape, is_mapped=trial % 2 == 0)
         data = bytearray(path.read_bytes()[5:])
         assert torch.equal(torch.frombuffer(data, dtype=dtype).reshape(shape), whole)
 
