@@ -54,7 +54,7 @@ from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.links import memory_bytes
-from merakc.runtime.loss_scale import loss_scale_for
+from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
@@ -91,6 +91,7 @@ def auto_parallel(
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
     ledger: str | Path | None = None,
+    on_nonfinite: OnNonfinite | None = None,
 ) -> ParallelModel:
     """Makes a model train on all ranks that `torchrun` started; raises `MerakError`s.
 
@@ -119,16 +120,20 @@ def auto_parallel(
         seed: of all that the forward draws, and of weights on the meta device.
         timeout_s: how long a rank waits for a message before it says so.
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
+        on_nonfinite: what all ranks do in a step whose loss or gradients are not finite on any:
+            "raise" `NonfiniteError` (if None), "skip" it (if None, where the loss is scaled) or
+            "ignore" that, and look at nothing.
     """
+    check_on_nonfinite(on_nonfinite)
     open_dataclasses(batch)
     check_has_weights(model)
     world, fuser = _started(device := device_of(device), compile)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings
     request = Request(*given, *rest, parse_batch_dims(batch_dims))
-    agreed = f"seed={seed}, compile={compile}"
+    agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
     made = _decide(model, batch, request, plan, cluster, device, agreed)
-    return _build(made, cluster, seed, timeout_s, fuser, ledger)
+    return _build(made, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,7 @@ def _build(
     timeout_s: float,
     fuser: Fuser | None,
     ledger: str | Path | None,
+    on_nonfinite: OnNonfinite | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
@@ -226,7 +232,7 @@ def _build(
         groups.open_channels(lowered.plan.rank_of, made.device)
     state = take_over(model, placements, groups, made.device, seed)
     sharded = shard_state(state, placements, lowered, groups)
-    scale = loss_scale_for(lowered.plan.precision)
+    scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
         fuser,
