@@ -47,8 +47,9 @@ from merakc.machines.garbage import few_collections
 from merakc.machines.start import device_of, start_distributed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
+from merakc.planner.fit import Fit
 from merakc.planner.requested import first_parts, requested
-from merakc.planner.search import Record, Request, meshes
+from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.executor import TIMEOUT_S
 from merakc.runtime.fused import Fuser, check_compiler
@@ -146,6 +147,7 @@ class _Decision:
     recording: BatchRecording
     lowered: Lowered
     machines: Cluster
+    fit: Fit
 
 
 @few_collections()
@@ -193,13 +195,18 @@ def _decide(
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     request, machines = requests[reading()], cluster or _nominal(device)
-    other = partial(_resized, model, example(), request, device)
-    lowered = _lowered(request, given, recorded, other, machines)
+
+    def record(samples: int) -> Recording:
+        parts, left = divmod(request.batch_size, samples)
+        return _resized(model, example(), request, device, samples) if left else recorded(parts)
+
+    fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
+    lowered = _lowered(given, recorded, fit)
     recording = recorded(lowered.plan.micro_batches, lowered.plan.dp)
     if lowered.plan.dp != likely:  # the numbers of the whole batch are others
         lowered = apply_plan(lowered.plan, recording)
     lowered = with_parts(lowered, partial(recorded, dp=lowered.plan.dp))
-    return _Decision(model, device, example(), recording, lowered, machines)
+    return _Decision(model, device, example(), recording, lowered, machines, fit)
 
 
 @few_collections()
@@ -245,6 +252,7 @@ def _build(
         steps.kept = keep_freed_memory()
     measured = cluster is None
     prediction, simulation, here = expected(steps, step, made.machines, measured=measured)
+    from_rank_0(lambda: made.fit.check(prediction.peak_bytes, plan.mesh))
     plan = replace(lowered.plan, prediction=prediction, measured=here)
     steps.planned = replace(lowered, plan=plan)
     book = None
@@ -358,28 +366,20 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _lowered(
-    request: Request,
-    given: Plan | None,
-    recorded: Callable[[int], Recording],
-    other: Record,
-    cluster: Cluster,
-) -> Lowered:
-    """The plan, decided by rank 0, applied on every rank.
-
-    `recorded` is of one of so many parts of the batch, `other` of samples that do not divide it.
+def _lowered(given: Plan | None, recorded: Callable[[int], Recording], fit: Fit) -> Lowered:
+    """The plan, decided by rank 0, applied on every rank; `recorded` is of one of so many parts of
+    the batch.
     """
     if given is not None:
         return apply_plan(given, recorded(given.micro_batches))
     found: list[Lowered] = []
 
-    def record(samples: int) -> Recording:
-        parts, left = divmod(request.batch_size, samples)
-        return other(samples) if left else recorded(parts)
-
     def decide() -> Plan:
-        found.append(choose(request, record, cluster))
-        return found[0].plan
+        found.append(choose(fit.request, fit.record, fit.cluster))
+        plan = found[0].plan
+        assert plan.prediction is not None
+        fit.check(plan.prediction.peak_bytes, plan.mesh, rough=True)
+        return plan
 
     plan = from_rank_0(decide)
     return found[0] if found else apply_plan(plan, recorded(plan.micro_batches))
