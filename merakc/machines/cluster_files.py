@@ -205,8 +205,8 @@ def _resolve(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     idle = [name for name in named if name not in used]
     if idle:
         raise ClusterError(
-            f"{where}: devices.{idle[0]}: no node has it{_like(idle[0], list(map(str, used)))}; name "
-            "it in [[nodes]], or take it out"
+            f"{where}: devices.{idle[0]}: no node has it{_like(idle[0], list(map(str, used)))}; "
+            "name it in [[nodes]], or take it out"
         )
     found["nodes"] = [
         {**n, "device": _device(n.get("device"), named, f"{where}: nodes.{k}.device")}
