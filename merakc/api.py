@@ -47,14 +47,15 @@ from merakc.machines.garbage import few_collections
 from merakc.machines.start import device_of, start_distributed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
+from merakc.planner.fit import Fit
 from merakc.planner.requested import first_parts, requested
-from merakc.planner.search import Record, Request, meshes
+from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.health.job import TIMEOUT_S, call, start_job
 from merakc.runtime.links import memory_bytes
-from merakc.runtime.loss_scale import loss_scale_for
+from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.expected import expected
@@ -93,6 +94,7 @@ def auto_parallel(
     seed: int = 0,
     timeout_s: float = TIMEOUT_S,
     ledger: str | Path | None = None,
+    on_nonfinite: OnNonfinite | None = None,
 ) -> ParallelModel:
     """Makes a model train on all ranks that `torchrun` started; raises `MerakError`s.
 
@@ -123,17 +125,22 @@ def auto_parallel(
         seed: of all that the forward draws, and of weights on the meta device.
         timeout_s: how long a rank waits for another; then all say which is lost (docs/faults.md).
         ledger: a file that rank 0 writes what each step really took to, for `merakc diff`.
+        on_nonfinite: what all ranks do in a step whose loss or gradients are not finite on any:
+            "raise" `NonfiniteError` (if None), "skip" it (if None, where the loss is scaled) or
+            "ignore" that, and look at nothing.
     """
+    check_on_nonfinite(on_nonfinite)
     open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile, timeout_s)
     files = _opened(model, weights)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings
     request = Request(*given, *rest, parse_batch_dims(batch_dims))
-    agreed = f"seed={seed}, compile={compile}, weights={files and files.fingerprint}"
+    agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
+    agreed += f", weights={files and files.fingerprint}"
     with call("auto_parallel"):
         made = _decide(model, batch, request, plan, cluster, device, agreed)
-        return _build(made, files, cluster, seed, timeout_s, fuser, ledger)
+        return _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,7 @@ class _Decision:
     recording: BatchRecording
     lowered: Lowered
     machines: Cluster
+    fit: Fit
 
 
 @few_collections()
@@ -193,13 +201,18 @@ def _decide(
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     request, machines = requests[reading()], cluster or _nominal(device)
-    other = partial(_resized, model, example(), request, device)
-    lowered = _lowered(request, given, recorded, other, machines)
+
+    def record(samples: int) -> Recording:
+        parts, left = divmod(request.batch_size, samples)
+        return _resized(model, example(), request, device, samples) if left else recorded(parts)
+
+    fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
+    lowered = _lowered(given, recorded, fit)
     recording = recorded(lowered.plan.micro_batches, lowered.plan.dp)
     if lowered.plan.dp != likely:  # the numbers of the whole batch are others
         lowered = apply_plan(lowered.plan, recording)
     lowered = with_parts(lowered, partial(recorded, dp=lowered.plan.dp))
-    return _Decision(model, device, example(), recording, lowered, machines)
+    return _Decision(model, device, example(), recording, lowered, machines, fit)
 
 
 @few_collections()
@@ -211,6 +224,7 @@ def _build(
     timeout_s: float,
     fuser: Fuser | None,
     ledger: str | Path | None,
+    on_nonfinite: OnNonfinite | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     model, lowered, recording = made.model, made.lowered, made.recording
@@ -233,7 +247,7 @@ def _build(
         groups.open_channels(lowered.plan.rank_of, made.device)
     state, sharded = allocate(placements, lowered, groups, made.device)
     take_over(model, state, placements, groups, seed, files)
-    scale = loss_scale_for(lowered.plan.precision)
+    scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
         fuser,
@@ -246,6 +260,7 @@ def _build(
         steps.kept = keep_freed_memory()
     measured = cluster is None
     prediction, simulation, here = expected(steps, step, made.machines, measured=measured)
+    from_rank_0(lambda: made.fit.check(prediction.peak_bytes, plan.mesh))
     plan = replace(lowered.plan, prediction=prediction, measured=here)
     steps.planned = replace(lowered, plan=plan)
     book = None
@@ -370,28 +385,20 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _lowered(
-    request: Request,
-    given: Plan | None,
-    recorded: Callable[[int], Recording],
-    other: Record,
-    cluster: Cluster,
-) -> Lowered:
-    """The plan, decided by rank 0, applied on every rank.
-
-    `recorded` is of one of so many parts of the batch, `other` of samples that do not divide it.
+def _lowered(given: Plan | None, recorded: Callable[[int], Recording], fit: Fit) -> Lowered:
+    """The plan, decided by rank 0, applied on every rank; `recorded` is of one of so many parts of
+    the batch.
     """
     if given is not None:
         return apply_plan(given, recorded(given.micro_batches))
     found: list[Lowered] = []
 
-    def record(samples: int) -> Recording:
-        parts, left = divmod(request.batch_size, samples)
-        return other(samples) if left else recorded(parts)
-
     def decide() -> Plan:
-        found.append(choose(request, record, cluster))
-        return found[0].plan
+        found.append(choose(fit.request, fit.record, fit.cluster))
+        plan = found[0].plan
+        assert plan.prediction is not None
+        fit.check(plan.prediction.peak_bytes, plan.mesh, rough=True)
+        return plan
 
     plan = from_rank_0(decide)
     return found[0] if found else apply_plan(plan, recorded(plan.micro_batches))

@@ -85,6 +85,10 @@ class MismatchError(MerakError):
     """Ranks that do not hold the same model, plan or versions."""
 
 
+class NonfiniteError(MerakError):
+    """A step whose loss or gradients are not finite, on any rank."""
+
+
 class StuckError(MerakError):
     """A rank that waited for a message longer than allowed, or whose peer has gone."""
 

@@ -107,14 +107,17 @@ class Agreement:
                 f"one data-parallel replica; {_BATCHES}"
             )
 
-    def share(self, loss: torch.Tensor, step: int) -> torch.Tensor:
-        """The sum of all ranks' losses.
+    def share(
+        self, loss: torch.Tensor, step: int, nonfinite: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, bool]:
+        """The sum of all ranks' losses, and whether any has found something `nonfinite`: a number
+        above zero.
 
         Raises `MismatchError` on every rank where ranks that ought to agree do not.
         """
         world = self.groups.axis("world")
         if world is None:
-            return loss.clone()
+            return loss.clone(), nonfinite is not None and bool(nonfinite)
         mesh, rank = self.groups.mesh, self.groups.rank
         leaves, common = self.leaves, self.common
         self.leaves, self.common = None, {}
@@ -125,10 +128,12 @@ class Agreement:
             settings_mark(told, mesh, rank),
             common_mark(common.values(), mesh, rank, step),
         ]
-        sums = torch.tensor([0.0, *marks], dtype=torch.float64).to(loss.device)
+        sums = torch.tensor([0.0, *marks, 0.0], dtype=torch.float64).to(loss.device)
         sums[0] = loss
+        if nonfinite is not None:
+            sums[-1:] = nonfinite
         dist.all_reduce(sums, group=world)
-        batches, optimizers, alike = sums[1:].tolist()
+        batches, optimizers, alike, bad = sums[1:].tolist()
         if batches:
             self._compare_batches(leaves or ())
             raise MismatchError(
@@ -138,7 +143,7 @@ class Agreement:
             self._tell_optimizers(told, world)
         if alike:
             self._tell_common(common, world)
-        return sums[0].to(loss.dtype)
+        return sums[0].to(loss.dtype), bad > 0
 
     def _tell_optimizers(self, told: str, world: dist.ProcessGroup) -> None:
         everyone = [""] * world.size()

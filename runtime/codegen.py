@@ -23,6 +23,7 @@ from merakc.kernels.ops import (
 )
 
 Compiled = Callable[[list[Any]], list[Any]]
+Tell = Callable[[Ref, Any], None]
 LITERALS = (bool, int, str, type(None))
 
 
@@ -52,13 +53,16 @@ def _none(*_: object) -> Any:
 NO_HOOKS = Hooks(_none, _none, {}, {}, _none, ())
 
 
-def compile_graph(graph: Graph, device: torch.device, hooks: Hooks = NO_HOOKS) -> Compiled:
+def compile_graph(
+    graph: Graph, device: torch.device, hooks: Hooks = NO_HOOKS, tell: Tell | None = None
+) -> Compiled:
     """A function from the values of `graph.inputs`, in order, to those of `graph.outputs`.
 
     The list that it is given is emptied, so that the caller holds nothing alive through it. Where
-    no call needs autograd, its layers of the dispatcher are left out.
+    no call needs autograd, its layers of the dispatcher are left out. Every value is handed to
+    `tell` as soon as it is there.
     """
-    writer = _Writer(graph, device, hooks)
+    writer = _Writer(graph, device, hooks, tell)
     source = writer.source()
     scope = writer.scope
     exec(compile(source, "<merakc graph>", "exec"), scope)
@@ -76,11 +80,12 @@ def compile_graph(graph: Graph, device: torch.device, hooks: Hooks = NO_HOOKS) -
 class _Writer:
     """Writes the source of one graph; `scope` holds what the source names."""
 
-    def __init__(self, graph: Graph, device: torch.device, hooks: Hooks) -> None:
-        self.graph, self.device = graph, device
+    def __init__(self, graph: Graph, device: torch.device, hooks: Hooks, tell: Tell | None) -> None:
+        self.graph, self.device, self.tell = graph, device, tell
         self.scope: dict[str, Any] = {
             "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place,
         }  # fmt: skip
+        self.scope |= {"tell": tell, "Ref": Ref} if tell is not None else {}
         self.names: dict[Ref, str] = {}
         self.functions: dict[object, str] = {}  # what the source calls a function
         self.over = overwrites(graph)
@@ -101,6 +106,7 @@ class _Writer:
         if self.given:
             inputs = ", ".join(map(self._value, self.given))
             lines += [f"    {inputs}, = given", "    given.clear()"]
+        lines += self._told(self.given)
         lines += self._sinks(self.given)
         read = {r for n in self.graph.nodes for r in n.refs} | {o.ref for o in self.graph.outputs}
         for k, node in enumerate(self.graph.nodes):
@@ -119,6 +125,7 @@ class _Writer:
                 lines.append("    del made")
             else:
                 lines.append(f"    {self._value(Ref(node.name))} = {self._call(node)}")
+            lines += self._told(own)
             lines += self._sinks(own)
             if dying.get(k):
                 lines.append(f"    del {', '.join(map(self._value, dying[k]))}")
@@ -130,6 +137,11 @@ class _Writer:
         for ref in refs:
             if ref in self.unfetched:
                 yield f"    {self._value(ref)} = fetch({self.unfetched.pop(ref)!r})"
+                yield from self._told([ref])
+
+    def _told(self, refs: Iterable[Ref]) -> Iterator[str]:
+        for ref in refs if self.tell is not None else ():
+            yield f"    tell({ref!r}, {self._value(ref)})"
 
     def _sinks(self, refs: Iterable[Ref]) -> Iterator[str]:
         for ref in refs:

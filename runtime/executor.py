@@ -19,11 +19,12 @@ import torch
 from merakc.ir.graph import Input, InputKind
 from merakc.ir.program import Action, ActionKind, CollectiveEvent, Event, Program, StageGraphs
 from merakc.kernels.collectives import watched
+from merakc.runtime.codegen import compile_graph
 from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.health.job import TIMEOUT_S, at_work
 from merakc.runtime.messages import Channels, Messages
-from merakc.runtime.pieces import Piece, Stage, Work
+from merakc.runtime.pieces import Compiler, Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.watch import Clock, Moment, Watch
 
@@ -73,9 +74,9 @@ class Executor:
     of the model; buffers are written in place. `reduce` is called once a step with the
     gradients that are whole; `sharded` holds the parameters that are not. `channels` are what
     messages are sent over. A message that does not come within `timeout_s` raises `StuckError`.
-    Gradients are those of the loss times `loss_scale`. With a `fuser` the graphs are fused. `head`
-    runs what couples the samples of the whole batch, where that is on this rank; buffers that are
-    `late` are left to be written behind all micro-batches.
+    Gradients are those of the loss times `loss_scale`. `compiler` compiles the graphs, with a
+    `fuser` fused ones. `head` runs what couples the samples of the whole batch, where that is on
+    this rank; buffers that are `late` are left to be written behind all micro-batches.
     """
 
     loss_scale = 1.0
@@ -95,12 +96,14 @@ class Executor:
         fuser: Fuser | None = None,
         head: HeadRunner | None = None,
         late: Collection[str] = (),
+        compiler: Compiler = compile_graph,
     ) -> None:
         self.sharded, self.head, self.late = sharded, head, frozenset(late)
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
         self.stages = {
-            s: Stage(s, chunk, program, device, sharded, fuser) for s, chunk in chunks.items()
+            s: Stage(s, chunk, program, device, sharded, fuser, compiler)
+            for s, chunk in chunks.items()
         }
         self.gradients = frozenset().union(*(s.gradients for s in self.stages.values()))
         self.specs = {
@@ -127,7 +130,7 @@ class Executor:
         With `record`, the collectives of the graphs are timed too, and on a GPU all times are those
         of its streams. Raises `StuckError` where a message does not come.
         """
-        step = Step(self, micro_batches, known, record=record)
+        step = self.step(micro_batches, known, record=record)
         at_work(self.doing)
         try:
             with torch.no_grad(), step.watching():
@@ -147,6 +150,12 @@ class Executor:
         """The action that runs, in words."""
         actions = self.program.actions
         return f"action {self.at + 1} of {len(actions)}, '{actions[self.at]}'" if actions else ""
+
+    def step(
+        self, micro_batches: Sequence[Tensors], known: Tensors | None, *, record: bool
+    ) -> Step:
+        """One step, to be run."""
+        return Step(self, micro_batches, known, record=record)
 
 
 class Step:

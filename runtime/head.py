@@ -17,8 +17,9 @@ import torch.distributed as dist
 from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind
 from merakc.ir.program import StageGraphs
-from merakc.runtime.codegen import compile_graph
+from merakc.runtime.codegen import NO_HOOKS, compile_graph
 from merakc.runtime.fused import Fuser
+from merakc.runtime.pieces import Compiler
 from merakc.runtime.shards import all_gather
 
 Tensors = dict[str, torch.Tensor]
@@ -41,7 +42,7 @@ class HeadRunner:
     """Runs a `Head` again and again, compiled from its `chunk`, on the parts of a batch.
 
     `group` joins the dp ranks of which `layout` has the samples. With a `fuser` the graphs are
-    fused.
+    fused, `compiler` compiles them.
     """
 
     def __init__(
@@ -52,13 +53,14 @@ class HeadRunner:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         fuser: Fuser | None = None,
+        compiler: Compiler = compile_graph,
     ) -> None:
         assert (group is None) is (len(layout.sizes) == 1), "dp ranks without a group, or one alone"
         self.head, self.chunk, self.layout = head, chunk, layout
         self.device, self.group = device, group
         graphs = [g for g in (chunk.forward, chunk.backward) if g is not None]
         self.graphs = [
-            (g, compile_graph(fuser.fuse(g) if fuser else g, device), _later(graphs[k + 1 :]))
+            (g, compiler(fuser.fuse(g) if fuser else g, device, NO_HOOKS), _later(graphs[k + 1 :]))
             for k, g in enumerate(graphs)
         ]
         self.constants = {

@@ -1,34 +1,55 @@
-"""Gradients that are not finite: every rank skips the step, or none; and the scale of the loss."""
+"""Losses and gradients that are not finite: every rank skips the step, or none; and the scale of
+the loss.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 
-from merakc.errors import MerakWarning
+from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.precision import Precision
 
 Tensors = Mapping[str, torch.Tensor]
+OnNonfinite = Literal["raise", "skip", "ignore"]
 FIRST_SCALE = 2.0**16
 GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000  # those of torch.amp.GradScaler
 # The smallest normal number of float16: what overflows with it, overflows before it is scaled.
 LEAST_SCALE = 2.0**-14
 
 
-def loss_scale_for(precision: Precision | None) -> LossScale | None:
-    """That of the first step; None where nothing is mixed, and the user's loop has its way."""
-    if precision is None:
-        return None
-    return LossScale(precision.scales_loss, FIRST_SCALE if precision.scales_loss else 1.0)
+def check_on_nonfinite(given: str | None) -> None:
+    """Raises `ConfigError` for what is not known."""
+    if given is not None and given not in get_args(OnNonfinite):
+        raise ConfigError(
+            f"on_nonfinite={given!r}: what to do in a step whose loss or gradients are not finite "
+            f"is one of {', '.join(map(repr, get_args(OnNonfinite)))}"
+        )
+
+
+def loss_scale_for(precision: Precision | None, on_nonfinite: OnNonfinite | None) -> LossScale:
+    """That of the first step. Where none is said, a step that is not finite raises, but for scaled
+    losses, whose scale is found by steps that overflow. Raises `ConfigError` where those are to be
+    ignored.
+    """
+    if precision is None or not precision.scales_loss:
+        return LossScale(False, 1.0, on_nonfinite or "raise")
+    if on_nonfinite == "ignore":
+        raise ConfigError(
+            "on_nonfinite='ignore': the scale of float16's losses is found by leaving steps out "
+            "that overflow; say 'skip', or 'raise' for those that no scale can help"
+        )
+    return LossScale(True, FIRST_SCALE, on_nonfinite or "skip")
 
 
 @dataclass(slots=True)
 class LossScale:
-    """What a step's loss is multiplied by before the backward, the same on all ranks.
+    """What a step's loss is multiplied by before the backward, the same on all ranks; and what is
+    done with steps that are not finite.
 
     Where it is `dynamic` it halves when gradients overflow, to `LEAST_SCALE`, and doubles after
     many steps without (Micikevicius et al. 2018, section 3.2); otherwise it stays. `skipped` counts
@@ -37,40 +58,54 @@ class LossScale:
 
     dynamic: bool
     scale: float
+    on_nonfinite: OnNonfinite = "raise"
     good_steps: int = 0
     skipped: int = 0
 
-    def finite(self, gradients: Tensors, group: dist.ProcessGroup | None) -> bool:
-        """Takes the scale out of the gradients, in place; whether all ranks' are finite.
-
-        Collective. The scale of the next step follows from it.
+    def nonfinite(self, gradients: Tensors) -> torch.Tensor | None:
+        """Takes the scale out of this rank's gradients, in place: a number above zero where any of
+        them is not finite; None where nobody wants to know.
         """
-        own = [g for g in gradients.values() if g.numel()]
-        bad = torch.zeros((), device=own[0].device if own else None)
-        if own:
-            if self.scale != 1.0:
-                torch._foreach_mul_(own, 1 / self.scale)
-            largest = torch._foreach_norm(own, float("inf"))
-            bad = (~torch.stack([v.float() for v in largest]).isfinite().all()).float()
-        if group is not None:
-            dist.all_reduce(bad, dist.ReduceOp.MAX, group=group)
-        found = not bad.item()
-        self._update(found)
-        return found
+        if self.on_nonfinite == "ignore":
+            return None
+        return _unscaled(gradients.values(), 1 / self.scale)
 
-    def _update(self, finite: bool) -> None:
+    def goes_on(self, *, finite: bool) -> bool:
+        """Notes whether a step was finite on all ranks, from which the scale of the next follows:
+        whether training goes on, with gradients or, warned of, without.
+        """
         if finite:
             self.good_steps += 1
             if self.dynamic and self.good_steps % GROWTH_INTERVAL == 0:
                 self.scale *= GROWTH
-            return
+            return True
         self.skipped, self.good_steps = self.skipped + 1, 0
         if self.dynamic:
             self.scale = max(self.scale * BACKOFF, LEAST_SCALE)
-        if not self.dynamic or self.scale < 1.0:
+            if self.scale >= 1.0:  # a smaller one may help
+                return True
+        if self.on_nonfinite == "skip":
             warnings.warn(
-                f"gradients that are not finite: all ranks skip this step ({self.skipped} so far); "
-                "their optimizers find no gradients in it",
+                f"a loss or gradients that are not finite: all ranks skip this step "
+                f"({self.skipped} so far); their optimizers find no gradients in it",
                 MerakWarning,
                 stacklevel=4,
             )
+        return self.on_nonfinite == "skip"
+
+
+def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor | None:
+    """Multiplies them, in one pass, which is as fast as reading them: so that it costs nothing to
+    look at them all.
+    """
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for own in gradients:
+        if own.numel():
+            own = torch.view_as_real(own) if own.is_complex() else own
+            kinds.setdefault((own.device, own.dtype), []).append(own)
+    found: torch.Tensor | None = None
+    for (device, _), tensors in kinds.items():
+        found = torch.zeros(1, device=device) if found is None else found
+        scale = torch.full((1,), factor, device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, scale)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +16,7 @@ from merakc.runtime.fused import Fuser
 from merakc.runtime.sharded_state import ShardedState
 
 Work = tuple[int, int]  # stage, micro-batch
+Compiler = Callable[[Graph, torch.device, Hooks], Compiled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,8 @@ class Stage:
 
     `rewritten` are the buffers of which a micro-batch keeps the value from before its forward,
     since a later piece reads them and the forward writes them. With a `fuser`, runs of calls
-    become kernels of their own. `sums` are the gradients of a step so far that are in no bucket.
+    become kernels of their own; `compiler` compiles the graphs. `sums` are the gradients of a step
+    so far that are in no bucket.
     """
 
     def __init__(
@@ -74,7 +76,9 @@ class Stage:
         device: torch.device,
         sharded: ShardedState | None = None,
         fuser: Fuser | None = None,
+        compiler: Compiler = compile_graph,
     ) -> None:
+        self.compiler = compiler
         self.number, self.chunk, self.sharded, self.fuser = number, chunk, sharded, fuser
         self.sums: dict[str, torch.Tensor] = {}
         self.targets = {i.name: i.target for i in chunk.forward.inputs}
@@ -123,7 +127,7 @@ class Stage:
         returned = tuple(o for o in graph.outputs if o.name not in hooks.sunk)
         return Piece(
             graph,
-            compile_graph(run, device, hooks),
+            self.compiler(run, device, hooks),
             owned & {o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT},
             leaves=frozenset(),
             given=given,

@@ -18,7 +18,7 @@ from benchmarks.models import MODELS
 from benchmarks.peers.training import Training
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import train_reference
-from merakc.errors import RecordError
+from merakc.errors import FitError, RecordError
 from merakc.ir.program import ActionKind, Mesh
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Words, assert_close, build, gradients, warm_up, words
@@ -211,8 +211,31 @@ def test_what_is_left_open_is_chosen_alike_on_every_rank() -> None:
 
 
 def test_recomputation_where_the_memory_does_not_suffice() -> None:
-    small = merakc.Cluster("small", 5e10, 1e10, 5e-6, 1, 2e-4, 1e9)
-    assert merakc.auto_parallel(build(Words), words(0), cluster=small).plan.recompute == "full"
+    given = build(Words), words(0)
+    roomy = merakc.auto_parallel(*given, cluster=NOMINAL_CPU, micro_batches=1).plan
+    assert roomy.prediction is not None
+    small = replace(NOMINAL_CPU, memory_bytes=int(0.9 * max(roomy.prediction.peak_bytes)))
+    plan = merakc.auto_parallel(build(Words), words(0), cluster=small, micro_batches=1).plan
+    assert plan.recompute != "none"
+    assert plan.prediction is not None
+    assert max(plan.prediction.peak_bytes) <= small.memory_bytes
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    """By the peak of the built step, to the byte; a plan of the user's likewise."""
+    options = {"recompute": "none", "micro_batches": 1}
+    roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options).plan
+    assert roomy.prediction is not None
+    needed = max(roomy.prediction.peak_bytes)
+    exact = replace(NOMINAL_CPU, memory_bytes=needed)
+    merakc.auto_parallel(build(Words), words(0), cluster=exact, **options)
+    small = replace(NOMINAL_CPU, memory_bytes=needed - 1)
+    for given in (options, {"plan": roomy}):
+        with pytest.raises(FitError, match=r"with dp=1 tp=1 pp=1 a rank needs .* and has"):
+            merakc.auto_parallel(build(Words), words(0), cluster=small, **given)
+    tiny = replace(NOMINAL_CPU, memory_bytes=needed // 5)
+    with pytest.raises(FitError, match=r"needs .* at the least.*such devices would"):
+        merakc.auto_parallel(build(Words), words(0), cluster=tiny)
 
 
 def tight() -> tuple[str, tuple[int, ...], int, dict[str, torch.Tensor]]:

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise ValueError(f"{path} is no regular file")
-        data = opened.read(most_bytes + 1)
+        data = opened.read(min(most_bytes, found.st_size) + 1)  # room is made for so many
     if len(data) > most_bytes:
         raise ValueError(f"larger than {most_bytes:,} bytes")
     return data.decode("utf-8")
@@ -47,12 +47,34 @@ def parse_json(text: str) -> Any:
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MOST_DEPTH}") from None
-    level = [found]
+    check_depth(found)
+    return found
+
+
+def check_depth(value: Any) -> None:
+    """Raises `ValueError` for values nested deeper than `MOST_DEPTH`."""
+    level = [value]
     for _ in range(MOST_DEPTH):
         level = [inner for own in level for inner in _inside(own)]
     if level:
         raise ValueError(f"nested deeper than {MOST_DEPTH}")
-    return found
+
+
+def misread(said: Any, means: Any, where: str) -> Iterator[str]:
+    """What stands in a file's values `said` and not in the values `means` that were made of them:
+    a key that was passed over, a text that was taken for a number. Defaults may have been added.
+    """
+    if isinstance(said, Mapping) and isinstance(means, Mapping):
+        for key, value in said.items():
+            if key in means:
+                yield from misread(value, means[key], f"{where}.{key}")
+            else:
+                yield f"{where}.{key} has no meaning"
+    elif isinstance(said, list) and isinstance(means, (list, tuple)) and len(said) == len(means):
+        for k, (one, other) in enumerate(zip(said, means, strict=True)):
+            yield from misread(one, other, f"{where}[{k}]")
+    elif said != means or isinstance(said, bool) is not isinstance(means, bool):
+        yield f"{where} is {str(said)[:40]!r}, where {type(means).__name__} is meant"
 
 
 def decompressed(data: bytes, most_bytes: int = MOST_BYTES) -> bytes:

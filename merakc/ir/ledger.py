@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pydantic
 
 from merakc.errors import ClusterError, LedgerError
-from merakc.files.reading import MOST_BYTES, parse_json, read_text
+from merakc.files.reading import MOST_BYTES, misread, parse_json, read_text
 from merakc.ir.plan import Prediction
 from merakc.ir.plan_checks import numbers
 from merakc.ir.program import ActionKind
@@ -197,7 +197,10 @@ def _parsed(body: dict[str, Any], kind: type[Header | StepLine], where: str) -> 
             f"{LEDGER_VERSION}; run it again, or read it with the merakc that wrote it"
         )
     try:
-        return _ADAPTERS[kind].validate_python(body)
+        found = _ADAPTERS[kind].validate_python(body)
+        for wrong in misread(body, dataclasses.asdict(found), "this line"):
+            raise LedgerError(f"{where}: {wrong}; run it again")
+        return found
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -33,6 +33,7 @@ from merakc.planner.estimate import (
 )
 from merakc.planner.piece_table import Form, PieceTable
 from merakc.planner.search import Request
+from merakc.report.units import format_bytes
 from merakc.schedules.registry import KNOWN
 
 # Samples of a micro-batch that are tried where each number must be recorded, and stages of a rank,
@@ -95,12 +96,16 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """That a layout does not fit: what its rank of least spare memory needs at the least."""
+    """That a layout does not fit: what its rank of least spare memory needs at the least, or what
+    its state alone takes.
+    """
 
     need_bytes: int
+    of_state: bool = False
 
     def __str__(self) -> str:
-        return f"a rank needs {self.need_bytes / 1e9:.0f} GB at the least"
+        size = format_bytes(self.need_bytes)
+        return f"the state of a rank is {size}" if self.of_state else f"a rank needs {size}"
 
 
 @dataclass
@@ -112,6 +117,7 @@ class Candidates:
     found: list[Candidate] = field(default_factory=list)
     refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
     looked_at: int = 0
+    table: PieceTable | None = None
     _short: list[tuple[int, Layout]] = field(default_factory=list)
 
     @property
@@ -149,7 +155,7 @@ def find_candidates(
     Every layout that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first
     error where no form can be sharded, and `CutError` where there are too few places to cut.
     """
-    result = Candidates()
+    result = Candidates(table=table)
     groups: dict[object, list[Layout]] = {}
     for layout in open_layouts(table, request, hardware, result, progress):
         key = layout.form, layout.samples, layout.degrees.pp, layout.degrees.inner
@@ -310,7 +316,7 @@ def price_layout(
     pieces = table.pieces(layout.form, layout.samples)
     base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
     job = make_job(pieces, layout.degrees, hardware, base)
-    shards = _shards(request, job, hardware)
+    shards = state_choices(request, job, hardware)
     waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}
     ways = sorted((replace(base, shards=one) for one in waits), key=lambda w: sum(waits[w.shards]))
 
@@ -339,7 +345,7 @@ def price_layout(
         if any(habits.shards == ways[0].shards for habits, _ in tried):
             break  # the fastest shards, and nothing recomputed
     if not tried:
-        return Shortage(least)
+        return Shortage(least, least == min(_need(own, memory) for own in held))
     habits, found = min(tried, key=lambda one: one[1].step_s)
     flops = {
         id(p): total_flops(p.work.forward) + total_flops(p.work.backward)
@@ -354,7 +360,7 @@ def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:
     return peak_bytes[least_spare(peak_bytes, memory_bytes)]
 
 
-def _shards(request: Request, job: Job, hardware: Hardware) -> list[StateShards]:
+def state_choices(request: Request, job: Job, hardware: Hardware) -> list[StateShards]:
     """Those asked for; else those over no ranks, the ranks of a node and all of dp."""
     dp, asked = job.degrees.dp, request.state_shards
     if asked is not None and asked != AUTO:

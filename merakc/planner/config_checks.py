@@ -49,6 +49,22 @@ def is_remote(name: str) -> bool:
     return name not in LOCAL and ("/" in name or flash)
 
 
+def check_config(config: Any) -> None:
+    """Raises `ValueError` where a configuration of transformers', with its defaults, names classes
+    in no list, or groups heads that do not divide.
+    """
+    classes = getattr(config, "architectures", None) or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError(f"architectures is {classes!r}: give a list of names")
+    heads, groups = (
+        getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value")
+    )
+    if isinstance(heads, int) and isinstance(groups, int) and (groups < 1 or heads % groups):
+        raise ValueError(
+            f"num_key_value_heads is {groups}, which does not divide {heads} attention heads"
+        )
+
+
 @contextmanager
 def bounded_modules() -> Iterator[None]:
     """While it is entered, modules and parameters are counted. Raises `ValueError` for too many."""

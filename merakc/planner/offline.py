@@ -9,7 +9,7 @@ import torch
 
 from merakc.batches.split import batch_size_of, call_arguments
 from merakc.costs.work.scaled import SAMPLES
-from merakc.errors import ConfigError, FitError
+from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.batches import BatchLayout
@@ -18,10 +18,11 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.recording import Shared, record_part, with_loss
-from merakc.machines.cluster import Cluster, Hardware
+from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
 from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
 from merakc.planner.choose import Progress, choose, compare, describe
+from merakc.planner.fit import fit_error
 from merakc.planner.search import Request
 from merakc.planner.sources import Source
 from merakc.report.units import format_seconds
@@ -90,7 +91,8 @@ def plan_offline(
     request = replace(request, total_batch_size=batch_size)
     record = Recordings(source, request, progress)
     candidates = compare(request, record, cluster, progress)
-    check_fit(candidates, cluster.described(request.world_size))
+    if not candidates.found:
+        raise fit_error(request, record, cluster, candidates.table)
     lowered = choose(request, record, cluster, progress, candidates)
     return lowered.plan, lowered, alternatives(candidates, lowered.plan)
 
@@ -165,22 +167,6 @@ def check_request(request: Request, batch_size: int) -> None:
             f"a batch of {batch_size} samples does not divide over {over} of {world} ranks{each}; "
             f"give a multiple of {possible[0] * micro_batches}, or other degrees"
         )
-
-
-def check_fit(result: Candidates, hardware: Hardware) -> None:
-    """Raises `FitError` where no candidate fits the memory."""
-    if result.found:
-        return
-    sizes = sorted({node.device.memory_bytes for node in hardware.nodes})
-    most = " or ".join(f"{size / 1e9:.0f}" for size in sizes)
-    reasons = "; ".join(
-        f"dp={dp} tp={tp} pp={pp}: {why}" for (dp, tp, pp), why in [*result.refused.items()][:3]
-    )
-    raise FitError(
-        f"nothing fits the {most} GB of a device: {reasons}; use more devices or larger ones, "
-        "leave degrees, shards and recomputation open, or give smaller micro-batches or a shorter "
-        "sequence"
-    )
 
 
 def loses_by(one: Candidate, best: Candidate) -> str:

@@ -13,7 +13,8 @@ from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import hardware_for
 from merakc.planner.candidates import Candidate, find_candidates
 from merakc.planner.choose import describe, state_precision
-from merakc.planner.offline import Recordings, check_fit, check_request
+from merakc.planner.fit import fit_error
+from merakc.planner.offline import Recordings, check_request
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import Request
 
@@ -58,8 +59,8 @@ def sweep(
     """The best plan at each number of ranks, by the pieces of the model.
 
     The batch is `batch_size` everywhere (strong scaling), or grows by `samples_per_rank` (weak).
-    Raises `ConfigError` where both or none are given, and as `find_candidates` and `check_fit`
-    do.
+    Raises `ConfigError` where both or none are given, and as `find_candidates`
+    does; `FitError` where nothing fits.
     """
     if (samples_per_rank is None) == (batch_size is None):
         raise ConfigError(
@@ -81,7 +82,8 @@ def sweep(
         asked = replace(asked, total_batch_size=size)
         precision = state_precision(record, request)
         candidates = find_candidates(table, asked, hardware, precision)
-        check_fit(candidates, hardware)
+        if not candidates.found:
+            raise fit_error(asked, record, machines, table)
         found.append(_point(record, candidates.found[0], hardware, size))
     return found
 

@@ -26,6 +26,7 @@ from merakc.machines.garbage import few_collections
 from merakc.planner.config_checks import (
     TRUST,
     bounded_modules,
+    check_config,
     check_fields,
     check_model,
     check_sample,
@@ -161,6 +162,7 @@ def _from_file(path: Path, sequence: int | None, trusted: bool) -> Source:
         fields = parse_json(read_text(path))
         check_fields(fields, trusted)
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+        check_config(config)
     except Exception as error:  # of its many checks
         first = next(iter(str(error).splitlines()), type(error).__name__)
         if "trust_remote_code" in str(error):

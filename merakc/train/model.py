@@ -24,6 +24,7 @@ from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
+from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.norms import total_norm
 from merakc.train.steps import Steps
 
@@ -176,13 +177,15 @@ class ParallelModel(Mirror):
             result = steps.run(step, args, kwargs)
         object.__setattr__(self, "_last_events", result.events)
         object.__setattr__(self, "_last_collectives", result.collectives)
-        loss = steps.share_loss(step, result)
+        loss, finite = steps.share_loss(step, result)
         check_finite(step.recording, loss)
         if book is not None:
             book.write(result)
         if train:
+            if not steps.loss_scale.goes_on(finite=finite):
+                raise_nonfinite(steps, step, loss, args, kwargs)
             steps.taken += 1
-            loss = self._with_gradients(loss, steps.finite(result.gradients))
+            loss = self._with_gradients(loss, result.gradients if finite else {})
         return _outputs(step.recording, {_loss_name(step.recording): loss})
 
     def _with_gradients(self, loss: torch.Tensor, gradients: Tensors) -> torch.Tensor:
@@ -219,9 +222,20 @@ class ParallelModel(Mirror):
         result = steps.run(step, args, kwargs)
         found = steps.share_results(step, result)
         if step.has_loss:
-            loss = found[_loss_name(step.recording)] = steps.share_loss(step, result)
+            loss, _ = steps.share_loss(step, result)
+            found[_loss_name(step.recording)] = loss
             check_finite(step.recording, loss)
         return _outputs(step.recording, found)
+
+    def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
+        """The first module of which the next step, on this batch, makes something that is not
+        finite, with op and line; None where all is finite. Every rank must call it, and gets the
+        same. It runs the step, looking at every value, and changes nothing.
+        """
+        steps = self._own("_steps")
+        train = self.training and torch.is_grad_enabled()
+        step = steps.compile(args, kwargs, train=train, results=False)
+        return find_nonfinite(steps, step, args, kwargs)
 
     # ------------------------------------------------------------------ gradients and state
 
@@ -247,14 +261,13 @@ class ParallelModel(Mirror):
         """What the loss of the next step is multiplied by before its backward; gradients are
         divided by it again. Other than 1 only in `precision="fp16-mixed"`.
         """
-        scale = self._own("_steps").loss_scale
-        return scale.scale if scale else 1.0
+        return self._own("_steps").loss_scale.scale  # type: ignore[no-any-return]
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
         """Sets it, the same on every rank, as to go on from a checkpoint."""
         scale = self._own("_steps").loss_scale
-        if scale is None or not scale.dynamic:
+        if not scale.dynamic:
             raise ConfigError(
                 f"loss_scale = {value}: this model's loss is not scaled; only that of "
                 'precision="fp16-mixed" is'
@@ -263,11 +276,8 @@ class ParallelModel(Mirror):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps in mixed precision whose gradients were not finite on some rank, so that no rank
-        got any.
-        """
-        scale = self._own("_steps").loss_scale
-        return scale.skipped if scale else 0
+        """Steps whose loss or gradients were not finite on some rank, so that no rank got any."""
+        return self._own("_steps").loss_scale.skipped  # type: ignore[no-any-return]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """This rank's state under the model's own names: tensors that it holds whole, and

@@ -72,7 +72,7 @@ class Steps:
     seed: int
     sharded: ShardedState | None = None
     timeout_s: float = TIMEOUT_S  # of a wait for other ranks
-    loss_scale: LossScale | None = None  # in mixed precision
+    loss_scale: LossScale = field(default_factory=lambda: LossScale(False, 1.0))
     fuser: Fuser | None = None  # where graphs become kernels of their own
     kept: KeptMemory | None = None  # on a CPU
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
@@ -265,8 +265,7 @@ class Steps:
         made = step.besides.before(batches)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
-        if self.loss_scale is not None:
-            step.executor.loss_scale = self.loss_scale.scale
+        step.executor.loss_scale = self.loss_scale.scale
         forget(step.doubtful)
         with torch.autocast(self.device.type, enabled=False):
             result = step.executor.run(inputs, known, record=self.recording)
@@ -291,14 +290,9 @@ class Steps:
                     dist.all_reduce(value, group=group)
             self.state[name].copy_(value)
 
-    def finite(self, gradients: Tensors) -> Tensors:
-        """The gradients without the scale of the loss; none, where a rank's are not finite."""
-        if self.loss_scale is None:
-            return gradients
-        return gradients if self.loss_scale.finite(gradients, self.groups.axis("world")) else {}
-
-    def share_loss(self, step: CompiledStep, result: StepResult) -> torch.Tensor:
-        """The loss of the whole batch, on every rank.
+    def share_loss(self, step: CompiledStep, result: StepResult) -> tuple[torch.Tensor, bool]:
+        """The loss of the whole batch, on every rank, and whether it and all ranks' gradients are
+        finite, or nobody wants to know; takes the scale of the loss out of the gradients.
 
         Raises `MismatchError` on every rank where those of a dp replica were given other batches,
         or ranks with the same parameters train with other settings.
@@ -306,7 +300,10 @@ class Steps:
         _, _, tp = self.groups.coordinates
         own = result.loss if result.loss is not None and tp == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
-        return self.agreement.share(shared.reshape(()), self.taken)
+        bad = self.loss_scale.nonfinite(result.gradients)
+        loss, found = self.agreement.share(shared.reshape(()), self.taken, bad)
+        watches = self.loss_scale.on_nonfinite != "ignore"
+        return loss, not found and not (watches and not loss.isfinite())
 
     def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
         """The results of all samples of this dp replica, and of what is of the whole batch, on

@@ -154,7 +154,7 @@ def skipped(precision: str) -> list[Tensors]:
 
     model = merakc.auto_parallel(
         Overflows(), given(0, 0), dp=2, pp=2, micro_batches=1, cluster=NOMINAL_CPU,
-        precision=precision,
+        precision=precision, on_nonfinite="skip",
     )  # fmt: skip
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scale, found = model.loss_scale, [model.full_state_dict()]
@@ -181,7 +181,9 @@ def test_a_step_that_overflows_on_one_rank_is_no_rank_s(precision: str) -> None:
 
 def test_a_skipped_step_is_warned_of() -> None:
     x = torch.full((2, 4), 0.5)
-    model = merakc.auto_parallel(Overflows(), x, cluster=NOMINAL_CPU, precision="bf16-mixed")
+    model = merakc.auto_parallel(
+        Overflows(), x, cluster=NOMINAL_CPU, precision="bf16-mixed", on_nonfinite="skip"
+    )
     with pytest.warns(MerakWarning, match="all ranks skip this step"):
         model(x * float("nan"))
 
@@ -199,7 +201,9 @@ def test_wrong_use() -> None:
     x = torch.full((2, 4), 0.5)
     with pytest.raises(ConfigError, match="'bf16' is not known; choose one of bf16-mixed"):
         merakc.auto_parallel(Overflows(), x, precision="bf16")
-    model = merakc.auto_parallel(Overflows(), x, cluster=NOMINAL_CPU, precision="bf16-mixed")
+    model = merakc.auto_parallel(
+        Overflows(), x, cluster=NOMINAL_CPU, precision="bf16-mixed", on_nonfinite="skip"
+    )
     with pytest.raises(ConfigError, match="this model's loss is not scaled"):
         model.loss_scale = 2.0
     model = merakc.auto_parallel(Overflows(), x, cluster=NOMINAL_CPU, precision="fp16-mixed")

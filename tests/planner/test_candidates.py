@@ -9,12 +9,12 @@ import pytest
 
 from merakc.costs.ranks import rank_devices
 from merakc.costs.state import MIXED
-from merakc.errors import CutError, FitError
+from merakc.errors import CutError
 from merakc.machines.cluster import NOMINAL_GPU, Cluster, Hardware, Nodes
 from merakc.machines.cluster_files import preset
 from merakc.planner import candidates
 from merakc.planner.candidates import Candidate, Candidates, find_candidates
-from merakc.planner.offline import check_fit, loses_by
+from merakc.planner.offline import loses_by
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import Request
 from tests.planner.test_piece_table import llama
@@ -124,10 +124,6 @@ def test_seconds_add_up_and_say_what_loses() -> None:
 def test_nothing_fits() -> None:
     found = find(Request(8, 0), with_memory(1000))
     assert len(found.nearest) == found.looked_at
-    with pytest.raises(
-        FitError, match=r"nothing fits .* a rank needs .* GB at the least.* leave degrees"
-    ):
-        check_fit(found, with_memory(1000))
     with pytest.raises(CutError, match="no degrees that divide 8 ranks and 16 samples"):
         find(Request(8, 0, pp=8, dp=8))
 

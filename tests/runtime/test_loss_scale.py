@@ -4,59 +4,87 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from benchmarks.ranks import run_ranks
-from merakc.errors import MerakWarning
+from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.precision import Precision, parse_precision
-from merakc.runtime.loss_scale import GROWTH_INTERVAL, LEAST_SCALE, LossScale, loss_scale_for
+from merakc.runtime.loss_scale import (
+    GROWTH_INTERVAL,
+    LEAST_SCALE,
+    LossScale,
+    check_on_nonfinite,
+    loss_scale_for,
+)
+
+
+def finite(scale: LossScale, **gradients: torch.Tensor) -> bool:
+    """A step of one rank."""
+    bad = scale.nonfinite(gradients)
+    found = bad is None or not bad
+    scale.goes_on(finite=found)
+    return found
 
 
 def test_which_precision_scales() -> None:
-    half = loss_scale_for(parse_precision("fp16-mixed"))
-    assert half is not None
-    assert (half.dynamic, half.scale) == (True, 65536.0)
-    wide = loss_scale_for(Precision("bfloat16", "float32"))
-    assert wide is not None
-    assert (wide.dynamic, wide.scale) == (False, 1.0)
-    assert loss_scale_for(None) is None
+    half = loss_scale_for(parse_precision("fp16-mixed"), None)
+    assert (half.dynamic, half.scale, half.on_nonfinite) == (True, 65536.0, "skip")
+    for precision in (Precision("bfloat16", "float32"), None):
+        wide = loss_scale_for(precision, None)
+        assert (wide.dynamic, wide.scale, wide.on_nonfinite) == (False, 1.0, "raise")
+    assert loss_scale_for(parse_precision("fp16-mixed"), "raise").on_nonfinite == "raise"
+    with pytest.raises(ConfigError, match="found by leaving steps out"):
+        loss_scale_for(parse_precision("fp16-mixed"), "ignore")
 
 
 def test_the_scale_is_taken_out_and_follows_what_is_found() -> None:
     scale = LossScale(True, 8.0)
     gradients = {"a": torch.full((3,), 16.0), "none": torch.empty(0), "b": torch.tensor(-4.0)}
-    assert scale.finite(gradients, None)
+    assert finite(scale, **gradients)
     assert gradients["a"].tolist() == [2.0] * 3
     assert gradients["b"].item() == -0.5
-    assert not scale.finite({"a": torch.tensor([1.0, torch.inf])}, None)
+    assert not finite(scale, a=torch.tensor([1.0, torch.inf]))
     assert (scale.scale, scale.skipped) == (4.0, 1)
     for _ in range(GROWTH_INTERVAL):
-        assert scale.finite({}, None)
+        assert finite(scale)
     assert (scale.scale, scale.skipped) == (8.0, 1)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_every_dtype_and_kind_is_seen_beside_others(dtype: torch.dtype, value: float) -> None:
+    scale = LossScale(False, 1.0, "skip")
+    good = {"a": torch.ones(70), "b": torch.ones(3, dtype=torch.float64), "c": torch.ones(4, 4).t()}
+    assert finite(scale, **good)
+    bad = torch.ones(33, 3, dtype=dtype)
+    assert finite(scale, **good, d=bad)
+    assert bad.eq(1).all()
+    bad[32, 1] = value
+    with pytest.warns(MerakWarning):
+        assert not finite(scale, d=bad, **good)
+
+
 def test_a_nan_is_warned_of_where_no_smaller_scale_can_help() -> None:
-    scale = LossScale(False, 1.0)
+    scale = LossScale(False, 1.0, "skip")
     with pytest.warns(MerakWarning, match=r"all ranks skip this step \(1 so far\)"):
-        assert not scale.finite({"a": torch.tensor(torch.nan)}, None)
+        assert not finite(scale, a=torch.tensor(torch.nan))
     assert scale.scale == 1.0
+    assert not LossScale(True, 1.0, "raise").goes_on(finite=False)
+    assert LossScale(True, 4.0, "raise").goes_on(finite=False)
 
 
 def test_the_scale_has_a_floor() -> None:
-    scale = LossScale(True, 8.0)
+    scale = LossScale(True, 8.0, "skip")
     for _ in range(1200):
         scale.scale = min(scale.scale, 1.0)  # it is warned of from here on
         with pytest.warns(MerakWarning, match="all ranks skip this step"):
-            scale.finite({"a": torch.tensor(torch.nan)}, None)
+            finite(scale, a=torch.tensor(torch.nan))
     assert (scale.scale, scale.skipped) == (LEAST_SCALE, 1200)
-    assert scale.finite({"a": torch.tensor(1.0)}, None)
+    assert finite(scale, a=torch.tensor(1.0))
 
 
-def one_bad_rank() -> tuple[bool, float]:
-    scale = LossScale(True, 8.0)
-    value = torch.tensor(torch.nan if dist.get_rank() == 1 else 1.0)
-    return scale.finite({"a": value}, dist.group.WORLD), scale.scale
-
-
-def test_all_ranks_skip_if_one_does() -> None:
-    assert run_ranks(2, one_bad_rank) == [(False, 4.0)] * 2
+def test_what_is_ignored_is_not_looked_at() -> None:
+    assert LossScale(False, 1.0, "ignore").nonfinite({"a": torch.tensor(torch.nan)}) is None
+    check_on_nonfinite(None)
+    with pytest.raises(ConfigError, match="on_nonfinite='no': what to do"):
+        check_on_nonfinite("no")

@@ -122,12 +122,14 @@ def _trace(
     names = [i.name for i in free]
     positions = [graph.outputs.index(o) for o in roots]
 
-    def joint(values: list[torch.Tensor], seeds: list[torch.Tensor]) -> list[torch.Tensor]:
+    def joint(
+        values: list[torch.Tensor], seeds: list[torch.Tensor], before: Callable[[Node], None]
+    ) -> list[torch.Tensor]:
         found.clear()
         given = dict(zip(names, values, strict=True))
         for item in wanted:
             given[item.name] = given[item.name].detach().requires_grad_()
-        outs = interpret(graph, given)
+        outs = interpret(graph, given, before)
         reached = [(outs[p], s) for p, s in zip(positions, seeds, strict=True)]
         return [*outs, *_gradients(given, wanted, reached, found)]
 
@@ -142,7 +144,7 @@ def _trace(
             tracer = Tracer({Ref(i.name): x for i, x in zip(given, made, strict=True)})
             try:
                 with mode, tracer:
-                    results = [tracer.ref(x) for x in joint(values, seeds)]
+                    results = [tracer.ref(x) for x in joint(values, seeds, tracer.at)]
             except RuntimeError as error:
                 tracer.unclear = str(error)
             if not tracer.unclear:
@@ -150,7 +152,7 @@ def _trace(
                 return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
         # torch's own tracer can do more, or says why it cannot
         try:
-            traced = _traced(joint, values, seeds)
+            traced = _traced(lambda v, s: joint(v, s, lambda _: None), values, seeds)
         except (DataDependentOutputException, DynamicOutputShapeException):
             raise
         except RuntimeError as error:

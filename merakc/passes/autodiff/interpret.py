@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,15 +26,23 @@ def run_node(graph: Graph, node: Node, values: dict[Ref, Any]) -> None:
         values[Ref(node.name)] = out
 
 
-def interpret(graph: Graph, inputs: Mapping[str, Any]) -> list[Any]:
+def _ignore(node: Node) -> None:
+    del node
+
+
+def interpret(
+    graph: Graph, inputs: Mapping[str, Any], before: Callable[[Node], None] = _ignore
+) -> list[Any]:
     """The outputs of the graph for these input values (by name), in order.
 
-    Constants are taken from the graph where `inputs` does not give them.
+    Constants are taken from the graph where `inputs` does not give them. Each node is handed to
+    `before` before it runs.
     """
     values: dict[Ref, Any] = {
         Ref(i.name): inputs[i.name] if i.name in inputs else graph.constants[i.name]
         for i in graph.inputs
     }
     for node in graph.nodes:
+        before(node)
         run_node(graph, node, values)
     return [values[o.ref] for o in graph.outputs]

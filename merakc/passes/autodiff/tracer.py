@@ -7,6 +7,7 @@ come from nowhere.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.fx as fx
+from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -39,6 +41,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.nodes: list[Node] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.unclear = ""
+        self._origins: list[Node] = []  # the nodes that ran, each with
+        self._firsts: list[int] = []  # the number of the first that autograd has made in it
         self._names = fx.Graph()._graph_namespace
         # With the tensors themselves: one that was gone might leave its id to another.
         self._refs = {id(x): (ref, x) for ref, x in given.items()}
@@ -52,6 +56,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Input(name, InputKind.CONSTANT, TensorSpec(tuple(x.shape), x.dtype))
             for name, x in self.constants.items()
         )
+
+    def at(self, node: Node) -> None:
+        """The calls that come are of this node, until the next one; so are those of its backward,
+        which autograd makes later.
+        """
+        self._origins.append(node)
+        self._firsts.append(_get_sequence_nr())
+
+    def _origin(self) -> tuple[str, str]:
+        """The module and the source of what calls."""
+        place = len(self._origins) - 1
+        running = torch._C._current_autograd_node()
+        if running is not None:
+            place = bisect_right(self._firsts, running._sequence_nr()) - 1
+        if place < 0:
+            return "", ""
+        return self._origins[place].module, self._origins[place].source
 
     def ref(self, x: torch.Tensor) -> Ref:
         """The name of a tensor."""
@@ -88,7 +109,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for o in outs
             ]
         )
-        self.nodes.append(Node(name, traits.op, own, named, specs))
+        self.nodes.append(Node(name, traits.op, own, named, specs, *self._origin()))
         for k, o in enumerate(outs):
             if isinstance(o, torch.Tensor):
                 self._refs[id(o)] = Ref(name, k), o

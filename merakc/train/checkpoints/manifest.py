@@ -10,13 +10,14 @@ import json
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from merakc.errors import CheckpointError
+from merakc.files.reading import MOST_NUMBER, check_depth, misread
 
 NAME = "checkpoint.json"
 VERSION = 1
@@ -24,12 +25,15 @@ READ_BYTES = 1 << 24
 MAPPED_BYTES = 1 << 24  # of a file, before it is opened anew
 
 
+Count = Annotated[int, Field(ge=0, le=MOST_NUMBER)]
+
+
 class Chunk(BaseModel):
     """A box of a tensor, and the CRC-32 of its elements in row-major order."""
 
     model_config = ConfigDict(extra="forbid")
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
+    starts: tuple[Count, ...]
+    sizes: tuple[Count, ...]
     crc32: int
 
 
@@ -39,7 +43,7 @@ class Stored(BaseModel):
     model_config = ConfigDict(extra="forbid")
     file: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
     chunks: list[Chunk] = []
 
     @property
@@ -55,8 +59,8 @@ class File(BaseModel):
     """A file: its bytes, and the CRC-32 of the first `checked` of them."""
 
     model_config = ConfigDict(extra="forbid")
-    size_bytes: int
-    checked_bytes: int
+    size_bytes: Count
+    checked_bytes: Count
     crc32: int
 
 
@@ -74,6 +78,31 @@ class Manifest(BaseModel):
         """What `checkpoint.json` says: all of this, and its CRC-32."""
         body = self.model_dump(mode="json")
         return json.dumps({"crc32": _body_crc(body), "checkpoint": body}) + "\n"
+
+
+class _Group(BaseModel):
+    options: dict[str, Any]
+
+
+class _Optimizer(BaseModel):
+    kind: str
+    groups: list[_Group]
+
+
+class _PlanOf(BaseModel):
+    hash: str
+    precision: str
+
+
+class _Run(BaseModel):
+    """What `run` has at the least, of that form where it is there."""
+
+    model: str = ""
+    world_size: int = 1
+    parallel: dict[str, Any] = {}
+    plan: _PlanOf | None = None
+    optimizers: list[_Optimizer] = []
+    extras: list[dict[str, Any]] = Field([{}], min_length=1)
 
 
 def _body_crc(body: Any) -> int:
@@ -101,7 +130,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{path} is of version {body.get('version')}, and this merakc reads {VERSION}"
             )
+        check_depth(body)
         found = Manifest.model_validate(body)
+        _Run.model_validate(found.run)
+        for wrong in misread(body, found.model_dump(mode="json"), NAME):
+            raise ValueError(wrong)
     except (ValueError, TypeError, KeyError, ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
     for name in {*found.files, *(t.file for t in found.tensors.values())}:

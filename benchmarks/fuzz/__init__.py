@@ -1,0 +1,1 @@
+"""Damaged and hostile files of every kind that merakc reads."""

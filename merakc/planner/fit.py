@@ -1,0 +1,227 @@
+"""What a job lacks where no layout of it fits the memory: how much it needs at the least, what
+would make it fit, and how many devices would do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from merakc.costs.ranks import least_spare, rank_memory_bytes
+from merakc.costs.state import Precision
+from merakc.errors import FitError, MerakError
+from merakc.ir.program import Mesh
+from merakc.ir.state import AUTO, StateShards
+from merakc.machines.cluster import Cluster, Hardware
+from merakc.planner.candidates import Candidates, Layout, open_layouts, state_choices
+from merakc.planner.choose import state_precision
+from merakc.planner.estimate import Habits, estimate_job, make_job
+from merakc.planner.piece_table import PieceTable
+from merakc.planner.search import Record, Request
+from merakc.report.units import format_bytes
+
+# Seconds after which no more devices are looked for, and how many times as many as there are.
+LOOKING_S, MOST_TIMES = 10.0, 1 << 12
+RECOMPUTING = ("full", "auto")
+# What a plan predicts is up to 11 % more than its built step takes.
+ROUGHLY = 1.25
+# Of what a device needs, the share beside the state below which a shorter sequence helps little.
+MUCH = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Least:
+    """The layout that lacks least memory, with most sharded and recomputed of what is open.
+
+    `need_bytes` are those of its rank that lacks most, `state_bytes` of them its parameters,
+    gradients and optimizer state, `have_bytes` what that has.
+    """
+
+    need_bytes: int
+    have_bytes: int
+    state_bytes: int
+    layout: Layout
+    shards: StateShards
+    recompute: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough."""
+        return self.need_bytes <= self.have_bytes
+
+    @property
+    def lacks_bytes(self) -> int:
+        """What is missing; below zero where it fits."""
+        return self.need_bytes - self.have_bytes
+
+    def __str__(self) -> str:
+        d = self.layout.degrees
+        sharded = f", state in {self.shards} shards" if self.shards != StateShards() else ""
+        again = ", recompute='full'" if self.recompute else ""
+        return (
+            f"dp={d.dp} tp={d.tp} pp={d.pp}, {d.micro_batches} micro-batches of "
+            f"{self.layout.samples}{sharded}{again}"
+        )
+
+
+def find_least(
+    table: PieceTable, request: Request, hardware: Hardware, precision: Precision
+) -> Least | None:
+    """What a request needs at the least, by the pieces of the model; None without a layout."""
+    found = [
+        _least_of(table, layout, request, hardware, precision)
+        for layout in _leanest(table, request, hardware)
+    ]
+    return min(found, key=lambda one: (one.lacks_bytes, one.need_bytes), default=None)
+
+
+def _leanest(table: PieceTable, request: Request, hardware: Hardware) -> Iterator[Layout]:
+    """Of each mesh and form, the layout of the smallest micro-batches, and the plainest."""
+    first: dict[object, Layout] = {}
+    for layout in open_layouts(table, request, hardware, Candidates(), lambda _: None):
+        key = layout.degrees.mesh, layout.form
+        best = first.setdefault(key, layout)
+        if layout.samples < best.samples:
+            first[key] = layout
+    yield from first.values()
+
+
+def _least_of(
+    table: PieceTable, layout: Layout, request: Request, hardware: Hardware, precision: Precision
+) -> Least:
+    """Of one layout."""
+    pieces = table.pieces(layout.form, layout.samples)
+    base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
+    job = make_job(pieces, layout.degrees, hardware, base)
+    memory = [place.device.memory_bytes for place in job.places]
+    held = {one: job.state_bytes(one, precision) for one in state_choices(request, job, hardware)}
+    shards = min(held, key=lambda one: (max(held[one]), one))
+    found = []
+    for again in (False, True):
+        if again if request.recompute == "none" else request.recompute == "full" and not again:
+            continue
+        habits = replace(base, shards=shards, recompute="full" if again else "none")
+        peaks = estimate_job(job, habits, (0.0, 0.0)).peak_bytes
+        rank = max(range(len(peaks)), key=lambda r: peaks[r] - memory[r])
+        own = held[shards][rank]
+        found.append(Least(peaks[rank], memory[rank], own, layout, shards, again))
+    return min(found, key=lambda one: one.lacks_bytes)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether steps of a request fit the memory of its machines. With `shared`, ranks have that
+    of their machine together, and not each as much: what they need on average counts.
+    """
+
+    request: Request
+    record: Record
+    cluster: Cluster
+    shared: bool
+
+    def check(self, peak_bytes: Sequence[int], mesh: Mesh, *, rough: bool = False) -> None:
+        """Raises `FitError` where a pipeline rank's peak is beyond its memory, or far beyond where
+        peaks are `rough`, as those of plans are.
+        """
+        memory = rank_memory_bytes(self.cluster, mesh)
+        rank = least_spare(peak_bytes, memory)
+        need = sum(peak_bytes) // len(peak_bytes) if self.shared else peak_bytes[rank]
+        if need > memory[rank] * (ROUGHLY if rough else 1.0):
+            layout = f"with dp={mesh.dp} tp={mesh.tp} pp={mesh.pp} a rank needs"
+            needs = f"{layout} {format_bytes(need)} and has {format_bytes(memory[rank])}"
+            raise fit_error(self.request, self.record, self.cluster, needs=needs)
+
+
+def fit_error(
+    request: Request, record: Record, cluster: Cluster, table: PieceTable | None = None,
+    needs: str = "",
+) -> FitError:  # fmt: skip
+    """The error for a request of which nothing fits, or a plan of it that `needs` too much.
+
+    It says what is needed at the least of what there is, which of the things that were asked for
+    stand in the way, and how many devices of the kind would do.
+    """
+    table = table or PieceTable(record, cluster)
+    precision = state_precision(record, request)
+
+    def least(asked: Request) -> Least | None:
+        return find_least(table, asked, cluster.described(asked.world_size), precision)
+
+    own = least(request)
+    if own is None:
+        return FitError(f"{needs or 'no layout'}, and no other layout divides ranks and batch")
+    told = needs or f"nothing fits the {format_bytes(own.have_bytes)} of a device"
+    if own.fits:
+        size = format_bytes(own.need_bytes)
+        return FitError(f"{told}; another layout should fit, with {size}: {own}")
+    told += (
+        f": any layout of what is asked needs {format_bytes(own.need_bytes)} at the least, "
+        f"{format_bytes(own.state_bytes)} of it for parameters, gradients and the optimizer's "
+        f"state ({own})"
+    )
+    return FitError(f"{told}. {_remedy(request, own, least)}")
+
+
+def _remedy(request: Request, own: Least, least: Any) -> str:
+    """What would make it fit."""
+    open_ = _opened(request)
+    alone = {}
+    for name, asked in open_.items():
+        found = least(asked)
+        if found is not None and found.fits:
+            alone[name] = found
+    told = [f"with {name} left open it fits: {found}" for name, found in alone.items()]
+    free = request
+    for name in open_:
+        free = replace(free, **_FREE[name])
+    if not alone and len(open_) > 1:
+        found = least(free)
+        if found is not None and found.fits:
+            told.append(f"with {', '.join(open_)} left open it fits: {found}")
+    if not told:
+        told += _more_devices(free, least)
+    if own.need_bytes - own.state_bytes > MUCH * own.need_bytes:
+        told.append("a shorter sequence, or fewer samples in a micro-batch, takes less")
+    return "; ".join(told) or "give larger devices"
+
+
+_FREE: Mapping[str, dict[str, Any]] = {
+    "recompute": {"recompute": "auto"},
+    "state_shards": {"state_shards": AUTO},
+    "micro_batches": {"micro_batches": None},
+    "schedule": {"schedule": "auto", "order": (), "chunks": None},
+    "sequence_parallel": {"sequence_parallel": None},
+    "the degrees": {"dp": None, "tp": None, "pp": None},
+}
+
+
+def _opened(request: Request) -> dict[str, Request]:
+    """The request with each of the things that it fixes left open, by what these are called."""
+    fixed = {
+        "recompute": request.recompute not in RECOMPUTING,
+        "state_shards": request.state_shards not in (None, AUTO),
+        "micro_batches": request.micro_batches is not None,
+        "schedule": request.schedule != "auto",
+        "sequence_parallel": request.sequence_parallel is not None,
+        "the degrees": any((request.dp, request.tp, request.pp)) and request.world_size > 1,
+    }
+    return {name: replace(request, **_FREE[name]) for name, is_fixed in fixed.items() if is_fixed}
+
+
+def _more_devices(free: Request, least: Any) -> Iterator[str]:
+    """How many devices of the kind would do, by doubling."""
+    free = replace(free, dp=None, tp=None, pp=None)
+    end_s = time.monotonic() + LOOKING_S
+    ranks = free.world_size
+    while ranks < MOST_TIMES * free.world_size and time.monotonic() < end_s:
+        ranks *= 2
+        try:
+            found = least(replace(free, world_size=ranks))
+        except MerakError:
+            found = None
+        if found is not None and found.fits:
+            yield f"{ranks} such devices would do, with everything left open: {found}"
+            return
+    yield f"{ranks} such devices would not do; give larger ones"
