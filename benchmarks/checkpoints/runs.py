@@ -55,7 +55,7 @@ class Layout:
             state = (1, dp, dp) if pp == 1 else [(1, 1, dp), *[(dp, dp, dp)] * (pp - 1)]
         return {
             "dp": dp, "tp": tp, "pp": pp, "micro_batches": 4 // dp, "precision": self.precision,
-            "state_shards": state if dp > 1 else None, "schedule": "1f1b",
+            "state_shards": state if dp > 1 else None, "schedule": "1f1b", "overlap": 0,
         }  # fmt: skip
 
     def __str__(self) -> str:
