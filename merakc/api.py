@@ -58,6 +58,7 @@ from merakc.runtime.loss_scale import loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
+from merakc.train.parameters.optimizers import leave
 from merakc.train.steps import Steps
 from merakc.train.trials import shared_cores
 from merakc.train.weights import check_has_weights, find_placements, shard_state, take_over
@@ -224,6 +225,7 @@ def _build(
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
     if made.device.type == "cuda":
         groups.open_channels(lowered.plan.rank_of, made.device)
+    leave(model)
     state = take_over(model, placements, groups, made.device, seed)
     sharded = shard_state(state, placements, lowered, groups)
     scale = loss_scale_for(lowered.plan.precision)

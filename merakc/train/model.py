@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,20 +16,22 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
-from merakc.runtime.part import Place, TensorPart, local_of
+from merakc.runtime.part import Place, TensorPart, local_of, place_of
 from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
-from merakc.train.norms import total_norm
-from merakc.train.places import register_places
+from merakc.train.parameters.gradients import follow, plain
+from merakc.train.parameters.memory import Memory
+from merakc.train.parameters.norms import Owners, total_norm
+from merakc.train.parameters.optimizers import hold
+from merakc.train.parameters.places import register_places, stand_in
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
 # Outputs that are handed on as they are.
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-NOTHING = "no_parameters_on_this_rank"  # the name of an empty parameter there
 
 
 class NotComputed:
@@ -76,16 +78,26 @@ class ParallelModel(Mirror):
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
         keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
         keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
-        for name, tensor in steps.state.items():
+        shown = {
+            name: steps.state[name] if name in steps.state else
+            stand_in(len(place.layout.shape), place, steps.device)
+            for name, place in steps.placements.items()
+            if name in steps.state or place.is_parameter
+        }  # fmt: skip
+        for name, tensor in shown.items():
             self._adopt(name, tensor)
         for alias, name in aliases.items():
-            if name in steps.state:
-                self._adopt(alias, steps.state[name])
-        if not self._trained and any(p.requires_grad for p in steps.placements.values()):
-            # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
-            self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
+            if name in shown:
+                self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
         register_places(steps.state, steps.placements, steps.groups, steps.sharded)
+        keep(self, "_memory", Memory(self, steps.state, steps.sharded))
+        trained = {n: p for n, p in shown.items() if p.requires_grad}
+        keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
+        keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
+        if steps.groups.axis("model") is not None or any(place_of(p) for p in trained.values()):
+            follow(trained, self._owners)
+        hold(parameters, are_some=steps.groups.mesh.pp > 1)
 
     @property
     def plan(self) -> Plan:
@@ -96,6 +108,14 @@ class ParallelModel(Mirror):
     def rank(self) -> int:
         """This process's rank among all."""
         return self._own("_steps").groups.rank  # type: ignore[no-any-return]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Never:
+        """What DistributedDataParallel asks a module for first."""
+        raise ConfigError(
+            "DistributedDataParallel is put around a model that auto_parallel runs, which reduces "
+            "its gradients over dp itself: it would add up parts of other parameters; leave it out"
+        )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -154,6 +174,7 @@ class ParallelModel(Mirror):
 
     # ------------------------------------------------------------------ calls
 
+    @torch.compiler.disable  # its graphs are compiled already, where compile=True
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns, of which only the loss is there: that of the whole
         batch (this is its dp rank's part), on every rank.
@@ -162,6 +183,7 @@ class ParallelModel(Mirror):
         batch gives no loss, the results, as from `predict`.
         """
         check_around("the model")
+        self._own("_memory").settle()
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
         step = steps.compile(args, kwargs, train=train, results=False)
@@ -178,10 +200,14 @@ class ParallelModel(Mirror):
             book.write(result)
         if train:
             steps.taken += 1
-            loss = self._with_gradients(loss, steps.finite(result.gradients))
+            before = self.skipped_steps
+            gradients = steps.finite(result.gradients)
+            loss = self._with_gradients(loss, gradients, skipped=self.skipped_steps > before)
         return _outputs(step.recording, {_loss_name(step.recording): loss})
 
-    def _with_gradients(self, loss: torch.Tensor, gradients: Tensors) -> torch.Tensor:
+    def _with_gradients(
+        self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
+    ) -> torch.Tensor:
         for name, frozen in self._own("_frozen").items():
             if frozen.requires_grad:
                 raise ConfigError(
@@ -189,9 +215,13 @@ class ParallelModel(Mirror):
                     "compiled; set requires_grad before auto_parallel"
                 )
         wanted = {n: p for n, p in self._own("_trained").items() if p.requires_grad}
+        found = [gradients.get(name) for name in wanted]
+        empty = {n: p for n, p in self._own("_empty").items() if p.requires_grad}
+        if not skipped:
+            found += [torch.empty_like(p) for p in empty.values()]
+            wanted |= empty
         if not wanted:
             return loss.requires_grad_()
-        found = [gradients.get(name) for name in wanted]
         handed: torch.Tensor = _HandOut.apply(loss, found, *wanted.values())  # type: ignore[no-untyped-call]
         return handed
 
@@ -204,6 +234,7 @@ class ParallelModel(Mirror):
         keys and values) are None.
         """
         check_around("the model")
+        self._own("_memory").settle()
         steps = self._own("_steps")
         step = steps.compile(args, kwargs, train=False, results=True)
         return self._results(step, args, kwargs)
@@ -232,7 +263,9 @@ class ParallelModel(Mirror):
             raise ConfigError(
                 f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or infinite"
             )
-        total = total_norm(self._own("_steps"), norm_type)
+        state = self._own("_steps").state
+        own = {n: plain(t.grad) for n, t in state.items() if t.grad is not None}
+        total = total_norm(self._own("_owners"), own, norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
@@ -268,7 +301,6 @@ class ParallelModel(Mirror):
         `TensorPart`s of others, which torch's distributed checkpoint understands.
         """
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        found.pop(NOTHING, None)
         steps = self._own("_steps")
         if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later
             for name in steps.stale & found.keys():
@@ -302,8 +334,6 @@ class ParallelModel(Mirror):
                 local_of(own[name], value)
         elsewhere = whole.keys() - own.keys()
         given = {n: v for n, v in state_dict.items() if n not in elsewhere}
-        if NOTHING in own:
-            given[NOTHING] = own[NOTHING]
         self._own("_steps").stale.clear()
         return super().load_state_dict(given, strict)
 
@@ -327,7 +357,7 @@ class ParallelModel(Mirror):
         Parameters without a gradient are left out. Every rank must call it.
         """
         steps = self._own("_steps")
-        local = {n: t.grad for n, t in steps.state.items() if t.grad is not None}
+        local = {n: plain(t.grad) for n, t in steps.state.items() if t.grad is not None}
         local |= steps.sharded.whole(local) if steps.sharded else {}
         return gather_full(local, steps.placements, self.plan.mesh, steps.groups.rank)
 
