@@ -1,9 +1,10 @@
 """The memory that steps read parameters from, when users have given parameters other memory.
 
 `p.data = values` puts a tensor in the place of a parameter's memory. Where a step reads the
-parameter itself that is all there is to it. Where parameters stand in buckets, the values are brought
-there before the next step, and the old memory is left to whoever holds it, as swaps of averaged
-weights do. Other tensors, dtypes and devices than those that steps were compiled for are refused.
+parameter itself that is all there is to it. Where parameters stand in buckets, the values are
+brought there before the next step, and the old memory is left to whoever holds it, as swaps of
+averaged weights do. Other tensors, dtypes and devices than those that steps were compiled for are
+refused.
 """
 
 from __future__ import annotations

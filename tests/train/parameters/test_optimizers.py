@@ -1,4 +1,4 @@
-"""What an optimizer may update is tried: those of whole matrices, or of all, are refused in parts."""
+"""What an optimizer may update is tried: those of whole matrices, or of all, get no parts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ CASES: dict[str, tuple[Make, bool, bool]] = {
     "Rprop": (O.Rprop, True, True),
     "RAdam": (O.RAdam, True, True),
     "Adadelta": (O.Adadelta, True, True),
-    "two groups": (lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), True, True),
+    "two groups": (
+        lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), True, True),
     "Adafactor": (O.Adafactor, False, True),
     "Muon": (O.Muon, False, True),
     "LBFGS": (O.LBFGS, False, False),
