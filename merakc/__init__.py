@@ -13,6 +13,7 @@ with few_collections():  # torch among it
     from merakc.train.checkpoints.loading import Loaded, latest, load
     from merakc.train.checkpoints.saving import Saving, save
     from merakc.train.model import ParallelModel
+    from merakc.train.parameters.optimizers import declare_elementwise
     from merakc.version import __version__
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Saving",
     "__version__",
     "auto_parallel",
+    "declare_elementwise",
     "export",
     "latest",
     "load",

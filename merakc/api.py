@@ -60,6 +60,7 @@ from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
+from merakc.train.parameters.optimizers import leave
 from merakc.train.steps import Steps
 from merakc.train.trials import shared_cores
 from merakc.train.weights import allocate, check_has_weights, find_placements, take_over
@@ -246,6 +247,7 @@ def _build(
     if made.device.type == "cuda":
         groups.open_channels(lowered.plan.rank_of, made.device)
     state, sharded = allocate(placements, lowered, groups, made.device)
+    leave(model)
     take_over(model, state, placements, groups, seed, files)
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(

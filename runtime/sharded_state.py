@@ -4,19 +4,15 @@ gradients reduced as soon as they are complete.
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.analysis.buckets import BucketSpec
-from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.graph import TensorSpec
 from merakc.ir.precision import Precision
 from merakc.ir.program import Collective, CollectiveKind
@@ -25,13 +21,6 @@ from merakc.runtime.shards import Bucket, ShardGroups
 from merakc.runtime.state import Pieces
 
 Tensors = dict[str, torch.Tensor]
-# Every element is updated from its own gradient and state alone, so that parts can be.
-ELEMENTWISE = (
-    torch.optim.ASGD, torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.Adam,
-    torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop,
-    torch.optim.Rprop, torch.optim.SGD,
-)  # fmt: skip
-_owned = WeakIdKeyDictionary()
 HELD = 2  # gathered buckets: the one that is read and the next
 GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER, CollectiveKind.WAIT)
 
@@ -54,7 +43,6 @@ class ShardedState:
         precision: Precision | None = None,
         device: torch.device | None = None,
     ) -> None:
-        _watch_optimizers()
         self.specs = tuple(specs)
         self.named = {
             spec.name: Bucket(
@@ -73,9 +61,6 @@ class ShardedState:
             if spec.is_trained and holders.get(spec.stages) is not None
         ]
         self.shared = {name for spec in specs if spec.is_shared for name in spec.members}
-        for bucket in self.buckets:
-            if bucket.groups.shards.optimizer > 1:
-                _owned.update(dict.fromkeys(bucket.owned.values(), True))
         self.trained: Set[str] = frozenset()  # the parameters that get a gradient in this step
         self.wanted: dict[Bucket, set[str]] = {}  # those that get one of this rank, by bucket
         self.last = False  # whether the gradients that come are those of the last micro-batch
@@ -231,32 +216,3 @@ class ShardedState:
         for bucket in self.buckets:
             own = {name: parts[name] for name in bucket.members if name in parts}
             yield Pieces(list(own), partial(bucket.join, own))
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_check_optimizer)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Refuses an optimizer of torch's that needs whole matrices, and warns of an unknown one."""
-    kind = type(optimizer)
-    if isinstance(optimizer, ELEMENTWISE) or kind in _known:
-        return
-    if not any(p in _owned for group in optimizer.param_groups for p in group["params"]):
-        return
-    if kind.__module__.startswith("torch."):
-        raise ConfigError(
-            f"{kind.__name__} looks at whole parameters, and state_shards leaves this rank "
-            "parts of them; use an elementwise optimizer such as AdamW, or state_shards=(1, 1, 1)"
-        )
-    _known.add(kind)
-    warnings.warn(
-        f"state_shards leaves this rank parts of the parameters: {kind.__name__} must update "
-        "every element from its own gradient and state alone",
-        MerakWarning,
-        stacklevel=3,
-    )
-
-
-_known: set[type] = set()

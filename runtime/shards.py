@@ -193,6 +193,28 @@ class Bucket:
         self.gathering.finish()
         self.reducing.finish()
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing but this bucket holds the memory of what it optimizes."""
+        memory = self.master.untyped_storage()
+        own = (self.kept, self.master, *self.owned.values(), *self.whole.values())
+        ours = {id(t) for t in own if t.untyped_storage().data_ptr() == memory.data_ptr()}
+        return torch._C._storage_Use_Count(memory._cdata) <= len(ours) + 1  # the last is `memory`
+
+    def move(self) -> None:
+        """Leaves the memory of what this rank optimizes to who else holds it."""
+        if self.is_mixed:
+            self.master = self.master.clone()
+        else:
+            self.kept = self.kept.clone()
+            self.master = self._own(self.kept)
+
+    def restore(self) -> None:
+        """Makes the parameters views of the bucket again."""
+        for name, member in self.members.items():
+            self.owned[name].data = member.shaped(member.part(self.master, self.owned_at))
+        self.whole = self.views(self.kept) if self.groups.shards.parameters == 1 else {}
+
     def refresh(self) -> Iterator[dist.Work]:
         """Brings what the optimizers of all ranks wrote into `kept`."""
         if not self.is_trained:

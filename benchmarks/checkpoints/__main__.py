@@ -27,20 +27,22 @@ from benchmarks.checkpoints.runs import CASES, one_thread, warm
 console = Console(highlight=False, markup=False)
 
 
-def _reshards(count: int, seed: int, ranks: int) -> list[str]:
-    trials = reshards.random_reshards(count, seed, ranks)
-    found, refused = [], 0
-    for trial in track(trials, "reshards", console=console):
-        wrong = reshards.problem(trial)
-        refused += wrong == reshards.REFUSED
-        if wrong not in ("", reshards.REFUSED):
-            found.append(f"{trial.name}: {wrong}")
-            console.print(found[-1])
-    console.print(f"{refused} trials were refused before they began")
-    return found
+def _reshards(count: int, seed: int, ranks: int) -> tuple[int, list[str]]:
+    """How many moves there were, and what was wrong with which."""
+    moves, found, refused = 0, [], 0
+    for walk in track(reshards.random_walks(count, seed, ranks), "reshards", console=console):
+        told = reshards.problems(walk)
+        refused += told.count(reshards.REFUSED)
+        moves += len(told) - told.count(reshards.REFUSED)
+        for wrong in told:
+            if wrong not in ("", reshards.REFUSED):
+                found.append(f"{walk.name}: {wrong}")
+                console.print(found[-1])
+    console.print(f"{refused} walks were refused, in float16")
+    return moves, found
 
 
-def _kills(count: int, seed: int) -> list[str]:
+def _kills(count: int, seed: int) -> tuple[int, list[str]]:
     pick, found, steps = random.Random(seed), [], Counter[int]()
     within_s = {layout: kills.seconds_of_a_run(layout) for layout in kills.LAYOUTS}
     for k in track(range(count), "kills", console=console):
@@ -52,10 +54,10 @@ def _kills(count: int, seed: int) -> list[str]:
             console.print(found[-1])
     told = ", ".join(f"{n} after step {step}" for step, n in sorted(steps.items()))
     console.print(f"runs went on: {told}")
-    return found
+    return count, found
 
 
-def _corruptions(count: int, seed: int) -> list[str]:
+def _corruptions(count: int, seed: int) -> tuple[int, list[str]]:
     pick, found = random.Random(seed), []
     with tempfile.TemporaryDirectory(prefix="merakc-corrupt-") as text:
         place = Path(text)
@@ -70,7 +72,7 @@ def _corruptions(count: int, seed: int) -> list[str]:
                 found.append(wrong)
                 console.print(wrong)
         merakc.load(place / "good", model, optimizer)
-    return found
+    return count, found
 
 
 def _speed(repeats: int) -> None:
@@ -95,12 +97,12 @@ def main(
     one_thread()
     start_s = time.perf_counter()
     warm()
-    kinds: Iterable[tuple[str, int, Callable[[], list[str]]]] = (
+    kinds: Iterable[tuple[str, int, Callable[[], tuple[int, list[str]]]]] = (
         ("reshards", reshard, lambda: _reshards(reshard, seed, ranks)),
         ("kills", kill, lambda: _kills(kill, seed)),
         ("corruptions", corrupt, lambda: _corruptions(corrupt, seed)),
     )
-    wrong = {name: (count, run()) for name, count, run in kinds if count}
+    wrong = {name: run() for name, count, run in kinds if count}
     if repeats:
         _speed(repeats)
     for name, (count, found) in wrong.items():

@@ -12,13 +12,12 @@ import time
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 import merakc
-from benchmarks.checkpoints.runs import Layout, Tensors, trained
+from benchmarks.checkpoints.runs import Layout, Run, Tensors
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from merakc.ir.program import Mesh
 
@@ -29,22 +28,10 @@ LAYOUTS = (
 )  # fmt: skip
 
 
-def saving(folder: Path, *, wait: bool) -> Any:
-    """Saves after each step, and keeps the last two."""
-
-    def save(step: int, run: tuple[Any, ...]) -> None:
-        target = folder / f"step-{step}"
-        saved = merakc.save(target, *run, {"next": step}, keep_last=2, wait=wait)
-        if step == STEPS:
-            saved.wait()
-
-    return save
-
-
 @cache
 def undisturbed(layout: Layout) -> Tensors:
     """The weights of a run that was never killed."""
-    found: Tensors = run_ranks(2, partial(trained, MODEL, layout, 0, STEPS))[0][1]
+    found: Tensors = run_ranks(2, partial(_whole, layout))[0]
     return found
 
 
@@ -54,10 +41,22 @@ def _goes_on(layout: Layout, folder: Path, wait: bool) -> None:
         run_ranks(2, partial(_train, layout, folder, wait=wait))
 
 
+def _whole(layout: Layout) -> Tensors:
+    return Run(MODEL, layout).steps(STEPS)[1]
+
+
 def _train(layout: Layout, folder: Path, *, wait: bool) -> Tensors:
-    newest = merakc.latest(folder)
-    save = saving(folder, wait=wait)
-    return trained(MODEL, layout, 0, STEPS, start=newest, save=save)[1]
+    """Goes on from the newest good checkpoint to the end; saves after each step, keeps two."""
+    run = Run(MODEL, layout)
+    if (newest := merakc.latest(folder)) is not None:
+        run.load(newest)
+
+    def save(run: Run) -> None:
+        saved = run.save(folder / f"step-{run.next}", keep_last=2, wait=wait)
+        if run.next == STEPS:
+            saved.wait()
+
+    return run.steps(STEPS, save)[1]
 
 
 def seconds_of_a_run(layout: Layout) -> float:

@@ -16,7 +16,6 @@ import merakc
 from benchmarks.models import MODELS, ModelCase
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.model import ParallelModel
 
 BATCH_SIZE, DROPOUT = 8, 0.1
 Tensors = dict[str, torch.Tensor]
@@ -56,7 +55,7 @@ class Layout:
             state = (1, dp, dp) if pp == 1 else [(1, 1, dp), *[(dp, dp, dp)] * (pp - 1)]
         return {
             "dp": dp, "tp": tp, "pp": pp, "micro_batches": 4 // dp, "precision": self.precision,
-            "state_shards": state if dp > 1 else None, "schedule": "1f1b",
+            "state_shards": state if dp > 1 else None, "schedule": "1f1b", "overlap": 0,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -75,18 +74,54 @@ def random_layout(pick: random.Random, precision: str | None, ranks: tuple[int, 
     return Layout(mesh, pick.choice(STATES) if mesh.dp > 1 else "zero-0", precision)
 
 
-def started(name: str, layout: Layout) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    """The model on this rank, and its optimizer, as before the first step."""
-    dtype = torch.float32 if layout.precision else torch.float64
-    case = CASES[name]
-    model = merakc.auto_parallel(
-        case.model(dtype, dropout=DROPOUT), own_batch(name, layout, 0, 0), cluster=NOMINAL_CPU,
-        seed=3, **layout.options,
-    )  # fmt: skip
-    matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
-    others = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others}]
-    return model, torch.optim.AdamW(groups, lr=0.01)
+class Run:
+    """A run on this rank: model, optimizer and scheduler, as before the first step."""
+
+    def __init__(self, name: str, layout: Layout) -> None:
+        dtype = torch.float32 if layout.precision else torch.float64
+        self.name, self.layout = name, layout
+        self.model = merakc.auto_parallel(
+            CASES[name].model(dtype, dropout=DROPOUT), own_batch(name, layout, 0, 0),
+            cluster=NOMINAL_CPU, seed=3, **layout.options,
+        )  # fmt: skip
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in trained if p.dim() < 2]},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, 20)
+        self.next = 0  # step
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """What a checkpoint is of."""
+        return self.model, self.optimizer, self.scheduler
+
+    def save(self, folder: Path, **options: Any) -> merakc.Saving:
+        """A checkpoint of it."""
+        return merakc.save(folder, *self.parts, {"next": self.next}, **options)
+
+    def load(self, folder: Path) -> None:
+        """Goes on where that one was saved."""
+        self.next = merakc.load(folder, *self.parts).extra["next"]
+
+    def steps(
+        self, last: int, after: Callable[[Run], None] = lambda _: None
+    ) -> tuple[list[float], Tensors]:
+        """The losses of the steps before `last`, and on rank 0 the weights then."""
+        losses = []
+        while self.next < last:
+            batch = own_batch(self.name, self.layout, self.next, self.model.data_parallel_rank)
+            loss = self.model(**batch)["loss"]
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.scheduler.step()
+            losses.append(loss.item())
+            self.next += 1
+            after(self)
+        return losses, self.model.full_state_dict()
 
 
 def own_batch(name: str, layout: Layout, step: int, dp_rank: int) -> Tensors:
@@ -96,53 +131,10 @@ def own_batch(name: str, layout: Layout, step: int, dp_rank: int) -> Tensors:
     return {k: v.chunk(layout.mesh.dp)[dp_rank] for k, v in whole.items()}
 
 
-def trained(
-    name: str,
-    layout: Layout,
-    first: int,
-    last: int,
-    *,
-    start: Path | None = None,
-    end: Path | None = None,
-    save: Callable[[int, Any], None] | None = None,
-) -> tuple[list[float], Tensors]:
-    """Steps `first` to `last`: the losses, and on rank 0 the weights.
-
-    Begins with the checkpoint `start`, writes `end` at the last step, and calls
-    `save(step, (model, optimizer, scheduler))` after each.
-    """
-    model, optimizer = started(name, layout)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
-    if start is not None:
-        first = merakc.load(start, model, optimizer, scheduler).extra["next"]
-    losses = []
-    for step in range(first, last):
-        batch = own_batch(name, layout, step, model.data_parallel_rank)
-        loss = model(**batch)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(loss.item())
-        if save is not None:
-            save(step + 1, (model, optimizer, scheduler))
-    if end is not None:
-        merakc.save(end, model, optimizer, scheduler, {"next": last})
-    return losses, model.full_state_dict()
-
-
-def moved(name: str, layout: Layout, start: Path, end: Path) -> None:
-    """Loads a checkpoint and saves it again, under this layout."""
-    model, optimizer = started(name, layout)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 20)
-    loaded = merakc.load(start, model, optimizer, scheduler)
-    merakc.save(end, model, optimizer, scheduler, loaded.extra)
-
-
 def warm() -> None:
     """Does torch's imports in this process, so that forked ranks need not."""
     for name in CASES:
-        trained(name, Layout(Mesh(1, 1, 1)), 0, 1)
+        Run(name, Layout(Mesh(1, 1, 1))).steps(1)
 
 
 def one_thread() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import local_of, tagged
+from merakc.train.parameters.places import elsewhere
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # Values that are compared by more than equality, or are a module's parts.
@@ -37,28 +38,58 @@ class Mirror(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets what the source has on the source, for the steps that come."""
         source = self.__dict__.get("_source")
-        if isinstance(value, (nn.Module, nn.Parameter)):
+        if name == "__class__":
             raise ConfigError(
-                f"'{name}' is set to a {type(value).__name__} after auto_parallel, whose steps are "
-                "compiled from the model that it was given; change the model before"
+                f"{type(self).__name__} is to become a {value.__name__}: modules of a model that "
+                "auto_parallel runs cannot be given to other parallelism too (fully_shard, "
+                "parallelize_module); give the model to one of them"
             )
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            self._refuse(name, value)
         if source is not None and name != "training" and _has_setting(source, name):
             setattr(source, name, value)
         else:
             super().__setattr__(name, value)
 
+    def _refuse(self, name: str, value: object) -> Never:
+        raise ConfigError(
+            f"'{name}' is set to a {type(value).__name__} after auto_parallel, whose steps are "
+            "compiled from the model that it was given; change the model before"
+        )
+
+    register_parameter = register_module = add_module = _refuse  # type: ignore[assignment]
+
+    def __deepcopy__(self, _: object) -> Never:
+        """Refuses: a copy would have no steps of its own."""
+        raise ConfigError(
+            "a model that auto_parallel runs cannot be copied or pickled (copy.deepcopy, "
+            "AveragedModel, torch.save(model)): keep averages of its parameters, "
+            "[p.detach().clone() for p in model.parameters()], and bring them in by "
+            "p.data.copy_(average); merakc.save and model.full_state_dict() save it"
+        )
+
+    __copy__ = __deepcopy__
+
+    def __reduce_ex__(self, _: object) -> Never:
+        """Refuses to be pickled."""
+        self.__deepcopy__(None)
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """This rank's parts, each of which says so."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
-            if tensor is not None and not keep_vars and prefix + name in destination:
+            if tensor in elsewhere:
+                destination.pop(prefix + name, None)
+            elif tensor is not None and not keep_vars and prefix + name in destination:
                 destination[prefix + name] = tagged(tensor).detach()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Takes whole tensors, or the parts that this rank has."""
         given = dict(state_dict)
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
-            if tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
+            if tensor in elsewhere:
+                given[prefix + name] = tensor  # there is nothing to load
+            elif tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
                 given[prefix + name] = local_of(tensor, given[prefix + name])
         super()._load_from_state_dict(given, prefix, *args)
 

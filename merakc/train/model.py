@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Never
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 
-from merakc.errors import ConfigError, RecordError
+from merakc.errors import ConfigError
 from merakc.frontend.calls.around import check_around
-from merakc.frontend.record import Recording
-from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
-from merakc.runtime.part import Place, TensorPart, local_of
+from merakc.runtime.part import Place, TensorPart, local_of, place_of
 from merakc.runtime.state import Pieces, gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
@@ -25,31 +22,15 @@ from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.mirror import Mirror, Part
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
-from merakc.train.norms import total_norm
+from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
+from merakc.train.parameters.gradients import follow, plain
+from merakc.train.parameters.memory import Memory
+from merakc.train.parameters.norms import Owners, total_norm
+from merakc.train.parameters.optimizers import hold
+from merakc.train.parameters.places import stand_in
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
-# Outputs that are handed on as they are.
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-NOTHING = "no_parameters_on_this_rank"  # the name of an empty parameter there
-
-
-class NotComputed:
-    """Stands for an output that a training step leaves out; any use of it is an error."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return f"NotComputed('{self._name}')"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by copy, pickle, numpy, ...: it has none of those
-            raise AttributeError(name)
-        raise ConfigError(
-            f"output '{self._name}' is not computed by model(...), which gives the loss alone; "
-            "model.predict(...) gives every output"
-        )
 
 
 class ParallelModel(Mirror):
@@ -78,15 +59,25 @@ class ParallelModel(Mirror):
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
         keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
         keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
-        for name, tensor in steps.state.items():
+        shown = {
+            name: steps.state[name] if name in steps.state else
+            stand_in(len(place.layout.shape), place, steps.device)
+            for name, place in steps.placements.items()
+            if name in steps.state or place.is_parameter
+        }  # fmt: skip
+        for name, tensor in shown.items():
             self._adopt(name, tensor)
         for alias, name in aliases.items():
-            if name in steps.state:
-                self._adopt(alias, steps.state[name])
-        if not self._trained and any(p.requires_grad for p in steps.placements.values()):
-            # Optimizers refuse to hold nothing, as on a stage that computes the loss alone.
-            self.register_parameter(NOTHING, nn.Parameter(torch.empty(0, device=steps.device)))
+            if name in shown:
+                self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
+        keep(self, "_memory", Memory(self, steps.state, steps.sharded))
+        trained = {n: p for n, p in shown.items() if p.requires_grad}
+        keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
+        keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
+        if steps.groups.axis("model") is not None or any(place_of(p) for p in trained.values()):
+            follow(trained, self._owners)
+        hold(parameters, are_some=steps.groups.mesh.pp > 1)
 
     @property
     def plan(self) -> Plan:
@@ -97,6 +88,14 @@ class ParallelModel(Mirror):
     def rank(self) -> int:
         """This process's rank among all."""
         return self._own("_steps").groups.rank  # type: ignore[no-any-return]
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> Never:
+        """What DistributedDataParallel asks a module for first."""
+        raise ConfigError(
+            "DistributedDataParallel is put around a model that auto_parallel runs, which reduces "
+            "its gradients over dp itself: it would add up parts of other parameters; leave it out"
+        )
 
     @property
     def data_parallel_rank(self) -> int:
@@ -155,6 +154,7 @@ class ParallelModel(Mirror):
 
     # ------------------------------------------------------------------ calls
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its steps are compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's own forward returns, of which only the loss is there: that of the whole
         batch (this is its dp rank's part), on every rank.
@@ -163,6 +163,7 @@ class ParallelModel(Mirror):
         batch gives no loss, the results, as from `predict`.
         """
         check_around("the model")
+        self._own("_memory").settle()
         with model_call(self._own("_steps"), "model(...)", args, kwargs, training=self.training):
             return self._forward(args, kwargs)
 
@@ -185,10 +186,13 @@ class ParallelModel(Mirror):
             if not steps.loss_scale.goes_on(finite=finite):
                 raise_nonfinite(steps, step, loss, args, kwargs)
             steps.taken += 1
-            loss = self._with_gradients(loss, result.gradients if finite else {})
-        return _outputs(step.recording, {_loss_name(step.recording): loss})
+            found = result.gradients if finite else {}
+            loss = self._with_gradients(loss, found, skipped=not finite)
+        return outputs_of(step.recording, {loss_name(step.recording): loss})
 
-    def _with_gradients(self, loss: torch.Tensor, gradients: Tensors) -> torch.Tensor:
+    def _with_gradients(
+        self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
+    ) -> torch.Tensor:
         for name, frozen in self._own("_frozen").items():
             if frozen.requires_grad:
                 raise ConfigError(
@@ -196,10 +200,14 @@ class ParallelModel(Mirror):
                     "compiled; set requires_grad before auto_parallel"
                 )
         wanted = {n: p for n, p in self._own("_trained").items() if p.requires_grad}
+        found = [gradients.get(name) for name in wanted]
+        empty = {n: p for n, p in self._own("_empty").items() if p.requires_grad}
+        if not skipped:
+            found += [torch.empty_like(p) for p in empty.values()]
+            wanted |= empty
         if not wanted:
             return loss.requires_grad_()
-        found = [gradients.get(name) for name in wanted]
-        handed: torch.Tensor = _HandOut.apply(loss, found, *wanted.values())  # type: ignore[no-untyped-call]
+        handed: torch.Tensor = HandOut.apply(loss, found, *wanted.values())  # type: ignore[no-untyped-call]
         return handed
 
     @torch.no_grad()
@@ -211,6 +219,7 @@ class ParallelModel(Mirror):
         keys and values) are None.
         """
         check_around("the model")
+        self._own("_memory").settle()
         steps = self._own("_steps")
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
             step = steps.compile(args, kwargs, train=False, results=True)
@@ -223,9 +232,9 @@ class ParallelModel(Mirror):
         found = steps.share_results(step, result)
         if step.has_loss:
             loss, _ = steps.share_loss(step, result)
-            found[_loss_name(step.recording)] = loss
+            found[loss_name(step.recording)] = loss
             check_finite(step.recording, loss)
-        return _outputs(step.recording, found)
+        return outputs_of(step.recording, found)
 
     def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
         """The first module of which the next step, on this batch, makes something that is not
@@ -251,8 +260,10 @@ class ParallelModel(Mirror):
             raise ConfigError(
                 f"clip_grad_norm_: norm_type is {norm_type}; it must be positive, or infinite"
             )
+        state = self._own("_steps").state
+        own = {n: plain(t.grad) for n, t in state.items() if t.grad is not None}
         with call("model.clip_grad_norm_"):
-            total = total_norm(self._own("_steps"), norm_type)
+            total = total_norm(self._own("_owners"), own, norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 
@@ -284,7 +295,6 @@ class ParallelModel(Mirror):
         `TensorPart`s of others, which torch's distributed checkpoint understands.
         """
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
-        found.pop(NOTHING, None)
         steps = self._own("_steps")
         if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later
             for name in steps.stale & found.keys():
@@ -318,8 +328,6 @@ class ParallelModel(Mirror):
                 local_of(own[name], value)
         elsewhere = whole.keys() - own.keys()
         given = {n: v for n, v in state_dict.items() if n not in elsewhere}
-        if NOTHING in own:
-            given[NOTHING] = own[NOTHING]
         self._own("_steps").stale.clear()
         return super().load_state_dict(given, strict)
 
@@ -343,8 +351,9 @@ class ParallelModel(Mirror):
         Parameters without a gradient are left out. Every rank must call it.
         """
         steps = self._own("_steps")
+        local = {n: plain(t.grad) for n, t in steps.state.items() if t.grad is not None}
         with call("model.full_gradients"):
-            return self._gathered({n: t.grad for n, t in steps.state.items() if t.grad is not None})
+            return self._gathered(local)
 
     def _gathered(self, local: Tensors) -> Tensors:
         """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
@@ -353,55 +362,3 @@ class ParallelModel(Mirror):
         rest = local.keys() - {name for pieces in found for name in pieces.names}
         found += [Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest]  # type: ignore[misc]
         return gather_full(found, steps.placements, self.plan.mesh, self.rank)
-
-
-class _HandOut(torch.autograd.Function):
-    """Hands out gradients that the schedule has computed already."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *_: Any
-    ) -> torch.Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        # Let go of here, a gradient is taken over by its parameter, and not copied.
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            raise ConfigError(
-                "backward() was called twice on one loss; each model(...) hands its gradients out "
-                "once: call the model again"
-            )
-        scale = grad.item()
-        handed = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
-        return None, None, *handed
-
-
-def check_finite(recording: Recording, loss: torch.Tensor) -> None:
-    """Raises `RecordError` for a loss of which the forward was recorded as if it were finite."""
-    if recording.finite and not loss.isfinite():
-        raise RecordError(
-            f"the loss is {loss.item()}, and the forward asks for that at "
-            f"{', '.join(recording.finite)}: what it does then is not recorded; look for the cause "
-            "of the loss, or decide outside the forward what to do with the step"
-        )
-
-
-def _loss_name(recording: Recording) -> str:
-    return next(o.name for o in recording.graph.outputs if o.kind is OutputKind.LOSS)
-
-
-def _outputs(recording: Recording, found: Tensors) -> Any:
-    """The forward's own output with the tensors that were computed."""
-    names = {o.name for o in recording.graph.outputs}
-    leaves: list[Any] = []
-    for leaf in recording.outputs:
-        if isinstance(leaf, str) and leaf in names:
-            value = found.get(leaf, NotComputed(leaf))
-            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
-            leaves.append(value.item() if is_number else value)
-        else:
-            leaves.append(leaf if isinstance(leaf, PLAIN) else None)
-    return pytree.tree_unflatten(leaves, recording.structure)

@@ -23,8 +23,8 @@ from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 from merakc.train.checkpoints.weight_files import WeightFiles
 from merakc.train.initial import initialise, replace_tensors
+from merakc.train.parameters.places import register_places
 from merakc.train.parts import Digests, Parts, unlike
-from merakc.train.places import register_places
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc.analysis.buckets import Held, plan_buckets
-from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.program import Collective, CollectiveKind, Mesh
 from merakc.ir.state import StateShards
 from merakc.runtime.groups import Groups
@@ -105,48 +103,6 @@ def test_two_steps(counts: tuple[int, int, int]) -> None:
         if counts[0] > 1:
             started[0] = True, True
         assert sizes == {"held": 2 if counts[0] > 1 else 0, "started": started}
-
-
-def refused(shards: StateShards) -> str:
-    owned = list(state(shards, 2).owned.values())
-    for parameter in owned:
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.AdamW(owned).step()
-    other = torch.nn.Parameter(torch.ones(2, 2))
-    other.grad = torch.ones(2, 2)
-    torch.optim.Adafactor([other]).step()  # has nothing to do with sharded ones
-    try:
-        torch.optim.Adafactor(owned).step()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-def test_optimizers_that_need_whole_matrices() -> None:
-    for text in run_ranks(2, partial(refused, StateShards(1, 1, 2))):
-        assert "Adafactor looks at whole parameters" in text
-    for text in run_ranks(2, partial(refused, StateShards())):
-        assert not text
-
-
-class Own(torch.optim.Optimizer):
-    def step(self, closure: object = None) -> None:
-        del closure
-
-
-def warned(shards: StateShards) -> list[str]:
-    optimizer = Own(list(state(shards, 2).owned.values()), {})
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        optimizer.step()
-        optimizer.step()
-    return [str(w.message) for w in found if w.category is MerakWarning]
-
-
-def test_an_unknown_optimizer_is_warned_of_once() -> None:
-    for texts in run_ranks(2, partial(warned, StateShards(1, 1, 2))):
-        assert len(texts) == 1
-        assert "Own must update every element" in texts[0]
 
 
 class Slow(dist.Work):

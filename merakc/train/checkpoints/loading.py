@@ -41,7 +41,8 @@ from merakc.train.checkpoints.run_state import (
 )
 from merakc.train.checkpoints.saving import as_merak_error, checkpoints_in
 from merakc.train.checkpoints.storage import Reader
-from merakc.train.model import NOTHING, ParallelModel
+from merakc.train.model import ParallelModel
+from merakc.train.parameters.places import elsewhere
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _states(
         for k, group in enumerate(optimizer.param_groups):
             own = []
             for p in group["params"]:
-                if names.get(p) != NOTHING:
+                if p not in elsewhere:
                     name = first_name(model, names, p)
                     own.append(name)
                     state[number] = _state(name, p, optimizer, keys, manifest, tensors)

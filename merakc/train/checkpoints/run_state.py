@@ -16,8 +16,8 @@ from merakc.runtime.groups import together
 from merakc.runtime.part import place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
-from merakc.train.model import NOTHING, ParallelModel
-from merakc.train.places import tagged_state
+from merakc.train.model import ParallelModel
+from merakc.train.parameters.places import elsewhere, tagged_state
 
 Tensors = dict[str, torch.Tensor]
 MEMBERS = ("params", "param_names")  # of a parameter group, beside its options
@@ -80,7 +80,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
         scalars: dict[str, Any] = {}
         groups = []
         for group in optimizer.param_groups:
-            kept = [p for p in group["params"] if names.get(p) != NOTHING]
+            kept = [p for p in group["params"] if p not in elsewhere]
             own = [first_name(model, names, p) for p in kept]
             options = {k: v for k, v in group.items() if k not in MEMBERS}
             groups.append({"options": _plain(options, "param_groups"), "names": own})

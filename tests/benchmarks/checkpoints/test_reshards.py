@@ -1,4 +1,4 @@
-"""A trial that goes right, and what is said of one that does not."""
+"""A walk that goes right, and what is said of one that does not."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from merakc.train.checkpoints.convert import Contents
 from tests.battery.small_models import warm_up
 
 
-def test_trials_are_of_all_models_and_precisions() -> None:
-    trials = reshards.random_reshards(21, 0, 2)
-    assert len({(t.model, t.first.precision) for t in trials}) == 21
-    assert all(t.last.mesh.world_size <= 2 for t in trials)
+def test_walks_are_of_all_models_and_precisions() -> None:
+    walks = reshards.random_walks(21 * reshards.MOVES, 0, 2)
+    assert len({(w.model, w.layouts[0].precision) for w in walks}) == 21
+    assert all(w.layouts[0] == w.layouts[-1] for w in walks)
+    assert all(layout.mesh.world_size <= 2 for w in walks for layout in w.layouts)
 
 
-def test_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up()
-    one = Layout(Mesh(1, 1, 1))
-    trial = reshards.Reshard("llama", Layout(Mesh(1, 2, 1)), one, Layout(Mesh(2, 1, 1), "zero-3"))
-    assert reshards.problem(trial) == ""
+    first, other = Layout(Mesh(1, 2, 1)), Layout(Mesh(2, 1, 1), "zero-3")
+    walk = reshards.Walk("llama", (first, other, first))
+    assert reshards.problems(walk) == ["", ""]
     read = reshards.read_contents
 
-    def other(path: Path) -> Contents:
+    def changed(path: Path) -> Contents:
         found = read(path)
-        if path.name == "last":
+        if path.name == "2":
             found.tensors = {name: t + 1 for name, t in found.tensors.items()}
         return found
 
-    monkeypatch.setattr(reshards, "read_contents", other)
-    assert "is another after it was moved" in reshards.problem(trial)
+    monkeypatch.setattr(reshards, "read_contents", changed)
+    fine, wrong = reshards.problems(walk)
+    assert fine == ""
+    assert "is another after move 2" in wrong

@@ -7,6 +7,8 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
@@ -43,6 +45,19 @@ def register_places(
     _tag_optimizers()
 
 
+elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # empty stand-ins of others' parameters
+
+
+def stand_in(dims: int, place: Placement, device: torch.device) -> nn.Parameter:
+    """An empty parameter for one that other pipeline ranks hold: names, groups of optimizers and
+    calls are the same on all ranks then. Of as many dims, by which people group parameters.
+    """
+    empty = torch.empty((0,) * max(1, dims), dtype=place.dtype, device=device)
+    made = nn.Parameter(empty, requires_grad=place.requires_grad)
+    elsewhere[made] = True
+    return made
+
+
 @cache
 def _tag_optimizers() -> None:
     """Lets the state dicts of all optimizers say of which parts their tensors are.
@@ -59,8 +74,12 @@ def _saying_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     def state_dict(self: torch.optim.Optimizer) -> Any:
         found = original(self)
         parameters = _parameters(self)
-        if any(place_of(p) is not None for p in parameters):
-            found["state"] = {k: tagged_state(parameters[k], s) for k, s in found["state"].items()}
+        if any(place_of(p) is not None or p in elsewhere for p in parameters):
+            found["state"] = {
+                k: tagged_state(parameters[k], s)
+                for k, s in found["state"].items()
+                if parameters[k] not in elsewhere
+            }
         return found
 
     return state_dict
@@ -70,12 +89,13 @@ def _taking_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(original)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: Any) -> Any:
         parameters = _parameters(self)
-        if any(place_of(p) is not None for p in parameters):
+        if any(place_of(p) is not None or p in elsewhere for p in parameters):
             keys = [k for group in state_dict["param_groups"] for k in group["params"]]
             owner = dict(zip(keys, parameters, strict=False))
             state = {
                 k: {n: _taken(owner[k], v) for n, v in s.items()} if k in owner else s
                 for k, s in state_dict["state"].items()
+                if k not in owner or owner[k] not in elsewhere
             }
             state_dict = {**state_dict, "state": state}
         return original(self, state_dict)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import merakc
 from benchmarks.ranks import RankError, run_ranks
 from merakc.errors import ConfigError
 from merakc.runtime.part import TensorPart
@@ -93,6 +94,7 @@ def test_each_rank_may_keep_a_file_of_its_own() -> None:
 
 def factored() -> None:
     model = parallel(partial(Words), words(0), tp=2)
+    merakc.declare_elementwise(torch.optim.Adafactor)  # which is not so
     optimizer = torch.optim.Adafactor(model.parameters())
     model(**words(0))["loss"].backward()
     optimizer.step()

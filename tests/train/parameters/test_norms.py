@@ -11,7 +11,8 @@ from torch import nn
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.norms import total_norm
+from merakc.train.parameters.gradients import plain
+from merakc.train.parameters.norms import total_norm
 
 KINDS = (1.0, 2.0, float("inf"))
 
@@ -40,7 +41,8 @@ def norms(shards: object, **degrees: int) -> list[float]:
         Tied(), batch(0, 4), micro_batches=2, cluster=NOMINAL_CPU, state_shards=shards, **degrees
     )
     model(batch(model.data_parallel_rank, 4))["loss"].backward()
-    return [float(total_norm(model._steps, kind)) for kind in KINDS]
+    own = {n: plain(t.grad) for n, t in model._steps.state.items() if t.grad is not None}
+    return [float(total_norm(model._owners, own, kind)) for kind in KINDS]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,90 @@
+"""What a call of a parallel model gives back: its outputs, and a loss that hands gradients out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from merakc.errors import ConfigError, RecordError
+from merakc.frontend.record import Recording
+from merakc.ir.graph import OutputKind
+
+Tensors = dict[str, torch.Tensor]
+# Outputs that are handed on as they are.
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+class NotComputed:
+    """Stands for an output that a training step leaves out; any use of it is an error."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"NotComputed('{self._name}')"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked by copy, pickle, numpy, ...: it has none of those
+            raise AttributeError(name)
+        raise ConfigError(
+            f"output '{self._name}' is not computed by model(...), which gives the loss alone; "
+            "model.predict(...) gives every output"
+        )
+
+
+class HandOut(torch.autograd.Function):
+    """Hands out gradients that the schedule has computed already."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *_: Any
+    ) -> torch.Tensor:
+        """The loss; `gradients` wait for its backward."""
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        """The gradients, times that of the loss; raises `ConfigError` the second time."""
+        # Let go of here, a gradient is taken over by its parameter, and not copied.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise ConfigError(
+                "backward() was called twice on one loss; each model(...) hands its gradients out "
+                "once: call the model again"
+            )
+        scale = grad.item()
+        handed = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
+        return None, None, *handed
+
+
+def check_finite(recording: Recording, loss: torch.Tensor) -> None:
+    """Raises `RecordError` for a loss of which the forward was recorded as if it were finite."""
+    if recording.finite and not loss.isfinite():
+        raise RecordError(
+            f"the loss is {loss.item()}, and the forward asks for that at "
+            f"{', '.join(recording.finite)}: what it does then is not recorded; look for the cause "
+            "of the loss, or decide outside the forward what to do with the step"
+        )
+
+
+def loss_name(recording: Recording) -> str:
+    """The name of the output that is the loss."""
+    return next(o.name for o in recording.graph.outputs if o.kind is OutputKind.LOSS)
+
+
+def outputs_of(recording: Recording, found: Tensors) -> Any:
+    """The forward's own output with the tensors that were computed."""
+    names = {o.name for o in recording.graph.outputs}
+    leaves: list[Any] = []
+    for leaf in recording.outputs:
+        if isinstance(leaf, str) and leaf in names:
+            value = found.get(leaf, NotComputed(leaf))
+            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
+            leaves.append(value.item() if is_number else value)
+        else:
+            leaves.append(leaf if isinstance(leaf, PLAIN) else None)
+    return pytree.tree_unflatten(leaves, recording.structure)

@@ -1,0 +1,83 @@
+"""The memory that steps read parameters from, when users have given parameters other memory.
+
+`p.data = values` puts a tensor in the place of a parameter's memory. Where a step reads the
+parameter itself that is all there is to it. Where parameters stand in buckets, the values are
+brought there before the next step, and the old memory is left to whoever holds it, as swaps of
+averaged weights do. Other tensors, dtypes and devices than those that steps were compiled for are
+refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from merakc.errors import ConfigError
+from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.shards import Bucket
+
+Tensors = dict[str, torch.Tensor]
+
+
+class Memory:
+    """The tensors that the modules of `model` are to have, by name: those that steps read."""
+
+    def __init__(self, model: nn.Module, tensors: Tensors, sharded: ShardedState | None) -> None:
+        self.owners: list[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]] = []
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            held = module._parameters if leaf in module._parameters else module._buffers
+            self.owners.append((name, held, leaf, tensor))  # type: ignore[arg-type]
+        self.forms = {n: (t.dtype, t.device, t.shape) for n, t in tensors.items()}
+        self.buckets = list(sharded.buckets) if sharded is not None else []
+        self.places = {b: _pointers(b.owned) for b in self.buckets}
+
+    def settle(self) -> None:
+        """Brings values that were given other memory to where steps read them.
+
+        Raises `ConfigError` for tensors, dtypes, devices and shapes that steps were not compiled
+        for, and where only some parameters of a bucket were given other memory while something
+        else holds the old: what is written there later would be lost.
+        """
+        for name, held, leaf, tensor in self.owners:
+            if held.get(leaf) is not tensor:
+                raise ConfigError(
+                    f"'{name}' is another tensor than the one that auto_parallel made, which steps "
+                    f"read; copy values into it: model.get_parameter({name!r}).data.copy_(values)"
+                )
+            if (tensor.dtype, tensor.device, tensor.shape) != self.forms[name]:
+                dtype, device, shape = self.forms[name]
+                raise ConfigError(
+                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} now, and "
+                    f"steps are compiled for {dtype} {tuple(shape)} on {device}; change the model "
+                    "before auto_parallel, whose precision= and device= say what steps compute in"
+                )
+        for bucket in self.buckets:
+            places = _pointers(bucket.owned)
+            if places != self.places[bucket]:
+                moved = {n for n, at in places.items() if at != self.places[bucket][n]}
+                self._adopt(bucket, moved)
+                self.places[bucket] = _pointers(bucket.owned)
+
+    def _adopt(self, bucket: Bucket, moved: set[str]) -> None:
+        values = {n: bucket.owned[n].data for n in moved}
+        if not bucket.is_alone:
+            left = sorted(n for n, p in bucket.owned.items() if p.numel() and n not in moved)
+            if left:
+                raise ConfigError(
+                    f"'{min(moved)}' was given other memory by .data =, '{left[0]}' was not, and "
+                    "something holds the old memory of both: whether what is written there counts "
+                    "cannot be known; copy values instead: p.data.copy_(values)"
+                )
+            bucket.move()
+        bucket.restore()
+        for name, value in values.items():
+            bucket.owned[name].data.copy_(value)
+
+
+def _pointers(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Where the elements of each lie."""
+    return {n: p.data_ptr() for n, p in parameters.items() if p.numel()}

@@ -1,0 +1,272 @@
+"""Whether an optimizer may update what a rank holds of a model.
+
+A rank's parts are updated as the whole would be where every element is updated from its own
+gradient and state alone; where it holds some of the parameters, and those whole, where every
+parameter is. That is tried before an optimizer's first step, not looked up: a copy of it updates
+small parameters, of as many dims as its own, and other copies update parts of them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from merakc.errors import ConfigError, failure
+from merakc.runtime.part import place_of
+
+STEPS = 3
+# The second has more elements than optimizers that keep 8 bits leave in 32: 4,096.
+SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
+    0: ((), ()), 1: ((24,), (10,)), 2: ((8, 6), (96, 80), (4, 12)),
+}  # fmt: skip
+# Of values of the size of one: float64's rounding, and float32's, which some optimizers need.
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
+# What optimizers have beside what decides their steps.
+_NOT_COPIED = ("param_groups", "state", "step")
+_held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
+_left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
+_tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
+_declared: set[type[Optimizer]] = set()
+Values = list[list[torch.Tensor]]  # by parameter group
+View = Callable[[int, torch.Tensor], torch.Tensor | None]  # of the k-th parameter, on one rank
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a rank has of a parameter: part of it or all; and whether others are elsewhere."""
+
+    name: str
+    is_part: bool
+    are_some: bool
+
+
+def hold(parameters: Mapping[str, torch.Tensor], *, are_some: bool) -> None:
+    """Remembers a rank's parameters. `are_some`: other ranks hold other ones."""
+    for name, parameter in parameters.items():
+        is_part = place_of(parameter) is not None
+        _held[parameter] = Held(name, is_part, are_some or is_part)
+    _watch()
+
+
+def leave(model: nn.Module) -> None:
+    """Remembers the parameters that a model has before its weights are taken over."""
+    for name, parameter in model.named_parameters():
+        _left[parameter] = name
+    _watch()
+
+
+def declare_elementwise(kind: type[Optimizer]) -> None:
+    """Takes your word that optimizers of a class update every element from its own gradient and
+    state alone: for those that cannot be tried on small parameters.
+    """
+    _declared.add(kind)
+
+
+@cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(lambda optimizer, *_: check(optimizer))
+
+
+def check(optimizer: Optimizer) -> None:
+    """Raises `ConfigError` for an optimizer of parameters that no step reads any more, and for one
+    that would train parts of parameters, or some of them, otherwise than the whole model.
+    """
+    if _tried.get(optimizer) == len(optimizer.param_groups):
+        return
+    groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+    for p in (p for group in groups for p in group):
+        if p in _left:
+            raise ConfigError(
+                f"this {type(optimizer).__name__} holds '{_left[p]}' as it was before "
+                "auto_parallel, which took the weights over: no step trains that; make the "
+                "optimizer behind auto_parallel, of the model that it returns"
+            )
+    held = [_held[p] for group in groups for p in group if p in _held]
+    if any(h.are_some for h in held) and type(optimizer) not in _declared:
+        _try(optimizer, groups, held)
+    _tried[optimizer] = len(optimizer.param_groups)
+
+
+def _try(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], held: list[Held]) -> None:
+    kind = type(optimizer).__name__
+    ways: Sequence[Sequence[View]]
+    part = next((h.name for h in held if h.is_part), None)
+    if part is None:
+        said, where, ways = "each parameter", "some of the parameters", (_BY_PARAMETER,)
+        remedy = "a plan with pp=1"
+    else:
+        said, where, ways = "every element", f"a part of '{part}'", _IN_PARTS
+        remedy = "a plan without parts (tp=1, state_shards='zero-0')"
+    told = (
+        f"this plan leaves a rank {where}, so that an optimizer must update {said} from its own "
+        f"gradient and state alone; use one that does, such as AdamW, or {remedy}"
+    )
+    try:
+        difference = _difference(optimizer, groups, ways)
+    except Exception as error:
+        raise ConfigError(
+            f"whether {kind} can update parts could not be tried ({failure(error)}): {told}; or, "
+            f"if it does, say so by merakc.declare_elementwise({kind})"
+        ) from error
+    if difference is not None:
+        raise ConfigError(
+            f"{kind} updates small parameters otherwise in parts than whole, by {difference:.1e} "
+            f"after {STEPS} steps: {told}"
+        )
+
+
+def _difference(
+    optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], ways: Iterable[Sequence[View]]
+) -> float | None:
+    """How far parts come from what is updated whole, where that is beyond rounding."""
+    for dtype, bound in BOUNDS.items():
+        values, gradients = _examples(groups, dtype)
+        try:
+            whole = _updated(optimizer, values, gradients, [lambda _, t: t])
+        except Exception:
+            if dtype == torch.float32:
+                raise
+            continue
+        for way in ways:
+            parts = _updated(optimizer, values, gradients, way)
+            pairs = zip(chain(*whole), chain(*parts), strict=True)
+            found = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
+            if not found <= bound:  # nor where it is no number
+                return found
+        return None
+    raise AssertionError("the last dtype raises")
+
+
+def _examples(
+    groups: Sequence[Sequence[torch.Tensor]], dtype: torch.dtype
+) -> tuple[Values, list[Values]]:
+    """Small parameters for each group, of its numbers of dims, and gradients for each step; their
+    elements differ in size, as do norms of parts then.
+    """
+    made = torch.Generator().manual_seed(0)
+
+    def drawn(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        scales = torch.linspace(0.1, 2.0, max(1, torch.Size(shape).numel()), dtype=torch.float64)
+        value = torch.randn(shape, generator=made, dtype=torch.float64) * scales.view(shape)
+        return value.to(device, dtype)
+
+    shapes = []
+    for group in groups:
+        dims = sorted({p.dim() for p in group})
+        device = group[0].device if group else torch.device("cpu")
+        every = [s for n in dims for s in SHAPES.get(n, ((6, 4, *(2,) * (n - 2)),) * 2)]
+        shapes.append([(shape, device) for shape in every])
+    values = [[drawn(*at) for at in group] for group in shapes]
+    return values, [[[drawn(*at) for at in group] for group in shapes] for _ in range(STEPS)]
+
+
+def _updated(
+    optimizer: Optimizer, values: Values, gradients: Sequence[Values], ranks: Sequence[View]
+) -> Values:
+    """The values after the steps, each rank's view of them updated by a copy of its own."""
+    after = [[v.clone() for v in group] for group in values]
+    numbers = iter(range(sum(map(len, values))))
+    order = [[next(numbers) for _ in group] for group in values]
+    for view in ranks:
+        own: list[list[nn.Parameter]] = []
+        targets: list[tuple[nn.Parameter, torch.Tensor, list[torch.Tensor]]] = []
+        for g, group in enumerate(after):
+            own.append([])
+            for k, value in enumerate(group):
+                target = view(order[g][k], value)
+                if target is None:
+                    continue
+                parameter = nn.Parameter(target.clone())
+                given = (view(order[g][k], step[g][k]) for step in gradients)
+                targets.append((parameter, target, [t for t in given if t is not None]))
+                own[-1].append(parameter)
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.manual_seed(0)
+            taken = _copied(optimizer, own)
+            for step in range(STEPS):
+                for parameter, _, own_gradients in targets:
+                    parameter.grad = own_gradients[step].clone()
+                _take_step(taken)
+        for parameter, target, _ in targets:
+            target.copy_(parameter.detach())
+    return after
+
+
+def _take_step(optimizer: Optimizer) -> None:
+    try:
+        optimizer.step()
+    except TypeError:  # it asks for a closure
+        optimizer.step(lambda: torch.ones((), requires_grad=True))  # type: ignore[arg-type, return-value]
+
+
+def _copied(
+    optimizer: Optimizer,
+    parameters: Sequence[Sequence[nn.Parameter]],
+    memo: dict[int, Any] | None = None,
+) -> Optimizer:
+    """An optimizer of the same settings for other parameters, as before its first step.
+
+    Whatever it refers to is copied, with others in place of its own parameters: nothing that it
+    does reaches them. An optimizer that it wraps becomes one for the same other parameters.
+    """
+    memo = {} if memo is None else memo
+    made = object.__new__(type(optimizer))
+    made.state = memo.setdefault(id(optimizer.state), defaultdict(dict))
+    made.param_groups = memo.setdefault(id(optimizer.param_groups), [])
+    if not made.param_groups:
+        for group, own in zip(optimizer.param_groups, parameters, strict=True):
+            stand_ins = own or [nn.Parameter(torch.zeros(0))]
+            memo |= {id(p): stand_ins[k % len(stand_ins)] for k, p in enumerate(group["params"])}
+            options = {k: v for k, v in group.items() if k != "params"}
+            if id(group) not in memo:
+                memo[id(group)] = copy.deepcopy(options, memo) | {"params": [*own]}
+            made.param_groups.append(memo[id(group)])
+    for key, value in vars(optimizer).items():
+        if key.endswith("_hooks"):
+            made.__dict__[key] = OrderedDict()
+        elif isinstance(value, Optimizer):
+            made.__dict__[key] = _copied(value, parameters, memo)
+        elif key not in _NOT_COPIED:
+            made.__dict__[key] = copy.deepcopy(value, memo)
+    return made
+
+
+def _along(dim: int, rank: int) -> View:
+    def view(_: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.dim():
+            return tensor if rank == 0 else None
+        return tensor.tensor_split(2, dim)[rank]
+
+    return view
+
+
+def _flat(rank: int) -> View:
+    """As buckets are cut: a piece of the elements in order, of as many dims as the whole."""
+
+    def view(_: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        if not tensor.dim():
+            return tensor if rank == 0 else None
+        piece = tensor.view(-1).tensor_split([tensor.numel() // 3])[rank]
+        return piece.view((1,) * (tensor.dim() - 1) + (piece.numel(),))
+
+    return view
+
+
+_IN_PARTS: tuple[Sequence[View], ...] = (
+    (_along(0, 0), _along(0, 1)), (_along(-1, 0), _along(-1, 1)), (_flat(0), _flat(1)),
+)  # fmt: skip
+_BY_PARAMETER: Sequence[View] = (
+    lambda k, t: t if k % 2 == 0 else None,
+    lambda k, t: t if k % 2 else None,
+)

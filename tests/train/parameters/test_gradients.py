@@ -1,0 +1,154 @@
+"""Numbers of gradients, made as people make them, are those of one process on every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.parameters.gradients import Gradient, plain
+from tests.train.parameters.test_norms import Tied, batch
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp 2": {"tp": 2},
+    "pp 2": {"pp": 2},
+    "dp 2, zero-1": {"dp": 2, "state_shards": "zero-1"},
+    "tp 2 x pp 2": {"tp": 2, "pp": 2},
+    "dp 2, zero-3 x pp 2": {"dp": 2, "pp": 2, "state_shards": "zero-3"},
+    "dp 2": {"dp": 2},
+}
+Parameters = Iterable[nn.Parameter]
+
+
+def graded(parameters: Parameters) -> list[torch.Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def by_item(parameters: Parameters) -> float:
+    total = 0.0
+    for p in parameters:
+        if p.grad is not None:
+            total += p.grad.detach().data.norm(2).item() ** 2
+    return total**0.5
+
+
+def by_stack(parameters: Parameters) -> float:
+    return float(torch.norm(torch.stack([torch.norm(g.detach(), 2) for g in graded(parameters)])))
+
+
+def by_sum(parameters: Parameters) -> float:
+    return float(sum((g**2).sum() for g in graded(parameters)) ** 0.5)  # type: ignore[operator]
+
+
+def by_largest(parameters: Parameters) -> float:
+    return max(float(g.abs().max()) for g in graded(parameters))
+
+
+def by_foreach(parameters: Parameters) -> float:
+    return float(torch.nn.utils.get_total_norm(graded(parameters), foreach=True))
+
+
+NUMBERS: dict[str, Callable[[Parameters], float]] = {
+    "item": by_item,
+    "stack": by_stack,
+    "sum": by_sum,
+    "largest": by_largest,
+    "foreach": by_foreach,
+    "inf": lambda ps: float(torch.nn.utils.get_total_norm(graded(ps), float("inf"))),
+    "1": lambda ps: float(torch.nn.utils.get_total_norm(graded(ps), 1.0)),
+    "mean": lambda ps: float(sum(g.mean() for g in graded(ps))),
+    "scaled": lambda ps: sum(float((0.5 * g / 3).norm()) for g in graded(ps)),
+    "finite": lambda ps: float(all(bool(torch.isfinite(g).all()) for g in graded(ps))),
+    "zeros": lambda ps: float(sum(torch.count_nonzero(g) for g in graded(ps))),
+    "some": lambda ps: float(torch.nn.utils.get_total_norm([p.grad for p in [*ps][:2]])),  # type: ignore[misc]
+}
+
+
+def numbers(options: dict[str, Any] | None) -> tuple[dict[str, float], float, dict[str, Any]]:
+    """What is made of the gradients; then the norm and the weights of clipped steps."""
+    torch.manual_seed(0)
+    model: Any = Tied()
+    if options is not None:
+        dp = options.get("dp", 1)
+        model = merakc.auto_parallel(
+            model, batch(0, dp), micro_batches=2, cluster=NOMINAL_CPU, **options
+        )
+    own = (model.data_parallel_rank, model.data_parallel_size) if options is not None else (0, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: dict[str, float] = {}
+    norm = 0.0
+    for step in range(2):
+        model(batch(*own))["loss"].backward()
+        if step == 0:
+            parameters = list(model.parameters())
+            found = {name: number(parameters) for name, number in NUMBERS.items()}
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = model.full_state_dict() if options is not None else model.state_dict()
+    return found, norm, {n: w.detach() for n, w in weights.items()}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_numbers(name: str) -> None:
+    options = LAYOUTS[name]
+    wanted, norm, weights = numbers(None)
+    world = options.get("dp", 1) * options.get("tp", 1) * options.get("pp", 1)
+    everyone = run_ranks(world, partial(numbers, options))
+    for found, own_norm, _ in everyone:
+        assert found == pytest.approx(wanted, rel=1e-10, abs=1e-14)
+        assert own_norm == pytest.approx(norm, rel=1e-10)
+    for key, value in everyone[0][2].items():
+        torch.testing.assert_close(value, weights[key], rtol=1e-10, atol=1e-12)
+
+
+def kinds() -> tuple[set[type], str, bool]:
+    """The types of gradients, and what is said of a sum over some dims."""
+    model = merakc.auto_parallel(Tied(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
+    model(batch(0, 1))["loss"].backward()
+    gradient = model.get_parameter("a.weight").grad
+    seen: list[type] = []
+
+    class Looks(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            del closure
+            seen.append(type(self.param_groups[0]["params"][0].grad * 2))
+            raise ValueError
+
+    merakc.declare_elementwise(Looks)  # it cannot be tried
+    with pytest.raises(ValueError):  # noqa: PT011
+        Looks(model.parameters()).step()
+    again = (gradient * 2).norm()
+    whole = 2 * gradient.norm()
+    with pytest.raises(ConfigError) as told:
+        gradient.sum(0)
+    return {type(gradient), *seen}, str(told.value), bool(torch.equal(again, whole))
+
+
+def test_a_step_sees_plain_tensors_and_an_error_in_it_leaves_no_trace() -> None:
+    for types, text, same in run_ranks(2, kinds):
+        assert types == {Gradient, torch.Tensor}
+        assert "torch.sum is called on the gradient of 'a.weight', of which this rank holds" in text
+        assert same
+
+
+def with_nan() -> list[float]:
+    model = merakc.auto_parallel(Tied(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
+    model(batch(0, 1))["loss"].backward()
+    if model.rank == 1:
+        plain(model.get_parameter("a.weight").grad).fill_(float("nan"))
+    gradients = graded(model.parameters())
+    return [float(torch.nn.utils.get_total_norm(gradients, kind)) for kind in (2.0, float("inf"))]
+
+
+def test_one_ranks_nan_is_in_every_norm() -> None:
+    for found in run_ranks(2, with_nan):
+        assert all(value != value for value in found)
