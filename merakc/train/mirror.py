@@ -6,6 +6,8 @@ a mirror goes on to the module that it stands for, and what would go unheard the
 
 from __future__ import annotations
 
+from functools import cache
+from types import FunctionType
 from typing import Any, Never, Self
 
 import numpy as np
@@ -19,14 +21,17 @@ from merakc.train.parameters.places import elsewhere
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # Values that are compared by more than equality, or are a module's parts.
 _UNCOMPARED = (torch.Tensor, nn.Module, np.ndarray)
+# Their own methods look at modules and parameters one by one, and compute nothing.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Mirror(nn.Module):
     """Stands for a module of the user's, the `source`."""
 
     def __init__(self, source: nn.Module) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of a user's class
         object.__setattr__(self, "_source", source)  # it is no child
+        self._parameters.update({n: None for n, p in source._parameters.items() if p is None})
         self.training = source.training
 
     def train(self, mode: bool = True) -> Self:
@@ -104,6 +109,27 @@ class Mirror(nn.Module):
 class Part(Mirror):
     """A module inside a parallel model."""
 
+    def forward(self, *_: Any, **__: Any) -> Never:
+        """Refuses: this rank has not all of its weights."""
+        raise ConfigError(
+            f"{type(self._source).__name__} is called by itself, outside the model's forward: it "
+            "is part of compiled steps, and this rank may hold a part of its weights; call the "
+            "model, or model.predict"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """As of any mirror; what is withheld says so."""
+        if any(isinstance(vars(base).get(name), _Withheld) for base in type(self).__mro__):
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is not there after auto_parallel: this rank may "
+                "hold a part of the module's weights; use it before, or inside the model's forward"
+            )
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        """As of the user's module."""
+        return str(self._source.extra_repr())
+
     def _hooked(self, *_: Any, **__: Any) -> Never:
         raise ConfigError(
             f"a hook is registered on {type(self._source).__name__} after auto_parallel; "
@@ -115,9 +141,53 @@ class Part(Mirror):
     register_backward_hook = _hooked
 
 
+class _Withheld:
+    """A method or property of a user's class: it would take a rank's part of weights for all."""
+
+    def __get__(self, part: object, _: type | None = None) -> Never:
+        raise AttributeError  # and so `Part.__getattr__` is asked
+
+
+@cache
+def part_type(kind: type[nn.Module]) -> type[Part]:
+    """The parts that stand for modules of a class: `isinstance` takes them for such modules, by
+    which people group parameters, and lists of modules can be walked. None of the class's own
+    methods is there.
+    """
+    if kind is nn.Module or issubclass(kind, torch.jit.ScriptModule):
+        return Part
+    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for name, value in vars(base).items() if base not in CONTAINERS else ():
+            code = isinstance(value, (FunctionType, classmethod, staticmethod, property))
+            if code and not name.startswith("__") and not hasattr(nn.Module, name):
+                names.setdefault(name, _Withheld())
+    return type(kind.__name__, (Part, kind), names)
+
+
+def grow(mirror: Mirror, known: dict[nn.Module, Part]) -> None:
+    """Gives a mirror a part for each module in its source, as often as it is there."""
+    for name, child in mirror.__dict__["_source"]._modules.items():
+        if child is not None and child not in known:
+            known[child] = part_type(type(child))(child)  # type: ignore[arg-type]
+            grow(known[child], known)
+        mirror._modules[name] = known.get(child)
+
+
+def part_at(mirror: nn.Module, path: str) -> nn.Module:
+    """The part under a dotted name, which may be that of one of our own properties."""
+    for name in path.split(".") if path else ():
+        child = mirror._modules[name]
+        assert child is not None
+        mirror = child
+    return mirror
+
+
 def _has_setting(source: nn.Module, name: str) -> bool:
     """Whether a module has an attribute of its own that is no tensor, module or function."""
-    if name.startswith("_") or isinstance(getattr(type(source), name, None), property):
+    if (name.startswith("_") and not isinstance(source, CONTAINERS)) or isinstance(
+        getattr(type(source), name, None), property
+    ):
         return False
     value = vars(source).get(name, _UNCOMPARED)
     return value is not _UNCOMPARED and not isinstance(value, _UNCOMPARED) and not callable(value)

@@ -20,7 +20,7 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep
-from merakc.train.mirror import Mirror, Part
+from merakc.train.mirror import Mirror, grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
 from merakc.train.parameters.gradients import follow, plain
@@ -65,6 +65,7 @@ class ParallelModel(Mirror):
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
+        grow(self, {})
         for name, tensor in shown.items():
             self._adopt(name, tensor)
         for alias, name in aliases.items():
@@ -134,22 +135,14 @@ class ParallelModel(Mirror):
         return object.__getattribute__(self, name)
 
     def _adopt(self, name: str, tensor: torch.Tensor) -> None:
-        """Registers a tensor under a dotted name, in a tree of empty modules."""
-        module: nn.Module = self
-        *path, leaf = name.split(".")
-        for part in path:
-            if part not in module._modules:
-                source = module.__dict__["_source"].get_submodule(part)
-                module._modules[part] = Part(source)
-            child = module._modules[part]
-            assert child is not None
-            module = child
+        """Registers a tensor under a dotted name."""
+        path, _, leaf = name.rpartition(".")
+        module, source = part_at(self, path), self._own("_steps").source.get_submodule(path)
         if isinstance(tensor, nn.Parameter):
             module._parameters[leaf] = tensor
         else:
             module._buffers[leaf] = tensor
-            owner = self._own("_steps").source.get_submodule(".".join(path))
-            if leaf in owner._non_persistent_buffers_set:
+            if leaf in source._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
 
     # ------------------------------------------------------------------ calls

@@ -128,3 +128,38 @@ def test_to_look_takes_no_time() -> None:
     for _ in range(10):
         assert settings.changed() == ()
     assert (time.perf_counter() - start) / 10 < 5e-3
+
+
+class Walked(nn.Module):
+    """Lists of modules, and a method that computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Inner() for _ in range(2))
+        self.scales = nn.ParameterList([torch.ones(1)])
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.scales[0] * sum(layer(self.norm(x)) for layer in self.layers)  # type: ignore[no-any-return]
+
+
+def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
+    torch.manual_seed(0)
+    plain = Walked()
+    batch = torch.randn(4, WIDTH)
+    model = merakc.auto_parallel(Walked(), batch, cluster=NOMINAL_CPU)
+    kinds = [(n, type(m).__name__) for n, m in plain.named_modules() if n]
+    assert [(n, type(m).__name__) for n, m in model.named_modules() if n] == kinds
+    assert repr(model).replace("ParallelModel", "Walked") == repr(plain)
+    assert isinstance(model.norm, nn.LayerNorm)
+    assert "bias" in model.norm._parameters
+    assert len(model.layers) == 2
+    assert isinstance(model.layers[1], Inner)
+    assert model.layers[0].layer.in_features == WIDTH
+    assert model.scales[0].shape == (1,)
+    with pytest.raises(ConfigError, match="Linear is called by itself"):
+        model.layers[0].layer(batch)
+    with pytest.raises(AttributeError, match=r"Linear\.reset_parameters is not there"):
+        model.layers[0].layer.reset_parameters()
+    assert not hasattr(model.norm, "reset_parameters")

@@ -17,6 +17,7 @@ from torch import nn
 from merakc.errors import ConfigError
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
+from merakc.train.mirror import part_at
 
 Tensors = dict[str, torch.Tensor]
 
@@ -28,7 +29,7 @@ class Memory:
         self.owners: list[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
-            module = model.get_submodule(path)
+            module = part_at(model, path)
             held = module._parameters if leaf in module._parameters else module._buffers
             self.owners.append((name, held, leaf, tensor))  # type: ignore[arg-type]
         self.forms = {n: (t.dtype, t.device, t.shape) for n, t in tensors.items()}
