@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -72,7 +73,7 @@ class ParallelModel(Mirror):
             if name in shown:
                 self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
-        keep(self, "_memory", Memory(self, steps.state, steps.sharded))
+        keep(self, "_memory", Memory(partial(part_at, self), steps.state, steps.sharded))
         trained = {n: p for n, p in shown.items() if p.requires_grad}
         keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))

@@ -9,7 +9,7 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -17,19 +17,25 @@ from torch import nn
 from merakc.errors import ConfigError
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
-from merakc.train.mirror import part_at
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Memory:
-    """The tensors that the modules of `model` are to have, by name: those that steps read."""
+    """The tensors that a model's modules are to have, by name: those that steps read. `module_at`
+    gives a module by its path.
+    """
 
-    def __init__(self, model: nn.Module, tensors: Tensors, sharded: ShardedState | None) -> None:
+    def __init__(
+        self,
+        module_at: Callable[[str], nn.Module],
+        tensors: Tensors,
+        sharded: ShardedState | None,
+    ) -> None:
         self.owners: list[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]] = []
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
-            module = part_at(model, path)
+            module = module_at(path)
             held = module._parameters if leaf in module._parameters else module._buffers
             self.owners.append((name, held, leaf, tensor))  # type: ignore[arg-type]
         self.forms = {n: (t.dtype, t.device, t.shape) for n, t in tensors.items()}
