@@ -126,7 +126,7 @@ def _less_opaque(
 
 
 def opaque_share(graph: Graph) -> float:
-    """What runs as it is of the arithmetic of a forward."""
+    """The share of the flops of a forward that opaque modules compute."""
     specs = graph.specs()
     total = sum(node_flops(n, specs) for n in graph.nodes if n.op != OPAQUE)
     as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)

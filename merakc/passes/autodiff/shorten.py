@@ -70,7 +70,7 @@ def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tup
 
 
 class _Forms:
-    """What the nodes of each part are, but for which part it is."""
+    """The form of the nodes of each part, without the number of the part."""
 
     def __init__(self, graph: Graph, parts: Sequence[Sequence[Node]]) -> None:
         self.states = {i.name: i for i in graph.inputs if i.kind in STATES}

@@ -90,7 +90,7 @@ def tail(found: Analysis, loss: Output, *, layers: bool = False) -> Analysis:
 def with_graphs(
     found: Analysis, part: Graph, whole: Graph, recorded: Graph | None = None
 ) -> Analysis:
-    """What was found, of these graphs."""
+    """The same analysis of other graphs with the same names."""
     return replace(
         found, part=part, whole=whole, recorded=recorded,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
