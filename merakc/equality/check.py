@@ -133,11 +133,11 @@ def check_plan(
         if failed:
             break
     counts = parameter_count(source.model), parameter_count(found.model)
-    left_out = lost(plan, *runs), unlike_splits(plan, checked[0])
-    wall_s = time.perf_counter() - start_s
     return CheckResult(
-        checked[0], *counts, lowered, *left_out, compared_with, tuple(rows), failed, wall_s,
-        checked[1] if len(checked) > 1 and dp_alone is not None else None,
+        checked[0], *counts, lowered, lost(plan, *runs), unlike=unlike_splits(plan, checked[0]),
+        compared_with=compared_with, rows=tuple(rows), failed=failed,
+        seconds=time.perf_counter() - start_s,
+        replicas=checked[1] if len(checked) > 1 and dp_alone is not None else None,
     )  # fmt: skip
 
 

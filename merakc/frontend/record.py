@@ -207,12 +207,12 @@ def _record(
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
     aliases = _aliases(model)
     graph.verify()
-    said = frozenset(first.numbers), first.reader.reads(), first.guards.lines(first.outputs)
-    full = graph if aside else None
-    graph = without_aside(graph) if aside else graph
     return Recording(
-        graph, outputs, structure, aliases, type(model).__name__, *said, aside, full, left
-    )
+        without_aside(graph) if aside else graph, outputs, structure, aliases, type(model).__name__,
+        numbers=frozenset(first.numbers), reads=first.reader.reads(),
+        finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
+        left=left,
+    )  # fmt: skip
 
 
 def without_aside(graph: Graph) -> Graph:
