@@ -146,7 +146,9 @@ def listed_row(row: tuple[str, str, int, str], ranks: int, micro_batches: int) -
     label, name, chunks, recompute = row
     stages = range(ranks * chunks)
     recomputed = {"none": [], "late": stages, "full": stages, "not last": stages[:-1]}[recompute]
-    schedule = make_schedule(name, ranks, micro_batches, chunks=chunks, recompute=recomputed)
+    schedule = make_schedule(
+        name, ranks, micro_batches, virtual_stages=chunks, recompute=recomputed
+    )
     pipeline = unit_pipeline(schedule.rank_of, ranks, micro_batches)
     costs = late_recomputation(pipeline.costs, stages) if recompute == "late" else pipeline.costs
     timing = time_schedule(schedule, costs)
