@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.lowering.lowered import make_plan
@@ -202,14 +202,9 @@ def main(
             results.append(measure_apart(model))
     console.print(times_table(results))
     good = all(found.within_limits for found in results)
-    console.print(
-        f"{'passed' if good else 'FAILED'}: llama3-70b is allowed "
-        f"{MAX_70B_BYTES / 2**30:.1f} GiB and {MAX_70B_S:.0f} s"
-    )
-    if json_path is not None:
-        body = {"passed": good, "models": [dataclasses.asdict(found) for found in results]}
-        write_json(json_path, body)
-    raise typer.Exit(0 if good else 1)
+    text = f"llama3-70b is allowed {MAX_70B_BYTES / 2**30:.1f} GiB and {MAX_70B_S:.0f} s"
+    body = {"passed": good, "models": results}
+    finish(console, good, text, json_path=json_path, figures=body)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 import merakc
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from benchmarks.ranks import run_ranks
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import TensorSpec
@@ -239,17 +239,13 @@ def main(
             str(cell.ranks), str(cell.micro_batches), cell.schedule, f"{cell.simulated_s:.3f} s",
             f"{cell.measured_s:.3f} s", spread, f"[{colour}]{cell.error:.2%}[/]",
         )  # fmt: skip
-    Console(width=110).print(table)
+    console = Console(width=110)
+    console.print(table)
     within = sum(cell.passed for cell in cells)
     good = within == len(cells)
-    print(
-        f"{'passed' if good else 'FAILED'}: {within} of {len(cells)} within {BOUND:.0%}, or "
-        f"{REAL_BOUND:.0%} with real kernels"
-    )
-    if json_path is not None:
-        body = {"passed": good, "cells": [dataclasses.asdict(cell) for cell in cells]}
-        write_json(json_path, body)
-    raise typer.Exit(0 if good else 1)
+    text = f"{within} of {len(cells)} within {BOUND:.0%}, or {REAL_BOUND:.0%} with real kernels"
+    body = {"passed": good, "cells": cells}
+    finish(console, good, text, json_path=json_path, figures=body)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ float64 with the plain model in one process on the whole batch.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import markdown, rich_table, write_json
+from benchmarks.harness import finish, known, markdown, rich_table
 from benchmarks.loss_cells import (
     BOUND,
     Cell,
@@ -227,9 +226,9 @@ def main(
     console.width = max(console.width, TABLE_WIDTH)
     if sabotage:
         raise typer.Exit(1 if missed(sabotaged(console)) else 0)
-    names = _known(only.split(",") if only else list(FORMULAS), FORMULAS, "--only")
+    names = known(only, FORMULAS, "--only")
     by_name = {layout.name: layout for layout in LAYOUTS}
-    chosen = _known(layouts.split(",") if layouts else list(by_name), by_name, "--layouts")
+    chosen = known(layouts, by_name, "--layouts")
     everything = (names, chosen) == (list(FORMULAS), list(by_name))
     if doc is None and everything:
         doc = PAGE
@@ -243,24 +242,12 @@ def main(
     console.print(table(cells))
     for line in complaints(cells):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if doc is not None:
-        lines = sabotaged(console) if everything else []
-        doc.write_text(page(cells, lines, sys.argv[1:], wall_s))
-    if json_path is not None:
-        body = {"wall_s": wall_s, "cells": [dataclasses.asdict(cell) for cell in cells]}
-        write_json(json_path, body)
-    state = "passed" if passes(cells) else "FAILED"
-    console.print(f"{state}: {summary(cells)}, {wall_s:.0f} s", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if passes(cells) else 1)
-
-
-def _known(names: list[str], known: Collection[str], option: str) -> list[str]:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise typer.BadParameter(
-            f"{', '.join(unknown)} not known; choose of {', '.join(known)}", param_hint=option
-        )
-    return names
+    lines = sabotaged(console) if everything and doc is not None else []
+    finish(
+        console, passes(cells), f"{summary(cells)}, {wall_s:.0f} s",
+        json_path=json_path, figures={"wall_s": wall_s, "cells": cells},
+        doc=doc, page=lambda: page(cells, lines, sys.argv[1:], wall_s),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

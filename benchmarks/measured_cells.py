@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import merakc
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import step_peak
 from benchmarks.ranks import run_ranks
@@ -331,14 +331,13 @@ def main(
         said.print(f"{k} of {len(todo)}: {model}, {plan}", style="dim", highlight=False)
         cells.append(measure(model, plan, steps, hardware))
     summary = Summary(tuple(cells), tuple(choices(cells)), tuple(prices(cells)))
-    Console(width=120).print(cells_table(cells), summary_table(summary))
-    print("passed" if summary.passed else "FAILED")
-    if json_path is not None:
-        body = {"passed": summary.passed, **dataclasses.asdict(summary), "bounds": summary.rows}
-        write_json(json_path, body)
-    if doc is not None:
-        doc.write_text(document(summary, sys.argv[1:]))
-    raise typer.Exit(0 if summary.passed else 1)
+    console = Console(width=120)
+    console.print(cells_table(cells), summary_table(summary))
+    body = {"passed": summary.passed, **dataclasses.asdict(summary), "bounds": summary.rows}
+    finish(
+        console, summary.passed, "", json_path=json_path, figures=body, doc=doc,
+        page=lambda: document(summary, sys.argv[1:]),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import merakc
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
@@ -188,14 +188,15 @@ def main(
             predicted, measured, on_the_way = zip(*found, strict=True)
             text = " ".join(str(value) for value in options.values() if isinstance(value, str))
             cells.append(Cell(model, text, predicted, measured, on_the_way))
-    Console(width=120).print(cells_table(cells))
-    good = all(cell.error <= BOUND for cell in cells)
+    console = Console(width=120)
+    console.print(cells_table(cells))
     within = sum(cell.error <= BOUND for cell in cells)
-    print(f"{'passed' if good else 'FAILED'}: {within} of {len(cells)} cells within {BOUND:.0%}")
-    if json_path is not None:
-        body = [{**dataclasses.asdict(c), "error": c.error} for c in cells]
-        write_json(json_path, {"passed": good, "cells": body})
-    raise typer.Exit(0 if good else 1)
+    good = within == len(cells)
+    body = [{**dataclasses.asdict(c), "error": c.error} for c in cells]
+    finish(
+        console, good, f"{within} of {len(cells)} cells within {BOUND:.0%}",
+        json_path=json_path, figures={"passed": good, "cells": body},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def _plan(
 ) -> Plan:
     plan, lowered = make_plan(
         recorded(MICRO_BATCHES, precision), mesh, MICRO_BATCHES, NOMINAL_GPU, batch_size=SAMPLES,
-        schedule=schedule, order=order, chunks=chunks, recompute=recompute,
+        schedule=schedule, order=order, virtual_stages=chunks, recompute=recompute,
         sequence_parallel=sequences,
     )  # fmt: skip
     plan = replace(plan, precision=precision, **decided)

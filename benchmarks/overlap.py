@@ -20,7 +20,6 @@ computing and communicating alone.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import os
 import signal
@@ -36,7 +35,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from merakc.machines.cluster import NOMINAL_CPU
@@ -241,14 +240,11 @@ def main(
     failures = complaints(found)
     for line in failures:
         console.print(line, markup=False)
-    console.print("FAILED" if failures else "passed")
-    if doc is not None:
-        doc.write_text(document(found, failures, size, rounds))
-    if json_path is not None:
-        body = {"passed": not failures, "size": dataclasses.asdict(size),
-                "rows": [dataclasses.asdict(row) for row in found]}  # fmt: skip
-        write_json(json_path, body)
-    raise typer.Exit(bool(failures))
+    finish(
+        console, not failures, "", json_path=json_path,
+        figures={"passed": not failures, "size": size, "rows": found}, doc=doc,
+        page=lambda: document(found, failures, size, rounds),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

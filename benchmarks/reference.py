@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from benchmarks.models import Batch, ModelCase
+from merakc.equality.batch_norms import norms_by_parts
 from merakc.equality.casts import grouped_products, lifted_casts
 from merakc.equality.compare import (
     ADAM_EPS,
@@ -21,7 +22,6 @@ from merakc.equality.compare import (
     optimizer_for,
     split_state,
 )
-from merakc.equality.norms import norms_by_parts
 from merakc.equality.plain import train_plain
 from merakc.ir.batches import Rows
 

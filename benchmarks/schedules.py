@@ -8,7 +8,6 @@ from theory is not met exactly, or `auto` misses what is asked of it.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +146,9 @@ def listed_row(row: tuple[str, str, int, str], ranks: int, micro_batches: int) -
     label, name, chunks, recompute = row
     stages = range(ranks * chunks)
     recomputed = {"none": [], "late": stages, "full": stages, "not last": stages[:-1]}[recompute]
-    schedule = make_schedule(name, ranks, micro_batches, chunks=chunks, recompute=recomputed)
+    schedule = make_schedule(
+        name, ranks, micro_batches, virtual_stages=chunks, recompute=recomputed
+    )
     pipeline = unit_pipeline(schedule.rank_of, ranks, micro_batches)
     costs = late_recomputation(pipeline.costs, stages) if recompute == "late" else pipeline.costs
     timing = time_schedule(schedule, costs)
@@ -314,10 +315,7 @@ def main(
         progress.add_task("auto at p = 16 and 64", total=None)
         timed = speed_rows(effort) if speed else []
     good = report(console, every, timed)
-    if json_path is not None:
-        tables = {name: [dataclasses.asdict(r) for r in rows] for name, rows in every.items()}
-        body = {"passed": good, "tables": tables, "speed": timed}
-        write_json(json_path, body)
+    write_json(json_path, {"passed": good, "tables": every, "speed": timed})
     raise typer.Exit(0 if good else 1)
 
 

@@ -16,15 +16,13 @@ from typing import Annotated
 import torch
 import transformers
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from benchmarks.fidelity.__main__ import BESIDE
 from benchmarks.fidelity.data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
-from benchmarks.harness import write_json
+from benchmarks.harness import finish, rich_table
 from merakc.costs.state import MIXED
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
@@ -183,18 +181,17 @@ def main(
     console = Console(width=max(Console().width, 120))
     with console.status("") as status:
         found = list(all_found(data, status.update))
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("job", "against", "found s", "that s", "ratio", "layouts"):
-        table.add_column(name, justify="left" if name in ("job", "against") else "right")
-    for one in found:
-        table.add_row(
+    body = [
+        (
             one.name, one.against, f"{one.found_s:.4g}", f"{one.other_s:.4g}",
-            f"{one.found_s / one.other_s:.3f}", str(one.layouts),
-            style=None if one.passed else "red",
-        )  # fmt: skip
-    console.print(table)
-    write_json(json_path, found)
-    raise typer.Exit(0 if all(one.passed for one in found) else 1)
+            f"[{'green' if one.passed else 'red'}]{one.found_s / one.other_s:.3f}[/]",
+            str(one.layouts),
+        )
+        for one in found
+    ]  # fmt: skip
+    heads = ("job", "against", "found s", "that s", "ratio", "layouts")
+    console.print(rich_table([heads, *body], left=2))
+    finish(console, all(one.passed for one in found), "", json_path=json_path, figures=found)
 
 
 if __name__ == "__main__":

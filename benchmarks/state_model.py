@@ -8,7 +8,6 @@ cheaper by the model than the one picked.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import differential_evolution
 
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import MIXED, DpGroup, Layer, Precision, StateCost, state_bytes, state_cost
 from merakc.errors import PlanError
@@ -300,15 +299,9 @@ def main(
     console.print(picks_table(picks))
     worst = float(np.abs(errors(constants)).max())
     passed = worst <= MAX_ERROR and all(p.picked_s <= p.published_s for p in picks)
-    console.print(
-        f"{'passed' if passed else 'missed'}: the worst of {len(published())} rows is off by "
-        f"{worst:.1%} (at most {MAX_ERROR:.0%})"
-    )
-    if json_path:
-        found = {"worst_error": worst, "constants": dataclasses.asdict(constants)}
-        found["picks"] = [dataclasses.asdict(p) for p in picks]
-        write_json(json_path, found)
-    raise typer.Exit(0 if passed else 1)
+    rows = f"the worst of {len(published())} rows is off by {worst:.1%} (at most {MAX_ERROR:.0%})"
+    figures = {"worst_error": worst, "constants": constants, "picks": picks}
+    finish(console, passed, rows, json_path=json_path, figures=figures)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from rich.text import Text
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import merakc
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish
 from benchmarks.models import MODELS, ModelCase, shifted, words
 from benchmarks.peers.results import reason
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
@@ -297,13 +297,11 @@ def main(
         console.print(line, markup=False)
     good = all(cell.right for cell in cells if cell.system == "merakc")
     wall_s = time.perf_counter() - start_s
-    console.print(f"{'passed' if good else 'FAILED'}: {len(cells)} cells, {wall_s:.0f} s")
-    if doc is not None:
-        doc.write_text(document(cells, reasons, wall_s, sys.argv[1:]))
-    if json_path is not None:
-        body = {"passed": good, "wall_s": wall_s, "cells": [dataclasses.asdict(c) for c in cells]}
-        write_json(json_path, body)
-    raise typer.Exit(not good)
+    finish(
+        console, good, f"{len(cells)} cells, {wall_s:.0f} s", json_path=json_path,
+        figures={"passed": good, "wall_s": wall_s, "cells": cells}, doc=doc,
+        page=lambda: document(cells, reasons, wall_s, sys.argv[1:]),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +27,7 @@ import transformers
 import typer
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, finish, known, write_json
 from benchmarks.layouts import Difference, Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
@@ -311,8 +311,8 @@ def main(
     warnings.filterwarnings("ignore", module="torch|transformers|diffusers")
     transformers.logging.set_verbosity_error()
     console = Console()
-    chosen = _known(only.split(",") if only else list(ZOO), ZOO, "--only")
-    columns = _known(cells.split(","), CELLS, "--cells")
+    chosen = known(only, ZOO, "--only")
+    columns = known(cells, CELLS, "--cells")
     if doc is None and (chosen, columns) == (list(ZOO), list(CELLS)):
         doc = PAGE
     rows: list[Row] = []
@@ -324,20 +324,7 @@ def main(
         if json_path is not None:
             kept = (done | {r.model: r for r in rows}).values()  # what is yet to come, too
             write_json(json_path, [dataclasses.asdict(r) for r in kept])
-    if doc is not None:
-        doc.write_text(page(rows))
-    state = "passed" if passes(rows) else "FAILED"
-    console.print(f"{state}: {summary(rows)}", highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if passes(rows) else 1)
-
-
-def _known(names: list[str], known: Collection[str], option: str) -> list[str]:
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise typer.BadParameter(
-            f"{', '.join(unknown)} not known; choose of {', '.join(known)}", param_hint=option
-        )
-    return names
+    finish(console, passes(rows), summary(rows), doc=doc, page=lambda: page(rows))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,12 @@ from importlinter.cli import lint_imports
 ROOT = Path(__file__).resolve().parents[1]
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
+MAX_POSITIONAL = 6
+# Torch's own ops take theirs by position; the others are still to be gone through.
+POSITIONAL = (
+    "kernels/", "merakc/frontend/calls/", "merakc/planner/", "merakc/costs/", "merakc/train/",
+    "merakc/api.py",
+)  # fmt: skip
 MAX_ROOT_MODULES, MAX_ROOM_MODULES = 6, 20
 MIRRORED_FROM_LINES = 21  # shorter modules hold names and constants: nothing to test by itself
 MAY_PRINT = ("merakc/report/", "merakc/cli/app.py", "benchmarks/")
@@ -82,6 +88,15 @@ def long_functions(source: Source) -> Iterator[str]:
             if lines > MAX_FUNCTION_LINES:
                 where = f"{source.path}:{node.lineno} {node.name}"
                 yield f"{where}: {lines} lines, at most {MAX_FUNCTION_LINES}"
+
+
+def unnamed_arguments(source: Source) -> Iterator[str]:
+    """Calls of our own functions with more than six arguments by position."""
+    if source.path.startswith(POSITIONAL):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL:
+            yield f"{source.path}:{node.lineno}: {ast.unparse(node.func)}: name some arguments"
 
 
 def hidden_names(source: Source) -> Iterator[str]:
@@ -168,6 +183,7 @@ CODE = (*PACKAGES, "benchmarks")
 RULES: dict[Callable[[Source], Iterator[str]], tuple[str, ...]] = {
     long_files: CODE,
     long_functions: CODE,
+    unnamed_arguments: PACKAGES,
     hidden_names: (*CODE, "tests"),
     prints: PACKAGES,
     catch_alls: (*CODE, "tests"),
@@ -179,6 +195,7 @@ RULES: dict[Callable[[Source], Iterator[str]], tuple[str, ...]] = {
 OFFENCES: dict[Callable[[Source], Iterator[str]], Source] = {
     long_files: Source("merakc/x.py", "\n" * 401),
     long_functions: Source("merakc/x.py", "def f():\n" + "    pass\n" * 50),
+    unnamed_arguments: Source("merakc/x.py", "f(1, 2, 3, 4, 5, 6, 7)"),
     hidden_names: Source("merakc/x.py", "from os import *"),
     prints: Source("merakc/passes/x.py", "print(1)"),
     catch_alls: Source("merakc/utils.py", ""),

@@ -307,7 +307,7 @@ def known(laid: Laid) -> Iterator[Found | None]:
     layout = laid.layout
     for name in OURS:
         schedule = KNOWN[name]
-        if schedule.placement == layout.placement and layout.chunks in schedule.chunks:
+        if schedule.placement == layout.placement and layout.chunks in schedule.virtual_stages:
             yield timed_known(laid, name, f"{name}, all kept")
             stages = range(laid.pipeline.stages)
             yield timed_known(laid, name, f"{name}, recomputed early", stages)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import torch
-import transformers
 import typer
 from rich import box
 from rich.console import Console
@@ -31,11 +30,11 @@ from benchmarks.zero_study.measured import (
     ROUNDS,
     SMALL,
     Row,
-    Small,
     measure,
     measured_table,
     misses,
 )
+from benchmarks.zero_study.models import Size, mt5
 from merakc.analysis.liveness import live_bytes
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import DpGroup, Layer, state_cost
@@ -66,17 +65,6 @@ VOCABULARY = 250112
 NODES = (1, 2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """A model's sizes: of its parameters, and its configuration's."""
-
-    name: str
-    hidden_size: int
-    ffn_size: int
-    layers: int
-    heads: int
-
-
 SIZES = (
     Size("580M", 768, 2048, 12, 12),
     Size("1.2B", 1024, 2816, 24, 16),
@@ -103,15 +91,8 @@ class Model:
 
 def build(size: Size) -> Model:
     """Records a stock mT5 on device meta; activations are recomputed where they fill the device."""
-    config = transformers.MT5Config(
-        vocab_size=VOCABULARY, d_model=size.hidden_size, d_ff=size.ffn_size, d_kv=64,
-        num_layers=size.layers, num_decoder_layers=size.layers, num_heads=size.heads,
-        use_cache=False,
-    )  # fmt: skip
-    config.tie_word_embeddings = False  # as published; the configuration ties the head too
     with torch.device("meta"):
-        model = transformers.MT5ForConditionalGeneration(config).to(torch.bfloat16).train()
-    model.set_input_embeddings(model.shared)  # of the encoder and the decoder
+        model = mt5(size, VOCABULARY).to(torch.bfloat16).train()
     source = torch.zeros(SAMPLES, SOURCE_TOKENS, dtype=torch.long)
     target = torch.zeros(SAMPLES, TARGET_TOKENS, dtype=torch.long)
     graph = record(model, (), {"input_ids": source, "labels": target}).graph
@@ -205,7 +186,7 @@ def study(sizes: Sequence[Size], console: Console) -> list[Result]:
     return results
 
 
-def measured(sizes: Sequence[Small], rounds: int, console: Console) -> list[list[Row]]:
+def measured(sizes: Sequence[Size], rounds: int, console: Console) -> list[list[Row]]:
     """Measures every stage of the small models."""
     groups = []
     with console.status("training small mT5s") as status:

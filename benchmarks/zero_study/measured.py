@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import transformers
 from rich import box
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, split_batch
 from benchmarks.resident_state import Held, resident_state
 from benchmarks.zero_study.layers import graph_layers
+from benchmarks.zero_study.models import Size, mt5
 from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import DpGroup, Layer, Precision, state_bytes, state_cost
@@ -47,33 +47,14 @@ TIMEOUT_S = 900.0
 MAX_BYTES_ERROR = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Small:
-    """A small mT5's sizes."""
-
-    name: str
-    hidden_size: int
-    ffn_size: int
-    layers: int
-    heads: int
+SMALL = (Size("2M", 128, 256, 2, 2), Size("6M", 192, 512, 4, 3), Size("14M", 320, 832, 4, 5))
 
 
-SMALL = (Small("2M", 128, 256, 2, 2), Small("6M", 192, 512, 4, 3), Small("14M", 320, 832, 4, 5))
-
-
-def case_of(size: Small) -> ModelCase:
+def case_of(size: Size) -> ModelCase:
     """The model and its batches; as published, the head is not tied."""
 
     def build(dropout: float) -> torch.nn.Module:
-        config = transformers.MT5Config(
-            vocab_size=VOCABULARY, d_model=size.hidden_size, d_ff=size.ffn_size, d_kv=64,
-            num_layers=size.layers, num_decoder_layers=size.layers, num_heads=size.heads,
-            dropout_rate=dropout, use_cache=False,
-        )  # fmt: skip
-        config.tie_word_embeddings = False
-        model = transformers.MT5ForConditionalGeneration(config)
-        model.set_input_embeddings(model.shared)  # of the encoder and the decoder
-        return model
+        return mt5(size, VOCABULARY, dropout)
 
     def batch(batch_size: int, generator: torch.Generator) -> Batch:
         return {
@@ -146,14 +127,14 @@ def misses(rows: Sequence[Row]) -> list[str]:
     return found
 
 
-def measure(sizes: Sequence[Small], rounds: int) -> Iterator[list[Row]]:
+def measure(sizes: Sequence[Size], rounds: int) -> Iterator[list[Row]]:
     """The four rows of each model and number of ranks."""
     for size in sizes:
         for ranks in RANKS:
             yield run_ranks(ranks, measure_stages, size, rounds, timeout_s=TIMEOUT_S)[0]
 
 
-def measure_stages(size: Small, rounds: int) -> list[Row]:
+def measure_stages(size: Size, rounds: int) -> list[Row]:
     """All stages of one model on the ranks that are there; collective."""
     case, ranks = case_of(size), dist.get_world_size()
     whole = case.batch(SAMPLES * MICRO_BATCHES * ranks)

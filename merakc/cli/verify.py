@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from merakc.cli.console import NO, AsJson, TrustCode, progress_console, told
-from merakc.equality.check import STEPS, Verdict, check_plan
+from merakc.equality.check import STEPS, CheckResult, check_plan
 from merakc.ir.plan import Plan, load_plan
 from merakc.planner.sources import load_source
 from merakc.report.terminal import Terminal
@@ -53,56 +53,54 @@ def verify(
     with told(progress):
         plan = load_plan(file)
         given = load_source(source, sequence, trust_remote_code=trust)
-        verdict = check_plan(
-            plan, given, ranks=ranks, seed=seed, timeout_s=timeout_s, progress=tell
-        )
+        result = check_plan(plan, given, ranks=ranks, seed=seed, timeout_s=timeout_s, progress=tell)
     if as_json:
-        plans = {"checked": verdict.checked, "replicas": verdict.replicas}
+        plans = {"checked": result.checked, "replicas": result.replicas}
         shown = {name: _degrees(own) if own else None for name, own in plans.items()}
-        body = {**asdict(verdict), **shown, "equal": verdict.equal}
+        body = {**asdict(result), **shown, "equal": result.equal}
         Terminal().print_json(json.dumps(body, default=str))
     else:
-        Terminal().print(verdict_table(plan, verdict))
-    if not verdict.equal:
+        Terminal().print(result_table(plan, result))
+    if not result.equal:
         raise typer.Exit(NO)
 
 
-def verdict_table(plan: Plan, verdict: Verdict) -> Group:
+def result_table(plan: Plan, result: CheckResult) -> Group:
     """What was run, what was compared and how near it was, and the verdict."""
     facts = Table.grid(padding=(0, 2))
     facts.add_row("plan", f"{plan.model}, {_text(plan)}")
-    facts.add_row("checked", _text(verdict.checked))
-    if verdict.replicas is not None:
-        facts.add_row("", f"and, for want of ranks, {_text(verdict.replicas)}")
-    small = f"{verdict.parameters:,} parameters"
-    if verdict.lowered:
-        lowered = (f"{name} {old} → {new}" for name, (old, new) in verdict.lowered.items())
-        small += f" → {verdict.checked_parameters:,}: {', '.join(lowered)}"
+    facts.add_row("checked", _text(result.checked))
+    if result.replicas is not None:
+        facts.add_row("", f"and, for want of ranks, {_text(result.replicas)}")
+    small = f"{result.parameters:,} parameters"
+    if result.lowered:
+        lowered = (f"{name} {old} → {new}" for name, (old, new) in result.lowered.items())
+        small += f" → {result.checked_parameters:,}: {', '.join(lowered)}"
     facts.add_row("model", small)
-    if verdict.lost:
-        facts.add_row("left out", f"{', '.join(verdict.lost)}, for want of ranks: give --ranks")
-    if verdict.unlike:
-        some = ", ".join(verdict.unlike[:3]) + ", ..." * (len(verdict.unlike) > 3)
-        text = f"along other dims than in the plan: {len(verdict.unlike)} tensors ({some})"
+    if result.lost:
+        facts.add_row("left out", f"{', '.join(result.lost)}, for want of ranks: give --ranks")
+    if result.unlike:
+        some = ", ".join(result.unlike[:3]) + ", ..." * (len(result.unlike) > 3)
+        text = f"along other dims than in the plan: {len(result.unlike)} tensors ({some})"
         facts.add_row("split", Text(text, "yellow"))
-    if verdict.compared_with:
-        facts.add_row("against", f"{verdict.compared_with}, {STEPS} AdamW steps")
+    if result.compared_with:
+        facts.add_row("against", f"{result.compared_with}, {STEPS} AdamW steps")
     table = Table(box=box.SIMPLE_HEAD)
     for name, justify in (
         ("quantity", "left"), ("arithmetic", "left"), ("largest relative error", "right"),
         ("limit", "right"), ("where", "left"),
     ):  # fmt: skip
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    for row in verdict.rows:
+    for row in result.rows:
         style = "" if row.passed else "red"
         error = Text(f"{row.error:.1e}", style)
         table.add_row(row.quantity, row.arithmetic, error, f"{row.limit:.0e}", Text(row.name))
-    if verdict.failed:
-        last = Text(f"failed: {verdict.failed}", "red")
-    elif verdict.equal:
-        last = Text(f"equal to one process, in {verdict.seconds:.0f} s", "green")
+    if result.failed:
+        last = Text(f"failed: {result.failed}", "red")
+    elif result.equal:
+        last = Text(f"equal to one process, in {result.seconds:.0f} s", "green")
     else:
-        last = Text(f"DIFFERENT from one process, in {verdict.seconds:.0f} s", "red")
+        last = Text(f"DIFFERENT from one process, in {result.seconds:.0f} s", "red")
     return Group(facts, table, last)
 
 

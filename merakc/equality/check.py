@@ -61,7 +61,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class CheckResult:
     """What was compared, and how far it was apart.
 
     `checked` is the plan that was run. `lowered` holds the integers of the configuration that were
@@ -100,7 +100,7 @@ def check_plan(
     timeout_s: float = 300.0,
     progress: Callable[[str], None] = lambda _: None,
     train: Train = train_on_rank,
-) -> Verdict:
+) -> CheckResult:
     """Trains a model of the source's structure by the plan on local ranks, and compares.
 
     `train` is what each rank does. Raises `PlanError` for a plan of another model, `ConfigError`
@@ -133,11 +133,11 @@ def check_plan(
         if failed:
             break
     counts = parameter_count(source.model), parameter_count(found.model)
-    left_out = lost(plan, *runs), unlike_splits(plan, checked[0])
-    wall_s = time.perf_counter() - start_s
-    return Verdict(
-        checked[0], *counts, lowered, *left_out, compared_with, tuple(rows), failed, wall_s,
-        checked[1] if len(checked) > 1 and dp_alone is not None else None,
+    return CheckResult(
+        checked[0], *counts, lowered, lost(plan, *runs), unlike=unlike_splits(plan, checked[0]),
+        compared_with=compared_with, rows=tuple(rows), failed=failed,
+        seconds=time.perf_counter() - start_s,
+        replicas=checked[1] if len(checked) > 1 and dp_alone is not None else None,
     )  # fmt: skip
 
 

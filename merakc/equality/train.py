@@ -12,9 +12,9 @@ from torch import nn
 
 from merakc.api import auto_parallel
 from merakc.batches.split import call_arguments, named_tensors, split_batch
+from merakc.equality.batch_norms import norms_by_parts
 from merakc.equality.casts import lifted_casts, without_dropout
 from merakc.equality.compare import Reference, Tensors, optimizer_for, split_state
-from merakc.equality.norms import norms_by_parts
 from merakc.equality.plain import Call, train_plain
 from merakc.errors import ConfigError
 from merakc.frontend.values.results import find_loss

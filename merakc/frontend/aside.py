@@ -52,7 +52,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What stood somewhere in the batch before."""
+    """A value that stood in the batch before the forward, at the place `path`."""
 
     path: Path
 
@@ -99,7 +99,7 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
         self.checked.append((self._ref(tensor), wanted, user_line()))
 
     def _check_all(self, _: type[Exception], condition: torch.Tensor, message: Any = None) -> None:
-        """In the place of torch's, which reads whether all elements are true."""
+        """Stands in for torch's own, which would read whether all elements are true."""
         if isinstance(condition, FakeTensor) and not self.paused:
             self.check(condition.all(), True)
 
@@ -245,7 +245,7 @@ def _inside(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def at(batch: Any, path: Path) -> Any:
-    """What stands somewhere in a batch."""
+    """The value at a place in a batch."""
     for key in path:
         batch = batch[key] if isinstance(batch, (dict, list, tuple)) else getattr(batch, key)
     return batch

@@ -31,7 +31,7 @@ class CarriedError(RecordError):
 
 
 class Leftovers:
-    """What a forward has changed, and the tensors in it; made before a second forward runs."""
+    """The changes that a forward made, with their tensors; taken before a second forward runs."""
 
     def __init__(self, changes: Sequence[Change], first: GraphBuilder) -> None:
         self.changes = changes

@@ -128,7 +128,7 @@ class FunctionRecorder(GraphBuilder):
     paused: bool
 
     def finish(self, out: Any) -> tuple[tuple[Any, ...], pytree.TreeSpec]:
-        """As a `GraphBuilder` does, of functions whose containers are still as they were given."""
+        """Ends the recording; refuses functions whose list or dict the forward changed later."""
         for called, args, held in self.applied:
             if [id(x) for x in pytree.tree_leaves(args)] != held:
                 raise RecordError(

@@ -220,8 +220,10 @@ def module_call(
     parameters, held = _by_tensor(module.named_parameters(remove_duplicate=False))
     buffers, more = _by_tensor(module.named_buffers(remove_duplicate=False))
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-    about = autocast, torch.get_default_dtype()
-    call = ModuleCall(module, forward, leaves, structure, parameters, buffers, *about)
+    call = ModuleCall(
+        module, forward, leaves, structure, parameters, buffers,
+        autocast=autocast, default_dtype=torch.get_default_dtype(),
+    )  # fmt: skip
     return call, [*tensors, *held, *more]
 
 

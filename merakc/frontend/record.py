@@ -126,7 +126,7 @@ def _less_opaque(
 
 
 def opaque_share(graph: Graph) -> float:
-    """What runs as it is of the arithmetic of a forward."""
+    """The share of the flops of a forward that opaque modules compute."""
     specs = graph.specs()
     total = sum(node_flops(n, specs) for n in graph.nodes if n.op != OPAQUE)
     as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)
@@ -207,12 +207,12 @@ def _record(
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
     aliases = _aliases(model)
     graph.verify()
-    said = frozenset(first.numbers), first.reader.reads(), first.guards.lines(first.outputs)
-    full = graph if aside else None
-    graph = without_aside(graph) if aside else graph
     return Recording(
-        graph, outputs, structure, aliases, type(model).__name__, *said, aside, full, left
-    )
+        without_aside(graph) if aside else graph, outputs, structure, aliases, type(model).__name__,
+        numbers=frozenset(first.numbers), reads=first.reader.reads(),
+        finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
+        left=left,
+    )  # fmt: skip
 
 
 def without_aside(graph: Graph) -> Graph:

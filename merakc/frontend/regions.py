@@ -155,7 +155,7 @@ class _Finder:
         return read_refs(node, self.sources)
 
     def _inside(self, node: Node) -> list[Ref]:
-        """What a node reads that only a region can hold."""
+        """The references of a node that only a region can hold."""
         return [r for r in self._reads(node) if r not in self.specs or self._has_values(r)]
 
     def run(self) -> Graph:
@@ -220,7 +220,7 @@ class _Finder:
         return len(members) > 1 or members[0] in self.dynamic
 
     def _before(self, members: Sequence[str]) -> set[Ref]:
-        """What a unit reads of others."""
+        """The values that a unit reads of other units."""
         whole = set(self._copied(members)) if self._is_region(members) else set(members)
         return {r for n in whole for r in self._reads(self.nodes[n]) if r.node not in whole}
 
@@ -268,7 +268,7 @@ class _Finder:
     def _in_order(
         self, sorter: TopologicalSorter[str], units: Mapping[str, Sequence[str]]
     ) -> Iterable[str]:
-        """As near to the graph's own order as can be: a unit stands where its last node did."""
+        """The units in an order near the graph's own: each stands where its last node did."""
         heap: list[tuple[int, str]] = []
         while sorter.is_active():
             for unit in sorter.get_ready():

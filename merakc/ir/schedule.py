@@ -28,5 +28,5 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages, all chunks of all ranks."""
+        """Number of stages, all virtual stages of all ranks."""
         return len(self.rank_of)

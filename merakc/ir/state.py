@@ -110,7 +110,7 @@ def lattice(dp: int) -> Iterator[StateShards]:
 
 
 def coarse_lattice(dp: int, inside: int) -> Iterator[StateShards]:
-    """Those that divide nothing, or over the `inside` dp ranks of a node, or over all of them."""
+    """Shards whose numbers are 1, `inside` (the dp ranks of a node) or dp, and no others."""
     counts = {1, dp} | ({inside} if inside and dp % inside == 0 else set())
     for one in lattice(dp):
         if {one.parameters, one.gradients, one.optimizer} <= counts:

@@ -91,7 +91,7 @@ def _spec_text(spec: TensorSpec | None) -> str:
 
 
 def _ref_text(ref: Ref) -> str:
-    """As `str` has it, with a 0 where the end of a name could be taken for a number."""
+    """A reference as `str` writes it, with `:0` where the name itself ends like an index."""
     return f"{ref}:0" if ref.index == 0 and re.search(r":\d+$", ref.node) else str(ref)
 
 

@@ -162,20 +162,21 @@ def make_plan(
     batch_size: int = 0,
     schedule: str = "1f1b",
     order: tuple[str, ...] = (),
-    chunks: int | None = None,
+    virtual_stages: int | None = None,
     recompute: str = "none",
     sequence_parallel: bool = False,
 ) -> tuple[Plan, Lowered]:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
-    Of as many stages as `schedule` has with `chunks` a rank, or `order`, a text. Raises `CutError`
-    where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide it.
+    Of as many stages as `schedule` has with `virtual_stages` a rank, or `order`, a text. Raises
+    `CutError` where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide
+    it.
     """
     loss = headed(recording, mesh.dp * micro_batches, TRAINING, mesh.tp)
     sharding = shard(
         loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
     )
-    placement = _placement(mesh, schedule, order, chunks)
+    placement = _placement(mesh, schedule, order, virtual_stages)
     devices = stage_devices(cluster, mesh, placement)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = cut_stages(loss.graph, of, len(placement), sharding)
@@ -206,12 +207,12 @@ def make_plan(
 
 
 def _placement(
-    mesh: Mesh, schedule: str, order: tuple[str, ...], chunks: int | None
+    mesh: Mesh, schedule: str, order: tuple[str, ...], virtual_stages: int | None
 ) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
     if order:
         return parse_schedule("\n".join(order), schedule).rank_of
-    return stage_ranks(schedule, mesh.pp, chunks)
+    return stage_ranks(schedule, mesh.pp, virtual_stages)
 
 
 def apply_plan(plan: Plan, recording: Recording) -> Lowered:

@@ -77,7 +77,7 @@ def predict(
 def _collective_seconds(
     plan: Plan, local: Sequence[Graph], cluster: Cluster
 ) -> dict[tuple[str, CollectiveKind], float]:
-    """Of the buckets of all pipeline ranks, over dp."""
+    """Seconds of the collectives over dp, of the buckets of all pipeline ranks."""
     found: dict[tuple[str, CollectiveKind], float] = {}
     for rank in range(plan.pp if plan.dp > 1 else 0):
         buckets = rank_buckets(plan, local, rank)

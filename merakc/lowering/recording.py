@@ -379,7 +379,7 @@ def _wide(total: int) -> int:
 
 
 def _other_size(samples: int, own: int, taken: str, error: BaseException) -> OtherSizeError:
-    """That a forward only takes the batch that was given."""
+    """The error for a forward that takes no other number of samples than the batch has."""
     return OtherSizeError(
         f"the forward takes the batch of {own} samples, and fails for {samples} of them "
         f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "

@@ -256,7 +256,7 @@ def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
         if name not in KNOWN:  # an order of the user's own: of one stage a rank, to be priced
             yield "1f1b", 1
             continue
-        possible = KNOWN[name].chunks
+        possible = KNOWN[name].virtual_stages
         asked = (request.chunks,) if request.chunks else CHUNKS
         for chunks in asked if len(possible) > 1 else possible[:1]:
             yield name, chunks

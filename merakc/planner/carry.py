@@ -58,7 +58,7 @@ def carry_plan(
     machines = cluster or plan.machines or NOMINAL_GPU
     made, lowered = make_plan(
         record(m), mesh, m, machines, batch_size=m * degrees.samples, schedule=plan.schedule,
-        order=plan.order, chunks=degrees.chunks if degrees.chunks > 1 else None,
+        order=plan.order, virtual_stages=degrees.chunks if degrees.chunks > 1 else None,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel and mesh.tp > 1,
     )  # fmt: skip
     stages = len(made.rank_of)

@@ -163,7 +163,7 @@ def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     choices = _recomputations(request)
     plan, lowered = make_plan(
         recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
-        schedule=schedule, order=request.order, chunks=request.chunks, recompute=choices[0],
+        schedule=schedule, order=request.order, virtual_stages=request.chunks, recompute=choices[0],
         sequence_parallel=bool(request.sequence_parallel),
     )  # fmt: skip
     asked = request.state_shards

@@ -152,7 +152,7 @@ def batch_tokens(graph: Graph) -> int:
 def _limited(
     found: Sequence[RankMemory], lowered: Lowered, cluster: Cluster
 ) -> Iterator[RankMemory]:
-    """With the memory that each rank has, where they do not all have the same."""
+    """Adds the memory limit of each rank, where ranks do not all have the same."""
     limits = rank_memory_bytes(cluster, lowered.plan.mesh)
     for own, limit in zip(found, limits, strict=True):
         yield replace(own, limit_bytes=limit) if len(set(limits)) > 1 else own

@@ -97,7 +97,7 @@ def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
 
 
 def _alternative(other: Alternative) -> str:
-    """Its degrees, and what of its decisions is not the usual."""
+    """The degrees of an alternative, and those of its decisions that are unusual."""
     parts = [f"{other.dp} x {other.tp} x {other.pp}", count_of(other.micro_batches, "micro-batch")]
     if other.pp > 1:
         chunks = f" with {other.chunks} stages a rank" if other.chunks > 1 else ""

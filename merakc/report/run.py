@@ -140,7 +140,7 @@ def _spent_rows(expected: Iterable[Spent], steps: Sequence[StepLine]) -> Iterato
 
 
 def _place(key: tuple[int, str]) -> tuple[int, int]:
-    """In the order in which a stage does them."""
+    """The key that sorts computes by stage, and in the order in which a stage does them."""
     stage, kind = key
     order = list(NAMES)
     return stage, order.index(ActionKind(kind)) if kind in order else len(order)

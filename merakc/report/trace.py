@@ -126,7 +126,7 @@ def _tid(pid: int, rank: int, lane: int = 0) -> int:
 
 
 def _lanes(collectives: Sequence[CollectiveEvent]) -> list[list[CollectiveEvent]]:
-    """Those of a rank, so that no two of a lane are in flight at once."""
+    """A rank's collectives in lanes, so that no two of a lane are in flight at once."""
     lanes: list[list[CollectiveEvent]] = []
     for one in sorted(collectives, key=lambda e: (e.start_s, e.end_s)):
         free = [lane for lane in lanes if lane[-1].end_s <= one.start_s]

@@ -133,13 +133,15 @@ def known_schedules(
     """The known schedules of this placement that fit, with and without recomputation."""
     m, stages, ranks = pipeline.micro_batches, pipeline.stages, pipeline.ranks
     for name, known in KNOWN.items():
-        chunks = stages // ranks
+        virtual_stages = stages // ranks
         splits = known.splits_backward
-        if chunks not in known.chunks or (splits and not (split and can_split(pipeline.costs))):
+        if virtual_stages not in known.virtual_stages or (
+            splits and not (split and can_split(pipeline.costs))
+        ):
             continue
-        if place(known.placement, ranks, chunks) != pipeline.rank_of:
+        if place(known.placement, ranks, virtual_stages) != pipeline.rank_of:
             continue
-        plain = known.make(ranks, m, chunks)
+        plain = known.make(ranks, m, virtual_stages)
         if pipeline.head_s is not None:
             plain = [sorted(order, key=lambda work: work[0] != FORWARD) for order in plain]
         for recomputed in (0, stages - 1, stages):

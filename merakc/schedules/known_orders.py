@@ -100,7 +100,7 @@ def known_orders(
     name: str,
     ranks: int,
     micro_batches: int,
-    chunks: int,
+    virtual_stages: int,
     again: tuple[int, ...] = (),
     *,
     whole_batch: bool = False,
@@ -111,11 +111,15 @@ def known_orders(
     Raises `ConfigError` as `make_schedule` does.
     """
     if whole_batch:
-        return known_orders(name, ranks, micro_batches, chunks, again).forwards_first()
+        return known_orders(name, ranks, micro_batches, virtual_stages, again).forwards_first()
     if again:
-        return known_orders(name, ranks, micro_batches, chunks).recomputing(again)
+        return known_orders(name, ranks, micro_batches, virtual_stages).recomputing(again)
     rank_of, orders = make_orders(
-        name, ranks, micro_batches, recompute="none", chunks=chunks if chunks > 1 else None
+        name,
+        ranks,
+        micro_batches,
+        recompute="none",
+        virtual_stages=virtual_stages if virtual_stages > 1 else None,
     )
     works = [np.array(order, dtype=np.int64).reshape(-1, 2).T for order in orders]
     kinds, units = ([np.ascontiguousarray(own[k]) for own in works] for k in (0, 1))

@@ -45,12 +45,12 @@ def merak(ranks: int, micro_batches: int) -> list[list[Work]]:
     return orders
 
 
-def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Work]]:
-    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), `chunks` stages a rank in a loop.
+def interleaved(ranks: int, micro_batches: int, virtual_stages: int) -> list[list[Work]]:
+    """Interleaved 1F1B (Narayanan et al. 2021, section 2.2.2), stages go round the ranks in a loop.
 
-    Micro-batches go through the chunks of a rank in groups of as many as there are ranks; what
-    does not divide joins the last group. A step of fewer micro-batches than ranks is one group,
-    with all its forwards first.
+    Micro-batches go through the virtual stages of a rank in groups of as many as there are ranks;
+    what does not divide joins the last group. A step of fewer micro-batches than ranks is one
+    group, with all its forwards first.
     """
     p, m = ranks, micro_batches
     groups = [p] * (m // p - 1) + [p + m % p] if m >= p else [m]
@@ -60,14 +60,14 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Work]]
         backwards: list[int] = []
         first = 0
         for size in groups:
-            for chunk in range(chunks):
-                there = (chunk * p + rank) * m + first
-                back = ((chunks - 1 - chunk) * p + rank) * m + first
+            for turn in range(virtual_stages):
+                there = (turn * p + rank) * m + first
+                back = ((virtual_stages - 1 - turn) * p + rank) * m + first
                 forwards += range(there, there + size)
                 backwards += range(back, back + size)
             first += size
-        warmup = 2 * (p - rank - 1) + (chunks - 1) * groups[-1]
-        orders.append(_alternate(forwards, backwards, warmup if m >= p else m * chunks))
+        warmup = 2 * (p - rank - 1) + (virtual_stages - 1) * groups[-1]
+        orders.append(_alternate(forwards, backwards, warmup if m >= p else m * virtual_stages))
     return orders
 
 

@@ -1,4 +1,4 @@
-"""Which rank runs which stage, and the costs of stages that are cut into chunks."""
+"""Which rank runs which stage, and the costs of stages that are cut further."""
 
 from __future__ import annotations
 
@@ -11,34 +11,38 @@ from merakc.ir.costs import StageCost
 Placement = Literal["plain", "interleaved", "v"]
 
 
-def place(placement: Placement, ranks: int, chunks: int = 1) -> tuple[int, ...]:
-    """The rank of each stage, for `chunks` stages a rank.
+def place(placement: Placement, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
+    """The rank of each stage, for so many virtual stages a rank.
 
     Interleaved stages go round the ranks in a loop (Narayanan et al. 2021, section 2.2.2); V ones
-    turn back at either end, so that the first stage and, with an even number of chunks, the last
+    turn back at either end, so that the first stage and, with an even number of them, the last
     are on rank 0 (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 4).
     """
     assert ranks >= 1, ranks
-    assert chunks >= 1, chunks
-    assert placement != "plain" or chunks == 1, f"plain placement has one chunk, not {chunks}"
+    assert virtual_stages >= 1, virtual_stages
+    assert placement != "plain" or virtual_stages == 1, (
+        f"plain placement has one stage a rank, not {virtual_stages}"
+    )
     there = list(range(ranks))
     back = there[::-1] if placement == "v" else there
-    return tuple(r for k in range(chunks) for r in (back if k % 2 else there))
+    return tuple(r for k in range(virtual_stages) for r in (back if k % 2 else there))
 
 
-def split_stages(costs: Sequence[StageCost], chunks: int) -> tuple[StageCost, ...]:
-    """The costs of the same model in `chunks` times as many stages, each stage cut evenly."""
-    assert chunks >= 1, chunks
-    if chunks == 1:
+def split_stages(costs: Sequence[StageCost], virtual_stages: int) -> tuple[StageCost, ...]:
+    """The costs of the same model in so many times as many stages, each stage cut evenly."""
+    assert virtual_stages >= 1, virtual_stages
+    if virtual_stages == 1:
         return tuple(costs)
-    return tuple(_part(cost, chunks) for cost in costs for _ in range(chunks))
+    return tuple(_part(cost, virtual_stages) for cost in costs for _ in range(virtual_stages))
 
 
-def _part(cost: StageCost, chunks: int) -> StageCost:
+def _part(cost: StageCost, virtual_stages: int) -> StageCost:
     """One of so many equal parts; bytes are rounded up."""
     return StageCost(
         **{
-            name: -(-figure // chunks) if name.endswith("_bytes") else figure / chunks
+            name: -(-figure // virtual_stages)
+            if name.endswith("_bytes")
+            else figure / virtual_stages
             for name, figure in asdict(cost).items()
         }
     )

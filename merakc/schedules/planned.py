@@ -45,10 +45,10 @@ def forwards_first(schedule: Schedule) -> Schedule:
 
 
 def _named(plan: Plan) -> Schedule:
-    chunks = len(plan.rank_of) // plan.pp
+    virtual_stages = len(plan.rank_of) // plan.pp
     return make_schedule(
         plan.schedule, plan.pp, plan.micro_batches, recompute=_recomputed(plan),
-        chunks=chunks if chunks > 1 else None,
+        virtual_stages=virtual_stages if virtual_stages > 1 else None,
     )  # fmt: skip
 
 

@@ -21,33 +21,34 @@ Orders = list[list[Work]]
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A known schedule: where its stages are, and how its orders follow from p, m and chunks.
+    """A known schedule: where its stages are, and how its orders follow from the numbers of ranks,
+    micro-batches and stages a rank.
 
-    `chunks` are the possible numbers of stages a rank, of which the first is the usual one.
+    `virtual_stages` are the possible numbers of stages a rank, of which the first is the usual one.
     """
 
     placement: Placement
     make: Callable[[int, int, int], Orders]
     splits_backward: bool = False
-    chunks: range = range(1, 2)
+    virtual_stages: range = range(1, 2)
 
 
-def _without_chunks(make: Callable[[int, int], Orders]) -> Callable[[int, int, int], Orders]:
-    return lambda ranks, micro_batches, chunks: make(ranks, micro_batches)
+def _fixed(make: Callable[[int, int], Orders]) -> Callable[[int, int, int], Orders]:
+    return lambda ranks, micro_batches, virtual_stages: make(ranks, micro_batches)
 
 
 _TWO = range(2, 3)
 _MANY = range(2, 65)  # 64 a rank are more stages than models have layers
 KNOWN: dict[str, Known] = {
-    "gpipe": Known("plain", _without_chunks(gpipe)),
-    "1f1b": Known("plain", _without_chunks(one_f_one_b)),
-    "interleaved-1f1b": Known("interleaved", interleaved, chunks=_MANY),
-    "merak": Known("plain", _without_chunks(merak)),
-    "zb-h1": Known("plain", _without_chunks(zb_h1), splits_backward=True),
-    "zb-h2": Known("plain", _without_chunks(zb_h2), splits_backward=True),
-    "zb-v": Known("v", _without_chunks(zb_v), splits_backward=True, chunks=_TWO),
-    "v-half": Known("v", _without_chunks(v_half), splits_backward=True, chunks=_TWO),
-    "v-min": Known("v", _without_chunks(v_min), splits_backward=True, chunks=_TWO),
+    "gpipe": Known("plain", _fixed(gpipe)),
+    "1f1b": Known("plain", _fixed(one_f_one_b)),
+    "interleaved-1f1b": Known("interleaved", interleaved, virtual_stages=_MANY),
+    "merak": Known("plain", _fixed(merak)),
+    "zb-h1": Known("plain", _fixed(zb_h1), splits_backward=True),
+    "zb-h2": Known("plain", _fixed(zb_h2), splits_backward=True),
+    "zb-v": Known("v", _fixed(zb_v), splits_backward=True, virtual_stages=_TWO),
+    "v-half": Known("v", _fixed(v_half), splits_backward=True, virtual_stages=_TWO),
+    "v-min": Known("v", _fixed(v_min), splits_backward=True, virtual_stages=_TWO),
 }
 NAMES = tuple(KNOWN)
 
@@ -59,19 +60,19 @@ def find_schedule(name: str) -> Known:
     return KNOWN[name]
 
 
-def stage_ranks(name: str, ranks: int, chunks: int | None = None) -> tuple[int, ...]:
+def stage_ranks(name: str, ranks: int, virtual_stages: int | None = None) -> tuple[int, ...]:
     """The pipeline rank of each stage: a schedule's number of stages, before any is cut.
 
-    `chunks` stages a rank; only `interleaved-1f1b` leaves a choice. Raises `ConfigError` for an
-    unknown name, no ranks, or a number of chunks that the schedule does not have.
+    `virtual_stages` are those of each rank; only `interleaved-1f1b` leaves a choice. Raises
+    `ConfigError` for an unknown name, no ranks, or a number that the schedule does not have.
     """
     known = find_schedule(name)
     if ranks < 1:
         raise ConfigError(f"schedule {name}: {ranks} pipeline ranks; it needs at least 1")
-    v = known.chunks[0] if chunks is None else chunks
-    if v not in known.chunks:
-        allowed = " to ".join(map(str, sorted({known.chunks[0], known.chunks[-1]})))
-        raise ConfigError(f"schedule {name}: {v} chunks a rank; it takes {allowed}")
+    v = known.virtual_stages[0] if virtual_stages is None else virtual_stages
+    if v not in known.virtual_stages:
+        allowed = " to ".join(map(str, sorted({known.virtual_stages[0], known.virtual_stages[-1]})))
+        raise ConfigError(f"schedule {name}: {v} virtual stages a rank; it takes {allowed}")
     return place(known.placement, ranks, v)
 
 
@@ -81,7 +82,7 @@ def make_schedule(
     micro_batches: int,
     *,
     recompute: Recompute | None = None,
-    chunks: int | None = None,
+    virtual_stages: int | None = None,
 ) -> Schedule:
     """The known schedule `name` for so many pipeline ranks and micro-batches.
 
@@ -92,7 +93,9 @@ def make_schedule(
 
     Raises `ConfigError` for an unknown name and for values that are out of range.
     """
-    rank_of, orders = make_orders(name, ranks, micro_batches, recompute=recompute, chunks=chunks)
+    rank_of, orders = make_orders(
+        name, ranks, micro_batches, recompute=recompute, virtual_stages=virtual_stages
+    )
     return decode(name, rank_of, orders, micro_batches)
 
 
@@ -102,14 +105,14 @@ def make_orders(
     micro_batches: int,
     *,
     recompute: Recompute | None = None,
-    chunks: int | None = None,
+    virtual_stages: int | None = None,
 ) -> tuple[tuple[int, ...], Orders]:
     """The pipeline rank of each stage, and the works of each rank, of what `make_schedule` makes.
 
     Raises `ConfigError` as it does.
     """
     known = find_schedule(name)
-    rank_of = stage_ranks(name, ranks, chunks)
+    rank_of = stage_ranks(name, ranks, virtual_stages)
     m = micro_batches
     if m < 1:
         raise ConfigError(f"schedule {name}: micro_batches is {m}; a step needs at least 1")

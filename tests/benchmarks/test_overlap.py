@@ -59,6 +59,6 @@ def test_the_page_has_the_table_and_what_was_missed() -> None:
 
 def test_where_no_network_can_be_made_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(overlap, "measure", lambda *_: (BLOCKING,))
+    monkeypatch.setattr(overlap, "measure", lambda *_, **named: (BLOCKING,))
     with pytest.raises(NetworkError, match="root"):
         list(overlap.rows(["llama"], "cpu", SMALL, [0.45], [2], 1, Console(file=io.StringIO())))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from merakc.cli import verify as module
 from merakc.cli.app import app
-from merakc.equality.check import Row, Verdict
+from merakc.equality.check import CheckResult, Row
 from merakc.ir.plan import load_plan
 
 SOURCE = "tests.small_source:small"
@@ -52,7 +52,7 @@ def test_a_right_plan_is_equal(file: str) -> None:
 def test_what_differs_is_exit_code_1(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("gradients", "float64", 1e-3, "gradient of step 0 of first.weight", 1e-10)
     plan = load_plan(file)
-    wrong = Verdict(plan, 10, 10, {}, (), ("first.weight",), "the plain model", (row,), "", 1.0)
+    wrong = CheckResult(plan, 10, 10, {}, (), ("first.weight",), "the plain model", (row,), "", 1.0)
     monkeypatch.setattr(module, "check_plan", lambda *_, **__: wrong)
     printed = run("verify", file, SOURCE, code=1)
     assert "DIFFERENT from one process" in printed

@@ -55,16 +55,16 @@ def three_d() -> Plan:
 
 def test_a_plan_of_all_axes_is_equal_to_one_process() -> None:
     told: list[str] = []
-    verdict = check_plan(three_d(), llama(), ranks=8, progress=told.append)
-    assert verdict.equal, verdict
-    checked = verdict.checked
+    result = check_plan(three_d(), llama(), ranks=8, progress=told.append)
+    assert result.equal, result
+    checked = result.checked
     assert (checked.dp, checked.tp, checked.pp, checked.schedule) == (2, 2, 2, "zb-v")
     assert str(checked.shards(0)) == "1, 2, 2"
     assert checked.sequence_parallel
-    assert [row.quantity for row in verdict.rows] == ["loss", "gradients", "weights"]
-    assert all(row.limit == 1e-10 for row in verdict.rows)
-    assert verdict.lowered["num_hidden_layers"] == (10, 8), "two for each of four stages"
-    assert verdict.checked_parameters < verdict.parameters / 10
+    assert [row.quantity for row in result.rows] == ["loss", "gradients", "weights"]
+    assert all(row.limit == 1e-10 for row in result.rows)
+    assert result.lowered["num_hidden_layers"] == (10, 8), "two for each of four stages"
+    assert result.checked_parameters < result.parameters / 10
     assert any("8 local ranks" in text for text in told)
 
 
@@ -79,11 +79,11 @@ def test_mixed_precision_is_compared_in_two_arithmetics() -> None:
         llama(), 4, 8, dp=2, tp=2, pp=1, micro_batches=2, recompute="full", state_shards="zero-3",
         precision=parse_precision("bf16-mixed"),
     )  # fmt: skip
-    verdict = check_plan(plan, llama(), ranks=4)
-    assert verdict.equal, verdict
-    limits = {row.arithmetic: row.limit for row in verdict.rows}
+    result = check_plan(plan, llama(), ranks=4)
+    assert result.equal, result
+    limits = {row.arithmetic: row.limit for row in result.rows}
     assert limits == {"float32": 1e-5, "float64": 1e-10}
-    errors = {row.arithmetic: row.error for row in verdict.rows if row.quantity == "gradients"}
+    errors = {row.arithmetic: row.error for row in result.rows if row.quantity == "gradients"}
     assert errors["float32"] > 1e-10, "it does compute in float32"
 
 
@@ -114,20 +114,20 @@ def _broken(fault: Callable[[], None], case: Case) -> Reference:
     ],
 )
 def test_a_fault_of_a_hundred_millionth_is_seen(fault: Callable[[], None], kinds: set[str]) -> None:
-    verdict = check_plan(flat(), llama(), ranks=2, train=partial(_broken, fault))
-    assert not verdict.equal
-    assert kinds <= {row.quantity for row in verdict.rows if not row.passed}
-    assert {row.arithmetic for row in verdict.rows} == {"float64", "float64, dp=2 alone"}
-    assert verdict.checked.mesh == Mesh(tp=2)
-    assert verdict.replicas is not None
-    assert verdict.replicas.mesh == Mesh(dp=2)
-    assert verdict.lost == ()
+    result = check_plan(flat(), llama(), ranks=2, train=partial(_broken, fault))
+    assert not result.equal
+    assert kinds <= {row.quantity for row in result.rows if not row.passed}
+    assert {row.arithmetic for row in result.rows} == {"float64", "float64, dp=2 alone"}
+    assert result.checked.mesh == Mesh(tp=2)
+    assert result.replicas is not None
+    assert result.replicas.mesh == Mesh(dp=2)
+    assert result.lost == ()
 
 
 def test_ranks_that_fail_are_no_equality() -> None:
-    verdict = check_plan(flat(), llama(), ranks=2, train=partial(_broken, _tear))
-    assert not verdict.equal
-    assert verdict.failed in {f"rank {k} failed: RuntimeError: torn" for k in (0, 1)}
+    result = check_plan(flat(), llama(), ranks=2, train=partial(_broken, _tear))
+    assert not result.equal
+    assert result.failed in {f"rank {k} failed: RuntimeError: torn" for k in (0, 1)}
 
 
 class Normed(nn.Module):
@@ -152,12 +152,12 @@ def test_a_function_of_the_users_runs_as_it_is(normed: bool) -> None:
         "mine", Normed(normed=normed), lambda samples: resized(batch, samples), example=batch
     )
     plan = plan_of(source, 4, 8, dp=2, pp=2, micro_batches=2)
-    verdict = check_plan(plan, source, ranks=4)
-    assert verdict.equal, verdict
-    assert verdict.parameters == verdict.checked_parameters
-    assert "the plain model in one process, on the whole batch" in verdict.compared_with
-    assert ("batch norm is over each micro-batch" in verdict.compared_with) is normed
-    assert any(row.quantity == "buffers" for row in verdict.rows) is normed
+    result = check_plan(plan, source, ranks=4)
+    assert result.equal, result
+    assert result.parameters == result.checked_parameters
+    assert "the plain model in one process, on the whole batch" in result.compared_with
+    assert ("batch norm is over each micro-batch" in result.compared_with) is normed
+    assert any(row.quantity == "buffers" for row in result.rows) is normed
 
 
 class Pairs(nn.Module):
@@ -191,9 +191,9 @@ def _pairs(couplings: Couplings = WHOLE_BATCH) -> tuple[Source, Plan]:
 def test_what_couples_the_batch_is_equal_with_its_hooks() -> None:
     source, plan = _pairs()
     assert plan.head is not None
-    verdict = check_plan(plan, source, ranks=4)
-    assert verdict.equal, verdict
-    assert verdict.compared_with == "the plain model in one process, on the whole batch"
+    result = check_plan(plan, source, ranks=4)
+    assert result.equal, result
+    assert result.compared_with == "the plain model in one process, on the whole batch"
 
 
 def _scale_heads() -> None:
@@ -211,21 +211,21 @@ def _swap_parts() -> None:
 @pytest.mark.parametrize("fault", [_scale_heads, _swap_parts])
 def test_a_fault_of_what_couples_is_seen(fault: Callable[[], None]) -> None:
     source, plan = _pairs()
-    verdict = check_plan(plan, source, ranks=4, train=partial(_broken, fault))
-    assert not verdict.equal
-    assert not verdict.failed
-    assert {row.quantity for row in verdict.rows if not row.passed} >= {"gradients"}
-    assert all(row.passed for row in verdict.rows if row.name.startswith("loss of step 0"))
+    result = check_plan(plan, source, ranks=4, train=partial(_broken, fault))
+    assert not result.equal
+    assert not result.failed
+    assert {row.quantity for row in result.rows if not row.passed} >= {"gradients"}
+    assert all(row.passed for row in result.rows if row.name.startswith("loss of step 0"))
 
 
 @pytest.mark.filterwarnings("ignore:by convention")  # as is looked at here
 def test_a_coupling_of_each_micro_batch_is_named() -> None:
     source, plan = _pairs(PER_MICRO_BATCH)
     assert (plan.couplings, plan.head) == (PER_MICRO_BATCH, None)
-    verdict = check_plan(plan, source, ranks=4)
-    assert verdict.equal, verdict
-    assert "micro-batch by micro-batch, averaged, as the plan says: each" in verdict.compared_with
-    assert "test_check.py" in verdict.compared_with
+    result = check_plan(plan, source, ranks=4)
+    assert result.equal, result
+    assert "micro-batch by micro-batch, averaged, as the plan says: each" in result.compared_with
+    assert "test_check.py" in result.compared_with
 
 
 def test_a_plain_model_that_fails_is_no_equality() -> None:
@@ -240,9 +240,9 @@ def test_a_plain_model_that_fails_is_no_equality() -> None:
         "mine", Late(normed=False), lambda samples: resized(batch, samples), example=batch
     )
     plan = plan_of(source, 2, 8, dp=1, pp=2, micro_batches=2)
-    verdict = check_plan(plan, source, ranks=2)
-    assert not verdict.equal
-    assert verdict.failed == (
+    result = check_plan(plan, source, ranks=2)
+    assert not result.equal
+    assert result.failed == (
         "the plain model in one process, on the whole batch: rank 0 failed: RuntimeError: torn"
     )
 
@@ -257,9 +257,9 @@ def test_numbers_drawn_are_compared_with_one_process_of_merakc() -> None:
         "mine", Noisy(normed=False), lambda samples: resized(batch, samples), example=batch
     )
     plan = plan_of(source, 2, 8, dp=1, pp=2, micro_batches=2)
-    verdict = check_plan(plan, source, ranks=2)
-    assert verdict.equal, verdict
-    assert "one process of merakc, on the whole batch (the model draws" in verdict.compared_with
+    result = check_plan(plan, source, ranks=2)
+    assert result.equal, result
+    assert "one process of merakc, on the whole batch (the model draws" in result.compared_with
 
 
 def test_a_large_function_is_refused_with_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,12 @@ def test_a_schedule_says_how_many_stages_there_are() -> None:
     assert chunk.input_grad is not None
     assert chunk.checkpoint is None
     more, _ = make_plan(
-        recording(), Mesh(pp=2), MICRO_BATCHES, NOMINAL_CPU, schedule="interleaved-1f1b", chunks=3
+        recording(),
+        Mesh(pp=2),
+        MICRO_BATCHES,
+        NOMINAL_CPU,
+        schedule="interleaved-1f1b",
+        virtual_stages=3,
     )
     assert more.placement == (0, 1, 0, 1, 0, 1)
     assert planned(Mesh(pp=2))[0].placement == ()

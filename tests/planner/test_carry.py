@@ -43,7 +43,7 @@ def _made(schedule: str, chunks: int | None = None, recompute: str = "none") -> 
     pp = 2
     return make_plan(
         recorded(8), Mesh(pp=pp), 8, NOMINAL_GPU, batch_size=SAMPLES, schedule=schedule,
-        chunks=chunks, recompute=recompute,
+        virtual_stages=chunks, recompute=recompute,
     )[0]  # fmt: skip
 
 

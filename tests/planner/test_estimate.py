@@ -60,7 +60,7 @@ def test_the_pipeline_is_that_of_the_simulator(chunks: int, name: str, whole_bat
     free = tuple(replace(k, latency_s=0.0, bytes_per_s=1e30) for k in HARDWARE.links)
     habits = Habits(whole_batch=whole_batch)
     found = estimate_step(PIECES, degrees, replace(HARDWARE, links=free), habits)
-    schedule = make_schedule(name, 4, 8, chunks=None if chunks == 1 else chunks)
+    schedule = make_schedule(name, 4, 8, virtual_stages=None if chunks == 1 else chunks)
     schedule = forwards_first(schedule) if whole_batch else schedule
     transfers = [Transfer("x", s, s + 1, 1, grad=True) for s in range(schedule.stages - 1)]
     programs = build_programs(Mesh(1, 1, 4), schedule, tuple(transfers))
@@ -88,7 +88,7 @@ def test_stages_suit_their_devices(chunks: int, name: str) -> None:
     pieces = gpt_pieces(Shape(2048, 16, 40, 512, 1024), 4, 1)
     habits = Habits(stagewise=True)
     found = estimate_step(pieces, degrees, replace(MIXED, links=free), habits)
-    schedule = make_schedule(name, 4, 8, chunks=None if chunks == 1 else chunks)
+    schedule = make_schedule(name, 4, 8, virtual_stages=None if chunks == 1 else chunks)
     transfers = [Transfer("x", s, s + 1, 1, grad=True) for s in range(schedule.stages - 1)]
     programs = build_programs(Mesh(1, 1, 4), schedule, tuple(transfers))
     simulated = simulate(programs, CostTable(found.stages, 0.0, 1e30))

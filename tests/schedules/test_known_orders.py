@@ -37,7 +37,9 @@ def test_works_and_peaks_are_those_of_the_schedule(
     name: str, chunks: int, again: tuple[int, ...]
 ) -> None:
     found = known_orders(name, 4, 8, chunks, again)
-    schedule = make_schedule(name, 4, 8, recompute=again, chunks=chunks if chunks > 1 else None)
+    schedule = make_schedule(
+        name, 4, 8, recompute=again, virtual_stages=chunks if chunks > 1 else None
+    )
     assert found.rank_of == schedule.rank_of
     assert found.works == encode(schedule)
     for seed in range(5):
@@ -50,7 +52,7 @@ def test_works_and_peaks_are_those_of_the_schedule(
 @pytest.mark.parametrize(("name", "chunks"), CASES)
 def test_what_is_in_flight_shares_the_memory_as_the_schedule_does(name: str, chunks: int) -> None:
     found = known_orders(name, 4, 8, chunks)
-    schedule = make_schedule(name, 4, 8, chunks=chunks if chunks > 1 else None)
+    schedule = make_schedule(name, 4, 8, virtual_stages=chunks if chunks > 1 else None)
     costs = random_costs(schedule.stages, 0)
     for capacity in (10**12, 5 * 10**12, 10**13, 10**14):
         own = shared_out(found.rank_of, found.in_flight, costs, [capacity] * 4)
@@ -63,7 +65,9 @@ def test_forwards_come_first_where_a_loss_waits_for_the_batch(
     name: str, chunks: int, again: tuple[int, ...]
 ) -> None:
     found = known_orders(name, 4, 8, chunks, again, whole_batch=True)
-    schedule = make_schedule(name, 4, 8, recompute=again, chunks=chunks if chunks > 1 else None)
+    schedule = make_schedule(
+        name, 4, 8, recompute=again, virtual_stages=chunks if chunks > 1 else None
+    )
     assert found.works == encode(forwards_first(schedule))
     assert set(found.in_flight) == {8}
 

@@ -42,7 +42,7 @@ def test_times_and_peaks(ranks: int) -> None:
 def test_interleaved(ranks: int, chunks: int) -> None:
     """A bubble of (p - 1)(f + b) / v where p divides m, and runs for every other m."""
     for m in range(1, 4 * ranks + 1):
-        schedule = make_schedule("interleaved-1f1b", ranks, m, chunks=chunks)
+        schedule = make_schedule("interleaved-1f1b", ranks, m, virtual_stages=chunks)
         check_schedule(schedule)
         if m % ranks == 0:
             timing = unit_time(schedule)

@@ -65,10 +65,10 @@ def test_refused(arguments: tuple[str, int, int], message: str) -> None:
 
 
 def test_options_refused() -> None:
-    with pytest.raises(ConfigError, match=r"2 chunks a rank; it takes 1$"):
-        make_schedule("1f1b", 4, 8, chunks=2)
-    with pytest.raises(ConfigError, match=r"1 chunks a rank; it takes 2 to 64"):
-        make_schedule("interleaved-1f1b", 4, 8, chunks=1)
+    with pytest.raises(ConfigError, match=r"2 virtual stages a rank; it takes 1$"):
+        make_schedule("1f1b", 4, 8, virtual_stages=2)
+    with pytest.raises(ConfigError, match=r"1 virtual stages a rank; it takes 2 to 64"):
+        make_schedule("interleaved-1f1b", 4, 8, virtual_stages=1)
     with pytest.raises(ConfigError, match=r"recompute is 'some'"):
         make_schedule("1f1b", 4, 8, recompute="some")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"recompute is \[3, 4\]; .* there are 4"):

@@ -119,7 +119,7 @@ class Forms:
         given: list[torch.Tensor],
         plain: Callable[[torch.Tensor], bool],
     ) -> _Results | None:
-        """What there is to be made again; None where it is more than a form."""
+        """The form from which a result can be made again; None where a form is not enough."""
         if source is not None and out is source and self._views and self._plain(source):
             return _Results(None)
         kind = type(out) if type(out) in (tuple, list) else None

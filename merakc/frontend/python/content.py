@@ -64,7 +64,7 @@ class Names:
     names: tuple[str, ...] | None = None
 
     def content(self) -> dict[str, Any]:
-        """What they are now, as far as it is state."""
+        """The names and values of a namespace, now, that are state."""
         is_class = not isinstance(self.space, dict)
         space = vars(self.space) if is_class else self.space
         own = space.get("__module__" if is_class else "__name__")
@@ -110,7 +110,7 @@ def content_of(value: Any) -> dict[Any, Any] | None:
 
 
 def _told(value: Any) -> Any:
-    """What says where an object stands that is no container; None of others."""
+    """The content of an object that is no container, as something to compare; None for others."""
     if isinstance(value, np.ndarray):
         small = value.nbytes <= MAX_ARRAY_BYTES
         return value.tobytes() if small else hashlib.sha256(value.tobytes()).hexdigest()

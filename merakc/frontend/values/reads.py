@@ -125,7 +125,7 @@ class Reads:
         return tuple(read.answer for read in self.asked)
 
     def of(self, batch: Mapping[str, Tensor]) -> tuple[Answer, ...]:
-        """What a batch answers, given its tensors by the names that a recording uses.
+        """The answers of a batch, whose tensors are given by the names that a recording uses.
 
         Answers stand for themselves from the first on that the recording was not given: what would
         be asked behind it is not known.

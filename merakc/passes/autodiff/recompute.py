@@ -70,7 +70,7 @@ def checkpointed(stage: StageGraphs, kept: Collection[Ref]) -> StageGraphs:
 
 
 def sorted_refs(refs: Collection[Ref]) -> list[Ref]:
-    """In one order on every rank."""
+    """The references, sorted, so that all ranks have one order."""
     return sorted(refs, key=lambda r: (r.node, r.index))
 
 
@@ -120,7 +120,7 @@ def kept_bytes(stage: StageGraphs, kept: Collection[Ref]) -> int:
 
 
 def _seconds(graph: Graph, cluster: Cluster) -> dict[str, float]:
-    """Of each node; views take none."""
+    """The seconds of each node; views take none."""
     specs = graph.specs()
     return {n.name: 0.0 if is_view(n) else node_seconds(n, specs, cluster) for n in graph.nodes}
 

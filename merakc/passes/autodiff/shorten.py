@@ -92,7 +92,7 @@ def graph_form(graph: Graph) -> tuple[object, tuple[str, ...]]:
 
 
 class _Forms:
-    """What the nodes of each part are, but for which part it is."""
+    """The form of the nodes of each part, without the number of the part."""
 
     def __init__(self, graph: Graph, parts: Sequence[Sequence[Node]]) -> None:
         self.inputs = {i.name: i for i in graph.inputs}

@@ -134,7 +134,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What is to be known of an op."""
+    """What tracing has to know of an op."""
 
     op: str
     short: str

@@ -81,7 +81,7 @@ def analyse(
     *,
     placing: bool = False,
 ) -> Analysis:
-    """What is found of the forward that was recorded for `samples` and for `total` samples.
+    """The analysis of a forward recorded for `samples` and for `total` samples.
 
     With `placing`, places that the batch says are taken to be in their own samples, which every
     step checks; without, they couple.
@@ -164,7 +164,7 @@ def _as_found(
 
 
 def retaken(found: Analysis, part: Graph, whole: Graph, samples: int, total: int) -> Analysis:
-    """What was found, of recordings of other numbers of samples.
+    """The same findings, for recordings of other numbers of samples.
 
     Raises `RecordError` where these do something else, or dims of samples are not of their size.
     """

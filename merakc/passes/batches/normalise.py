@@ -135,7 +135,7 @@ class _Writer:
         self.nodes.append(replace(node, op=FULL, args=(node.spec.shape, value), kwargs=kwargs))
 
     def joined(self, node: Node) -> None:
-        """Of what is joined only what holds anything."""
+        """Writes a concatenation without the tensors that are empty."""
         full = tuple(r for r in node.args[0] if self.specs[r].numel)
         args = (full or node.args[0], *node.args[1:])
         self.nodes.append(replace(node, args=args))

@@ -188,7 +188,7 @@ def _scatter(place: Place) -> Outcome | None:
 
 
 def _copies(place: Place) -> Outcome | None:
-    """What is no sample's, once for each sample."""
+    """The outcome of an expand or repeat that copies a value without samples for each sample."""
     node, state = place.node, place.states[place.node.refs[0]]
     mine, other = node.args[1], place.twin.args[1]
     if mine == other:

@@ -175,8 +175,10 @@ class Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
-        sizes = self.samples, self.total
-        place = Place(self.part, self.whole, node, twin, states, self.states, self.makers, *sizes)
+        place = Place(
+            self.part, self.whole, node, twin, states, before=self.states, makers=self.makers,
+            samples=self.samples, total=self.total,
+        )  # fmt: skip
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
             return self._outcome(place)

@@ -121,13 +121,13 @@ def every(node: Node, state: State) -> Found:
 
 
 def coupled(node: Node, why: str) -> Outcome:
-    """That a node couples samples, and why."""
+    """The state of a node that couples samples, with the reason."""
     what = f"{node.source}: {node.op.split('.')[1]}: {why}"
     return Outcome(every(node, State(Kind.COUPLED, why=what)))
 
 
 def sums(node: Node, *, scaled: bool = False, once: bool = False) -> Outcome:
-    """That a node's outputs are sums over the samples."""
+    """The state of a node whose outputs are sums over the samples."""
     return Outcome(
         tuple(State(Kind.SUM, plain(o.shape)) if o is not None else None for o in node.outputs),
         scaled=scaled,

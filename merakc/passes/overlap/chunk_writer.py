@@ -246,7 +246,7 @@ class _Chunk:
         self.add(node, (self.enter(ref), axis, dim, sizes, rank))
 
     def _drawn(self, node: Node) -> None:
-        """What the chunk draws is that block of what is drawn for all rows."""
+        """Makes a chunk's draw that block of rows of the whole draw."""
         at = KEY_POSITION[node.op]
         layouts, count = self.region.layouts, self.region.count
         block = _block(node, layouts[Ref(node.name)], count, self.rank)
@@ -256,7 +256,7 @@ class _Chunk:
 
 
 def draws_apart(node: Node, lay: Layout) -> bool:
-    """Whether a chunk of rows of a draw is a block of what it draws from; True of other nodes."""
+    """Whether a chunk of rows of a draw is one block of the whole draw; True for other nodes."""
     return node.op not in KEY_POSITION or _block(node, lay, 2, 0) is not None
 
 

@@ -75,7 +75,7 @@ def product_weights(graph: Graph) -> dict[str, str]:
 
 
 class RowChunks:
-    """What of one rank's forward can be computed in chunks of rows."""
+    """The products of one rank's forward that can be computed in chunks of rows."""
 
     def __init__(self, local: Graph) -> None:
         self.graph = local

@@ -45,7 +45,7 @@ class _Site:
 
 
 class FusedProducts:
-    """What of one rank's forward can be in one op with a collective."""
+    """The products of one rank's forward that can share one op with a collective."""
 
     def __init__(self, local: Graph) -> None:
         self.graph, self.specs, self.users = local, local.specs(), local.users()

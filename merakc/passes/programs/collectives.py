@@ -77,7 +77,7 @@ def graph_touches(graph: Graph, targets: Mapping[str, str]) -> tuple[Touch, ...]
 
 
 def rough_touches(local: Graph) -> Touches:
-    """The same of a stage whose forward alone is known: the backward is the forward reversed."""
+    """Rough touches from a forward alone: the backward is taken for the forward reversed."""
     parameters = {Ref(i.name): i for i in local.inputs if i.kind is InputKind.PARAMETER}
     forward = graph_touches(local, {})
     backward: list[Touch] = []
@@ -272,7 +272,7 @@ class _Placing:
         return Program(self.program.rank, tuple(actions))
 
     def _gathers(self) -> tuple[list[Collective], dict[tuple[int, int], list[Collective]]]:
-        """What starts with the step, and what is waited for and gathered at each use."""
+        """The collectives that start with the step, and those at each use of a parameter."""
         places: list[tuple[tuple[int, int], _Use]] = []
         current, seen = None, set()
         for k, uses in enumerate(self.uses):
@@ -308,7 +308,7 @@ class _Placing:
         return head, found
 
     def _reductions(self) -> dict[tuple[int, int], list[Collective]]:
-        """Where reductions start; place -1 is that of a `REDUCE`."""
+        """The places where reductions start; -1 stands for a `REDUCE` action."""
         found: dict[tuple[int, int], list[Collective]] = {}
         arrived: dict[str, set[str]] = {}
         for k, (action, uses) in enumerate(zip(self.program.actions, self.uses, strict=True)):

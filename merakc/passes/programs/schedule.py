@@ -87,7 +87,7 @@ def _placed(rank: int, mesh: Mesh, lists: Sequence[Sequence[Action]]) -> Program
 
 
 class _Routes:
-    """What enters and leaves every stage. Peers are pipeline ranks here."""
+    """The messages into and out of every stage; peers are pipeline ranks here."""
 
     def __init__(self, rank_of: Sequence[int], transfers: Sequence[Transfer]) -> None:
         self.rank_of = rank_of

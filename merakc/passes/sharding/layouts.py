@@ -73,7 +73,7 @@ class Sharding:
         }
 
     def renamed(self, names: Mapping[Ref, Ref]) -> Sharding:
-        """The same with the values known by other names besides."""
+        """The same sharding, with values also known by other names."""
         also = tuple(
             SequenceSplit(
                 s.nodes,

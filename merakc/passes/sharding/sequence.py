@@ -155,7 +155,7 @@ class Problem:
         return self._rule_of[node.name]
 
     def _rule(self, node: Node) -> Dims:
-        """The same, once for nodes that are alike."""
+        """The same answer, computed once for nodes that are alike."""
         aliases = _aliases(node)
         alone = replace(
             node, name="node", module="", source="",
@@ -223,7 +223,7 @@ class Problem:
         }
 
     def _add_node(self, cut: _Cut, node: Node, factor: Factor, movable: Set[str]) -> None:
-        """What the node costs outside: repeated work, or the other half of an all-reduce."""
+        """The cost of the node outside a split sequence: repeated work, or half an all-reduce."""
         made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
         if node.name in movable:
             # Once more for the activations that it leaves: as if they were written and read.
@@ -237,7 +237,7 @@ class Problem:
     def _add_reads(
         self, cut: _Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
     ) -> None:
-        """What the node's arguments cost where they lie on the other side."""
+        """The cost of moving the node's arguments to its side."""
         reader = node.name if node.name in movable else "sink"
         if reader == "sink" and not any(r.node in movable or r.node in exits for r in node.refs):
             return
@@ -272,7 +272,7 @@ class _Cut:
         self.edges: dict[tuple[int, int], float] = {}
 
     def add(self, tail: str, head: str, cost_s: float = float("inf")) -> None:
-        """What it costs that the tail is on the source's side and the head is not."""
+        """Adds an edge; its cost counts where its tail is on the source's side, its head not."""
         key = tuple(self.names.setdefault(n, len(self.names)) for n in (tail, head))
         self.edges[key[0], key[1]] = cost_s
 

@@ -191,7 +191,7 @@ class SpmdPartitioner:
         return self.moved[ref, op, lay]
 
     def read_or_kept(self, ref: Ref, op: str) -> Ref:
-        """What a gather or scatter starts from: this rank's part, or the whole."""
+        """The value that a gather or scatter reads: this rank's part, or the whole."""
         return self.read(ref) if op in SCATTERS else self.now.get(ref, ref)
 
     def collective(

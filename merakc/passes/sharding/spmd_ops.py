@@ -247,7 +247,7 @@ def _cross_entropy(out: Writer, node: Node) -> None:
 
 
 def _draw(out: Writer, node: Node) -> None:
-    """What a shard draws is that part of what the whole tensor draws."""
+    """Makes a shard's random numbers that part of the whole tensor's."""
     at = KEY_POSITION[node.op]
     key, sample, sizes = node.args[at : at + 3]
     factors = [f for dim in out.sharding.layouts[Ref(node.name)].dims for f in dim]

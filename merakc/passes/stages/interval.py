@@ -56,7 +56,7 @@ class WeightedDag:
         assert all(v.producer < v.readers[0] for v in values), "the order is not topological"
         return WeightedDag(tuple(self.weights[node] for node in order), values)
 
-    def live_bytes(self) -> npt.NDArray[np.int64]:
+    def crossing_bytes(self) -> npt.NDArray[np.int64]:
         """The bytes produced before and read at or after each position, (nodes + 1,)."""
         change = np.zeros(len(self.weights) + 1, dtype=np.int64)
         for value in self.values:

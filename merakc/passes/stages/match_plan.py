@@ -59,7 +59,7 @@ def _problems(plan: Plan, recorded: Graph, graph: Graph, stages: Stages) -> Iter
 def _splits(
     plan: Plan, graph: Graph, stages: Stages, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[str]:
-    """Of what training reads, all layouts; of the rest, that there is such a tensor."""
+    """Differences in splits: of what training reads, in layout; of other tensors, in shape."""
     read = {i.target for i in graph.inputs if i.kind in TENSORS}
     found = {name: str(lay) for name, lay in stages.sharding.splits(graph).items()}
     for name in found.keys() | plan.splits.keys():

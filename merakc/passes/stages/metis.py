@@ -99,7 +99,7 @@ def _blocks(dag: WeightedDag, count: int) -> list[int]:
     prefix = np.concatenate(([0], np.cumsum(np.array(dag.weights, dtype=np.int64))))
     halves = prefix[-1] * (np.arange(1, 2 * count, 2) / (2 * count))
     ends = np.searchsorted(prefix, halves)
-    live = dag.live_bytes()
+    live = dag.crossing_bytes()
     marks = np.zeros(len(dag.weights) + 1, dtype=np.int64)
     for low, high in pairwise(ends.tolist()):
         if low < high:

@@ -14,7 +14,6 @@ from benchmarks.zero_study.measured import (
     STAGES,
     Machine,
     Row,
-    Small,
     measure_fabric,
     measure_overlap,
     measure_stages,
@@ -22,10 +21,11 @@ from benchmarks.zero_study.measured import (
     misses,
     ratios,
 )
+from benchmarks.zero_study.models import Size
 from merakc.costs.fabric import Fabric
 
 MACHINE = Machine(Fabric(2, 1e9, 1e9, 1e-4, 1e-4), 0.5, 1.0, 2.0, 1e9)
-TINY = Small("tiny", 64, 64, 1, 1)
+TINY = Size("tiny", 64, 64, 1, 1)
 
 
 def rows(third_s: float) -> list[Row]:

@@ -92,9 +92,9 @@ def test_a_value_is_counted_once_per_reading_stage() -> None:
     assert cut_bytes(dag, [0, 0, 0, 0]) == 0
 
 
-def test_live_bytes_at_every_boundary() -> None:
+def test_crossing_bytes_at_every_boundary() -> None:
     dag = WeightedDag((1, 1, 1, 1), (Value(0, (1, 3), 10), Value(1, (2,), 7)))
-    assert dag.live_bytes().tolist() == [0, 10, 17, 10, 0]
+    assert dag.crossing_bytes().tolist() == [0, 10, 17, 10, 0]
 
 
 def test_equal_bytes_are_settled_by_even_loads() -> None:

@@ -25,7 +25,7 @@ SHRUNK = 2  # the size of a dim that is shrunk: one that still has a first and a
 SIZED = {"aten.reshape.default": 1, "aten.expand.default": 1, FULL: 0, "aten.zeros.default": 0,
          "aten.ones.default": 0}  # fmt: skip
 # Calls whose arguments say nothing of sizes, beside those that are pointwise or reduce.
-FREE = frozenset(
+SIZELESS = frozenset(
     f"aten.{name}"
     for name in [
         "matmul.default",
@@ -90,7 +90,7 @@ def tail(found: Analysis, loss: Output, *, layers: bool = False) -> Analysis:
 def with_graphs(
     found: Analysis, part: Graph, whole: Graph, recorded: Graph | None = None
 ) -> Analysis:
-    """What was found, of these graphs."""
+    """The same analysis of other graphs with the same names."""
     return replace(
         found, part=part, whole=whole, recorded=recorded,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},
@@ -129,7 +129,7 @@ def _fixed(dims: Dims, node: Node) -> Iterator[Factor]:
     """The factors that a node needs in their size."""
     row = row_of(node.op)
     refs = [*node.refs, *node.made]
-    if row == POINTWISE or isinstance(row, Reduce) or node.op in FREE or node.op in SIZED:
+    if row == POINTWISE or isinstance(row, Reduce) or node.op in SIZELESS or node.op in SIZED:
         chosen: Mapping[Ref, Collection[int]] = {}
     elif node.op == CROSS_ENTROPY:
         scores = dims.of[node.args[0]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from merakc.equality.norms import norms_by_parts
+from merakc.equality.batch_norms import norms_by_parts
 from merakc.ir.batches import Rows
 
 PARTS, WRITING, SAMPLES, TIMES = 4, 2, 12, 3
