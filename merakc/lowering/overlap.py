@@ -134,8 +134,8 @@ def _kind(tried: Mapping[int, Lowered], stage: int) -> tuple[object, tuple[str, 
     found = [own]
     for parts in (parts for made in tried.values() for parts in made.parts):
         local = parts.stages.local[stage]
-        passed = (item.name for item in (*local.inputs, *local.outputs))
-        dims = tuple(parts.sample_dims.get(name) for name in passed)
+        passed = [*(item.name for item in local.inputs), *(out.name for out in local.outputs)]
+        dims = tuple(map(parts.sample_dims.get, passed))
         found.append((graph_form(local)[0], dims, parts.count))
     return tuple(found), targets
 
