@@ -126,20 +126,16 @@ class Candidates:
         return [layout for _, layout in sorted(self._short, key=lambda one: one[0])]
 
     def add(self, layout: Layout, found: Candidate | Shortage | None) -> None:
-        """A layout that was looked at, with what was found of it, or why it cannot be; None where
-        it is slower than others.
-        """
+        """A layout that was looked at, and what was found; None where it is slower than others."""
         self.looked_at += 1
-        if found is None:
-            return
         d = layout.degrees
         if isinstance(found, Shortage):
             self.refused.setdefault((d.dp, d.tp, d.pp), str(found))
             self._short.append((found.need_bytes, layout))
-            return
-        self.refused.pop((d.dp, d.tp, d.pp), None)
-        self.found.append(found)
-        self.found.sort(key=lambda c: c.sample_s)
+        elif found is not None:
+            self.refused.pop((d.dp, d.tp, d.pp), None)
+            self.found.append(found)
+            self.found.sort(key=lambda c: c.sample_s)
 
 
 def find_candidates(
@@ -330,8 +326,7 @@ def price_layout(
     shards = _shards(request, job, hardware)
     waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}
     ways = sorted((replace(base, shards=one) for one in waits), key=lambda w: sum(waits[w.shards]))
-    rest_s = min(map(sum, waits.values()))
-    if least_seconds(job, base) + rest_s > most_s * layout.batch_size:
+    if least_seconds(job, base) + sum(waits[ways[0].shards]) > most_s * layout.batch_size:
         return None
 
     @cache

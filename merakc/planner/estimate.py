@@ -26,10 +26,17 @@ from merakc.costs.stages import (
     stage_costs,
     stage_parameters,
 )
-from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_bytes, state_cost
+from merakc.costs.state import (
+    MIXED,
+    DpGroup,
+    Layer,
+    Precision,
+    in_buckets,
+    state_bytes,
+    state_cost,
+)
 from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
 from merakc.costs.work.pieces import Piece
-from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import UNSHARDED, StateShards
@@ -353,22 +360,6 @@ def rank_of(degrees: Degrees) -> tuple[int, ...]:
     return stage_ranks(_name(degrees), degrees.pp, chunks)
 
 
-def _in_buckets(layers: Sequence[Layer], parameter_bytes: int) -> list[Layer]:
-    """The layers of which parameters travel together, as `plan_buckets` joins small ones."""
-    total = sum(layer.parameters for layer in layers)
-    most = min(BUCKET_BYTES, max(LEAST_BYTES, parameter_bytes * total // LEAST_BUCKETS))
-    found: list[Layer] = []
-    for layer in layers:
-        if found and parameter_bytes * (found[-1].parameters + layer.parameters) <= most:
-            last = found.pop()
-            layer = Layer(
-                last.parameters + layer.parameters, last.forward_s + layer.forward_s,
-                last.backward_s + layer.backward_s,
-            )  # fmt: skip
-        found.append(layer)
-    return found
-
-
 def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
     """Seconds that gradients and parameters are waited for, and those of the optimizer.
 
@@ -386,7 +377,7 @@ def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
             for k in rank_pieces[most]
         ]
         if habits.stagewise:
-            layers = _in_buckets(layers, precision.parameter_bytes)
+            layers = in_buckets(layers, precision.parameter_bytes)
         group = DpGroup(degrees.dp, fabric, degrees.mesh.dp_stride, habits.overlap)
         # Only the first and the last micro-batch meet communication, unless each one does: then
         # those in between wait equally long.
