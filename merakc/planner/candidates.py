@@ -172,16 +172,16 @@ def find_candidates(
 
     firsts: list[tuple[float, list[Layout]]] = []
     for own in sorted(groups.values(), key=lambda own: bounds.of(own[0])):
-        if bounds.of(own[0]) > CLOSE * result.best_s:
+        least_s = bounds.of(own[0])
+        if least_s > CLOSE * result.best_s:
             break
         first = price(own[0])
         result.add(own[0], first)
+        if isinstance(first, Candidate) and not hardware.is_mixed:
+            # Another order of work can save no more than is idle, unless its stages suit unlike
+            # devices better.
+            least_s = (first.estimate.step_s - first.seconds[IDLE]) / own[0].batch_size
         if not isinstance(first, Shortage):
-            least_s = bounds.of(own[0])
-            if first is not None and not hardware.is_mixed:
-                # Another order of work can save no more than is idle, unless its stages suit unlike
-                # devices better.
-                least_s = (first.estimate.step_s - first.seconds[IDLE]) / own[0].batch_size
             firsts.append((least_s, own[1:]))
     for least_s, others in sorted(firsts, key=lambda one: one[0]):
         if least_s > result.best_s:
