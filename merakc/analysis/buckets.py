@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -74,13 +75,15 @@ def plan_buckets(
             key = item.stages, not item.is_used, not item.is_trained
             parts.setdefault(key, []).append(item)
     found: list[BucketSpec] = []
+    numbers: Counter[tuple[int, ...]] = Counter()
     for (stages, _, is_frozen), part in sorted(parts.items(), key=lambda p: p[0]):
         numel = {h.name: h.numel for h in part}
         dtype = {h.name: h.dtype for h in part}
         sizes = [(h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part]
         share = max(LEAST_BYTES, sum(size for *_, size in sizes) // LEAST_BUCKETS)
         for names in bucket_names(sizes, min(bucket_bytes, share)):
-            number = sum(spec.stages == stages for spec in found)
+            number = numbers[stages]
+            numbers[stages] += 1
             found.append(
                 BucketSpec(
                     f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype=dtype[names[0]],

@@ -129,10 +129,10 @@ def rough_stage_cost(
     starts from what the stage has received.
     """
     forward_s, backward_s = rough_seconds(local, cluster, tp, device)
-    saved, again = kept_and_again(local)
+    saved, again = local.told(kept_and_again)
     backward_s += rough_seconds(again, cluster, tp, device)[0]
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
-    peak_bytes = live_bytes(local).peak_bytes
+    peak_bytes = local.told(live_bytes).peak_bytes
     half_s = backward_s / 2
     return StageCost(
         forward_s=forward_s,
@@ -165,7 +165,7 @@ def rough_seconds(
         forward_s = graph_seconds(local, cluster)
         return forward_s, forward_s * BACKWARD_PER_FORWARD
     place = rank_place(cluster.hardware, len(cluster.hardware.devices), tp, device=device)
-    work = graph_work(local)
+    work = local.told(graph_work)
     return forward_seconds(work, place), backward_seconds(work, place)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from merakc.costs.fabric import Fabric, all_gather_seconds, all_reduce_seconds, shard_group
 from merakc.costs.streams import Streams
+from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.program import CollectiveKind
 from merakc.ir.state import StateShards
 
@@ -149,3 +150,19 @@ def collective_seconds(
         + gather_s(precision.gradient_bytes, shards.optimizer, shards.gradients)
         + all_reduce_seconds(share, replicas, group.fabric),
     }
+
+
+def in_buckets(layers: Sequence[Layer], parameter_bytes: int) -> list[Layer]:
+    """The layers of which parameters travel together, as `plan_buckets` joins small ones."""
+    total = sum(layer.parameters for layer in layers)
+    most = min(BUCKET_BYTES, max(LEAST_BYTES, parameter_bytes * total // LEAST_BUCKETS))
+    found: list[Layer] = []
+    for layer in layers:
+        if found and parameter_bytes * (found[-1].parameters + layer.parameters) <= most:
+            last = found.pop()
+            layer = Layer(
+                last.parameters + layer.parameters, last.forward_s + layer.forward_s,
+                last.backward_s + layer.backward_s,
+            )  # fmt: skip
+        found.append(layer)
+    return found

@@ -9,12 +9,14 @@ the model writes (BatchNorm's statistics) is an output of kind `BUFFER`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class InputKind(StrEnum):
@@ -196,9 +198,16 @@ class Graph:
     outputs: tuple[Output, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, compare=False)
-    _specs: Mapping[Ref, TensorSpec] | None = field(
-        default=None, init=False, repr=False, compare=False
+    _told: dict[Callable[[Graph], Any], Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
     )
+
+    def told(self, of: Callable[[Graph], T]) -> T:
+        """What a pure function says of the graph, computed once."""
+        if of not in self._told:
+            self._told[of] = of(self)
+        found: T = self._told[of]
+        return found
 
     def verify(self) -> None:
         """Asserts that names are unique and that every value is defined before it is read."""
@@ -218,30 +227,15 @@ class Graph:
 
     def specs(self) -> Mapping[Ref, TensorSpec]:
         """The spec of every value."""
-        if self._specs is None:  # asked for by every pass
-            found = {Ref(i.name): i.spec for i in self.inputs}
-            for node in self.nodes:
-                for k, spec in enumerate(node.outputs):
-                    if spec is not None:
-                        found[Ref(node.name, k)] = spec
-            object.__setattr__(self, "_specs", found)
-        return self._specs or {}
+        return self.told(_specs)
 
-    def users(self) -> dict[str, list[Node]]:
+    def users(self) -> Mapping[str, Sequence[Node]]:
         """The nodes that read each input or node, in program order, each once."""
-        found: dict[str, list[Node]] = {i.name: [] for i in self.inputs}
-        for node in self.nodes:
-            found[node.name] = []
-            for name in dict.fromkeys(r.node for r in node.refs):
-                found[name].append(node)
-        return found
+        return self.told(_users)
 
-    def grad_values(self) -> set[Ref]:
+    def grad_values(self) -> frozenset[Ref]:
         """The values that depend on an input requiring a gradient, through differentiable calls."""
-        found = {Ref(i.name) for i in self.inputs if i.requires_grad}
-        for node in self.nodes:
-            found.update(node.grad_outputs(found))
-        return found
+        return self.told(_grad_values)
 
     def pruned(self) -> Graph:
         """The graph without the nodes that no output needs; inputs stay."""
@@ -286,6 +280,31 @@ class Graph:
         lines += [str(n) for n in self.nodes]
         lines += [f"{o.kind} {o.name} = {o.ref}" for o in self.outputs]
         return "\n".join(lines)
+
+
+def _specs(graph: Graph) -> Mapping[Ref, TensorSpec]:
+    found = {Ref(i.name): i.spec for i in graph.inputs}
+    for node in graph.nodes:
+        for k, spec in enumerate(node.outputs):
+            if spec is not None:
+                found[Ref(node.name, k)] = spec
+    return found
+
+
+def _users(graph: Graph) -> Mapping[str, Sequence[Node]]:
+    found: dict[str, list[Node]] = {i.name: [] for i in graph.inputs}
+    for node in graph.nodes:
+        found[node.name] = []
+        for name in dict.fromkeys(r.node for r in node.refs):
+            found[name].append(node)
+    return found
+
+
+def _grad_values(graph: Graph) -> frozenset[Ref]:
+    found = {Ref(i.name) for i in graph.inputs if i.requires_grad}
+    for node in graph.nodes:
+        found.update(node.grad_outputs(found))
+    return frozenset(found)
 
 
 def iter_refs(value: Any) -> Iterator[Ref]:

@@ -133,7 +133,7 @@ class Lowered:
         if self.plan.dp == 1:
             return tuple(programs)
         local = self.stages.local
-        touches = touches or {s: rough_touches(graph) for s, graph in enumerate(local)}
+        touches = touches or {s: graph.told(rough_touches) for s, graph in enumerate(local)}
 
         def own(rank: int) -> Sequence[BucketSpec]:
             return rank_buckets(self.plan, local, rank) if buckets is None else buckets

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from merakc.costs.work.pieces import part_starts
 from merakc.errors import ConfigError, MerakError
@@ -27,6 +28,7 @@ COUNTS = (2, 4)
 # Those where the cores that compute carry the messages too, so that less is hidden. Chunks of rows
 # are not tried there: a Llama's step on two ranks took more of the CPU's time so than in two parts.
 COUNTS_BY_CORES = (2,)
+W = TypeVar("W", RowChunks, FusedProducts)
 # The share of a stage's seconds that it must save: estimates are not better than that.
 WORTH = 0.03
 
@@ -111,6 +113,28 @@ def choose_overlap(
     return with_parts(replace(lowered, plan=chosen), record)
 
 
+class _Short(Generic[W]):
+    """What can be written of a stage with two and with three of each run of its equal blocks; where
+    there are none, of the stage.
+    """
+
+    def __init__(self, local: Graph, of: Callable[[Graph], W]) -> None:
+        starts = part_starts(local)
+        (two, counts), (three, _) = (shorten(local, starts, keep) for keep in (2, 3))
+        self.more = max(counts) - 1  # blocks than two in the longest run
+        self.written: list[W] = [of(graph) for graph in ((two, three) if self.more else (two,))]
+
+    @property
+    def most(self) -> W:
+        """Of most blocks."""
+        return self.written[-1]
+
+    def seconds(self, write: Callable[[W], Graph], cluster: Cluster) -> float:
+        """Those of the whole stage, if each further block takes as long as the third does."""
+        found = [stage_seconds(write(own), cluster)[0] for own in self.written]
+        return found[0] + self.more * (found[-1] - found[0])
+
+
 @dataclass(frozen=True, slots=True)
 class _Form:
     """How a stage runs a micro-batch: its seconds, in how many parts, and where it runs whole, the
@@ -134,8 +158,8 @@ def _kind(tried: Mapping[int, Lowered], stage: int) -> tuple[object, tuple[str, 
     found = [own]
     for parts in (parts for made in tried.values() for parts in made.parts):
         local = parts.stages.local[stage]
-        passed = (item.name for item in (*local.inputs, *local.outputs))
-        dims = tuple(parts.sample_dims.get(name) for name in passed)
+        passed = [*(item.name for item in local.inputs), *(out.name for out in local.outputs)]
+        dims = tuple(map(parts.sample_dims.get, passed))
         found.append((graph_form(local)[0], dims, parts.count))
     return tuple(found), targets
 
@@ -166,10 +190,10 @@ def choose_chunks(
     """The numbers of chunks of rows for products of a stage, by their weights, and its seconds.
 
     Of each number, first all products that collectives stand beside are in chunks; then those that
-    are alike are taken out where the stage is faster without them, told by two blocks of each run
-    of equal ones.
+    are alike are taken out where the stage is faster without them, told by few of its equal blocks.
     """
-    rows, short = RowChunks(local), RowChunks(shorten(local, part_starts(local))[0])
+    rows = RowChunks(local)
+    short = _Short(local, RowChunks)
     found: dict[str, int] = {}
     found_s = math.inf
     for count in counts:
@@ -178,14 +202,14 @@ def choose_chunks(
             return {weight: count for kind in kinds for weight in kind}
 
         def seconds(kinds: Collection[frozenset[str]]) -> float:
-            return stage_seconds(short.written(chunks(kinds)), cluster)[0]
+            return short.seconds(lambda rows: rows.written(chunks(kinds)), cluster)
 
-        kept = _fastest(short.kinds(count), seconds)
-        weights = frozenset().union(*kept)
-        own = chunks([kind for kind in rows.kinds(count) if kind & weights])
-        own_s = stage_seconds(rows.written(own), cluster)[0] if own else math.inf
-        if own_s < found_s:
-            found, found_s = own, own_s
+        kept = _fastest(short.most.kinds(count), seconds)
+        for kinds in _in_full(kept, rows.kinds(count)):
+            own = chunks(kinds)
+            own_s = stage_seconds(rows.written(own), cluster)[0]
+            if own_s < found_s:
+                found, found_s = own, own_s
     return found, found_s
 
 
@@ -202,20 +226,33 @@ def _fastest(
     return kept
 
 
+def _in_full(
+    kept: Collection[frozenset[str]], kinds: Sequence[frozenset[str]]
+) -> list[Sequence[frozenset[str]]]:
+    """All kinds of products of a graph, and those like the ones kept in its short form."""
+    weights = frozenset().union(*kept)
+    own = [kind for kind in kinds if kind & weights]
+    return [chosen for chosen in ([kinds, own] if len(own) < len(kinds) else [kinds]) if chosen]
+
+
 def choose_fused(local: Graph, cluster: Cluster) -> tuple[frozenset[str], float]:
     """The weights of the products of a stage that are best in one op with the collective beside
     them, and the seconds of the stage; those that are alike are in it together.
     """
-    products, short = FusedProducts(local), FusedProducts(shorten(local, part_starts(local))[0])
+    products = FusedProducts(local)
+    short = _Short(local, FusedProducts)
 
     def seconds(kinds: Collection[frozenset[str]]) -> float:
-        return stage_seconds(short.written(frozenset().union(*kinds)), cluster)[0]
+        weights = frozenset().union(*kinds)
+        return short.seconds(lambda products: products.written(weights), cluster)
 
-    kept = frozenset().union(*_fastest(short.kinds(), seconds))
-    weights = frozenset().union(*(kind for kind in products.kinds() if kind & kept))
-    if not weights:
-        return weights, math.inf
-    return weights, stage_seconds(products.written(weights), cluster)[0]
+    kept = _fastest(short.most.kinds(), seconds)
+    found: tuple[frozenset[str], float] = frozenset(), math.inf
+    for kinds in _in_full(kept, products.kinds()):
+        weights = frozenset().union(*kinds)
+        own_s = stage_seconds(products.written(weights), cluster)[0]
+        found = min(found, (weights, own_s), key=lambda one: one[1])
+    return found
 
 
 def _tried(

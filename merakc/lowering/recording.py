@@ -65,8 +65,8 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. What is `shared` by calls for one model, device and precision has
-    the recordings that are made, by the form of their batch: none is made twice. Raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. Calls for one model, device and precision that have `shared` in
+    common record no form of batch twice. Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(
@@ -272,11 +272,9 @@ class _Forward:
                     raise
                 cause = error.__cause__ or error
                 raise _other_size(samples, layout.own, self.taken, cause) from error
-        if made.full is not None:
-            full = run_passes(RECORDED, made.full)
-            made = replace(made, graph=without_aside(full), full=full)
-        else:
-            made = replace(made, graph=run_passes(RECORDED, made.graph))
+        graph = run_passes(RECORDED, made.everything)
+        of_full = {"graph": without_aside(graph), "full": graph} if made.full else {"graph": graph}
+        made = replace(made, **of_full)
         if made.reads is None:  # no value of the batch was asked for
             self.shared[form] = made
         return made

@@ -28,6 +28,7 @@ from merakc.planner.estimate import (
     Job,
     Recompute,
     estimate_job,
+    least_seconds,
     make_job,
     state_seconds,
 )
@@ -130,17 +131,17 @@ class Candidates:
         """The layouts that were looked at and do not fit, what needs least memory first."""
         return [layout for _, layout in sorted(self._short, key=lambda one: one[0])]
 
-    def add(self, layout: Layout, found: Candidate | Shortage) -> None:
-        """A layout that was looked at, with what was found of it, or why it cannot be."""
+    def add(self, layout: Layout, found: Candidate | Shortage | None) -> None:
+        """A layout that was looked at, and what was found; None where it is slower than others."""
         self.looked_at += 1
         d = layout.degrees
         if isinstance(found, Shortage):
             self.refused.setdefault((d.dp, d.tp, d.pp), str(found))
             self._short.append((found.need_bytes, layout))
-            return
-        self.refused.pop((d.dp, d.tp, d.pp), None)
-        self.found.append(found)
-        self.found.sort(key=lambda c: c.sample_s)
+        elif found is not None:
+            self.refused.pop((d.dp, d.tp, d.pp), None)
+            self.found.append(found)
+            self.found.sort(key=lambda c: c.sample_s)
 
 
 def find_candidates(
@@ -171,28 +172,33 @@ def find_candidates(
         raise next(iter(table.refused.values()), none)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
     bounds = _Bounds(table, hardware)
+
+    def price(layout: Layout) -> Candidate | Shortage | None:
+        return price_layout(table, layout, request, hardware, precision, CLOSE * result.best_s)
+
     firsts: list[tuple[float, list[Layout]]] = []
     for own in sorted(groups.values(), key=lambda own: bounds.of(own[0])):
-        if bounds.of(own[0]) > CLOSE * result.best_s:
+        least_s = bounds.of(own[0])
+        if least_s > CLOSE * result.best_s:
             break
-        first = price_layout(table, own[0], request, hardware, precision)
+        first = price(own[0])
         result.add(own[0], first)
-        if isinstance(first, Candidate):
+        if isinstance(first, Candidate) and not hardware.is_mixed:
             # Another order of work can save no more than is idle, unless its stages suit unlike
             # devices better.
-            busy_s = first.estimate.step_s - first.seconds[IDLE]
-            busy_s /= own[0].batch_size
-            firsts.append((bounds.of(own[0]) if hardware.is_mixed else busy_s, own[1:]))
+            least_s = (first.estimate.step_s - first.seconds[IDLE]) / own[0].batch_size
+        if not isinstance(first, Shortage):
+            firsts.append((least_s, own[1:]))
     for least_s, others in sorted(firsts, key=lambda one: one[0]):
         if least_s > result.best_s:
             break
         for layout in others:
-            result.add(layout, price_layout(table, layout, request, hardware, precision))
+            result.add(layout, price(layout))
     for one in result.found[:RUNNERS_UP]:  # with the other axis inside
         d = one.layout.degrees
         if min(d.dp, d.pp) > 1 and not hardware.is_mixed:
             layout = replace(one.layout, degrees=replace(d, inner="dp"))
-            result.add(layout, price_layout(table, layout, request, hardware, precision))
+            result.add(layout, price(layout))
     return result
 
 
@@ -310,15 +316,24 @@ class _Bounds:
 
 
 def price_layout(
-    table: PieceTable, layout: Layout, request: Request, hardware: Hardware, precision: Precision
-) -> Candidate | Shortage:
-    """The layout with the shards and the recomputation that suit it best, or why it cannot be."""
+    table: PieceTable,
+    layout: Layout,
+    request: Request,
+    hardware: Hardware,
+    precision: Precision,
+    most_s: float = math.inf,
+) -> Candidate | Shortage | None:
+    """The layout with the shards and the recomputation that suit it best, or why it cannot be; None
+    where it cannot take as few as `most_s` seconds a sample.
+    """
     pieces = table.pieces(layout.form, layout.samples)
     base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
     job = make_job(pieces, layout.degrees, hardware, base)
     shards = state_choices(request, job, hardware)
     waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}
     ways = sorted((replace(base, shards=one) for one in waits), key=lambda w: sum(waits[w.shards]))
+    if least_seconds(job, base) + sum(waits[ways[0].shards]) > most_s * layout.batch_size:
+        return None
 
     @cache
     def estimated(habits: Habits) -> Estimate:

@@ -27,15 +27,24 @@ from merakc.costs.stages import (
     stage_costs,
     stage_parameters,
 )
-from merakc.costs.state import MIXED, DpGroup, Layer, Precision, state_bytes, state_cost
+from merakc.costs.state import (
+    MIXED,
+    DpGroup,
+    Layer,
+    Precision,
+    in_buckets,
+    state_bytes,
+    state_cost,
+)
 from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.machines.cluster import Device, Hardware, Sharing
+from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.known_orders import KnownOrders, known_orders
-from merakc.schedules.registry import stage_ranks
+from merakc.schedules.registry import KNOWN, stage_ranks
 from merakc.schedules.timing import make_pipeline, run_orders
 
 Recompute = Literal["none", "full", "solved"]
@@ -270,14 +279,35 @@ class _Run:
     peak_bytes: tuple[int, ...]
 
 
-def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
-    """Runs so many micro-batches that the rest of them take as long each as the last ones."""
+def least_seconds(job: Job, habits: Habits) -> float:
+    """Seconds of a step's micro-batches that `estimate_job` gives at the least, whatever the shards
+    of the state: of no order that a schedule may have, and with the least recomputation.
+    """
+    stages = job.stages(habits)
+    splits = KNOWN[_name(job.degrees)].splits_backward
+    costs = [
+        replace(cost, static_bytes=0, input_grad_s=cost.input_grad_s if splits else 0.0)
+        for cost in stages
+    ]
+    memory = [place.device.memory_bytes for place in job.places]
+    links = _links(job, habits)
+    pipeline = make_pipeline(job.rank_of, costs, job.degrees.micro_batches, links)
+    return lower_bound_s(pipeline, memory)
+
+
+def _links(job: Job, habits: Habits) -> list[float]:
+    """Seconds of a message from each stage to the next."""
     degrees, fabric = job.degrees, job.links.fabric
     share = degrees.tp if habits.split_messages else 1
-    links = [
+    return [
         message_seconds(job.pieces[part[-1]].handed_bytes / share, degrees.mesh.pp_stride, fabric)
         for part in job.parts[:-1]
     ]
+
+
+def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
+    """Runs so many micro-batches that the rest of them take as long each as the last ones."""
+    degrees, links = job.degrees, _links(job, habits)
     period, total = degrees.pp, degrees.micro_batches
     left = max(total - STEADY * period, 0) // period * period
     if habits.whole_batch:  # all are in memory at once
@@ -331,22 +361,6 @@ def rank_of(degrees: Degrees) -> tuple[int, ...]:
     return stage_ranks(_name(degrees), degrees.pp, chunks)
 
 
-def _in_buckets(layers: Sequence[Layer], parameter_bytes: int) -> list[Layer]:
-    """The layers of which parameters travel together, as `plan_buckets` joins small ones."""
-    total = sum(layer.parameters for layer in layers)
-    most = min(BUCKET_BYTES, max(LEAST_BYTES, parameter_bytes * total // LEAST_BUCKETS))
-    found: list[Layer] = []
-    for layer in layers:
-        if found and parameter_bytes * (found[-1].parameters + layer.parameters) <= most:
-            last = found.pop()
-            layer = Layer(
-                last.parameters + layer.parameters, last.forward_s + layer.forward_s,
-                last.backward_s + layer.backward_s,
-            )  # fmt: skip
-        found.append(layer)
-    return found
-
-
 def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
     """Seconds that gradients and parameters are waited for, and those of the optimizer.
 
@@ -364,7 +378,7 @@ def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
             for k in rank_pieces[most]
         ]
         if habits.stagewise:
-            layers = _in_buckets(layers, precision.parameter_bytes)
+            layers = in_buckets(layers, precision.parameter_bytes)
         group = DpGroup(degrees.dp, fabric, degrees.mesh.dp_stride, habits.overlap)
         # Only the first and the last micro-batch meet communication, unless each one does: then
         # those in between wait equally long.

@@ -309,7 +309,7 @@ def _with_fastest_shards(lowered: Lowered, cluster: Cluster) -> Lowered:
     nothing fits a rank, what takes the fewest bytes.
     """
     plan, local = lowered.plan, lowered.stages.local
-    touches = {s: rough_touches(graph) for s, graph in enumerate(local)}
+    touches = {s: graph.told(rough_touches) for s, graph in enumerate(local)}
     costs = planned_costs(lowered, cluster)
     costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)

@@ -17,7 +17,15 @@ from merakc.ir.state import StateShards
 from merakc.machines.cluster import Nodes
 from merakc.machines.cluster_files import preset
 from merakc.passes.programs.schedule import build_programs
-from merakc.planner.estimate import Degrees, Estimate, Habits, estimate_step, make_job
+from merakc.planner.estimate import (
+    Degrees,
+    Estimate,
+    Habits,
+    estimate_job,
+    estimate_step,
+    least_seconds,
+    make_job,
+)
 from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.simulation.simulate import simulate
@@ -51,6 +59,27 @@ def test_recomputing_runs_the_blocks_again() -> None:
     piped = Degrees(pp=4, micro_batches=8)
     none, full = estimate(piped), estimate(piped, recompute="full")
     assert full.peak_bytes[0] < 0.7 * none.peak_bytes[0]
+
+
+@pytest.mark.parametrize("memory_bytes", [1 << 40, 1 << 28])
+@pytest.mark.parametrize("micro_batches", [4, 24])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("zb-v", 2)]
+)
+def test_no_estimate_is_below_its_bound(
+    name: str, chunks: int, micro_batches: int, memory_bytes: int
+) -> None:
+    degrees = Degrees(pp=4, micro_batches=micro_batches, chunks=chunks, schedule=name)
+    node = replace(HARDWARE.slowest, memory_bytes=memory_bytes)
+    machines = replace(HARDWARE, nodes=(Nodes(node, 4, 1),))
+    job = make_job(PIECES, degrees, machines, Habits(stagewise=True))
+    least_s = least_seconds(job, Habits(stagewise=True))
+    for recompute in ("none", "solved", "full"):
+        found = estimate_job(job, Habits(stagewise=True, recompute=recompute))  # type: ignore[arg-type]
+        if max(found.peak_bytes) <= memory_bytes:
+            assert least_s <= found.pipeline_s * (1 + 1e-9)
+    whole = estimate_job(job, Habits(stagewise=True))
+    assert least_s > 0.8 * whole.pipeline_s or memory_bytes < 1 << 40
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])

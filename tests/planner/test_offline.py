@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from merakc.errors import ConfigError, CutError, PlanError
+from merakc.frontend.record import Recording, record
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.planner.offline import plan_offline
+from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.search import Request
 from merakc.planner.sources import load_source
+
+
+def test_no_size_of_batch_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def counted(*args: Any, **options: Any) -> Recording:
+        seen.append(options["repeated"])
+        return record(*args, **options)
+
+    monkeypatch.setattr("merakc.lowering.recording.record", counted)
+    recordings = Recordings(load_source("tests.small_source:small"), Request(2, 0), lambda _: None)
+    alone = {n: Recordings(recordings.source, Request(2, 0), lambda _: None)(n) for n in (2, 4)}
+    seen.clear()
+    for samples in (2, 4, 2, 1):
+        found = recordings(samples)
+        assert str(found.graph) == str(alone.get(samples, found).graph)
+    assert seen == [True, False, False, False]  # of 2, 4, 8 and 1 samples
 
 
 def test_each_degree_that_divides_the_batch_is_tried() -> None:

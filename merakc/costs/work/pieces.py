@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from merakc.analysis.aliases import is_view, view_roots
@@ -184,7 +184,7 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref
     return found
 
 
-def _kept(node: Node, specs: Mapping[Ref, TensorSpec], grads: set[Ref]) -> set[Ref]:
+def _kept(node: Node, specs: Mapping[Ref, TensorSpec], grads: Set[Ref]) -> set[Ref]:
     """The values that the backward of a node reads."""
     if node.op in KEEPS_NOTHING or node.op in COLLECTIVES or node.op in CONJUGATE:
         return set()

@@ -2,8 +2,8 @@
 fraction of the time.
 
 Two blocks are equal where one is the other with every value that it reads of itself, of the block
-before it, of its own parameters and of what is given to it alone moved on by one block. A run of equal blocks computes something
-else than one of them, but every block in it costs the same.
+before it, of its own parameters and of what is given to it alone moved on by one block. A run of
+equal blocks computes something else than one of them, but every block in it costs the same.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?=\.|$)")
 STATES = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
-def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tuple[int, ...]]:
-    """The graph with the first and the last alone of each run of equal blocks, and for how many
-    each part that is left stands: the first for all but the last.
+def shorten(
+    graph: Graph, starts: Sequence[tuple[str, int]], keep: int = 2
+) -> tuple[Graph, tuple[int, ...]]:
+    """The graph with `keep` of each run of equal blocks, the first ones and the last, and for how
+    many each part that is left stands: the one before the last for all that are gone.
 
     `starts` are the paths of the graph's parts, "" of what is no block, and their first nodes
     (`merakc.costs.work.pieces.part_starts`).
@@ -40,12 +42,13 @@ def shorten(graph: Graph, starts: Sequence[tuple[str, int]]) -> tuple[Graph, tup
     kept: list[int] = []
     counts: list[int] = []
     now: dict[str, str] = {}  # what stands in the place of a node that is gone
-    for first, *others in runs:
-        ends_run = others[-1:]  # its results are read by something else
-        kept += [first, *ends_run]
-        counts += [max(len(others), 1), *(1 for _ in ends_run)]
-        for k in others[:-1]:
-            now |= {n.name: m.name for n, m in zip(parts[k], parts[first], strict=True)}
+    for run in runs:
+        gone = run[keep - 1 : -1]  # the results of the last are read by something else
+        left = [k for k in run if k not in gone]
+        kept += left
+        counts += [1 + len(gone) * (j == keep - 2) for j in range(len(left))]
+        for k in gone:
+            now |= {n.name: m.name for n, m in zip(parts[k], parts[run[keep - 2]], strict=True)}
     if len(kept) == len(parts):
         return graph, tuple(counts)
 
@@ -134,20 +137,14 @@ class _Forms:
                 near = part - where
                 return (near, j, ref.index) if near in (0, 1) else ref
             item = self.inputs.get(ref.node)
-            if item is None or (
-                item.kind not in STATES and len(self.readers_of_input[ref.node]) > 1
-            ):
-                return ref
-            if item.kind in STATES:
+            if item is not None and item.kind in STATES:
                 return _NUMBER.sub("*", item.target), item.spec
+            if item is None or len(self.readers_of_input[ref.node]) > 1:
+                return ref
             return item.kind, given.setdefault(ref.node, len(given)), item.spec
 
-        return (
-            node.op,
-            _mapped(_unkeyed(node), relative),
-            _mapped(node.kwargs, relative),
-            node.outputs,
-        )
+        args, kwargs = _mapped(_unkeyed(node), relative), _mapped(node.kwargs, relative)
+        return node.op, args, kwargs, node.outputs
 
 
 def _unkeyed(node: Node) -> tuple[Any, ...]:

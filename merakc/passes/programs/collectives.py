@@ -107,8 +107,8 @@ def rough_touches(local: Graph) -> Touches:
 def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketSpec, ...]:
     """The buckets of a pipeline rank, from the stages' own forward graphs."""
     own = [s for s, holder in enumerate(plan.rank_of) if holder == rank]
-    specs = {i.target: i for s in own for i in parameters_in_order(local[s])}
-    names = dict.fromkeys(i.target for graph in local for i in parameters_in_order(graph))
+    specs = {i.target: i for s in own for i in local[s].told(parameters_in_order)}
+    names = dict.fromkeys(i.target for graph in local for i in graph.told(parameters_in_order))
     held = []
     for name in names:
         if name in specs:

@@ -52,6 +52,7 @@ class SpmdPartitioner:
         self.specs = graph.specs()
         self.grads = graph.grad_values()
         self.nodes: list[Node] = []
+        self.made: set[str] = set()  # the names of gathers and scatters
         self.constants: dict[str, torch.Tensor] = {}
         self.inputs: list[Input] = []
         self.now: dict[Ref, Ref] = {}  # values replaced by another
@@ -204,8 +205,9 @@ class SpmdPartitioner:
         order = torch.cat(index)
         in_order = torch.equal(order, torch.arange(len(order)))
         name = f"{ref.node}.{op}{dim}" if ref.index == 0 else f"{ref.node}.{ref.index}.{op}{dim}"
-        while any(name == n.name for n in self.nodes):  # scattered for several sequences
+        while name in self.made:  # scattered for several sequences
             name += "+"
+        self.made.add(name)
         if not in_order and op in SCATTERS:
             ref = self.pick(ref, spec, dim, f"{name}.ordered", order)
         shape = list(spec.shape)

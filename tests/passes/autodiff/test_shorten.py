@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +13,9 @@ from torch import Tensor, nn
 from merakc.costs.work.kernels import graph_work
 from merakc.costs.work.pieces import cut_pieces, part_starts
 from merakc.frontend.record import record
-from merakc.ir.graph import Graph
+from merakc.ir.graph import Graph, Ref
 from merakc.lowering.lowered import training_graph
-from merakc.passes.autodiff.shorten import shorten
+from merakc.passes.autodiff.shorten import graph_form, shorten
 
 LAYERS = 6
 
@@ -65,3 +67,26 @@ def test_blocks_that_are_unlike_or_read_from_afar_stay(kind: str) -> None:
     else:
         assert short is graph
         assert set(counts) == {1}
+
+
+@pytest.mark.parametrize("kind", ["plain", "shared"])
+def test_each_block_more_adds_what_a_block_costs(kind: str) -> None:
+    graph = graph_of(kind)
+    starts = part_starts(graph)
+    sizes = []
+    for keep in range(2, LAYERS):
+        short, counts = shorten(graph, starts, keep)
+        assert sum(counts) == len(starts)
+        sizes.append(len(short.nodes))
+    assert len({b - a for a, b in pairwise(sizes) if b - a}) == 1
+
+
+def test_graphs_of_one_form_differ_in_names_alone() -> None:
+    one, other = graph_of("plain"), graph_of("shared")
+    names = {Ref(n.name): Ref(f"{n.name}'") for n in one.nodes}
+    renamed = one.renamed(names)
+    nodes = tuple(replace(n, name=f"{n.name}'") for n in renamed.nodes)
+    renamed = replace(renamed, nodes=nodes)
+    assert graph_form(renamed) == graph_form(one)
+    assert graph_form(other)[0] != graph_form(one)[0]
+    assert len(set(graph_form(one)[1])) == len(one.inputs)
