@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from merakc.machines.cluster import Sharing
+from merakc.runtime.health.job import all_ranks
 
 REPEATS = 5
 SMALL_BYTES, LARGE_BYTES = 64, 1 << 22
@@ -34,6 +35,7 @@ def measure_link(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LINK_LATENCY_S, LINK_BYTES_PER_S
+    group = group or all_ranks()
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     large = torch.zeros(LARGE_BYTES // 4, device=device)
     small_s = _median_seconds(lambda: dist.all_reduce(small, group=group), device)
@@ -72,7 +74,7 @@ def measure_sharing() -> Sharing | None:
     linear. None where nothing is shared: with one rank on the machine.
     """
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, socket.gethostname())
+    dist.all_gather_object(everyone, socket.gethostname(), all_ranks())
     here = tuple(r for r, name in enumerate(everyone) if name == everyone[dist.get_rank()])
     cores = min(len(os.sched_getaffinity(0)), len(here))
     alone_s, together_s = (_work_seconds(here.index(dist.get_rank()) < n) for n in (1, cores))
@@ -95,16 +97,16 @@ def _work_seconds(works: bool) -> float:
         torch.add(vector, vector)
 
     work()
-    dist.barrier()
+    dist.barrier(all_ranks())
     own = _median_seconds(work, torch.device("cpu")) if works else None
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, own, all_ranks())
     return float(statistics.median(seconds for seconds in everyone if seconds is not None))
 
 
 def _slowest(times: Sequence[float], device: torch.device) -> list[float]:
     slowest = torch.tensor(times, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, all_ranks())
     found: list[float] = slowest.tolist()
     return found
 

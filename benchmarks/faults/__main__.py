@@ -35,7 +35,11 @@ def cells(kinds: list[str], layouts: list[str], trials: int) -> list[tuple[Kind,
 
 
 def run(
-    todo: list[tuple[Kind, str]], plans: dict[str, Path], timeout_s: float, seed: int, jobs: int
+    todo: list[tuple[Kind, str]],
+    plans: dict[str, Path],
+    limits: tuple[float, float],
+    seed: int,
+    jobs: int,
 ) -> list[Outcome]:
     """Runs the trials, so many at a time."""
     pick, found, running = random.Random(seed), list[Outcome](), list[Trial]()
@@ -46,7 +50,7 @@ def run(
             while waiting and len(running) < jobs:
                 kind, layout = waiting.pop(0)
                 shown.update(task, description=f"{kind.name}, {layout}")
-                running.append(Trial(kind, layout, plans[layout], timeout_s, pick))
+                running.append(Trial(kind, layout, plans[layout], *limits, pick))
             time.sleep(POLL_S)
             for trial in list(running):
                 outcome = trial.poll()
@@ -81,6 +85,7 @@ def main(
     timeout_s: Annotated[float, typer.Option(help="`timeout_s` of the ranks.")] = 3.0,
     kinds: Annotated[str, typer.Option(help="Names of faults, with commas between.")] = "",
     layouts: Annotated[str, typer.Option(help="Layouts, with commas between.")] = "",
+    slack_s: Annotated[float, typer.Option(help="Allowed beyond, on a busy machine.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the victims and moments.")] = 0,
     jobs: Annotated[int, typer.Option(help="Trials at a time.")] = 1,
     json_path: JsonPath = None,
@@ -98,7 +103,7 @@ def main(
             plans[layout] = Path(folder) / f"{layout.replace(' ', '')}.json"
             plans[layout].write_text(plan_of(layout))
         before = shared()
-        outcomes = run(todo, plans, timeout_s, seed, jobs)
+        outcomes = run(todo, plans, (timeout_s, slack_s), seed, jobs)
         left = leftovers(before)
     rows = table(outcomes)
     console.print(rich_table(rows))

@@ -155,7 +155,7 @@ class Job:
             try:
                 self.check()
             except MerakError as told:
-                raise told from error
+                raise told from None  # what gloo says names no rank
         self.here = replace(here, state=State.FAILED, text=text, doing=doing)
         if self.channel is not None:
             self.channel.post(self.here)
@@ -250,6 +250,8 @@ class Job:
             job = here()
             if job is not None and job.channel is not None and os.getpid() == job.process:
                 job.channel.say_dying(failure(error))
+                if not hasattr(sys, "ps1"):  # where somebody types, the process goes on
+                    job.close()
             before(kind, error, trace)
 
         sys.excepthook = hook
