@@ -156,7 +156,8 @@ class Trial:
             when_s, (kind, text) = rank.said.get("failed", (0.0, ("nothing", "")))
             found.texts[number] = f"{kind}: {text}"
             if kind not in (StuckError.__name__, MismatchError.__name__):
-                found.problems.append(f"rank {number} raised {kind}: {text[:300]}")
+                status = os.waitstatus_to_exitcode(rank.status)
+                found.problems.append(f"rank {number} raised {kind}: {text[:300]} (exit {status})")
             elif not _names(text, found.victim):
                 found.problems.append(f"rank {number} does not name rank {found.victim}: {text}")
             found.raised_s = max(found.raised_s, when_s - self.fault_s)
