@@ -140,6 +140,8 @@ class Judge:
 
     def _answer(self) -> None:
         """Tells ranks that asked that all others have come, and said the same."""
+        if self.fault is not None:
+            return
         wanted = {
             (call, scope) for (_, call), (_, scopes) in self.asked.items() for scope in scopes
         }
