@@ -77,9 +77,9 @@ class Job:
             self.agreed = message["agreed"]
             self.news.set()
         elif "pending" in message:
-            self.pending = message["pending"]
-            if self.here.call >= self.pending and self.channel is not None:
-                self.channel.post(self.status())
+            self.pending, channel = message["pending"], self.channel
+            if self.here.call >= self.pending and channel is not None:
+                channel.post(self.status())
         elif "fault" in message and self.fault is None:
             self.fault = Fault.read(message["fault"])
             self.news.set()
@@ -156,13 +156,16 @@ class Job:
     def _explain(self, text: str) -> None:
         """Waits for the judge's word on a failure of this rank; without one, blames what it can."""
         if self.fault is None and self.channel is not None:
-            self.news.clear()
             self.channel.post(self.here)
-            deadline_s = monotonic() + GRACE_S + WORD_S
-            while self.fault is None and monotonic() < deadline_s:
-                self.news.wait(deadline_s - monotonic())
-                self.news.clear()
+            self.wait_for_fault(GRACE_S + WORD_S)
         self._alone(text)
+
+    def wait_for_fault(self, limit_s: float) -> None:
+        """Waits so long for the judge's word."""
+        until_s = monotonic() + limit_s
+        while self.fault is None and (left_s := until_s - monotonic()) > 0:
+            self.news.wait(left_s)
+            self.news.clear()
 
     def _alone(self, text: str) -> None:
         """Without a word of rank 0's: it is that rank, if any."""
@@ -193,6 +196,7 @@ class Job:
             self.world = self.group(range(self.size), self.timeout_s)
         except RuntimeError as error:
             self.end(error)
+            raise
         # While it was made, that a rank was lost was seen by this time alone.
         _set_pg_timeout(timedelta(seconds=max(self.timeout_s, ALONE_S)), self.world)
 
@@ -308,7 +312,7 @@ def explained(error: RuntimeError) -> Exception:
     found = job()
     if found is None or not _is_of_a_wait(error):
         return error
-    found.news.wait(GRACE_S)
+    found.wait_for_fault(GRACE_S)
     return found.fault.error(found.rank, found.here, found.timeout_s) if found.fault else error
 
 
@@ -334,8 +338,8 @@ def call(
     if found is None or inside:
         yield
         return
-    found.begin(name, facts or {ALL: name}, prompt=prompt)
     try:
+        found.begin(name, facts or {ALL: name}, prompt=prompt)
         yield
     except BaseException as error:
         found.end(error)

@@ -165,6 +165,23 @@ def test_who_does_not_come_is_named_and_waited_for_aloud(monkeypatch: pytest.Mon
     assert text.startswith("rank 1 did not come to call 1, save, where rank 0 waits")
 
 
+def test_a_wait_that_is_broken_off_leaves_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "NOTICE_S", 0.2)
+
+    def run() -> jobs.State:
+        start_job(TIMEOUT_S)
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        else:
+            with pytest.raises(MerakWarning), call("save"):  # warnings are errors here
+                pass
+        found = job()
+        assert found is not None
+        return found.here.state
+
+    assert run_ranks(2, run)[0] is jobs.State.FAILED
+
+
 def test_a_rank_that_never_joins_is_named() -> None:
     def run() -> str:
         if dist.get_rank() == 1:
