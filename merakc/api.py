@@ -312,9 +312,9 @@ def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int
     if compile:
         check_compiler(device)
     world = start_distributed(device, timeout_s)
-    start_job(timeout_s)
     atexit.unregister(_release_groups)  # once, and before the process group goes
     atexit.register(_release_groups)
+    start_job(timeout_s)  # and says goodbye before that
     return world, Fuser(device) if compile else None
 
 

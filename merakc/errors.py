@@ -90,7 +90,7 @@ class NonfiniteError(MerakError):
 
 
 class StuckError(MerakError):
-    """A rank that waited for a message longer than allowed, or whose peer has gone."""
+    """A rank that waited for others, of which one is lost, has stopped or does not come."""
 
 
 class MerakWarning(UserWarning):

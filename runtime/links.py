@@ -35,6 +35,7 @@ def measure_link(
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LINK_LATENCY_S, LINK_BYTES_PER_S
+    group = group or all_ranks()
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     large = torch.zeros(LARGE_BYTES // 4, device=device)
     small_s = _median_seconds(lambda: dist.all_reduce(small, group=group), device)

@@ -35,18 +35,25 @@ def cells(kinds: list[str], layouts: list[str], trials: int) -> list[tuple[Kind,
 
 
 def run(
-    todo: list[tuple[Kind, str]], plans: dict[str, Path], timeout_s: float, seed: int, jobs: int
+    todo: list[tuple[Kind, str]],
+    plans: dict[str, Path],
+    limits: tuple[float, float],
+    seed: int,
+    jobs: int,
+    minutes: float,
 ) -> list[Outcome]:
     """Runs the trials, so many at a time."""
     pick, found, running = random.Random(seed), list[Outcome](), list[Trial]()
     with bar(console) as shown:
         task = shown.add_task("", total=len(todo))
-        waiting = list(todo)
+        waiting, start_s = list(todo), time.monotonic()
         while waiting or running:
+            if time.monotonic() > start_s + 60 * minutes:
+                waiting.clear()
             while waiting and len(running) < jobs:
                 kind, layout = waiting.pop(0)
                 shown.update(task, description=f"{kind.name}, {layout}")
-                running.append(Trial(kind, layout, plans[layout], timeout_s, pick))
+                running.append(Trial(kind, layout, plans[layout], *limits, pick))
             time.sleep(POLL_S)
             for trial in list(running):
                 outcome = trial.poll()
@@ -81,8 +88,10 @@ def main(
     timeout_s: Annotated[float, typer.Option(help="`timeout_s` of the ranks.")] = 3.0,
     kinds: Annotated[str, typer.Option(help="Names of faults, with commas between.")] = "",
     layouts: Annotated[str, typer.Option(help="Layouts, with commas between.")] = "",
+    slack_s: Annotated[float, typer.Option(help="Allowed beyond, on a busy machine.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the victims and moments.")] = 0,
     jobs: Annotated[int, typer.Option(help="Trials at a time.")] = 1,
+    minutes: Annotated[float, typer.Option(help="No trial begins later.")] = 60.0,
     json_path: JsonPath = None,
     doc: DocPath = None,
 ) -> None:
@@ -98,7 +107,7 @@ def main(
             plans[layout] = Path(folder) / f"{layout.replace(' ', '')}.json"
             plans[layout].write_text(plan_of(layout))
         before = shared()
-        outcomes = run(todo, plans, timeout_s, seed, jobs)
+        outcomes = run(todo, plans, (timeout_s, slack_s), seed, jobs, minutes)
         left = leftovers(before)
     rows = table(outcomes)
     console.print(rich_table(rows))

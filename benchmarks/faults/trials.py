@@ -76,9 +76,10 @@ class Trial:
     """A trial that runs; `poll` it until it gives an outcome."""
 
     def __init__(
-        self, kind: Kind, layout: str, plan: Path, timeout_s: float, pick: random.Random
-    ) -> None:
-        self.kind, self.timeout_s = kind, timeout_s
+        self, kind: Kind, layout: str, plan: Path, timeout_s: float, slack_s: float,
+        pick: random.Random,
+    ) -> None:  # fmt: skip
+        self.kind, self.timeout_s, self.slack_s = kind, timeout_s, slack_s
         self.outcome = Outcome(kind.name, layout, pick_victim(kind, layout, pick))
         self.delay_s, at_step = pick.uniform(0.0, MOMENTS_S), pick.randrange(30)
         degrees = LAYOUTS[layout]
@@ -93,7 +94,7 @@ class Trial:
     @property
     def limit_s(self) -> float:
         """How long after the fault all must have ended."""
-        return self.timeout_s + BEYOND_S if self._is_slow else LOST_S
+        return self.slack_s + (self.timeout_s + BEYOND_S if self._is_slow else LOST_S)
 
     @property
     def _is_slow(self) -> bool:
@@ -155,7 +156,8 @@ class Trial:
             when_s, (kind, text) = rank.said.get("failed", (0.0, ("nothing", "")))
             found.texts[number] = f"{kind}: {text}"
             if kind not in (StuckError.__name__, MismatchError.__name__):
-                found.problems.append(f"rank {number} raised {kind}: {text[:300]}")
+                status = os.waitstatus_to_exitcode(rank.status)
+                found.problems.append(f"rank {number} raised {kind}: {text[:300]} (exit {status})")
             elif not _names(text, found.victim):
                 found.problems.append(f"rank {number} does not name rank {found.victim}: {text}")
             found.raised_s = max(found.raised_s, when_s - self.fault_s)
@@ -180,8 +182,10 @@ class Trial:
 
 
 def _names(text: str, victim: int) -> bool:
-    """Whether an error names a rank as the one to look at."""
-    return bool(re.match(rf"ranks? {victim}\b", text)) or f"rank {victim} is in" in text
+    """Whether an error names a rank as the one to look at, or says what is otherwise on it."""
+    named = re.match(r"ranks? ([\d, ]+)", text)
+    first = named is not None and str(victim) in re.findall(r"\d+", named[1])
+    return first or re.search(rf"on rank {victim}\b", text) is not None
 
 
 def shared() -> set[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric, all_gather_seconds, all_reduce_seconds, shard_group
 from merakc.costs.streams import Streams
-from merakc.ir.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.ir.program import CollectiveKind
 from merakc.ir.state import StateShards
 

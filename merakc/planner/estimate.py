@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.device import Place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections

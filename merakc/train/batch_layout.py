@@ -59,7 +59,8 @@ def _read_otherwise(
         seen = [found.get(name) for found in everyone]
         if len({place and place[1] for place in seen}) > 1:
             each = ", ".join(
-                f"{place[0]} with dim {place[1]}" if place else "nothing" for place in seen
+                f"{f'{place[0]} with dim {place[1]}' if place else 'nothing'} on rank {rank}"
+                for rank, place in zip(dist.get_process_group_ranks(group), seen, strict=True)
             )
             told.append(f"'{name}' is {each}")
     return MismatchError(

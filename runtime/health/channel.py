@@ -12,8 +12,8 @@ import secrets
 import selectors
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -21,10 +21,9 @@ from merakc.runtime.health.facts import Fault, Status
 from merakc.runtime.health.judge import Judge, Message, silence
 
 TICK_S = 0.5
-CONNECT_S = 3.0
 # A thread that came so much later to its next beat stood still, with its process.
 PAUSED_S = 2.0
-_WELCOME = b'"welcome"\n'
+WELCOME = b'"welcome"\n'
 
 Handle = Callable[[Message], None]
 
@@ -358,37 +357,3 @@ class Client(Channel):
 def told(status: Status) -> Message:
     """A status as it is sent."""
     return {name: getattr(status, name) for name in Status.__slots__}
-
-
-def listen() -> socket.socket:
-    """Where rank 0 waits for the others; on any address, at a port that is free."""
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", 0))
-
-
-def addresses() -> list[str]:
-    """What this machine may be reached by from others, the likeliest first."""
-    found = []
-    for target in (os.environ.get("MASTER_ADDR", ""), "192.0.2.1"):  # of no machine: RFC 5737
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            if target:
-                sock.connect((target, 9))  # sends nothing, and chooses an interface
-                found.append(sock.getsockname()[0])
-    with suppress(OSError):
-        host = socket.gethostname()
-        found += [i[4][0] for i in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    return list(dict.fromkeys(str(a) for a in found if str(a) != "127.0.0.1"))
-
-
-def connect(places: Sequence[str], port: int, token: str, rank: int) -> Line | None:
-    """A line to rank 0, by the first of its addresses at which it answers; None if it does not."""
-    for place in places:
-        with suppress(OSError), ExitStack() as stack:
-            sock = stack.enter_context(socket.create_connection((place, port), CONNECT_S))
-            sock.sendall(json.dumps({"token": token, "rank": rank}).encode() + b"\n")
-            if sock.recv(len(_WELCOME), socket.MSG_WAITALL) == _WELCOME:
-                stack.pop_all()
-                return Line(sock)
-    return None

@@ -11,35 +11,28 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
-import secrets
 import sys
 import threading
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
 
 from merakc.errors import MerakError, MerakWarning, StuckError, failure
-from merakc.runtime.health.channel import (
-    Channel,
-    Client,
-    Hub,
-    addresses,
-    connect,
-    listen,
-)
+from merakc.runtime.health.channel import Channel, Client, Hub
 from merakc.runtime.health.facts import ALL, Expected, Fault, State, Status
-from merakc.runtime.health.judge import GRACE_S, Judge, Message
+from merakc.runtime.health.judge import GRACE_S, Message
+from merakc.runtime.health.meeting import meet
 from merakc.runtime.health.sockets import Connections
 
 TIMEOUT_S = 600.0
@@ -69,7 +62,7 @@ class Job:
         self.news = threading.Event()
         self.expected: dict[str, Expected] = defaultdict(Expected)
         self.connections = Connections()
-        self.world = self.group(range(self.size), timeout_s)
+        self.world: dist.ProcessGroup | None = None
 
     # ------------------------------------------------------------------ for the channel's thread
 
@@ -84,9 +77,9 @@ class Job:
             self.agreed = message["agreed"]
             self.news.set()
         elif "pending" in message:
-            self.pending = message["pending"]
-            if self.here.call >= self.pending and self.channel is not None:
-                self.channel.post(self.status())
+            self.pending, channel = message["pending"], self.channel
+            if self.here.call >= self.pending and channel is not None:
+                channel.post(self.status())
         elif "fault" in message and self.fault is None:
             self.fault = Fault.read(message["fault"])
             self.news.set()
@@ -155,7 +148,7 @@ class Job:
             try:
                 self.check()
             except MerakError as told:
-                raise told from error
+                raise told from None  # what gloo says names no rank
         self.here = replace(here, state=State.FAILED, text=text, doing=doing)
         if self.channel is not None:
             self.channel.post(self.here)
@@ -163,13 +156,16 @@ class Job:
     def _explain(self, text: str) -> None:
         """Waits for the judge's word on a failure of this rank; without one, blames what it can."""
         if self.fault is None and self.channel is not None:
-            self.news.clear()
             self.channel.post(self.here)
-            deadline_s = monotonic() + GRACE_S + WORD_S
-            while self.fault is None and monotonic() < deadline_s:
-                self.news.wait(deadline_s - monotonic())
-                self.news.clear()
+            self.wait_for_fault(GRACE_S + WORD_S)
         self._alone(text)
+
+    def wait_for_fault(self, limit_s: float) -> None:
+        """Waits so long for the judge's word."""
+        until_s = monotonic() + limit_s
+        while self.fault is None and (left_s := until_s - monotonic()) > 0:
+            self.news.wait(left_s)
+            self.news.clear()
 
     def _alone(self, text: str) -> None:
         """Without a word of rank 0's: it is that rank, if any."""
@@ -192,37 +188,16 @@ class Job:
         make = partial(dist.new_group, list(ranks), timedelta(seconds=timeout_s), backend)
         return self.connections.made(make)
 
-    def join(self) -> None:
-        """Connects the ranks with each other; collective. Where that fails, all go on without."""
+    def join(self, store: Store) -> None:
+        """Connects the ranks with each other, and makes the group of all; all at once."""
         of_channel = self.status, self.handle, self.over
-        found: list[Any] = [None]
-        if self.rank == 0:
-            listener, token = listen(), secrets.token_hex(16)
-            judge = Judge(self.size, self.timeout_s, monotonic)
-            self.channel = Hub(listener, token, judge, *of_channel)
-            self.channel.start()
-            found = [(_machine(), addresses(), listener.getsockname()[1], token)]
-        dist.broadcast_object_list(found, 0, self.world)
-        machine, places, port, token = found[0]
-        if self.rank:
-            near = ["127.0.0.1"] if machine == _machine() else []
-            line = connect([*near, *places], port, token, self.rank)
-            if line is not None:
-                self.channel = Client(line, self.rank, self.timeout_s, *of_channel)
-        everyone = [False] * self.size
-        dist.all_gather_object(everyone, self.channel is not None, self.world)
-        if not all(everyone):
-            self.close()
-            if self.rank == 0:
-                lost = [r for r, here in enumerate(everyone) if not here]
-                warnings.warn(
-                    f"ranks {lost} do not reach rank 0 at {places}, port {port}: that a rank is "
-                    f"lost is seen after timeout_s={self.timeout_s:g} only, and not which",
-                    MerakWarning, stacklevel=5,
-                )  # fmt: skip
-        elif isinstance(self.channel, Client):
-            self.channel.start()
-        # Until here a rank that was lost is seen by this alone.
+        self.channel = meet(store, self.rank, self.size, self.timeout_s, *of_channel)
+        try:
+            self.world = self.group(range(self.size), self.timeout_s)
+        except RuntimeError as error:
+            self.end(error)
+            raise
+        # While it was made, that a rank was lost was seen by this time alone.
         _set_pg_timeout(timedelta(seconds=max(self.timeout_s, ALONE_S)), self.world)
 
     def close(self) -> None:
@@ -250,6 +225,8 @@ class Job:
             job = here()
             if job is not None and job.channel is not None and os.getpid() == job.process:
                 job.channel.say_dying(failure(error))
+                if not hasattr(sys, "ps1"):  # where somebody types, the process goes on
+                    job.close()
             before(kind, error, trace)
 
         sys.excepthook = hook
@@ -266,14 +243,6 @@ def _is_of_a_wait(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
-
-
-def _machine() -> str:
-    """What tells machines apart."""
-    boot = ""
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    return f"{os.uname().nodename} {boot}"
 
 
 _jobs: list[Job] = []
@@ -309,34 +278,16 @@ def start_job(timeout_s: float) -> None:
         elif isinstance(found.channel, Client):
             found.channel.timeout_s = timeout_s
         return
-    _meet(timeout_s)
+    whole = _get_default_store()
+    turn = whole.add(f"merakc {dist.get_rank()}", 1)  # of the jobs that used this store
+    found = Job(timeout_s)
     try:
-        found = Job(timeout_s)
-        found.join()
-    except RuntimeError as error:
-        raise StuckError(
-            f"a rank was lost while all {dist.get_world_size()} met in auto_parallel, before they "
-            f"could say which (timeout_s={timeout_s:g}): {failure(error)}"
-        ) from error
+        found.join(PrefixStore(f"merakc {turn}", whole))
+    except BaseException:
+        found.close()
+        raise
     found.watch_exit()
     _jobs.append(found)
-
-
-def _meet(timeout_s: float) -> None:
-    """Waits until all ranks are here, by the store of the process group."""
-    store, size, whole = _get_default_store(), dist.get_world_size(), dist.group.WORLD
-    assert whole is not None
-    keys = [f"merakc/{whole.group_name}/{rank}" for rank in range(size)]
-    store.set(keys[dist.get_rank()], "here")
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        absent = [r for r, key in enumerate(keys) if not store.check([key])]
-        names = "rank " + ", ".join(map(str, absent))
-        raise StuckError(
-            f"{names} did not come to auto_parallel within timeout_s={timeout_s:g} s, where rank "
-            f"{dist.get_rank()} waits; every rank must call it"
-        ) from error
 
 
 def new_group(
@@ -361,7 +312,7 @@ def explained(error: RuntimeError) -> Exception:
     found = job()
     if found is None or not _is_of_a_wait(error):
         return error
-    found.news.wait(GRACE_S)
+    found.wait_for_fault(GRACE_S)
     return found.fault.error(found.rank, found.here, found.timeout_s) if found.fault else error
 
 
@@ -387,8 +338,8 @@ def call(
     if found is None or inside:
         yield
         return
-    found.begin(name, facts or {ALL: name}, prompt=prompt)
     try:
+        found.begin(name, facts or {ALL: name}, prompt=prompt)
         yield
     except BaseException as error:
         found.end(error)

@@ -48,6 +48,7 @@ class Judge:
         self.fault: Fault | None = None
         self.said: dict[int, dict[str, dict[int, str]]] = {}  # by call, scope and rank
         self.asked: dict[tuple[int, int], tuple[float, tuple[str, ...]]] = {}  # by rank and call
+        self.wanted: set[tuple[int, str]] = set()  # calls and scopes in them that are asked for
         self.told: set[tuple[int, int]] = set()  # of which the ranks that are late were asked
         self.out: list[tuple[int, Message]] = []
 
@@ -66,6 +67,7 @@ class Judge:
             return
         if status.asks:
             self.asked.setdefault((rank, status.call), (now, status.asks))
+            self.wanted.update((status.call, scope) for scope in status.asks)
         if before.call != status.call:
             self._compare(rank, status)
         self._answer()
@@ -134,20 +136,25 @@ class Judge:
         members = range(len(self.seen)) if scope == ALL else map(int, scope.split(","))
         return [r for r in members if r not in came and self.seen[r].status.call <= call]
 
-    def _have_come(self, call: int, scope: str) -> bool:
-        came = self.said.get(call, {}).get(scope, {})
-        return len(came) == len(self.seen) or not self._late(call, scope)
-
-    def _answer(self) -> None:
-        """Tells ranks that asked that all others have come, and said the same."""
-        wanted = {
-            (call, scope) for (_, call), (_, scopes) in self.asked.items() for scope in scopes
-        }
-        come = {key for key in wanted if self._have_come(*key)}
+    def _answer(self, *, thorough: bool = False) -> None:
+        """Tells ranks that asked that all others have come, and said the same. Where it is not
+        `thorough`, ranks that were never heard of at a call that is behind them are waited for.
+        """
+        if self.fault is not None:
+            return
+        come = {key for key in self.wanted if self._have_come(*key, thorough=thorough)}
+        if not come:
+            return
         for (rank, call), (_, scopes) in list(self.asked.items()):
-            if all((call, scope) in come for scope in scopes):
+            if not any((call, s) in self.wanted and (call, s) not in come for s in scopes):
                 del self.asked[rank, call]
                 self.out.append((rank, {"agreed": call}))
+        self.wanted -= come
+
+    def _have_come(self, call: int, scope: str, *, thorough: bool) -> bool:
+        members = len(self.seen) if scope == ALL else 1 + scope.count(",")
+        came = len(self.said.get(call, {}).get(scope, {}))
+        return came == members or (thorough and not self._late(call, scope))
 
     # ------------------------------------------------------------------ what time brings
 
@@ -168,7 +175,7 @@ class Judge:
                 for late in {r for scope in scopes for r in self._late(call, scope)}:
                     self.out.append((late, {"pending": call}))
         self.told &= self.asked.keys()
-        self._answer()
+        self._answer(thorough=True)
         waiting = {
             r: seen.status.call
             for r, seen in enumerate(self.seen)

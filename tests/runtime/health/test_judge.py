@@ -176,6 +176,15 @@ def test_a_rank_that_is_elsewhere_is_a_mismatch_at_once(job: Job) -> None:
     )
 
 
+def test_where_ranks_differ_nobody_is_told_to_go_on(job: Job) -> None:
+    job.say(0, 8, "full_state_dict", asks=(ALL,))
+    job.say(1, 8, "full_state_dict")
+    assert not job.answers()
+    job.say(2, 8)
+    assert job.judge.fault is not None
+    assert not job.answers()
+
+
 def test_of_two_that_both_ask_none_is_the_odd_one() -> None:
     job = Job(2)
     job.say(0, 1, "save", asks=(ALL,))
