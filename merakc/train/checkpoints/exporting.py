@@ -44,8 +44,9 @@ def export(
     together(lambda: bool(made()))
     extras = [{"scheduler": [], "extra": None}]
     run = {"parameters": parameter_names(model), "optimizers": [], "extras": extras}
-    writer = Writer(folder, run, _configs(model, dtype), max_shard_bytes, dtype)
-    write(made(), writer, None, None)
+    floating = (t.dtype for t in made().values() if t.is_floating_point())
+    configs = _configs(model, dtype or next(floating, None))
+    write(made(), Writer(folder, run, configs, max_shard_bytes, dtype), None, None)
     return folder
 
 
