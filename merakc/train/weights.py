@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -20,7 +22,7 @@ from merakc.runtime.groups import Groups, together
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
-from merakc.train.checkpoints.weight_files import WeightFiles
+from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.initial import initialise, replace_tensors
 from merakc.train.parts import Digests, Parts, unlike
 from merakc.train.places import register_places
@@ -74,7 +76,7 @@ def whole(shape: tuple[int, ...]) -> Layout:
     return Layout(tuple((DimFactor(size),) for size in shape))
 
 
-def check_has_weights(model: nn.Module) -> None:
+def _check_has_weights(model: nn.Module) -> None:
     """Raises `ConfigError` for a model whose weights an earlier `auto_parallel` took over."""
     for name, module in model.named_modules():
         own = (t for of in (module.parameters, module.buffers) for t in of(recurse=False))
@@ -84,6 +86,18 @@ def check_has_weights(model: nn.Module) -> None:
                 f"{where} ({type(module).__name__}) was given to auto_parallel before, which took "
                 "its weights over: use what auto_parallel returned then, or build the model again"
             )
+
+
+def opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
+    """The files that weights are read from; None for a model that has them. Every rank must call
+    it. Raises `CheckpointError` as `open_weights` does, and `ConfigError` for neither.
+    """
+    if weights is None:
+        _check_has_weights(model)
+        return None
+    found = cache(lambda: open_weights(weights, model))
+    together(lambda: bool(found()))
+    return found()
 
 
 def allocate(
