@@ -15,7 +15,7 @@ from torch import nn
 from merakc.errors import ConfigError, MerakWarning, MismatchError
 from merakc.ir.buckets import Held, parameters_in_order, plan_buckets
 from merakc.ir.graph import InputKind, OutputKind, Ref
-from merakc.ir.layout import DimFactor, Layout, parse_layout
+from merakc.ir.layout import parse_layout, whole_layout
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
 from merakc.runtime.groups import Groups, together
@@ -54,7 +54,7 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     found: dict[str, Placement] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         split = lowered.plan.splits.get(name)
-        planned = parse_layout(split) if split else whole(tuple(tensor.shape))
+        planned = parse_layout(split) if split else whole_layout(tensor.shape)
         held = holders.get(name, {homes.get(name.rpartition(".")[0], len(stages) - 1)})
         held = set(range(len(stages))) if name in everywhere else held
         dtype = tensor.dtype
@@ -69,11 +69,6 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
             tensor.requires_grad,
         )
     return found
-
-
-def whole(shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor that is not split."""
-    return Layout(tuple((DimFactor(size),) for size in shape))
 
 
 def _check_has_weights(model: nn.Module) -> None:
