@@ -57,13 +57,13 @@ from merakc.runtime.health.job import TIMEOUT_S, call, start_job
 from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
-from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
+from merakc.train.checkpoints.weight_files import WeightFiles
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
 from merakc.train.steps import Steps
 from merakc.train.trials import shared_cores
-from merakc.train.weights import allocate, check_has_weights, find_placements, take_over
+from merakc.train.weights import allocate, find_placements, opened, take_over
 from merakc.version import __version__
 
 _living: WeakSet[Steps] = WeakSet()
@@ -133,7 +133,7 @@ def auto_parallel(
     check_on_nonfinite(on_nonfinite)
     open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile, timeout_s)
-    files = _opened(model, weights)
+    files = opened(model, weights)
     given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
     rest = state_shards, parse_precision(precision), overlap, None, couplings
     request = Request(*given, *rest, parse_batch_dims(batch_dims))
@@ -270,16 +270,6 @@ def _build(
         header = make_header(steps, simulation, made.machines, measured=measured)
         book = Bookkeeper(ledger or "", steps, header)
     return ParallelModel(steps, recording.aliases, simulation, book)
-
-
-def _opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
-    """The files that weights are read from, if they are; collective."""
-    if weights is None:
-        check_has_weights(model)
-        return None
-    opened = cache(lambda: open_weights(weights, model))
-    together(lambda: bool(opened()))
-    return opened()
 
 
 def _warn_of_opaque(plan: Plan) -> None:

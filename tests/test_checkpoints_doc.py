@@ -10,9 +10,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+import torch
+import transformers
 
 from merakc.cli.app import app
 
@@ -20,7 +23,7 @@ from typer.testing import CliRunner  # isort: skip
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
-_, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+_, START, SCRIPT = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 COMMANDS = re.findall(r"^merakc checkpoint .*$", PAGE, re.MULTILINE)
 LINE = re.compile(r"step (\d+) on (\d) ranks: loss ([\d.]+)")
 
@@ -95,6 +98,24 @@ def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path) -> None:
     assert found.keys() == wanted.keys()
     assert list(found.values()) == pytest.approx([wanted[k] for k in found], abs=2e-4)
     _commands(tmp_path / "alone")
+
+
+def test_a_model_starts_from_files(tmp_path: Path) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+    (tmp_path / "train.py").write_text(START)
+    command = [sys.executable, "train.py"]
+    subprocess.run(command, cwd=tmp_path, env=_environment(), capture_output=True, check=True)
+    read: Any = transformers.AutoModelForCausalLM.from_pretrained
+    base, tuned = read(tmp_path / "base"), read(tmp_path / "tuned", dtype="auto")
+    assert tuned.dtype == torch.bfloat16
+    for name, value in tuned.state_dict().items():
+        moved = not torch.equal(value, base.state_dict()[name].bfloat16())
+        assert moved or value.dim() < 2, name  # a step is less than the last bit of a 1
+        torch.testing.assert_close(value.float(), base.state_dict()[name], rtol=0.02, atol=2e-3)
 
 
 def _commands(folder: Path) -> None:

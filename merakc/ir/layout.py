@@ -105,6 +105,11 @@ class Layout:
         return " x ".join(map(_dim_text, self.dims))
 
 
+def whole_layout(shape: Sequence[int]) -> Layout:
+    """The layout of a tensor that is not split."""
+    return Layout(tuple((DimFactor(size),) for size in shape))
+
+
 def parse_layout(text: str) -> Layout:
     """The inverse of `str(layout)`; the text of a scalar is empty."""
     if not text:

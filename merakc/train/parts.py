@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from merakc.ir.boxes import Box
-from merakc.ir.layout import DimFactor, Layout
+from merakc.ir.layout import whole_layout
 from merakc.runtime.groups import Groups, together
 from merakc.runtime.part import Place, place_of
 from merakc.runtime.state import Placement
@@ -31,7 +31,10 @@ class Parts:
     ) -> None:
         self.state, self.taken = state, set[str]()
         self.digests: Digests = {}
-        self.own = {name: place_of(t) or _whole(name, t) for name, t in state.items()}
+        self.own = {
+            name: place_of(t) or Place(name, whole_layout(t.shape), 1, 0, 0, t.numel())
+            for name, t in state.items()
+        }
         self.others: dict[str, list[Place]] = {}
         self.is_alone = groups.mesh.world_size == 1
         if not self.is_alone:
@@ -110,11 +113,6 @@ def _assigned(everyone: Sequence[Mapping[str, Part]], rank: int) -> list[tuple[s
             if chosen == rank:
                 found.append((name, part))
     return found
-
-
-def _whole(name: str, tensor: torch.Tensor) -> Place:
-    layout = Layout(tuple((DimFactor(size),) for size in tensor.shape))
-    return Place(name, layout, 1, 0, 0, tensor.numel())
 
 
 def _part(place: Place) -> Part:

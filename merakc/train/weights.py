@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.errors import ConfigError, MerakWarning, MismatchError
 from merakc.ir.graph import InputKind, OutputKind, Ref
-from merakc.ir.layout import DimFactor, Layout, parse_layout
+from merakc.ir.layout import parse_layout, whole_layout
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
 from merakc.runtime.groups import Groups, together
@@ -21,7 +23,7 @@ from merakc.runtime.health.job import all_ranks
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
-from merakc.train.checkpoints.weight_files import WeightFiles
+from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.initial import initialise, replace_tensors
 from merakc.train.parameters.places import register_places
 from merakc.train.parts import Digests, Parts, unlike
@@ -53,7 +55,7 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     found: dict[str, Placement] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         split = lowered.plan.splits.get(name)
-        planned = parse_layout(split) if split else whole(tuple(tensor.shape))
+        planned = parse_layout(split) if split else whole_layout(tensor.shape)
         held = holders.get(name, {homes.get(name.rpartition(".")[0], len(stages) - 1)})
         held = set(range(len(stages))) if name in everywhere else held
         dtype = tensor.dtype
@@ -70,12 +72,7 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     return found
 
 
-def whole(shape: tuple[int, ...]) -> Layout:
-    """The layout of a tensor that is not split."""
-    return Layout(tuple((DimFactor(size),) for size in shape))
-
-
-def check_has_weights(model: nn.Module) -> None:
+def _check_has_weights(model: nn.Module) -> None:
     """Raises `ConfigError` for a model whose weights an earlier `auto_parallel` took over."""
     for name, module in model.named_modules():
         own = (t for of in (module.parameters, module.buffers) for t in of(recurse=False))
@@ -85,6 +82,18 @@ def check_has_weights(model: nn.Module) -> None:
                 f"{where} ({type(module).__name__}) was given to auto_parallel before, which took "
                 "its weights over: use what auto_parallel returned then, or build the model again"
             )
+
+
+def opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
+    """The files that weights are read from; None for a model that has them. Every rank must call
+    it. Raises `CheckpointError` as `open_weights` does, and `ConfigError` for neither.
+    """
+    if weights is None:
+        _check_has_weights(model)
+        return None
+    found = cache(lambda: open_weights(weights, model))
+    together(lambda: bool(found()))
+    return found()
 
 
 def allocate(

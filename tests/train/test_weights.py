@@ -13,7 +13,7 @@ import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError, MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.initial import initialise, replace_tensors
+from merakc.train.initial import initialise
 from tests.battery.small_models import WIDTH, Tensors, Words, build, parallel, part, warm_up, words
 
 
@@ -76,48 +76,6 @@ def test_meta_models_are_initialised_alike_on_every_layout(make: Callable[[], nn
         assert full.keys() == wanted.keys()
         for name, value in wanted.items():
             assert torch.equal(full[name], value), (layout, name)
-
-
-def test_meta_weights_are_the_models_own() -> None:
-    # Its modules' initialisers, in their order: what building it on the CPU does.
-    ours = meta(lambda: nn.Sequential(nn.Linear(4, 5), nn.Conv2d(2, 3, 3), nn.Embedding(6, 7)))
-    initialise(ours, seed=7)
-    torch.manual_seed(7)
-    plain = nn.Sequential(nn.Linear(4, 5), nn.Conv2d(2, 3, 3), nn.Embedding(6, 7))
-    for name, value in plain.state_dict().items():
-        assert torch.equal(ours.state_dict()[name], value)
-    model = meta(llama)
-    initialise(model, seed=7)
-    assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.05, rel=0.05)
-    assert torch.equal(model.model.norm.weight, torch.ones(64))
-    stock = llama()
-    assert torch.equal(model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_what_cannot_be_initialised() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(3))
-
-    with pytest.raises(ConfigError, match=r"module '1' \(Own\).*no reset_parameters"):
-        initialise(meta(lambda: nn.Sequential(nn.Linear(2, 2), Own())), 0)
-    with pytest.raises(ConfigError, match=r"parameter '1\.weight' is on cpu"):
-        initialise(nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)), 0)
-
-
-def test_replacing_keeps_ties_kinds_and_frozen_parameters() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2), "c": nn.BatchNorm1d(2)})
-    model["b"].weight = model["a"].weight
-    model["a"].bias.requires_grad_(False)
-    replace_tensors(model, lambda _, tensor: torch.full_like(tensor, 3))
-    assert model["b"].weight is model["a"].weight
-    assert isinstance(model["a"].weight, nn.Parameter)
-    assert not model["a"].bias.requires_grad
-    assert model["b"].bias.requires_grad
-    assert not isinstance(model["c"].running_mean, nn.Parameter)
-    assert {v.unique().item() for v in model.state_dict().values()} == {3}
 
 
 def differently_seeded(layout: dict[str, int]) -> Tensors:

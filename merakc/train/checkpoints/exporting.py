@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,10 +43,11 @@ def export(
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes}: a file has bytes; give more")
     folder, made = Path(folder).absolute(), cache(lambda: weights_of(model))
     together(lambda: bool(made()))
-    extras = [{"scheduler": [], "extra": None}]
+    extras: list[Any] = [{"scheduler": [], "extra": None}]
     run = {"parameters": parameter_names(model), "optimizers": [], "extras": extras}
-    writer = Writer(folder, run, _configs(model, dtype), max_shard_bytes, dtype)
-    write(made(), writer, None, None)
+    floating = (t.dtype for t in made().values() if t.is_floating_point())
+    configs = _configs(model, dtype or next(floating, None))
+    write(made(), Writer(folder, run, configs, max_shard_bytes, dtype), None, None)
     return folder
 
 
