@@ -37,7 +37,7 @@ MOST_S, MOST_BYTES = 5.0, 500 * 10**6
 # that makes its reader wait for something takes no time of the processor.
 WORKING_S, WAITING_S = 60.0, 200.0
 # Commands refuse what the reader refuses; a few show that they tell of it.
-TOLD_EVERY, SLOW_EVERY = 20, 4
+TOLD_EVERY, SLOW_EVERY = 20, 16
 REFUSED, TAKEN = "refused", "taken for what it says"
 
 
@@ -159,6 +159,7 @@ def fuzz(count: int, seed: int, console: Console) -> dict[str, Found]:
                     if fault:
                         own.faults.append(f"{kind.name} {seed * count + number}: {fault}")
                     progress.advance(bar)
+                progress.print(f"{kind.name}: {own.outcomes.total():,}, {len(own.faults)} faults")
         worker.close()
     return found
 

@@ -67,7 +67,7 @@ def small() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 class Subject:
     """A kind of file. `texts` are sound ones, `sign` makes checksums anew; `means` reads a file and
     says of which value it is, `said` what value its text says; `commands` read it too where it
-    is taken, and of every 20th that is refused; `slow` ones of every fourth that is.
+    is taken, and of every 20th that is refused; `slow` ones of every 16th.
     """
 
     name: str

@@ -42,6 +42,7 @@ from merakc.passes.stages.stage import (
 from merakc.schedules.planned import planned_schedule
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.text import parse_schedule
+from merakc.simulation.collective_faults import verify_uses
 from merakc.version import __version__
 
 
@@ -128,11 +129,12 @@ class Lowered:
         """Programs with their collectives over dp.
 
         Without the `touches` of the stages' own pieces, rough ones are used; `buckets` are those of
-        the Programs' one pipeline rank, where they are known.
+        the Programs' one pipeline rank, where they are known. With both, Programs are to be run:
+        `ProgramError` is raised where a collective does not stand where the pieces want it.
         """
         if self.plan.dp == 1:
             return tuple(programs)
-        local = self.stages.local
+        local, is_run = self.stages.local, touches is not None and buckets is not None
         touches = touches or {s: graph.told(rough_touches) for s, graph in enumerate(local)}
 
         def own(rank: int) -> Sequence[BucketSpec]:
@@ -141,6 +143,8 @@ class Lowered:
         placed: tuple[Program, ...] = run_passes(
             pipeline.PLACED, tuple(programs), self.plan.mesh, touches, own, trained(self.loss.graph)
         )
+        for program in placed if is_run else ():
+            verify_uses(program, touches, own(0), trained(self.loss.graph))
         return placed
 
 

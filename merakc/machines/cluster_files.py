@@ -201,6 +201,12 @@ def _resolve(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: links: none are given; add [[links]] with name, devices and bytes_per_s, "
             "one for each level from the inside of a node outwards"
         )
+    found["nodes"] = [
+        {**n, "device": _device(n.get("device"), named, f"{where}: nodes.{k}.device")}
+        if isinstance(n, dict)
+        else n
+        for k, n in enumerate(nodes)
+    ]
     used = [n.get("device") for n in nodes if isinstance(n, dict)]
     idle = [name for name in named if name not in used]
     if idle:
@@ -208,12 +214,6 @@ def _resolve(given: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: devices.{idle[0]}: no node has it{_like(idle[0], list(map(str, used)))}; "
             "name it in [[nodes]], or take it out"
         )
-    found["nodes"] = [
-        {**n, "device": _device(n.get("device"), named, f"{where}: nodes.{k}.device")}
-        if isinstance(n, dict)
-        else n
-        for k, n in enumerate(nodes)
-    ]
     return found
 
 

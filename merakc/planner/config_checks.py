@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as registration
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 # Models of transformers have at most 8,000 modules and parameters as they are published. So many
 # are made in half a second; to record and plan them takes minutes.
@@ -23,6 +27,8 @@ MOST_SAMPLE_BYTES = 1 << 28
 TRUST = "give --trust-remote-code if you trust it"
 # Implementations that are torch's or transformers' own; of others some are fetched from the hub.
 LOCAL = ("eager", "sdpa", "flex_attention")
+# What frequencies and positions are computed of, and how many of them that takes at the most.
+RANGES, MOST_REAL = (torch.arange, torch.linspace, torch.tensor), 1 << 20
 _INDEX = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -104,6 +110,40 @@ def check_model(model: nn.Module) -> None:
     for pattern, count in layers.items():
         if not count:
             raise ValueError(f"{pattern} has no layers: numbers of layers must be 1 or more")
+
+
+class _Ranges(TorchFunctionMode):
+    """Makes short ranges, and what is computed of them, real; all else takes no memory."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _device_constructors() and kwargs.get("device") is None:
+            numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, (int, float))]
+            is_short = func in RANGES and all(abs(n) < MOST_REAL for n in numbers)
+            kwargs = {**kwargs, "device": "cpu" if is_short else "meta"}
+        return func(*args, **kwargs)
+
+
+def check_buffers(make: Callable[[], nn.Module]) -> None:
+    """Raises `ValueError` where a buffer that the model computes of its configuration is NaN or
+    infinite, as the frequencies of `rope_theta` 0 are; a mask is infinite below zero.
+    """
+    try:
+        with _Ranges(), bounded_modules(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = dict(make().named_buffers())
+    except Exception:  # it mixes what is real with what is not: nothing is known of it
+        return
+    for name, value in found.items():
+        if value.is_meta or not value.is_floating_point():
+            continue
+        if not (value < math.inf).all():
+            raise ValueError(
+                f"buffer {name} is not finite: a number of the config that it is computed from, "
+                "such as rope_theta, cannot be"
+            )
 
 
 def check_sample(batch: Callable[[int], Mapping[str, torch.Tensor]]) -> None:

@@ -26,6 +26,7 @@ from merakc.machines.garbage import few_collections
 from merakc.planner.config_checks import (
     TRUST,
     bounded_modules,
+    check_buffers,
     check_config,
     check_fields,
     check_model,
@@ -208,6 +209,7 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
                 with torch.device(device), bounded_modules():
                     model = kind(config)
                 check_model(model)
+                check_buffers(lambda kind=kind: kind(config))
                 length = _own_length(config) if sequence is None else sequence
                 batch = partial(_batch, task, config, length)
                 check_sample(batch)

@@ -9,13 +9,16 @@ what is summed must be reduced, once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
 from merakc.errors import ProgramError
+from merakc.ir.buckets import BucketSpec
 from merakc.ir.program import Action, ActionKind, Collective, CollectiveKind, Mesh, Program
+from merakc.passes.programs.collectives import Touch, Touches
 
+STARTED = (CollectiveKind.REFRESH, CollectiveKind.GATHER)  # early; before what waits for them
 SUMMED = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD, ActionKind.REDUCE)
 Placed = tuple[Action, Collective]
 
@@ -26,9 +29,8 @@ def verify_collectives(programs: Sequence[Program], mesh: Mesh | None = None) ->
 
     A bucket is read only after it was gathered, or refreshed as the step began; two are held at a
     time, that which is read last and the next, so that none of them is gathered again; gradients
-    are scattered once for each micro-batch but the last, with which they are reduced, once. Which
-    parameters a compute reads is not known here, so that a wait that all dp ranks have too late is
-    not seen.
+    are scattered once for each micro-batch but the last, with which they are reduced, once. What a
+    compute reads and makes is not known here: `verify_uses` checks that.
 
     Raises `ProgramError`, which names the rank, the action and the collective.
     """
@@ -40,6 +42,91 @@ def verify_collectives(programs: Sequence[Program], mesh: Mesh | None = None) ->
         assert mesh is not None
         _, pipeline_rank, tp_rank = mesh.coordinates(program.rank)
         _verify_same(first.setdefault((pipeline_rank, tp_rank), program), program)
+
+
+def verify_uses(
+    program: Program,
+    touches: Mapping[int, Touches],
+    buckets: Sequence[BucketSpec],
+    trained: Collection[str],
+) -> None:
+    """Checks that a rank's collectives are where its graphs want them: each bucket is waited for
+    where it is read first, and nowhere else; its gradients are reduced where the last of them is
+    made, and scattered in micro-batches before that.
+
+    What all dp ranks have wrong alike is seen here. Raises `ProgramError` as `verify_collectives`.
+    """
+    uses = _Uses(program, touches, buckets, trained)
+    for k, action in enumerate(program.actions):
+        bare = (replace(c, share=0.0) for c in action.collectives if c.kind not in STARTED)
+        for own, wanted in zip_longest(bare, uses.of(k)):
+            if own != wanted:
+                told = f"has {own or 'no more'}, and its graph wants {wanted or 'no more'}"
+                where = replace(action, collectives=())
+                raise ProgramError(f"rank {program.rank}, {where}: {told} there")
+
+
+class _Uses:
+    """What a Program's graphs want of collectives, action by action, in order."""
+
+    def __init__(
+        self,
+        program: Program,
+        touches: Mapping[int, Touches],
+        buckets: Sequence[BucketSpec],
+        trained: Collection[str],
+    ) -> None:
+        self.program, self.touches, self.trained = program, touches, trained
+        self.buckets = {name: bucket for bucket in buckets for name in bucket.members}
+        actions = program.actions
+        self.again = {(a.stage, a.micro_batch) for a in actions if a.kind is ActionKind.RECOMPUTE}
+        self.last = {a.stage: k for k, a in enumerate(actions) if a.kind in SUMMED[:2]}
+        self.reduces = max((k for k, a in enumerate(actions) if a.kind is SUMMED[2]), default=-1)
+        every = (t for s in self.last for found in touches[s].values() for t in found)
+        made = {t.parameter for t in every if t.is_gradient} & set(trained)
+        self.missing = {b.name: made & set(b.members) for b in buckets}
+        self.wanted = {name: set(found) for name, found in self.missing.items()}
+        shared = [b.name for b in buckets if b.is_shared and self.wanted[b.name]]
+        self.shared = sorted(shared, key=lambda name: max(self.wanted[name]))  # by the last one
+        self.current = ""  # the sharded bucket that was read last
+        self.refreshed: set[str] = set()
+
+    def of(self, position: int) -> Iterator[Collective]:
+        """Of the next action."""
+        action = self.program.actions[position]
+        if position == self.reduces:
+            yield from (Collective(CollectiveKind.REDUCE, name) for name in self.shared)
+        if not action.kind.is_compute:
+            return
+        key = action.kind, (action.stage, action.micro_batch) in self.again
+        for touch in self.touches[action.stage].get(key, ()):
+            bucket = self.buckets.get(touch.parameter)
+            if bucket is None:
+                continue
+            kind = self._made(position, touch, bucket) if touch.is_gradient else self._read(bucket)
+            if kind is not None:
+                yield Collective(kind, bucket.name, touch.node)
+
+    def _read(self, bucket: BucketSpec) -> CollectiveKind | None:
+        name, shards = bucket.name, bucket.shards
+        if shards.parameters > 1:
+            seen, self.current = self.current == name, name
+        else:
+            seen = name in self.refreshed or shards.optimizer == 1 or not bucket.is_trained
+            self.refreshed.add(name)
+        return None if seen else CollectiveKind.WAIT
+
+    def _made(self, position: int, touch: Touch, bucket: BucketSpec) -> CollectiveKind | None:
+        missing = self.missing[bucket.name]
+        if bucket.is_shared or touch.parameter not in missing:
+            return None
+        missing.discard(touch.parameter)
+        if missing:
+            return None
+        missing |= self.wanted[bucket.name]
+        if position == self.last[self.program.actions[position].stage]:
+            return CollectiveKind.REDUCE
+        return CollectiveKind.SCATTER if bucket.shards.gradients > 1 else None
 
 
 def _placed(program: Program) -> list[Placed]:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from merakc.files.reading import MOST_DEPTH, decompressed, parse_json, read_text
+from merakc.files.reading import (
+    MOST_DEPTH,
+    check_depth,
+    decompressed,
+    misread,
+    parse_json,
+    read_text,
+)
 
 
 def test_what_json_says_is_read() -> None:
@@ -71,3 +78,24 @@ def test_unpacking_is_bounded() -> None:
     for bad, most_bytes in ((packed, 999), (packed[:-1], 1000), (b"0" * 9, 1000)):
         with pytest.raises(ValueError, match=r"unpacks to more|header"):
             decompressed(bad, most_bytes)
+
+
+def test_what_is_read_otherwise_than_it_stands_there() -> None:
+    said = {"a": 1, "b": [1.0, {"c": "x"}], "t": True}
+    assert not list(misread(said, {"a": 1.0, "b": (1, {"c": "x", "more": 0}), "t": True}, "file"))
+    for means, told in (
+        ({**said, "a": 2}, "file.a is '1', where int is meant"),
+        ({**said, "b": [1.0, {}]}, "file.b[1].c has no meaning"),
+        ({**said, "b": [1.0]}, "file.b is"),
+        ({**said, "t": 1}, "file.t is 'True', where int is meant"),
+    ):
+        assert next(misread(said, means, "file")).startswith(told)
+    assert list(misread({"n": "1"}, {"n": 1}, "")) == [".n is '1', where int is meant"]
+
+
+def test_depth_is_bounded() -> None:
+    deep: list[object] = []
+    for _ in range(MOST_DEPTH + 1):
+        deep = [deep]
+    with pytest.raises(ValueError, match="nested deeper"):
+        check_depth(deep)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from merakc.errors import LedgerError
+from merakc.ir import ledger
 from merakc.ir.ledger import Header, Modelled, Spent, StepLine, line_text, read_ledger
 from merakc.ir.plan import Prediction
 from merakc.machines.cluster_files import preset
@@ -126,4 +127,24 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "run.jsonl")
     path.write_text(path.read_text().replace('"step":1,', '"step":7,"step":1,'))
     with pytest.raises(LedgerError, match="line 3: is cut off, or no line of a ledger"):
+        read_ledger(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [({"more": 1}, "more has no meaning"), ({"step_s": "1.5"}, "step_s is '1.5', where float")],
+)
+def test_nothing_is_passed_over_or_taken_for_a_number(
+    change: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    header, _ = line_text(HEADER, "")
+    first = json.loads(header)
+    before = first.pop("digest")
+    line, _ = line_text(STEP, before)
+    body = {**json.loads(line), **change}
+    del body["digest"]
+    digest = ledger._digest(body, before)
+    path.write_text(header + json.dumps({**body, "digest": digest}) + "\n")
+    with pytest.raises(LedgerError, match=told):
         read_ledger(path)

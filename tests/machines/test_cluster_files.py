@@ -240,3 +240,11 @@ def test_devices_of_a_file(tmp_path: Path) -> None:
         hardware_for(str(path), 21)
     with pytest.raises(ClusterError, match="ranks are left over for a node of 8 devices"):
         hardware_for(str(path), 16)
+
+
+def test_a_device_that_no_node_has_is_not_passed_over() -> None:
+    text = (
+        cluster_text(preset("h100")) + "\n[devices.h200]\npeak_flops_per_s = { float32 = 1e12 }\n"
+    )
+    with pytest.raises(ClusterError, match=r"devices.h200: no node has it .*name it in \[\[nodes"):
+        parse_cluster(text)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from merakc.errors import ConfigError
+from merakc.planner.config_checks import check_buffers, check_config
 from merakc.planner.sources import load_source
 
 LLAMA = {
@@ -64,3 +68,31 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps(LLAMA)[:-1] + ', "hidden_size": 32}')
     with pytest.raises(ConfigError, match="'hidden_size' stands there twice"):
         load_source(str(path))
+
+
+class Rotary(nn.Module):
+    """Frequencies of a base, and a mask; `wide` numbers that must take no memory."""
+
+    def __init__(self, base: float, wide: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(wide, wide))
+        self.register_buffer("frequencies", 1.0 / base ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("positions", torch.arange(wide).float())
+
+
+def test_buffers_that_are_computed_of_a_number_that_cannot_be() -> None:
+    check_buffers(lambda: Rotary(1e4))
+    check_buffers(lambda: Rotary(1e4, 10**12))
+    for base in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"buffer frequencies is not finite: .* rope_theta"):
+            check_buffers(lambda base=base: Rotary(base))
+
+
+def test_configurations_whose_fields_do_not_go_together() -> None:
+    check_config(SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, architectures=["A"]))
+    check_config(SimpleNamespace(num_attention_heads=4, num_key_value_heads=None))
+    with pytest.raises(ValueError, match="num_key_value_heads is 3, which does not divide 4"):
+        check_config(SimpleNamespace(num_attention_heads=4, num_key_value_heads=3))
+    with pytest.raises(ValueError, match="architectures is 7: give a list of names"):
+        check_config(SimpleNamespace(architectures=7))

@@ -5,58 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
-from benchmarks.models import MODELS
+from benchmarks.mutated_programs import MESH, SCHEDULES, SHARDS, complaint, mutate, placed
 from merakc.errors import ProgramError
-from merakc.ir.program import CollectiveKind, Mesh, Program
-from merakc.ir.state import parse_shards
-from merakc.lowering.lowered import make_plan
-from merakc.machines.cluster import NOMINAL_CPU
-from merakc.simulation.collective_faults import verify_collectives
-from tests.recorded import one_of_several
+from merakc.ir.program import CollectiveKind, Program
+from merakc.simulation.collective_faults import STARTED, verify_collectives
 
-MESH = Mesh(dp=2, pp=2)
-LAYOUTS = [
-    (shards, schedule)
-    for shards in ("zero-0", "zero-1", "zero-2", "zero-3")
-    for schedule in ("1f1b", "zb-h1", "interleaved-1f1b")
-]
-
-
-@cache
-def placed(shards: str, schedule: str) -> tuple[Program, ...]:
-    case = MODELS["gpt2"]
-    recording = one_of_several(case.model(), case.batch(2))
-    plan, lowered = make_plan(recording, MESH, 4, NOMINAL_CPU, batch_size=8, schedule=schedule)
-    plan = replace(plan, state_shards=parse_shards(shards, MESH.dp, len(plan.rank_of)))
-    lowered = replace(lowered, plan=plan)
-    return lowered.with_collectives(lowered.programs())
-
-
-def mutate(program: Program, draw: random.Random) -> Program:
-    """One collective dropped, doubled, moved to another action, exchanged or changed."""
-    actions = list(program.actions)
-    places = [k for k, a in enumerate(actions) if a.collectives]
-    here, there = draw.choice(places), draw.choice(places)
-    own = list(actions[here].collectives)
-    at, how = draw.randrange(len(own)), draw.randrange(5)
-    if how == 0:
-        del own[at]
-    elif how == 1:
-        own.insert(at, own[at])
-    elif how == 2:
-        own[at] = replace(own[at], kind=draw.choice([*CollectiveKind]))
-    elif how == 3:
-        own.reverse()
-    else:
-        moved = own.pop(at)
-        actions[here] = replace(actions[here], collectives=tuple(own))
-        own, here = [*actions[there].collectives, moved], there
-    actions[here] = replace(actions[here], collectives=tuple(own))
-    return Program(program.rank, tuple(actions))
+LAYOUTS = [(shards, schedule) for shards in SHARDS for schedule in SCHEDULES]
 
 
 def refused(programs: Sequence[Program]) -> bool:
@@ -104,3 +61,27 @@ def _alone(program: Program, k: int, collectives: tuple[object, ...]) -> bool:
     actions = list(program.actions)
     actions[k] = replace(actions[k], collectives=collectives)  # type: ignore[arg-type]
     return refused([Program(program.rank, tuple(actions))])
+
+
+@pytest.mark.parametrize(("shards", "schedule"), LAYOUTS)
+def test_what_all_dp_ranks_have_wrong_alike_is_seen(shards: str, schedule: str) -> None:
+    """But for collectives that start earlier or later, before what waits for them."""
+    programs = placed(shards, schedule)
+    assert not complaint(programs, shards, schedule)
+    draw = random.Random(1)
+    tried = escaped = 0
+    while tried < 60:
+        rank = draw.randrange(MESH.pp)
+        made = mutate(programs[rank], draw)
+        if made == programs[rank]:
+            continue
+        tried += 1
+        other = MESH.rank(1, MESH.coordinates(rank)[1], 0)
+        wrong = list(programs)
+        wrong[rank], wrong[other] = made, Program(other, made.actions)
+        if not complaint(wrong, shards, schedule):
+            escaped += 1
+            for own, right in zip(made.actions, programs[rank].actions, strict=True):
+                bare = [c for c in own.collectives if c.kind not in STARTED]
+                assert bare == [c for c in right.collectives if c.kind not in STARTED]
+    assert escaped <= 6

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.mutated_orders import Faulty, Walk, mutated, refused
 from merakc.errors import ProgramError
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
 from merakc.passes.programs.schedule import build_programs
@@ -15,7 +16,6 @@ from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.schedules.text import parse_schedule
 from merakc.simulation.faults import verify_programs
-from tests.mutated_orders import Faulty, Walk, mutated, refused
 from tests.passes.random_schedules import random_schedule
 
 F, B, I, W = (  # noqa: E741 - the field's own letters

@@ -13,7 +13,7 @@ import pytest
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError
-from merakc.train.checkpoints.manifest import NAME, check_files, read_manifest
+from merakc.train.checkpoints.manifest import NAME, Manifest, check_files, read_manifest
 from tests.battery.small_models import warm_up
 from tests.train.checkpoints.small_runs import saved, trained
 
@@ -111,3 +111,24 @@ def test_a_plain_model_is_not_touched_by_a_bad_one(whole: Path, tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"optimizer.safetensors: tensor .* is damaged"):
         merakc.load(folder, model, optimizer)
     assert all(bool((p == before[n]).all()) for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ({"plan": 7}, "plan"),
+        ({"parallel": 1.5}, "parallel"),
+        ({"extras": []}, "extras"),
+        ({"optimizers": [{"kind": "x", "groups": [1]}]}, "optimizers"),
+        ({"deep": [[[[1]]]] * 2}, ""),
+    ],
+)
+def test_what_a_run_tells_is_of_the_form_that_is_read(
+    run: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    (tmp_path / NAME).write_text(Manifest(merakc="0", run=run).text())
+    if not told:
+        assert read_manifest(tmp_path).run == run
+        return
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{told}"):
+        read_manifest(tmp_path)

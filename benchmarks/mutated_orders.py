@@ -94,6 +94,7 @@ class Walk:
             raise Faulty("a value was not sent")
 
     def take(self, work: tuple[int, int], *names: str, keep: bool = False) -> None:
+        """Reads values, and frees them unless they are to be kept."""
         for name in names:
             if name not in self.values[work]:
                 raise Faulty(f"{work} reads {name}, which is not there")
@@ -101,6 +102,7 @@ class Walk:
                 self.values[work].discard(name)
 
     def post(self, _rank: int, action: Action) -> None:
+        """Sends a value."""
         key = action.stage, action.micro_batch, action.value, action.is_grad
         if not self.outgoing.get(key):
             raise Faulty(f"{action} has nothing to send")
@@ -108,6 +110,7 @@ class Walk:
         self.messages[action.message] += 1
 
     def receive(self, _rank: int, action: Action) -> None:
+        """Receives what was sent."""
         if not self.messages[action.message]:
             raise Faulty(f"{action} receives what was not sent")
         self.messages[action.message] -= 1
@@ -115,6 +118,7 @@ class Walk:
         self.values[action.stage, action.micro_batch].add(f"{grad} {action.value}")
 
     def compute(self, _rank: int, action: Action) -> None:
+        """Reads what a compute reads, and makes what it makes."""
         stage, work = action.stage, (action.stage, action.micro_batch)
         into = [t for t in self.transfers if t.target_stage == stage]
         out = [t for t in self.transfers if t.source_stage == stage]
@@ -148,6 +152,7 @@ class Walk:
             self.gradients[work] += 1
 
     def send(self, action: Action, transfers: Sequence[Transfer], *, is_grad: bool) -> None:
+        """Hands values over to be sent."""
         for transfer in transfers:
             key = action.stage, action.micro_batch, transfer.value, is_grad
             self.outgoing[key] = self.outgoing.get(key, 0) + 1
