@@ -21,7 +21,7 @@ from merakc.batches.split import (
 )
 from merakc.ir.batches import BatchDims
 from merakc.planner.sources import Source, source_of
-from merakc.train.initial import initialise
+from merakc.train.parameters.initial import initialise
 
 # Added to every weight: a norm's ones and a bias's zeros would hide what becomes of them.
 NOISE = 0.02

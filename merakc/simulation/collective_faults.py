@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from merakc.analysis.buckets import BucketSpec
 from merakc.errors import ProgramError
-from merakc.ir.buckets import BucketSpec
 from merakc.ir.program import Action, ActionKind, Collective, CollectiveKind, Mesh, Program
 from merakc.passes.programs.collectives import Touch, Touches
 

@@ -24,9 +24,9 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
-from merakc.train.initial import initialise, replace_tensors
+from merakc.train.parameters.initial import initialise, replace_tensors
+from merakc.train.parameters.parts import Digests, Parts, unlike
 from merakc.train.parameters.places import register_places
-from merakc.train.parts import Digests, Parts, unlike
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.

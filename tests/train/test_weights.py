@@ -13,7 +13,7 @@ import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError, MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.initial import initialise
+from merakc.train.parameters.initial import initialise
 from tests.battery.small_models import WIDTH, Tensors, Words, build, parallel, part, warm_up, words
 
 

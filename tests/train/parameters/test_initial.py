@@ -12,7 +12,7 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.train import initial
-from merakc.train.initial import initialise, replace_tensors
+from merakc.train.parameters.initial import initialise, replace_tensors
 from tests.train.test_weights import Net, llama, meta
 
 Tensors = dict[str, torch.Tensor]

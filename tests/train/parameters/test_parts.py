@@ -16,7 +16,7 @@ from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
 from merakc.runtime.state import Placement
 from merakc.train import parts as module
-from merakc.train.parts import Parts, unlike
+from merakc.train.parameters.parts import Parts, unlike
 from merakc.train.places import register_places
 
 LAYOUTS = {"rows": "5* x 2", "columns": "3 x 4*", "packed": "2·3* x 2", "whole": "3", "number": ""}
