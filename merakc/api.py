@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -25,14 +24,11 @@ from merakc.batches.split import (
     tensors_of,
     with_tensor_specs,
 )
-from merakc.errors import MerakWarning
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
-from merakc.frontend.regions import WHY as DYNAMIC
-from merakc.frontend.source import INSTALLED
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.structures import open_dataclasses
-from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings
+from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven
@@ -62,13 +58,12 @@ from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
 from merakc.train.steps import Steps
+from merakc.train.told import warn_of
 from merakc.train.trials import shared_cores
 from merakc.train.weights import allocate, find_placements, opened, take_over
 from merakc.version import __version__
 
 _living: WeakSet[Steps] = WeakSet()
-# The share of the forward's arithmetic from which on it matters that a part runs as it is.
-WORTH_TELLING = 0.01
 
 
 def auto_parallel(
@@ -203,16 +198,14 @@ def _decide(
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     request, machines = requests[reading()], cluster or _nominal(device)
 
+    resize = partial(_resized, model, example(), request, device)
+
     def record(samples: int) -> Recording:
         parts, left = divmod(request.batch_size, samples)
-        return _resized(model, example(), request, device, samples) if left else recorded(parts)
+        return resize(samples) if left else recorded(parts)
 
     fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
-    lowered = _lowered(given, recorded, fit)
-    recording = recorded(lowered.plan.micro_batches, lowered.plan.dp)
-    if lowered.plan.dp != likely:  # the numbers of the whole batch are others
-        lowered = apply_plan(lowered.plan, recording)
-    lowered = with_parts(lowered, partial(recorded, dp=lowered.plan.dp))
+    lowered, recording = _lowered(given, recorded, fit, likely)
     return _Decision(model, device, example(), recording, lowered, machines, fit)
 
 
@@ -232,11 +225,7 @@ def _build(
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
     if groups.rank == 0:
-        _warn_of_opaque(lowered.plan)
-        _warn_of_unheard(recording)
-        if lowered.plan.couplings == PER_MICRO_BATCH:
-            for line in lowered.plan.conventions:
-                warnings.warn(f"by convention: {line}", MerakWarning, stacklevel=3)
+        warn_of(lowered.plan, recording)
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     plan = replace(lowered.plan, parameters=held)
@@ -270,31 +259,6 @@ def _build(
         header = make_header(steps, simulation, made.machines, measured=measured)
         book = Bookkeeper(ledger or "", steps, header)
     return ParallelModel(steps, recording.aliases, simulation, book)
-
-
-def _warn_of_opaque(plan: Plan) -> None:
-    """Says once for each module what runs as it is, where that is more than a sum over a mask."""
-    for module in plan.opaque_modules:
-        where = f"module '{module.name}'" if module.name else "the model's own forward"
-        if module.reason == DYNAMIC:
-            where = f"a part of {where}"
-            if module.flops_share < WORTH_TELLING:
-                continue
-        warnings.warn(
-            f"{where} cannot be recorded and runs as it is, whole on one stage and "
-            f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
-            f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward",
-            MerakWarning,
-            stacklevel=3,
-        )
-
-
-def _warn_of_unheard(recording: BatchRecording) -> None:
-    """Says what steps do not do that code of the user's own does beside computing."""
-    for told in recording.aside.unheard:
-        if not told.rpartition(", at ")[2].startswith(INSTALLED):
-            warnings.warn(told, MerakWarning, stacklevel=3)
 
 
 def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
@@ -377,12 +341,13 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _lowered(given: Plan | None, recorded: Callable[[int], Recording], fit: Fit) -> Lowered:
-    """The plan, decided by rank 0, applied on every rank; `recorded` is of one of so many parts of
-    the batch.
+def _lowered(
+    given: Plan | None, recorded: Callable[..., BatchRecording], fit: Fit, likely: int
+) -> tuple[Lowered, BatchRecording]:
+    """The plan, decided by rank 0, applied on every rank to the recording that belongs to it;
+    `recorded` is of one of so many parts of the batch, on each of so many dp ranks, the `likely`
+    ones if not said.
     """
-    if given is not None:
-        return apply_plan(given, recorded(given.micro_batches))
     found: list[Lowered] = []
 
     def decide() -> Plan:
@@ -392,8 +357,12 @@ def _lowered(given: Plan | None, recorded: Callable[[int], Recording], fit: Fit)
         fit.check(plan.prediction.peak_bytes, plan.mesh, rough=True)
         return plan
 
-    plan = from_rank_0(decide)
-    return found[0] if found else apply_plan(plan, recorded(plan.micro_batches))
+    plan = given if given is not None else from_rank_0(decide)
+    recording = recorded(plan.micro_batches, plan.dp)
+    # On other dp ranks the numbers of the whole batch are others.
+    known = found and plan.dp == likely
+    lowered = found[0] if known else apply_plan(plan, recording)
+    return with_parts(lowered, partial(recorded, dp=plan.dp)), recording
 
 
 def _nominal(device: torch.device) -> Cluster:

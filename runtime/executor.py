@@ -102,7 +102,7 @@ class Executor:
         self.program, self.state, self.device = program, state, device
         self.reduce, self.channels, self.timeout_s = reduce, channels or {}, timeout_s
         self.stages = {
-            s: Stage(s, chunk, program, device, sharded, fuser, compiler)
+            s: Stage(s, chunk, program, device, sharded, fuser=fuser, compiler=compiler)
             for s, chunk in chunks.items()
         }
         self.gradients = frozenset().union(*(s.gradients for s in self.stages.values()))

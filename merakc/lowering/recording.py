@@ -65,13 +65,13 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls for one model, device and precision that have `shared` in
-    common record no form of batch twice. Raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. Calls with `shared` in common record no form of batch twice.
+    Raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(
-        model, *cast_floats(args, kwargs, dtype), layout, device, dtype, dims,
-        {} if shared is None else shared,
+        model, *cast_floats(args, kwargs, dtype), layout, device,
+        dtype=dtype, dims=dims, shared={} if shared is None else shared,
     )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 

@@ -162,14 +162,7 @@ def find_candidates(
         key = layout.form, layout.samples, layout.degrees.pp, layout.degrees.inner
         groups.setdefault(key, []).append(layout)
     if not groups:
-        size = request.total_batch_size or request.batch_size
-        why = f"no degrees that divide {request.world_size} ranks and {size} samples give"
-        most = max((len(table.pieces(f, 1)) for f in table.forms), default=0)
-        none = CutError(
-            f"{why} a stage to every pipeline rank, of which there can be at most {most}; give "
-            "other degrees, or a batch"
-        )
-        raise next(iter(table.refused.values()), none)
+        raise _no_layout(table, request)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
     bounds = _Bounds(table, hardware)
 
@@ -200,6 +193,17 @@ def find_candidates(
             layout = replace(one.layout, degrees=replace(d, inner="dp"))
             result.add(layout, price(layout))
     return result
+
+
+def _no_layout(table: PieceTable, request: Request) -> MerakError:
+    """Why there is none."""
+    size = request.total_batch_size or request.batch_size
+    most = max((len(table.pieces(f, 1)) for f in table.forms), default=0)
+    none = CutError(
+        f"no degrees that divide {request.world_size} ranks and {size} samples give a stage to "
+        f"every pipeline rank, of which there can be at most {most}; give other degrees, or a batch"
+    )
+    return next(iter(table.refused.values()), none)
 
 
 def open_layouts(

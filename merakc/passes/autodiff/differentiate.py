@@ -150,18 +150,23 @@ def _trace(
             if not tracer.unclear:
                 inputs = (*given, *tracer.inputs)
                 return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
-        # torch's own tracer can do more, or says why it cannot
-        try:
-            traced = _traced(lambda v, s: joint(v, s, lambda _: None), values, seeds)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            raise
-        except RuntimeError as error:
-            raise RecordError(
-                f"the backward of the forward that was recorded fails: {failure(error)}; mend the "
-                "backward of the custom function that it comes from: it is called with parts of "
-                "the batch, and with all of it"
-            ) from error
-        return _convert(traced, graph, tangents)
+        return _convert(_by_torch(joint, values, seeds), graph, tangents)
+
+
+def _by_torch(
+    joint: Callable[..., list[torch.Tensor]], values: list[torch.Tensor], seeds: list[torch.Tensor]
+) -> fx.GraphModule:
+    """What torch's own tracer makes of it, which can do more, or says why it cannot."""
+    try:
+        return _traced(lambda v, s: joint(v, s, lambda _: None), values, seeds)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except RuntimeError as error:
+        raise RecordError(
+            f"the backward of the forward that was recorded fails: {failure(error)}; mend the "
+            "backward of the custom function that it comes from: it is called with parts of "
+            "the batch, and with all of it"
+        ) from error
 
 
 def _modes(graph: Graph) -> Iterator[tuple[AbstractContextManager[Any], str]]:

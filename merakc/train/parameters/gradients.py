@@ -9,7 +9,7 @@ tensors: nothing here stands in the way of a step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -25,7 +25,17 @@ from torch.utils import _foreach_utils
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import place_of
-from merakc.train.parameters.norms import INFINITE, NOTHING, Owners
+from merakc.train.parameters.norms import NOTHING, Owners
+from merakc.train.parameters.numbers import (
+    NORMS,
+    REDUCTIONS,
+    Kind,
+    Source,
+    Term,
+    kind_of,
+    total,
+    values_of,
+)
 
 # Calls whose result has the elements of their argument, in other memory or of another dtype.
 _COPIES = {
@@ -33,25 +43,10 @@ _COPIES = {
     "type_as", "reshape", "flatten", "ravel", "pin_memory",
 }  # fmt: skip
 _WRITES = {"zero_", "fill_", "copy_", "requires_grad_", "normal_", "uniform_", "detach_"}
-_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "vector_norm"}
-_REDUCTIONS = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_nonzero"}
 # What stays one rank's share of a number, or becomes several's.
 _CARRIES_SHARES = {"to", "clone", "detach", "stack", "float", "double", "cpu", "cuda", "view"}
 # Python's names of pointwise calls that are not those of torch's ops.
 _PYTHON = {"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or"}
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """The parameter that a gradient is of; `is_part` where this rank holds not all of it."""
-
-    name: str
-    owners: Owners
-    numel: int  # of the whole
-    is_part: bool
-
-    def __deepcopy__(self, _: object) -> Source:
-        return self
 
 
 class Gradient(torch.Tensor):
@@ -69,30 +64,6 @@ class Gradient(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """How numbers of ranks become that of the whole: combined, then its root or its mean."""
-
-    combine: str
-    root: float = 1.0
-    divisor: int = 1
-
-    def finish(self, value: torch.Tensor) -> torch.Tensor:
-        """The number of the whole."""
-        value = value / self.divisor if self.divisor > 1 else value
-        return value if self.root == 1.0 else value.pow(1 / self.root)
-
-
-@dataclass(frozen=True)
-class Term:
-    """This rank's share of a number of one gradient: float64, before its root is taken."""
-
-    source: Source
-    own: torch.Tensor
-    kind: Kind
-    dtype: torch.dtype
 
 
 class Share(torch.Tensor):
@@ -210,8 +181,8 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
         return _of_lists(func, name, args, kwargs, gradients)
     first = gradients[0]
-    if name in _NORMS | _REDUCTIONS and args and args[0] is first and not _is_pair(args):
-        kind = _kind(name, first, args[1:], kwargs)
+    if name in NORMS | REDUCTIONS and args and args[0] is first and not _is_pair(args):
+        kind = kind_of(name, first, first.source.numel, args[1:], kwargs)
         if kind is not None:
             return _shared(first, *kind)
         if first.source.is_part:
@@ -272,7 +243,7 @@ def _of_lists(
         found = []
         for tensor in args[0]:
             if isinstance(tensor, Gradient):
-                kind = _kind("norm", tensor, (order,), {})
+                kind = kind_of("norm", tensor, tensor.source.numel, (order,), {})
                 assert kind is not None
                 found.append(_shared(tensor, *kind))
             else:
@@ -303,41 +274,6 @@ def _refusal(name: str, gradient: Gradient) -> ConfigError:
 
 
 # ---------------------------------------------------------------------- numbers
-
-
-def _kind(
-    name: str, gradient: Gradient, rest: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Kind, Callable[[torch.Tensor], torch.Tensor]] | None:
-    """How a number of a gradient is made of ranks' numbers, and how each is; None where the call
-    reduces some dims alone, or is no such number.
-    """
-    given = {k: v for k, v in kwargs.items() if v is not None and v is not False and k != "dtype"}
-    if name in _NORMS:
-        order = given.pop("ord", given.pop("p", None))
-        if rest:
-            order, rest = rest[0], [x for x in rest[1:] if x is not None and x is not False]
-        order, norm = 2 if order in (None, "fro") else order, torch.linalg.vector_norm
-        if given or rest or not isinstance(order, (int, float)) or gradient.is_complex():
-            return None
-        if name == "linalg_norm" and order != 2 and gradient.dim() > 1:
-            return None  # of a matrix
-        order = float(order)
-        if abs(order) == INFINITE:
-            return Kind("max" if order > 0 else "min"), lambda g: norm(g, order)
-        if order == 0:
-            return Kind("sum"), torch.count_nonzero
-        return Kind("sum", order), lambda g: norm(g, order).double().pow(order)
-    if given or rest or gradient.is_complex():
-        return None
-    numbers: dict[str, tuple[Kind, Callable[[torch.Tensor], torch.Tensor]]] = {
-        "sum": (Kind("sum"), torch.sum),
-        "mean": (Kind("sum", divisor=gradient.source.numel), torch.sum),
-        "max": (Kind("max"), torch.max), "amax": (Kind("max"), torch.max),
-        "min": (Kind("min"), torch.min), "amin": (Kind("min"), torch.min),
-        "any": (Kind("max"), torch.any), "all": (Kind("min"), torch.all),
-        "count_nonzero": (Kind("sum"), torch.count_nonzero),
-    }  # fmt: skip
-    return numbers[name]
 
 
 def _shared(
@@ -375,48 +311,13 @@ def _of_shares(
             terms = (Term(t.source, t.own.to(result.device), t.kind, result.dtype)
                      for t in first.terms)  # fmt: skip
             return _share(tuple(terms), tuple(first.shape))
-    if name in _NORMS and args[0] is first and first.dim() == 1:
-        kind = _kind(name, first, args[1:], kwargs)
+    if name in NORMS and args[0] is first and first.dim() == 1:
+        kind = kind_of(name, first, 1, args[1:], kwargs)
         if kind is not None and all(t.kind == kind[0] for t in first.terms):
-            return _total(first.terms, kind[0])
+            return total(first.terms, kind[0])
     return None
 
 
-def _total(terms: Iterable[Term], kind: Kind) -> torch.Tensor:
-    """One number of all, communicated once for each model."""
-    terms = list(terms)
-    values = []
-    for owners in dict.fromkeys(t.source.owners for t in terms):
-        own: dict[str, torch.Tensor] = {}
-        for t in (t for t in terms if t.source.owners is owners):
-            name = t.source.name
-            before = own.get(name)
-            if before is None:
-                own[name] = t.own
-            else:
-                pair = torch.stack([before, t.own])
-                own[name] = pair.sum() if kind.combine == "sum" else getattr(pair, kind.combine)()
-        values.append(owners.total(own, kind.combine))
-    joined = torch.stack(values)
-    found = joined.sum() if kind.combine == "sum" else getattr(joined, kind.combine)()
-    return kind.finish(found).to(terms[0].dtype)
-
-
 def _value(share: Share) -> torch.Tensor:
-    """The numbers of the whole, of which these are the shares; communicated together."""
-    found: dict[int, torch.Tensor] = {}
-    left = list(enumerate(share.terms))
-    while left:
-        _, first = left[0]
-        taken: dict[str, int] = {}
-        for k, t in left:
-            if t.source.owners is first.source.owners and t.kind.combine == first.kind.combine:
-                taken.setdefault(t.source.name, k)
-        own = {name: share.terms[k].own for name, k in taken.items()}
-        values = first.source.owners.each(own, first.kind.combine)
-        for name, k in taken.items():
-            term = share.terms[k]
-            value = values[first.source.owners.place[name]]
-            found[k] = term.kind.finish(value).to(term.dtype)
-        left = [(k, t) for k, t in left if k not in found]
-    return torch.stack([found[k] for k in range(len(share.terms))]).view(share.shape)
+    """The numbers of the whole, of which these are the shares."""
+    return torch.stack(values_of(share.terms)).view(share.shape)
