@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "commands.md"
 # A command, and the block of what it prints, where one follows.
@@ -54,6 +56,7 @@ def facts(command: str, text: str) -> list[str]:
     return lines
 
 
+@pytest.mark.timeout(600)  # nine commands, each in a process of its own
 def test_the_examples_are_what_is_printed(tmp_path: Path) -> None:
     commands = []
     for match, text in examples(tmp_path):
