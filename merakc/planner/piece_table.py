@@ -18,7 +18,7 @@ from merakc.ir.layout import Layout
 from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.shorten import shorten
-from merakc.passes.batches.recorded import in_parts
+from merakc.passes.batches.recorded import BatchRecording, in_parts
 from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.shard import shard
 from merakc.passes.sharding.spmd import spmd_partition
@@ -101,7 +101,9 @@ class PieceTable:
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:
         if samples not in self._short:
-            split = in_parts(self.record(samples), PARTS, TRAINING)
+            recording = self.record(samples)
+            whole = isinstance(recording, BatchRecording) and recording.found is None
+            split = in_parts(recording, 1 if whole else PARTS, TRAINING)
             graph, self.couples = split.graph, self.couples or split.head is not None
             self._short[samples] = shorten(graph, part_starts(graph))
         return self._short[samples]

@@ -7,6 +7,7 @@ a mirror goes on to the module that it stands for, and what would go unheard the
 from __future__ import annotations
 
 from functools import cache
+from inspect import getattr_static
 from types import FunctionType
 from typing import Any, Never, Self
 
@@ -36,8 +37,10 @@ class Mirror(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, of the source too."""
-        super().train(mode)
         self.__dict__["_source"].train(mode)
+        for part in self.modules():
+            if isinstance(part, Mirror):
+                part.__dict__["training"] = part.__dict__["_source"].training
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -54,7 +57,7 @@ class Mirror(nn.Module):
         if source is not None and name != "training" and _has_setting(source, name):
             setattr(source, name, value)
         else:
-            super().__setattr__(name, value)
+            nn.Module.__setattr__(self, name, value)
 
     def _refuse(self, name: str, value: object) -> Never:
         raise ConfigError(
@@ -81,7 +84,7 @@ class Mirror(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """This rank's parts, each of which says so."""
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
             if tensor in elsewhere:
                 destination.pop(prefix + name, None)
@@ -96,14 +99,14 @@ class Mirror(nn.Module):
                 given[prefix + name] = tensor  # there is nothing to load
             elif tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
                 given[prefix + name] = local_of(tensor, given[prefix + name])
-        super()._load_from_state_dict(given, prefix, *args)
+        nn.Module._load_from_state_dict(self, given, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or a part, or what the source holds that is neither."""
         source = self.__dict__.get("_source")
         if source is not None and _has_setting(source, name):
             return getattr(source, name)
-        return super().__getattr__(name)
+        return nn.Module.__getattr__(self, name)
 
 
 class Part(Mirror):
@@ -160,8 +163,9 @@ def part_type(kind: type[nn.Module]) -> type[Part]:
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         for name, value in vars(base).items() if base not in CONTAINERS else ():
             code = isinstance(value, (FunctionType, classmethod, staticmethod, property))
-            if code and not name.startswith("__") and not hasattr(nn.Module, name):
-                names.setdefault(name, _Withheld())
+            if code and not name.startswith("__"):
+                own = getattr_static(Part, name, None)  # what a part does in place of it
+                names.setdefault(name, _Withheld() if own is None else own)
     return type(kind.__name__, (Part, kind), names)
 
 
