@@ -211,6 +211,7 @@ def _build(
     model, lowered, recording = made.model, made.lowered, made.recording
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
+    groups.open()
     if groups.rank == 0:
         _warn_of_opaque(lowered.plan)
         _warn_of_unheard(recording)
