@@ -224,6 +224,7 @@ def _build(
     model, lowered, recording = made.model, made.lowered, made.recording
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
+    groups.open()
     if groups.rank == 0:
         warn_of(lowered.plan, recording)
     placements = find_placements(model, lowered)

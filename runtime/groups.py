@@ -64,6 +64,13 @@ class Groups:
             families.setdefault(rest[name], []).append(rank)
         return self.group(families.values(), copy)
 
+    def open(self) -> None:
+        """Makes the groups of all axes now: to wait for one in a step, where a rank was lost, would
+        take as long as waits may.
+        """
+        for name in ("dp", "tp", "pp", "model", "world"):
+            self.axis(name)
+
     def holders(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """These pipeline ranks' ranks with the same shards as this one, in its dp replica."""
         mesh = self.mesh

@@ -148,6 +148,11 @@ class Trial:
             told = {k: r.said.get("failed", (0, ""))[1] for k, r in enumerate(self.ranks)}
             found.problems.append(f"the fault did not come about: {told}")
             return
+        own_s, told = victim.said.get("failed", (0.0, None))
+        if told is not None:
+            found.texts[found.victim] = ": ".join(told)
+            if told[0] not in (StuckError.__name__, MismatchError.__name__):
+                self.fault_s = own_s  # what led to it took its time
         alive = [k for k, r in enumerate(self.ranks) if r.ended_s is None]
         if alive:
             found.problems.append(f"ranks {alive} had not ended")
@@ -161,9 +166,6 @@ class Trial:
             elif not _names(text, found.victim):
                 found.problems.append(f"rank {number} does not name rank {found.victim}: {text}")
             found.raised_s = max(found.raised_s, when_s - self.fault_s)
-        _, told = victim.said.get("failed", (0.0, None))
-        if told is not None:
-            found.texts[found.victim] = ": ".join(told)
         found.ended_s = max((r.ended_s or time.monotonic()) - self.fault_s for r in others)
         if found.ended_s > self.limit_s:
             found.problems.append(f"ended {found.ended_s:.1f} s after, {self.limit_s:g} allowed")

@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Any
 
 from merakc.runtime.health.facts import Fault, Status
-from merakc.runtime.health.judge import Judge, Message, silence
+from merakc.runtime.health.judge import Judge, Message, lost, silence
 
 TICK_S = 0.5
 # A thread that came so much later to its next beat stood still, with its process.
@@ -256,10 +256,11 @@ class Hub(Channel):
         with self.lock:
             if paused:
                 self.judge.paused()
-            self.judge.hear(0, self.status())
+            here = self.status()
+            self.judge.hear(0, here)
             self.judge.look()
             self.deliver()
-        self._all({"beat": 1})
+        self._all({"beat": told(here)})
 
     def deliver(self) -> None:
         """Hands out what the judge has to say."""
@@ -288,6 +289,7 @@ class Client(Channel):
         super().__init__(*rest)
         self.line, self.rank, self.timeout_s = line, rank, timeout_s
         self.heard_s = monotonic()
+        self.hub_seen = Status()  # where rank 0 was last
         self.hub_text = ""  # the error that ends rank 0
         self.hub_ended: Status | None = None
         self.selector.register(line.sock, selectors.EVENT_READ)
@@ -318,15 +320,14 @@ class Client(Channel):
                     self.look()
                 elif "dying" in message:
                     self.hub_text = str(message["dying"])
-                elif "beat" not in message:
+                elif "beat" in message:
+                    self.hub_seen = Status.read(message["beat"])
+                else:
                     self.handle(message)
         except (ConnectionError, ValueError):
             self.selector.unregister(self.line.sock)
             if self.hub_ended is None:
-                how = f"ended with {self.hub_text}" if self.hub_text else (
-                    "was lost: its process ended without a word (killed, or out of memory?)"
-                )  # fmt: skip
-                self.blame(how)
+                self.blame(lost(self.hub_text, self.hub_seen))
 
     def tick(self, *, paused: bool) -> None:
         """A beat."""
@@ -347,7 +348,7 @@ class Client(Channel):
 
     def blame_silence(self) -> None:
         """Says that rank 0 is silent."""
-        self.blame(silence(monotonic() - self.heard_s, Status()))
+        self.blame(silence(monotonic() - self.heard_s, self.hub_seen))
 
     def blame(self, text: str) -> None:
         """Says what is wrong with rank 0."""

@@ -80,13 +80,10 @@ class Judge:
         if seen.ended:
             return
         seen.ended = True
-        if seen.text:
-            self._blame(rank, f"ended with {seen.text}")
-        elif seen.failed == seen.status.call and seen.why:
+        if not seen.text and seen.failed == seen.status.call and seen.why:
             self._blame(rank, f"ended after it failed in {_call(seen.status)}: {seen.why}")
         else:
-            why = "its process ended without a word (killed, or out of memory?)"
-            self._blame(rank, f"was lost: {why}, last heard of {seen.status.words()}")
+            self._blame(rank, lost(seen.text, seen.status))
 
     def end(self, rank: int, status: Status, text: str) -> None:
         """A rank says goodbye; with the error that ended it, if there is one."""
@@ -265,6 +262,16 @@ class Judge:
     def _fail(self, fault: Fault) -> None:
         if self.fault is None:
             self.fault = fault
+
+
+def lost(text: str, status: Status) -> str:
+    """That a rank has gone, behind its number; with the error that ended it, if it said one."""
+    if text:
+        return f"ended with {text}"
+    return (
+        "was lost: its process ended without a word (killed, or out of memory?); last heard of "
+        f"{status.words()}"
+    )
 
 
 def silence(since_s: float, status: Status) -> str:

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from time import monotonic
@@ -45,6 +45,7 @@ def meet(
         made.start()
         place = _machine(), addresses(), listener.getsockname()[1], token
         store.set("place", json.dumps(place))
+    _wait(store, {"place": 0}, rank, timeout_s)
     machine, places, port, token = json.loads(store.get("place"))
     if rank:
         near = ["127.0.0.1"] if machine == _machine() else []
@@ -79,12 +80,17 @@ def _close(made: Channel | None) -> None:
 
 def _come(store: Store, what: str, rank: int, size: int, timeout_s: float) -> None:
     """Waits until all ranks have come so far."""
-    keys = [f"{what} {rank}" for rank in range(size)]
-    store.set(keys[rank], "")
+    keys = {f"{what} {each}": each for each in range(size)}
+    store.set(f"{what} {rank}", "")
+    _wait(store, keys, rank, timeout_s)
+
+
+def _wait(store: Store, keys: Mapping[str, int], rank: int, timeout_s: float) -> None:
+    """Waits for what ranks set. Raises `StuckError` for those that did not."""
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        store.wait(list(keys), timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        absent = [r for r, key in enumerate(keys) if not store.check([key])]
+        absent = [r for key, r in keys.items() if not store.check([key])]
         names = ("rank " if len(absent) == 1 else "ranks ") + ", ".join(map(str, absent))
         raise StuckError(
             f"{names} did not come to auto_parallel within timeout_s={timeout_s:g} s, where rank "

@@ -53,6 +53,15 @@ def test_who_does_not_come_is_named() -> None:
         assert str(error).startswith("rank 3 did not come to auto_parallel within timeout_s=0.5")
 
 
+def test_rank_0_may_be_lost_before_it_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def die() -> socket.socket:
+        raise StuckError("killed")
+
+    monkeypatch.setattr(meeting, "listen", die)
+    found = met(3, 3, timeout_s=0.5)
+    assert all(str(found[r]).startswith("rank 0 did not come") for r in (1, 2))
+
+
 def test_where_a_rank_is_not_reached_all_go_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "connect", lambda *_: None)
     with pytest.warns(MerakWarning, match="does not reach rank 0"):
