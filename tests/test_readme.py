@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
-SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, DIMS, WITH_PLAN = PYTHON_BLOCKS
+SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, FROM_FILES, DIMS, WITH_PLAN = PYTHON_BLOCKS
 CALL = "model = merakc.auto_parallel(model, batch(0))  # the one line"
 
 
@@ -54,6 +54,16 @@ def test_the_script_learns(one_process: tuple[Path, list[float]]) -> None:
     _, losses = one_process
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 0.5
+
+
+def test_the_script_starts_from_files(one_process: tuple[Path, list[float]]) -> None:
+    folder, losses = one_process
+    before = (
+        'model.save_pretrained("folder")\n'
+        'with torch.device("meta"):\n    model = LlamaForCausalLM(config)\n'
+    )
+    (folder / "files.py").write_text(SCRIPT.replace(CALL, before + FROM_FILES))
+    assert _losses(_run(folder, sys.executable, "files.py")) == losses
 
 
 def test_the_script_trains_alike_on_four_ranks_with_fixed_degrees(
