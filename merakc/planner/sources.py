@@ -209,7 +209,7 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
                 with torch.device(device), bounded_modules():
                     model = kind(config)
                 check_model(model)
-                check_buffers(lambda kind=kind: kind(config))
+                check_buffers(partial(kind, config))
                 length = _own_length(config) if sequence is None else sequence
                 batch = partial(_batch, task, config, length)
                 check_sample(batch)
