@@ -141,11 +141,11 @@ def show(
         if png is not None:
             title = f"{found.model}: the simulated step"
             plot_timeline(png, step.events, title=title, collectives=step.collectives)
-    written = [path for path in (html, trace, png) if path is not None]
-    for path in written:
-        said.print(f"written to {path}")
-    if as_json or not written:
-        _print(found, as_json=as_json, whole=True)
+        written = [path for path in (html, trace, png) if path is not None]
+        for path in written:
+            said.print(f"written to {path}")
+        if as_json or not written:
+            _print(found, as_json=as_json, whole=True)
 
 
 def _shards(text: str | None) -> str | tuple[int, ...] | None:
