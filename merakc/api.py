@@ -165,13 +165,12 @@ def _decide(
     """Rank 0 decides; every rank records and applies the plan. All have `agreed` in common."""
     asked = from_rank_0(lambda: requested(fixed, plan, batch))
     given, requests, specs = asked.plan, asked.readings, asked.specs
+    likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
     tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
 
     @cache
     def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
         return with_tensor_specs(*call_arguments(batch), specs, tensors)
-
-    likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
 
     @cache
     def made(k: int, parts: int, dp: int) -> BatchRecording:
@@ -197,13 +196,7 @@ def _decide(
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     request, machines = requests[reading()], cluster or _nominal(device)
-
-    resize = partial(_resized, model, example(), request, device)
-
-    def record(samples: int) -> Recording:
-        parts, left = divmod(request.batch_size, samples)
-        return resize(samples) if left else recorded(parts)
-
+    record = partial(_of_samples, model, example(), request, device, recorded)
     fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
     lowered, recording = _lowered(given, recorded, fit, likely)
     return _Decision(model, device, example(), recording, lowered, machines, fit)
@@ -301,14 +294,20 @@ def _recorded(
     )  # fmt: skip
 
 
-def _resized(
+def _of_samples(
     model: nn.Module,
     example: tuple[tuple[Any, ...], dict[str, Any]],
     request: Request,
     device: torch.device,
+    recorded: Callable[[int], Recording],
     samples: int,
 ) -> Recording:
-    """The recording of a micro-batch of so many samples, from the shapes of the batch."""
+    """The recording of a micro-batch of so many samples: of one of so many parts of the batch, or,
+    where they do not divide it, from the shapes of the batch.
+    """
+    parts, left = divmod(request.batch_size, samples)
+    if not left:
+        return recorded(parts)
     rows = sample_rows(*example, request.batch_dims)
     sized = resized(*example, rows, samples)
     return with_loss(_recorded(model, sized, replace(request, batch_size=samples), 1, 2, device))

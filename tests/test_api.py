@@ -210,17 +210,6 @@ def test_what_is_left_open_is_chosen_alike_on_every_rank() -> None:
     assert recompute in ("none", "full")
 
 
-def test_recomputation_where_the_memory_does_not_suffice() -> None:
-    given = build(Words), words(0)
-    roomy = merakc.auto_parallel(*given, cluster=NOMINAL_CPU, micro_batches=1).plan
-    assert roomy.prediction is not None
-    small = replace(NOMINAL_CPU, memory_bytes=int(0.9 * max(roomy.prediction.peak_bytes)))
-    plan = merakc.auto_parallel(build(Words), words(0), cluster=small, micro_batches=1).plan
-    assert plan.recompute != "none"
-    assert plan.prediction is not None
-    assert max(plan.prediction.peak_bytes) <= small.memory_bytes
-
-
 def test_what_does_not_fit_is_refused() -> None:
     """By the peak of the built step, to the byte; a plan of the user's likewise."""
     options = {"recompute": "none", "micro_batches": 1}

@@ -163,13 +163,13 @@ def show(
         if png is not None:
             title = f"{found.model}: the simulated step"
             plot_timeline(png, step.events, title=title, collectives=step.collectives)
-    written = [path for path in (html, trace, png) if path is not None]
-    for path in written:
-        said.print(f"written to {path}")
-    if passes is not None:
-        _print_effects(effects, as_json=as_json)
-    elif as_json or not written:
-        _print(found, as_json=as_json, whole=True)
+        written = [path for path in (html, trace, png) if path is not None]
+        for path in written:
+            said.print(f"written to {path}")
+        if passes is not None:
+            _print_effects(effects, as_json=as_json)
+        elif as_json or not written:
+            _print(found, as_json=as_json, whole=True)
 
 
 def _print_effects(effects: Sequence[PassEffect], *, as_json: bool) -> None:

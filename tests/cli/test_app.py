@@ -180,3 +180,16 @@ def test_unlike_nodes_get_uneven_stages(unlike: Path) -> None:
     # The even stages on unlike nodes, and the same decisions with stages cut for these.
     assert found.prediction.step_s < 0.8 * sides["before"]["step_s"]
     assert sides["after"]["step_s"] == pytest.approx(found.prediction.step_s, rel=0.05)
+
+
+def test_a_timeline_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    run(*SMALL, "--pp", "2", "-o", str(file))
+    made = load_plan(file)
+    assert made.report is not None
+    packed = replace(made.report.timeline, packed="AAAA")
+    replace(made, report=replace(made.report, timeline=packed)).save(file)
+    for options in ((), ("--png", str(tmp_path / "step.png"))):
+        assert "the plan's timeline cannot be read" in " ".join(
+            run("show", str(file), *options, code=2).split()
+        )

@@ -12,6 +12,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,17 +123,7 @@ def _trace(
     names = [i.name for i in free]
     positions = [graph.outputs.index(o) for o in roots]
 
-    def joint(
-        values: list[torch.Tensor], seeds: list[torch.Tensor], before: Callable[[Node], None]
-    ) -> list[torch.Tensor]:
-        found.clear()
-        given = dict(zip(names, values, strict=True))
-        for item in wanted:
-            given[item.name] = given[item.name].detach().requires_grad_()
-        outs = interpret(graph, given, before)
-        reached = [(outs[p], s) for p, s in zip(positions, seeds, strict=True)]
-        return [*outs, *_gradients(given, wanted, reached, found)]
-
+    joint = partial(_joint, graph, names, wanted, positions, found)
     given = [*free, *tangents]
     # The casts of an autocast region are nodes already; one around us would cast once more.
     with warnings.catch_warnings(), torch.enable_grad(), torch._C._DisableAutocast():
@@ -167,6 +158,26 @@ def _by_torch(
             "backward of the custom function that it comes from: it is called with parts of "
             "the batch, and with all of it"
         ) from error
+
+
+def _joint(
+    graph: Graph,
+    names: Sequence[str],
+    wanted: Sequence[Input],
+    positions: Sequence[int],
+    found: list[str],
+    values: list[torch.Tensor],
+    seeds: list[torch.Tensor],
+    before: Callable[[Node], None] = lambda node: None,
+) -> list[torch.Tensor]:
+    """Runs the graph on these values of its inputs of those names, and then backward."""
+    found.clear()
+    given = dict(zip(names, values, strict=True))
+    for item in wanted:
+        given[item.name] = given[item.name].detach().requires_grad_()
+    outs = interpret(graph, given, before)
+    reached = [(outs[p], s) for p, s in zip(positions, seeds, strict=True)]
+    return [*outs, *_gradients(given, wanted, reached, found)]
 
 
 def _modes(graph: Graph) -> Iterator[tuple[AbstractContextManager[Any], str]]:
