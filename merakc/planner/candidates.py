@@ -177,8 +177,7 @@ def find_candidates(
         first = price(own[0])
         result.add(own[0], first)
         if isinstance(first, Candidate) and not hardware.is_mixed:
-            # Another order of work can save no more than is idle, unless its stages suit unlike
-            # devices better.
+            # Another order saves what is idle, unless its stages suit unlike devices better.
             least_s = (first.estimate.step_s - first.seconds[IDLE]) / own[0].batch_size
         if not isinstance(first, Shortage):
             firsts.append((least_s, own[1:]))
