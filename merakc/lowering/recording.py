@@ -65,8 +65,8 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls with `shared` in common record no form of batch twice.
-    Raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. Calls with `shared` in common record no form of batch twice. It
+    raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(
@@ -397,5 +397,4 @@ def with_loss(recording: BatchRecording) -> BatchRecording:
 
 def autocast_of(device: torch.device) -> tuple[torch.dtype, bool]:
     """The dtype of autocast on a device, and whether it is on."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from merakc.costs.device import collective_seconds, total_flops
-from merakc.costs.ranks import least_spare, rank_devices
-from merakc.costs.stages import piece_cost, rank_place
+from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
-from merakc.machines.cluster import Device, Hardware
+from merakc.machines.cluster import Hardware
+from merakc.planner.bounds import Bounds, Layout
 from merakc.planner.estimate import (
     Degrees,
     Estimate,
@@ -32,7 +32,7 @@ from merakc.planner.estimate import (
     make_job,
     state_seconds,
 )
-from merakc.planner.piece_table import Form, PieceTable
+from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import Request
 from merakc.report.units import format_bytes
 from merakc.schedules.registry import KNOWN
@@ -53,25 +53,6 @@ RECOMPUTES: dict[str, tuple[Recompute, ...]] = {
 }  # fmt: skip
 # Layouts that are looked at behind the one that no other can beat: the runners-up.
 RUNNERS_UP = 10
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a job is laid out, before its memory is looked at."""
-
-    degrees: Degrees
-    samples: int
-    sequence_parallel: bool
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a step over all ranks."""
-        return self.degrees.dp * self.degrees.micro_batches * self.samples
-
-    @property
-    def form(self) -> Form:
-        """What its pieces depend on, beside the samples."""
-        return self.degrees.tp, self.sequence_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +145,7 @@ def find_candidates(
     if not groups:
         raise _no_layout(table, request)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
-    bounds = _Bounds(table, hardware)
+    bounds = Bounds(table, hardware)
 
     def price(layout: Layout) -> Candidate | Shortage | None:
         return price_layout(table, layout, request, hardware, precision, CLOSE * result.best_s)
@@ -273,49 +254,6 @@ def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
-
-
-@dataclass
-class _Bounds:
-    """Seconds a sample that no order of work can beat: no stage longer than others, nothing waited
-    for.
-    """
-
-    table: PieceTable
-    hardware: Hardware
-    known: dict[tuple[Form, int, Device], tuple[float, list[float]]] = field(default_factory=dict)
-
-    def of(self, layout: Layout) -> float:
-        """Of one layout: as if each rank were as much faster than the first as in the piece of
-        which that holds most.
-        """
-        devices = rank_devices(self.hardware, layout.degrees.mesh)
-        total_s, seconds = self._seconds(layout, devices[0])
-        speeds = {
-            device: max(
-                (
-                    a / b
-                    for a, b in zip(seconds, self._seconds(layout, device)[1], strict=True)
-                    if b
-                ),
-                default=1.0,
-            )
-            for device in dict.fromkeys(devices)
-        }
-        step_s = layout.degrees.micro_batches * total_s / sum(speeds[device] for device in devices)
-        return step_s / layout.batch_size
-
-    def _seconds(self, layout: Layout, device: Device) -> tuple[float, list[float]]:
-        """Of a micro-batch on one device, and of each different piece."""
-        key = layout.form, layout.samples, device
-        if key not in self.known:
-            ranks, tp = len(self.hardware.devices), layout.degrees.tp
-            place = rank_place(self.hardware, ranks, tp, device=device)
-            pieces = self.table.pieces(layout.form, layout.samples)
-            costs = {k: piece_cost(p, place) for k, p in {id(p): p for p in pieces}.items()}
-            seconds = {k: c.forward_s + c.backward_s for k, c in costs.items()}
-            self.known[key] = sum(seconds[id(p)] for p in pieces), list(seconds.values())
-        return self.known[key]
 
 
 def price_layout(

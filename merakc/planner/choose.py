@@ -16,7 +16,8 @@ from merakc.ir.graph import InputKind
 from merakc.ir.state import AUTO, StateShards
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster
-from merakc.planner.candidates import Candidate, Candidates, Layout, find_candidates
+from merakc.planner.bounds import Layout
+from merakc.planner.candidates import Candidate, Candidates, find_candidates
 from merakc.planner.estimate import rank_of
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import (

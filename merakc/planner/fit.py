@@ -15,7 +15,8 @@ from merakc.errors import FitError, MerakError
 from merakc.ir.program import Mesh
 from merakc.ir.state import AUTO, StateShards
 from merakc.machines.cluster import Cluster, Hardware
-from merakc.planner.candidates import Candidates, Layout, open_layouts, state_choices
+from merakc.planner.bounds import Layout
+from merakc.planner.candidates import Candidates, open_layouts, state_choices
 from merakc.planner.choose import state_precision
 from merakc.planner.estimate import Habits, estimate_job, make_job
 from merakc.planner.piece_table import PieceTable

@@ -74,9 +74,7 @@ def test_the_best_on_unlike_devices_is_that_of_trying_all(
     assert found.looked_at < everything.looked_at
     assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
     assert {c.layout.degrees.inner for c in everything.found} == {"pp", "dp"}
-    bounds = candidates._Bounds(TABLE, hardware)
     for one in everything.found:
-        assert bounds.of(one.layout) <= one.estimate.pipeline_s * (1 + 1e-9)
         devices = rank_devices(hardware, one.layout.degrees.mesh)
         own = zip(one.estimate.peak_bytes, devices, strict=True)
         assert all(peak <= device.memory_bytes for peak, device in own)
