@@ -95,7 +95,7 @@ def _point(
     flops = of.flops * plan.tp * plan.micro_batches * plan.dp
     peak = sum(d.flops_per_s(record.dtype) / d.product_share for d in devices)
     computing_s = of.seconds["arithmetic"] + of.seconds["recomputation"]
-    waiting = max(0.0, 1.0 - computing_s / (of.estimate.step_s - of.estimate.optimizer_s))
+    waiting = max(0.0, 1.0 - computing_s / step_s)
     power_w = sum(d.power_w for d in devices) / ranks * (1.0 - waiting * (1.0 - WAITING_POWER))
     per_rank = tokens / step_s / ranks
     layout = replace(of.layout, degrees=replace(of.layout.degrees, schedule=plan.schedule))
