@@ -14,7 +14,7 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
-from merakc.ir import buckets
+from merakc.analysis import buckets
 from merakc.ir.program import CollectiveKind
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.programs.collectives import rank_buckets

@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 
 from merakc.errors import ConfigError
-from merakc.train import initial
+from merakc.train.parameters import initial
 from merakc.train.parameters.initial import initialise, replace_tensors
 from tests.train.test_weights import Net, llama, meta
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import merakc
 from merakc.errors import ConfigError
+from merakc.ir.layout import whole_layout
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.part import Place, places
 from merakc.train.parameters import optimizers
-from merakc.train.weights import whole
 from tests.train.parameters.test_norms import Tied, batch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -128,7 +128,7 @@ def test_what_may_be_updated(name: str, parameters: list[nn.Parameter]) -> None:
     optimizers.hold(named, are_some=True)
     assert may(make, parameters) is some
     for key, p in named.items():
-        places[p] = Place(key, whole((8, 6)), 1, 0, 0, 24)
+        places[p] = Place(key, whole_layout((8, 6)), 1, 0, 0, 24)
     optimizers.hold(named, are_some=False)
     assert may(make, parameters) is parts
 

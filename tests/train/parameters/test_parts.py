@@ -15,7 +15,7 @@ from merakc.ir.layout import parse_layout
 from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
 from merakc.runtime.state import Placement
-from merakc.train import parts as module
+from merakc.train.parameters import parts as module
 from merakc.train.parameters.parts import Parts, unlike
 from merakc.train.places import register_places
 
