@@ -17,7 +17,7 @@ from merakc.runtime.groups import Groups
 from merakc.runtime.state import Placement
 from merakc.train.parameters import parts as module
 from merakc.train.parameters.parts import Parts, unlike
-from merakc.train.places import register_places
+from merakc.train.parameters.places import register_places
 
 LAYOUTS = {"rows": "5* x 2", "columns": "3 x 4*", "packed": "2·3* x 2", "whole": "3", "number": ""}
 MESH = Mesh(dp=1, tp=2, pp=2)
