@@ -16,7 +16,7 @@ from merakc.ir.graph import InputKind
 from merakc.ir.state import AUTO, StateShards
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster
-from merakc.planner.candidates import Candidate, Candidates, Layout, find_candidates
+from merakc.planner.candidates import FAR, Candidate, Candidates, Layout, find_candidates
 from merakc.planner.estimate import rank_of
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import (
@@ -34,9 +34,6 @@ from merakc.schedules.timing import make_pipeline
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
 FINALIST_NODES = 9_000
 MOST_FINALISTS = 16
-# Candidates that seem slower than the best plan by more than that are not planned. Estimates by
-# pieces are off by up to 14 % where stages are few.
-FAR = 1.15
 
 Progress = Callable[[str], None]
 
