@@ -17,7 +17,7 @@ from merakc.ir.state import AUTO, StateShards
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster
 from merakc.planner.bounds import Layout
-from merakc.planner.candidates import Candidate, Candidates, find_candidates
+from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidates
 from merakc.planner.estimate import rank_of
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import (
@@ -35,9 +35,6 @@ from merakc.schedules.timing import make_pipeline
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
 FINALIST_NODES = 9_000
 MOST_FINALISTS = 16
-# Candidates that seem slower than the best plan by more than that are not planned. Estimates by
-# pieces are off by up to 14 % where stages are few.
-FAR = 1.15
 
 Progress = Callable[[str], None]
 

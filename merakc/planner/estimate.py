@@ -43,7 +43,7 @@ from merakc.ir.state import UNSHARDED, StateShards
 from merakc.machines.cluster import Device, Hardware, Sharing
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.known_orders import KnownOrders, known_orders
-from merakc.schedules.registry import KNOWN, stage_ranks
+from merakc.schedules.registry import stage_ranks
 from merakc.schedules.timing import make_pipeline, run_orders
 
 Recompute = Literal["none", "full", "solved"]
@@ -279,15 +279,10 @@ class _Run:
 
 
 def least_seconds(job: Job, habits: Habits) -> float:
-    """Seconds of a step's micro-batches that `estimate_job` gives at the least, whatever the shards
-    of the state: of no order that a schedule may have, and with the least recomputation.
+    """Seconds of a step's micro-batches at the least: in any order of work on these stages, with
+    the least recomputation, whatever the shards of the state.
     """
-    stages = job.stages(habits)
-    splits = KNOWN[_name(job.degrees)].splits_backward
-    costs = [
-        replace(cost, static_bytes=0, input_grad_s=cost.input_grad_s if splits else 0.0)
-        for cost in stages
-    ]
+    costs = [replace(cost, static_bytes=0) for cost in job.stages(habits)]
     memory = [place.device.memory_bytes for place in job.places]
     links = _links(job, habits)
     pipeline = make_pipeline(job.rank_of, costs, job.degrees.micro_batches, links)

@@ -79,7 +79,7 @@ def test_no_estimate_is_below_its_bound(
         if max(found.peak_bytes) <= memory_bytes:
             assert least_s <= found.pipeline_s * (1 + 1e-9)
     whole = estimate_job(job, Habits(stagewise=True))
-    assert least_s > 0.8 * whole.pipeline_s or memory_bytes < 1 << 40
+    assert least_s > 0.6 * whole.pipeline_s or memory_bytes < 1 << 40
 
 
 @pytest.mark.parametrize("whole_batch", [False, True])
