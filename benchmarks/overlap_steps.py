@@ -157,7 +157,7 @@ class Contestant:
         Without it ranks cannot compare what they were given.
         """
         self.seconds["with"].append(self._timed(self.step)[0])
-        with patch.object(Agreement, "share", lambda _, loss, step: loss):
+        with patch.object(Agreement, "share", lambda _, loss, step, bad: (loss, 0)):
             self.seconds["without"].append(self._timed(self.step, muted=True)[0])
         alone_s, spent_s = self._timed(self.communicate)
         self.seconds["alone"].append(alone_s)

@@ -69,7 +69,14 @@ class Subject:
                  if n in self.batch and n not in dims}  # fmt: skip
         layout = BatchLayout((SAMPLES,), len(EVEN))
         forward = _Forward(
-            self.model, (), self.batch, layout=layout, device=CPU, dtype=None, dims=dims
+            self.model,
+            (),
+            self.batch,
+            layout=layout,
+            device=CPU,
+            dtype=None,
+            dims=dims,
+            shared={},
         )
         self.graphs = {n: forward.sized(n).graph for n in {*EVEN, *UNEVEN, SAMPLES}}
         self.sampled = forward.sampled

@@ -17,6 +17,7 @@ from benchmarks.ranks import run_ranks
 from merakc.errors import (
     ConfigError,
     CutError,
+    FitError,
     MerakError,
     MismatchError,
     PlanError,
@@ -67,7 +68,7 @@ ARGUMENTS: dict[str, Case] = {
     "an order beyond the memory": (
         {"schedule": "0F0 0F1 0B0 0B1; 1F0 1F1 1B0 1B1", "micro_batches": 2, "pp": 2,
          "cluster": Cluster("small", 5e10, 1e10, 5e-6, 1000, 2e-4, 1e9)},
-        ProgramError, ("action 0 of 13: needs", "where there are 1000;")),
+        FitError, ("a rank needs", "has 1000 B")),
     "missing plan": ({"plan": "no/such/plan.json"}, PlanError, ("no/such/plan.json",)),
 }  # fmt: skip
 
