@@ -47,7 +47,7 @@ def scale(
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Sweep the number of devices, doubling it: the best plan at each."""
+    """Sweep the number of devices, doubling it: the best plan at each, by the model's pieces."""
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
         check_outputs(csv=table, plot=picture)

@@ -87,33 +87,21 @@ def plan_offline(
     planned in full. `progress` is told what is being done. Raises `ConfigError` where no degree
     divides the batch, and the first error where nothing can be planned.
     """
-    record = Recordings(source, request, progress)
-    lowered, candidates = plan_recorded(record, request, batch_size, cluster)
-    return lowered.plan, lowered, alternatives(candidates, lowered.plan)
-
-
-def plan_recorded(
-    record: Recordings, request: Request, batch_size: int, cluster: Cluster
-) -> tuple[Lowered, Candidates]:
-    """The same of a model that is recorded as it is asked for, with what it was compared with."""
     check_request(request, batch_size)
     request = replace(request, total_batch_size=batch_size)
-    candidates = compare(request, record, cluster, record.progress)
+    record = Recordings(source, request, progress)
+    candidates = compare(request, record, cluster, progress)
     if not candidates.found:
         raise fit_error(request, record, cluster, candidates.table)
-    return choose(request, record, cluster, record.progress, candidates), candidates
-
-
-def nearest(candidates: Candidates, plan: Plan) -> Candidate:
-    """The candidate that a plan was made of."""
-    return min(candidates.found, key=lambda c: _unlike(c, plan))
+    lowered = choose(request, record, cluster, progress, candidates)
+    return lowered.plan, lowered, alternatives(candidates, lowered.plan)
 
 
 def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
     """The best of the others by degrees and schedule, what loses them the comparison, and what was
     refused. They are compared with the candidate that was chosen.
     """
-    own = nearest(candidates, chosen)
+    own = min(candidates.found, key=lambda c: _unlike(c, chosen))
     others: dict[object, Alternative] = {}
     for one in candidates.found:
         d = one.layout.degrees

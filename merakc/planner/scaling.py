@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import cast
 
 from merakc.errors import ConfigError
-from merakc.ir.plan import Plan
-from merakc.machines.cluster import DtypeName, Hardware
+from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import hardware_for
-from merakc.planner.candidates import Candidate
-from merakc.planner.choose import describe
-from merakc.planner.offline import Recordings, nearest, plan_recorded
+from merakc.planner.candidates import Candidate, find_candidates
+from merakc.planner.choose import describe, state_precision
+from merakc.planner.fit import fit_error
+from merakc.planner.offline import Recordings, check_request
+from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import Request
 
 # What a device draws while it waits for communication, of what it draws while it computes. From
@@ -56,10 +56,11 @@ def sweep(
     samples_per_rank: float | None,
     batch_size: int | None,
 ) -> list[Point]:
-    """The plan of `merakc plan` at each number of ranks, in figures.
+    """The best plan at each number of ranks, by the pieces of the model.
 
     The batch is `batch_size` everywhere (strong scaling), or grows by `samples_per_rank` (weak).
-    Raises `ConfigError` where both or none are given, and as `plan_recorded` does.
+    Raises `ConfigError` where both or none are given, and as `find_candidates`
+    does; `FitError` where nothing fits.
     """
     if (samples_per_rank is None) == (batch_size is None):
         raise ConfigError(
@@ -69,38 +70,38 @@ def sweep(
     if samples_per_rank is not None and not 0 < samples_per_rank < math.inf:
         raise ConfigError(f"{samples_per_rank} samples a rank: give a number above 0, such as 0.5")
     found = []
-    dtype = request.precision.compute if request.precision else "float32"
+    table: PieceTable | None = None
     for count in ranks:
-        record.progress(f"planning for {count} ranks")
+        record.progress(f"comparing layouts of {count} ranks")
         hardware = hardware_for(cluster, count)
+        machines = hardware.flat()
+        table = PieceTable(record, machines) if table is None else table
         size = batch_size or max(1, round(count * (samples_per_rank or 0)))
         asked = replace(request, world_size=count)
-        lowered, candidates = plan_recorded(
-            record, asked, size, hardware.flat(cast(DtypeName, dtype))
-        )
-        own = nearest(candidates, lowered.plan)
-        found.append(_point(record, lowered.plan, own, hardware, size))
+        check_request(asked, size)
+        asked = replace(asked, total_batch_size=size)
+        precision = state_precision(record, request)
+        candidates = find_candidates(table, asked, hardware, precision)
+        if not candidates.found:
+            raise fit_error(asked, record, machines, table)
+        found.append(_point(record, candidates.found[0], hardware, size))
     return found
 
 
-def _point(
-    record: Recordings, plan: Plan, of: Candidate, hardware: Hardware, batch_size: int
-) -> Point:
-    """What a plan yields; what its seconds go into is told by the candidate that it is of."""
-    assert plan.prediction is not None
-    step_s, ranks = plan.prediction.step_s, plan.mesh.world_size
+def _point(record: Recordings, best: Candidate, hardware: Hardware, batch_size: int) -> Point:
+    degrees, step_s = best.layout.degrees, best.estimate.step_s
+    ranks = degrees.ranks
     tokens = record.tokens_per_sample * batch_size
     devices = hardware.devices[:ranks]
     # The model's flops are those of one rank's forward and backward, times the tp ranks.
-    flops = of.flops * plan.tp * plan.micro_batches * plan.dp
+    flops = best.flops * degrees.tp * degrees.micro_batches * degrees.dp
     peak = sum(d.flops_per_s(record.dtype) / d.product_share for d in devices)
-    computing_s = of.seconds["arithmetic"] + of.seconds["recomputation"]
-    waiting = max(0.0, 1.0 - computing_s / step_s)
+    waiting = 1.0 - (best.seconds["arithmetic"] + best.seconds["recomputation"]) / step_s
     power_w = sum(d.power_w for d in devices) / ranks * (1.0 - waiting * (1.0 - WAITING_POWER))
     per_rank = tokens / step_s / ranks
-    layout = replace(of.layout, degrees=replace(of.layout.degrees, schedule=plan.schedule))
+    shards = best.habits.shards
     return Point(
-        ranks, batch_size, plan.dp, plan.tp, plan.pp, describe(layout), str(plan.shards(0)),
+        ranks, batch_size, degrees.dp, degrees.tp, degrees.pp, describe(best.layout), str(shards),
         step_s, tokens / step_s, per_rank, flops / (step_s * peak), power_w,
         per_rank / power_w if power_w else 0.0, per_rank * SECONDS_PER_HOUR, waiting,
     )  # fmt: skip

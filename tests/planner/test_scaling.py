@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from merakc.errors import ConfigError
-from merakc.machines.cluster_files import hardware_for
-from merakc.planner.offline import Recordings, plan_offline
+from merakc.planner.offline import Recordings
 from merakc.planner.scaling import WAITING_POWER, sweep, write_csv
 from merakc.planner.search import Request
 from merakc.planner.sources import load_source
@@ -74,13 +73,3 @@ def test_what_divides_nothing_is_refused_with_its_numbers() -> None:
         sweep(recordings(), Request(0, 0, tp=3), "h100", (8,), 2.0, None)
     with pytest.raises(ConfigError, match="recompute 'some' is not known"):
         sweep(recordings(), Request(0, 0, recompute="some"), "h100", (8,), 2.0, None)
-
-
-def test_a_point_takes_as_long_as_the_plan_that_is_made_for_it() -> None:
-    (point,) = sweep(recordings(), Request(0, 0), "h100", (8,), None, 16)
-    cluster = hardware_for("h100", 8).flat("float32")
-    source = load_source("tests.small_source:small")
-    plan, *_ = plan_offline(source, Request(8, 0), 16, cluster)
-    assert plan.prediction is not None
-    assert point.step_s == pytest.approx(plan.prediction.step_s, rel=1e-9)
-    assert (point.dp, point.tp, point.pp) == (plan.dp, plan.tp, plan.pp)
