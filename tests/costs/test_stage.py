@@ -81,7 +81,7 @@ def test_what_is_made_again_takes_seconds_and_no_memory(
     local = lowered("1f1b", "full").stages.local[0]
     small = rough_stage_cost(local, cluster)
     monkeypatch.setattr(pieces, "LEAST_BYTES", 0)
-    found = rough_stage_cost(local, cluster)
+    found = rough_stage_cost(replace(local), cluster)  # a graph remembers what is told of it
     assert found.saved_bytes < small.saved_bytes
     assert small.backward_s < found.backward_s < 1.2 * small.backward_s
     assert found.forward_s == small.forward_s
