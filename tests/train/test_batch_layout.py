@@ -44,5 +44,5 @@ def refused(batch_dims: dict[str, int] | None) -> str:
 @pytest.mark.parametrize("batch_dims", [None, {"frames": 1}])
 def test_all_ranks_read_their_batches_alike(batch_dims: dict[str, int] | None) -> None:
     for text in run_ranks(2, refused, batch_dims):
-        told = "('target' is [5, 2] with dim 0, [3, 2] with dim None); say it"
+        told = "is [5, 2] with dim 0 on rank 0, [3, 2] with dim None on rank 1); say it"
         assert (told in text) if batch_dims is None else not text
