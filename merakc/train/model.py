@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, Never
 
@@ -292,9 +293,11 @@ class ParallelModel(Mirror):
         steps = self._own("_steps")
         if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later
             for name in steps.stale & found.keys():
-                numel = found[name].numel()
-                place = Place(name, steps.placements[name].layout, 1, 0, 0, numel, writes=False)
-                found[name] = TensorPart(found[name], place)
+                own, layout = found[name], steps.placements[name].layout
+                place = Place(name, layout, 1, 0, 0, own.numel())
+                if isinstance(own, TensorPart):
+                    place, own = own.place, own.local
+                found[name] = TensorPart(own, replace(place, writes=False))
         return found
 
     def load_state_dict(

@@ -58,7 +58,7 @@ def test_collectives_meet_the_device_in_their_order() -> None:
     )
     graph = Graph((Input("x", InputKind.BATCH, SPEC),), nodes, ())
     device = Device(NOMINAL_CPU)
-    writer = _Waiting(device, graph, torch.device("cpu"), NO_HOOKS)
+    writer = _Waiting(device, graph, torch.device("cpu"), NO_HOOKS, None)
     writer.source()
     met = [f.func for f in writer.scope.values() if isinstance(f, partial)]
     assert met == [device.start, device.wait, device.block]

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import merakc
+from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
 from merakc.errors import ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.part import TensorPart
 from tests.battery.small_models import Words, build, parallel, part, warm_up, words
 
@@ -110,3 +112,21 @@ def test_state_dicts_need_no_gradient() -> None:
     model = parallel(partial(Words), words(0))
     assert not any(v.requires_grad for v in model.state_dict().values())
     assert any(v.requires_grad for v in model.state_dict(keep_vars=True).values())
+
+
+def after_a_step(folder: Path) -> None:
+    """A net whose running statistics are split over tp, and written since dp ranks shared them."""
+    case = MODELS["resnet"]
+    model = merakc.auto_parallel(
+        case.model(), case.batch(4), dp=2, tp=2, micro_batches=2, cluster=NOMINAL_CPU
+    )
+    model(**case.batch(4))["loss"].backward()
+    parts = [v for v in model.state_dict().values() if isinstance(v, TensorPart)]
+    assert any(v.place.name.endswith("running_mean") for v in parts)
+    assert not any(isinstance(v.local, TensorPart) for v in parts)
+    merakc.save(folder, model)
+    merakc.load(folder, model)
+
+
+def test_buffers_that_a_step_has_written_are_loaded(tmp_path: Path) -> None:
+    run_ranks(4, after_a_step, tmp_path / "saved")
