@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def _lora(dropout: float) -> nn.Module:
 
 CASES: dict[str, ModelCase] = {
     **{name: MODELS[name] for name in ("gpt2", "llama", "llama_tied", "t5", "mixtral", "resnet")},
-    "lora": ModelCase("lora", _lora, MODELS["gpt2"].make_batch, MODELS["gpt2"].valid_labels),
+    "lora": replace(MODELS["gpt2"], name="lora", build=_lora),
 }
 PRECISIONS = (None, "bf16-mixed", "fp16-mixed")  # None: all of it float64
 STATES = ("zero-0", "zero-1", "zero-2", "zero-3", "mixed")
