@@ -203,6 +203,9 @@ def _by_elements(
         return func(*args, **kwargs)
     result = func(*args, **kwargs)
     if not isinstance(result, torch.Tensor):
+        several = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
+        if several and first.source.is_part:  # topk, sort, split, std_mean, ...
+            raise _refusal(name, first)
         return result
     same = result.numel() == first.numel()
     if alike and same and (_is_pointwise(name) or name in _COPIES or _is_view(result, first)):

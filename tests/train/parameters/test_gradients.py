@@ -130,6 +130,9 @@ def kinds() -> tuple[set[type], str, bool]:
     whole = 2 * gradient.norm()
     with pytest.raises(ConfigError) as told:
         gradient.sum(0)
+    for call in (torch.sort, torch.std_mean, torch.std, lambda g: g.flatten().topk(2)):
+        with pytest.raises(ConfigError, match="is called on the gradient"):
+            call(gradient)
     return {type(gradient), *seen}, str(told.value), bool(torch.equal(again, whole))
 
 
