@@ -24,8 +24,8 @@ from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import Asking
 from merakc.frontend.calls.places import is_certain
 from merakc.frontend.checks import harmless_answer
-from merakc.frontend.history import replaced
 from merakc.frontend.python.content import PLAIN, Attribute, content_of, put_back, same
+from merakc.frontend.replaced import replaced
 from merakc.frontend.source import near_line, user_line
 from merakc.ir.graph import Output, OutputKind, Ref
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from merakc.frontend.history import replaced
+from merakc.frontend.replaced import replaced
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from torch.nn.modules.module import (
 from merakc.errors import RecordError
 from merakc.frontend.calls.forms import make_fake
 from merakc.frontend.python.state import PythonState
+from merakc.frontend.replaced import in_this_thread, replaced
 from merakc.frontend.source import is_installed, user_line
 
 # How far clocks are put ahead: a number that is odd in days, hours, minutes and seconds.
@@ -84,6 +86,10 @@ def _fake(
     return fake
 
 
+def _no_hook(*_: Any) -> None:
+    """What a hook does in other threads."""
+
+
 @contextlib.contextmanager
 def module_names(
     model: torch.nn.Module,
@@ -130,8 +136,10 @@ def module_names(
 
     for path, module in model.named_modules():
         hook(path, module)
-    handles.append(register_module_forward_pre_hook(enter_other))
-    handles.append(register_module_forward_hook(leave_other, always_call=True))
+    # Modules that other threads call are no part of the forward.
+    enter_here, leave_here = (in_this_thread(f, _no_hook) for f in (enter_other, leave_other))
+    handles.append(register_module_forward_pre_hook(enter_here))
+    handles.append(register_module_forward_hook(leave_here, always_call=True))
     try:
         with warnings.catch_warnings():  # a compiled module is recorded as what it wraps
             warnings.filterwarnings("ignore", message="Using `torch.compile")
@@ -155,27 +163,32 @@ def recordable(checked: Callable[..., None]) -> Iterator[None]:
     has a kernel for whole layers that runs on CPUs only. Why a call on fake tensors fails is in the
     error that is raised, and not logged besides.
     """
-    check, mkldnn = torch._check_tensor_all_with, torch._C._get_mkldnn_enabled()
-    torch._check_tensor_all_with = checked
+    mkldnn = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     _LOG_OF_FAKES.addFilter(_nothing)
     try:
-        yield
+        with replaced(torch, "_check_tensor_all_with", checked):
+            yield
     finally:
         _LOG_OF_FAKES.removeFilter(_nothing)
         torch._C._set_mkldnn_enabled(mkldnn)
-        torch._check_tensor_all_with = check
 
 
 class _ForLibraries:
-    """A flag that is true where an installed library asks; to the user's own code, all is eager."""
+    """A flag that is true where an installed library asks in the thread that records; to the user's
+    own code, and in other threads, all is eager.
+    """
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
 
 
 def _told(name: str) -> Callable[..., Any]:
     """A method of `bool`, of what its caller is told."""
 
-    def call(_: _ForLibraries, *args: Any) -> Any:
-        return getattr(is_installed(sys._getframe(1).f_code), name)(*args)
+    def call(flag: _ForLibraries, *args: Any) -> Any:
+        asked = flag.thread == threading.get_ident() and is_installed(sys._getframe(1).f_code)
+        return getattr(asked, name)(*args)
 
     return call
 
@@ -214,13 +227,10 @@ def eager() -> Iterator[None]:
 def printable_numbers() -> Iterator[None]:
     """Lets numbers that are not known be put into texts, as for a log, by their names."""
     kinds = (torch.SymFloat, torch.SymInt)
-    for kind in kinds:
-        kind.__format__ = lambda number, spec: str(number)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for kind in kinds:
-            del kind.__format__
+            stack.enter_context(replaced(kind, "__format__", lambda number, spec: str(number)))
+        yield
 
 
 @contextlib.contextmanager
@@ -229,7 +239,6 @@ def fixed_dtypes() -> Iterator[None]:
 
     torch would put new parameters in the place of the fake ones, which it cannot.
     """
-    original = torch.nn.Module._apply
 
     def apply(module: torch.nn.Module, change: Callable[..., Any], recurse: bool = True) -> Any:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -242,11 +251,8 @@ def fixed_dtypes() -> Iterator[None]:
                 )
         return module
 
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
+    with replaced(torch.nn.Module, "_apply", apply):
         yield
-    finally:
-        torch.nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -255,19 +261,9 @@ def clocks_ahead() -> Iterator[None]:
     names = ("time", "monotonic", "perf_counter", "process_time")
     with contextlib.ExitStack() as stack:
         for name, scale in [*((n, 1.0) for n in names), *((f"{n}_ns", 1e9) for n in names)]:
-            stack.enter_context(_ahead(name, scale))
+            stack.enter_context(replaced(time, name, _ahead(getattr(time, name), scale)))
         yield
 
 
-@contextlib.contextmanager
-def _ahead(name: str, scale: float) -> Iterator[None]:
-    clock = getattr(time, name)
-
-    def ahead() -> Any:
-        return clock() + type(clock())(CLOCK_S * scale)
-
-    setattr(time, name, ahead)
-    try:
-        yield
-    finally:
-        setattr(time, name, clock)
+def _ahead(clock: Callable[[], Any], scale: float) -> Callable[[], Any]:
+    return lambda: clock() + type(clock())(CLOCK_S * scale)

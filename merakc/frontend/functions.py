@@ -21,6 +21,7 @@ from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
 from merakc.frontend.calls.writes import written
 from merakc.frontend.python.content import describe
+from merakc.frontend.replaced import in_this_thread, replaced
 from merakc.frontend.source import user_line
 from merakc.ir.graph import Ref
 
@@ -37,7 +38,8 @@ def apply_plainly(cls: type[Any], *args: Any) -> Any:
 @contextlib.contextmanager
 def function_calls(handle: Callable[..., Any]) -> Iterator[None]:
     """Calls `handle(cls, args)` in place of a custom function's `apply`, bound early or not."""
-    _BASE.apply = classmethod(lambda cls, *args: handle(cls, args))
+    handled = in_this_thread(lambda cls, *args: handle(cls, args), apply_plainly)
+    _BASE.apply = classmethod(handled)
     try:
         yield
     finally:
@@ -91,11 +93,8 @@ def _without_derivative(found: list[torch.Tensor]) -> Iterator[None]:
         found.extend(tensors)
         original(ctx, *tensors)
 
-    FunctionCtx.mark_non_differentiable = mark  # type: ignore[assignment, method-assign]
-    try:
+    with replaced(FunctionCtx, "mark_non_differentiable", mark):
         yield
-    finally:
-        FunctionCtx.mark_non_differentiable = original  # type: ignore[method-assign]
 
 
 class _Watch(TorchDispatchMode):

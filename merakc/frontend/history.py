@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from merakc.errors import RecordError
 from merakc.frontend.builder import GraphBuilder
+from merakc.frontend.replaced import replaced
 from merakc.frontend.source import is_users, user_line
 
 _autograd: Any = torch._C._autograd
@@ -214,19 +215,5 @@ class AskedError(RecordError):
 
 
 def _check_asking(what: str) -> None:
-    if is_users(sys._getframe(2).f_code):
+    if is_users(sys._getframe(3).f_code):  # behind the question, and what chooses by thread
         raise AskedError(f"it asks {what}, at {user_line()}")
-
-
-@contextlib.contextmanager
-def replaced(place: Any, name: str, value: Any) -> Iterator[None]:
-    """Puts a value in the place of an attribute; what was not there before is taken away again."""
-    before = vars(place).get(name, replaced)
-    setattr(place, name, value)
-    try:
-        yield
-    finally:
-        if before is replaced:
-            delattr(place, name)
-        else:
-            setattr(place, name, before)

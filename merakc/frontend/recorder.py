@@ -43,7 +43,8 @@ from merakc.frontend.contexts import (
     recordable,
 )
 from merakc.frontend.functions import FunctionRecorder, function_calls
-from merakc.frontend.history import HistoryRecorder, replaced
+from merakc.frontend.history import HistoryRecorder
+from merakc.frontend.replaced import replaced
 from merakc.frontend.selections import Selecting
 from merakc.frontend.source import user_line
 from merakc.frontend.values.made import recorded_tensors

@@ -15,6 +15,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _python_dispatch
 
 from merakc.errors import RecordError
+from merakc.frontend.replaced import replaced
 from merakc.frontend.source import user_line
 
 _OWN = ("torch.", "merakc.")
@@ -83,11 +84,8 @@ def without_modes() -> Iterator[None]:
             )
         push(mode)
 
-    _python_dispatch._push_mode = checked
-    try:
+    with replaced(_python_dispatch, "_push_mode", checked):
         yield
-    finally:
-        _python_dispatch._push_mode = push
 
 
 @contextlib.contextmanager

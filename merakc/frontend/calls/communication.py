@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import RecordError
+from merakc.frontend.replaced import replaced
 from merakc.frontend.source import user_line
 
 # Of torch.distributed's calls, its functional ones, and memory that processes share.
@@ -35,16 +36,12 @@ def _refused(call: str) -> RecordError:
 @contextlib.contextmanager
 def no_objects_sent() -> Iterator[None]:
     """Refuses to send objects: torch makes bytes of them first, which recorded tensors have not."""
-    original = distributed_c10d._object_to_tensor
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise _refused("objects are sent")
 
-    distributed_c10d._object_to_tensor = refuse
-    try:
+    with replaced(distributed_c10d, "_object_to_tensor", refuse):
         yield
-    finally:
-        distributed_c10d._object_to_tensor = original
 
 
 class Silence(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from merakc.errors import RecordError
+from merakc.frontend.replaced import replaced
 from merakc.frontend.source import near_line
 
 LIBRARIES = ("Python's random", "numpy.random", "torch")
@@ -80,16 +81,12 @@ def without_entropy() -> Iterator[None]:
         seeded(generator, a, version)
 
     seeded: Any = random.Random.seed
-    places: list[tuple[Any, str]] = [(os, "urandom"), (random, "_urandom")]
-    try:
-        for place, name in places:
-            setattr(place, name, refuse)
-        random.Random.seed = seed  # type: ignore[assignment, method-assign]
+    with (
+        replaced(os, "urandom", refuse),
+        replaced(random, "_urandom", refuse),
+        replaced(random.Random, "seed", seed),
+    ):
         yield
-    finally:
-        random.Random.seed = seeded  # type: ignore[method-assign]
-        for place, name in places:
-            setattr(place, name, urandom)
 
 
 def _states() -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
+from merakc.frontend.replaced import replaced
 from merakc.frontend.values.symbols import SYMBOLIC
 
 
@@ -28,11 +29,8 @@ def recorded_tensors() -> Iterator[None]:
         device = options.get("device")
         return made if device is None else made.to(device)
 
-    torch.tensor = tensor  # type: ignore[assignment]
-    try:
+    with replaced(torch, "tensor", tensor):
         yield
-    finally:
-        torch.tensor = original
 
 
 def _stacked(data: Any, dtype: torch.dtype | None, original: Any) -> torch.Tensor:
