@@ -144,7 +144,7 @@ def drawn_step(pick: Callable[..., torch.Tensor], micro_batches: int) -> tuple[f
     "pick",
     [partial(rows_of_own, replacement=False), partial(rows_of_own, replacement=True),
      partial(samples_chosen, number=2)],
-    ids=str,
+    ids=["rows, each once", "rows", "samples"],
 )  # fmt: skip
 def test_parts_draw_several_numbers_a_row_as_one_batch_does(
     pick: Callable[..., torch.Tensor],

@@ -111,7 +111,7 @@ def save(
             done.set_result(None)
             return Saving(folder, done)
         group = _group() if dist.is_initialized() else None
-    copied = {name: _on_host(tensor) for name, tensor in tensors.items()}
+    copied = _on_host(tensors, _copies.setdefault(model, {}))
     started = Saving(folder, _thread().submit(write, copied, writer, group, keep_last))
     _running.append(started)
     return started
@@ -176,10 +176,27 @@ def config_of(model: nn.Module) -> str:
     return json.dumps(found, indent=2) + "\n"
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, TensorPart):
-        return TensorPart(_on_host(tensor.local), tensor.place)
-    return tensor.detach().to("cpu", copy=True)
+# What was copied to host memory for the last save of a model. Its memory is used again: memory that
+# is new to a process takes four times as long to write.
+_copies: WeakKeyDictionary[nn.Module, Tensors] = WeakKeyDictionary()
+
+
+def _on_host(tensors: Tensors, copies: Tensors) -> Tensors:
+    """Copies of a rank's tensors, in the memory of earlier `copies` where these are alike."""
+    found = {}
+    for name, tensor in tensors.items():
+        local = tensor.local if isinstance(tensor, TensorPart) else tensor.detach()
+        copy = copies.get(name)
+        if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
+            copy = local.to("cpu", copy=True)
+        else:
+            copy.copy_(local)
+        copies[name] = copy
+        found[name] = TensorPart(copy, tensor.place) if isinstance(tensor, TensorPart) else copy
+    for name in [*copies]:
+        if name not in found:
+            del copies[name]
+    return found
 
 
 def write(
