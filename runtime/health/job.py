@@ -17,6 +17,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +25,7 @@ from functools import partial
 from time import monotonic
 from types import TracebackType
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeout
@@ -184,9 +186,31 @@ class Job:
     def group(
         self, ranks: Sequence[int], timeout_s: float, backend: str | None = None
     ) -> dist.ProcessGroup:
-        """A process group of these ranks; every rank must make it."""
+        """A process group of these ranks; every rank must make it.
+
+        It is made in a thread, since nothing but its own timeout ends that wait once a rank is
+        lost. Raises what the ranks have in common as soon as that is known.
+        """
         make = partial(dist.new_group, list(ranks), timedelta(seconds=timeout_s), backend)
-        return self.connections.made(make)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        made: Future[dist.ProcessGroup] = Future()
+        made.add_done_callback(lambda _: self.news.set())
+
+        def work() -> None:
+            try:
+                if device is not None:
+                    torch.cuda.set_device(device)  # which belongs to a thread
+                made.set_result(self.connections.made(make))
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name="merakc-group", daemon=True).start()
+        while not made.done() and self.fault is None:
+            self.news.wait(1.0)
+            self.news.clear()
+        if not made.done():
+            self.check()
+        return made.result()
 
     def join(self, store: Store) -> None:
         """Connects the ranks with each other, and makes the group of all; all at once."""

@@ -15,6 +15,7 @@ from torch import nn
 from merakc.errors import CheckpointError
 from merakc.files.reading import parse_json, read_text
 from merakc.ir.boxes import Box
+from merakc.train.checkpoints.converted import Entry, Made, MadeFile, converted
 from merakc.train.checkpoints.manifest import (
     NAME,
     WEIGHTS,
@@ -26,16 +27,6 @@ from merakc.train.checkpoints.storage import DTYPES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in a file, under the file's own name for it."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -79,14 +70,18 @@ class WeightFiles:
 
     def read(self) -> Iterator[tuple[str, Callable[[Box], Iterator[torch.Tensor]]]]:
         """Every name, and what reads a box of that tensor as its next rows, file by file."""
-        order = sorted(self.tensors.items(), key=lambda item: (item[1].file, item[1].key))
-        opened: dict[Path, TensorFile] = {}
-        for name, entry in order:
-            if entry.file not in opened:
-                opened = {entry.file: TensorFile(entry.file)}
-            every = [(opened[entry.file], entry)]
-            every += [(TensorFile(e.file), e) for e in self.doubles.get(name, ())]
+        opened: dict[Path | Made, TensorFile] = {}
+        for name, entry in sorted(self.tensors.items(), key=lambda item: item[1].order):
+            if (entry.made or entry.file) not in opened:
+                opened.clear()  # before what is made next takes memory
+                opened[entry.made or entry.file] = _opened(entry)
+            every = [(opened[entry.made or entry.file], entry)]
+            every += [(_opened(e), e) for e in self.doubles.get(name, ())]
             yield name, lambda box, name=name, every=every: _rows(name, every, box)  # type: ignore[misc]
+
+
+def _opened(entry: Entry) -> TensorFile:
+    return MadeFile(entry.made) if entry.made else TensorFile(entry.file)
 
 
 def _rows(name: str, every: list[tuple[TensorFile, Entry]], box: Box) -> Iterator[torch.Tensor]:
@@ -115,8 +110,10 @@ def open_weights(given: str | Path, model: nn.Module) -> WeightFiles:
     first = _first_names(model)
     named: dict[str, list[tuple[str, Entry]]] = {}
     unexpected = []
-    for entry in entries:
-        name = _own_name(entry.key, first, model)
+    own = (place if place.is_dir() else place.parent) / NAME  # written by merakc, by own names
+    listed = [(e.key, e) for e in entries] if own.exists() else converted(entries, model)
+    for key, entry in listed:
+        name = _own_name(key, first, model)
         if name is None:
             unexpected.append(entry.key)
             continue
@@ -233,10 +230,4 @@ def _unlike(place: Path, model: nn.Module, missing: list[str], unexpected: list[
         if names
         for more in [f" and {len(names) - 3} more" if len(names) > 3 else ""]
     ]
-    convert = ""
-    if missing and unexpected and hasattr(model, "save_pretrained"):
-        convert = (
-            "; where from_pretrained renames or packs them, save_pretrained(..., "
-            "save_original_format=False) once writes the model's own names"
-        )
-    return f"weights: {place} {'; it '.join(said)}{convert}"
+    return f"weights: {place} {'; it '.join(said)}"

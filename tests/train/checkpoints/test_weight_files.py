@@ -53,6 +53,15 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
+def mixtral() -> Any:
+    """Experts that its checkpoints hold one by one, and the model packed, under other names."""
+    config = transformers.MixtralConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=12, use_cache=False,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
 def meta(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -> nn.Module:
     with torch.device("meta"):
         return make().to(dtype)
@@ -76,13 +85,13 @@ def from_files(make: Callable[[], nn.Module], folder: Path, layout: dict[str, An
 
 
 def from_memory(make: Callable[[], Any], folder: Path, layout: dict[str, Any]) -> Any:
-    kind: Any = transformers.GPT2LMHeadModel if make is gpt2 else transformers.LlamaForCausalLM
+    kind: Any = type(meta(make))
     return ran(kind.from_pretrained(folder, dtype=torch.float64).train(), layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_as_from_pretrained_and_the_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
-    for make in (gpt2,) if "tp" in layout else (llama,):
+    for make in {"tp": (gpt2,), "tp pp": (mixtral,)}.get(" ".join(layout), (llama,)):
         torch.manual_seed(3)
         make().double().save_pretrained(tmp_path / make.__name__, max_shard_size="10KB")
         ranks = 1
@@ -192,6 +201,21 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path) -> None:
     plain = meta(gpt2)
     plain._keys_to_ignore_on_load_unexpected = {"more"}  # type: ignore[assignment]
     open_weights(changed(tmp_path, cases[1][0]), plain)  # type: ignore[arg-type]
+
+
+def test_experts_that_do_not_make_a_tensor_are_refused(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    mixtral().save_pretrained(tmp_path)
+    name = "model.layers.1.block_sparse_moe.experts.{}.w2.weight"
+    made = "model.layers.1.mlp.experts.down_proj"
+    cases: list[tuple[Callable[[Tensors], object], str]] = [
+        (lambda t: t.pop(name.format(11)), rf"'{made}' is \[11, 32, 48\], and"),
+        (lambda t: t.update({name.format(3): torch.zeros(2)}), f"'{made}' of the model cannot be"),
+        (lambda t: [t.pop(name.format(k)) for k in range(12)], f"no tensor for .*'{made}'"),
+    ]
+    for change, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            open_weights(changed(tmp_path, change), meta(mixtral))
 
 
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
