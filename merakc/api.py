@@ -26,6 +26,7 @@ from merakc.batches.split import (
 )
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
+from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
@@ -70,6 +71,7 @@ def auto_parallel(
     model: nn.Module,
     batch: Any,
     *,
+    loss: LossFunction | None = None,
     weights: str | Path | None = None,
     plan: Plan | str | Path | None = None,
     dp: int | None = None,
@@ -95,8 +97,11 @@ def auto_parallel(
     """Makes a model train on all ranks that `torchrun` started; raises `MerakError`s.
 
     Args:
-        model: returns a loss, as `.loss`, `["loss"]`, first or alone; its weights are taken over.
+        model: returns a loss, as `.loss`, `["loss"]`, first or alone, or gives `loss` its outputs;
+            its weights are taken over.
         batch: one dp rank's example, by keyword (a mapping) or position; shapes may change later.
+        loss: `fn(outputs, batch)`, where the model returns none: the loss of what it returns, and
+            of the batch as it is called with; of that, the model is given what its forward takes.
         weights: a folder of safetensors files, as from `save_pretrained` or `merakc.save`, or one
             file: each rank reads its parts, in place of the model's own weights.
         plan: a plan, or its file, in place of a search; what it measured stands. Rank 0's counts.
@@ -135,7 +140,8 @@ def auto_parallel(
     agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
     agreed += f", weights={files and files.fingerprint}"
     with call("auto_parallel"):
-        made = _decide(model, batch, request, plan, cluster, device, agreed)
+        forward = WithLoss(model, loss) if loss is not None else model
+        made = _decide(forward, batch, request, plan, cluster, device, agreed)
         return _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
 
 
@@ -214,7 +220,10 @@ def _build(
     on_nonfinite: OnNonfinite | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
-    model, lowered, recording = made.model, made.lowered, made.recording
+    lowered, recording, loss = made.lowered, made.recording, None
+    model = made.model
+    if isinstance(model, WithLoss):
+        model, loss = model.model, model.loss
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
     groups.open()
@@ -235,7 +244,7 @@ def _build(
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
-        fuser,
+        fuser, loss=loss,
     )  # fmt: skip
     _living.add(steps)
     layout = steps.layout(*made.example)

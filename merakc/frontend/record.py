@@ -208,7 +208,7 @@ def _record(
     aliases = _aliases(model)
     graph.verify()
     return Recording(
-        without_aside(graph) if aside else graph, outputs, structure, aliases, type(model).__name__,
+        without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),
         numbers=frozenset(first.numbers), reads=first.reader.reads(),
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left,

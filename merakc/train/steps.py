@@ -17,6 +17,7 @@ from torch import nn
 from merakc.batches.objects import check_objects
 from merakc.batches.split import signature
 from merakc.errors import MerakError, PlanError
+from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, ShareKind
 from merakc.ir.graph import InputKind, OutputKind, Ref
@@ -83,10 +84,12 @@ class Steps:
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
+    loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
-        self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
+        self.settings = Settings(WithLoss(self.source, self.loss))
+        self.agreement = Agreement(self.groups)
 
     def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
@@ -177,9 +180,13 @@ class Steps:
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
 
+        recorded_module = self.source
+        if self.loss is not None:
+            recorded_module = WithLoss(self.source, None if results else self.loss)
+
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
-                self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
+                recorded_module, args, kwargs, replace(layout, micro_batches=micro_batches),
                 self.device, plan.precision, couplings=plan.couplings, dims=plan.batch_dims,
                 divided=bool(plan.sub_batches),
             )  # fmt: skip

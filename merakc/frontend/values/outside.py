@@ -1,0 +1,111 @@
+"""A loss outside the model: it and the model's forward as one module, with the model's own names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from merakc.errors import ConfigError
+
+# The loss of a model's outputs and its batch: as keywords in a dict, as positions in a tuple, or
+# the one that there is.
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+class LossAndOutputs(NamedTuple):
+    """What a call of a model gives whose loss is computed outside it."""
+
+    loss: torch.Tensor
+    outputs: Any
+
+
+class WithLoss(nn.Module):
+    """A model and the `loss` of its outputs; without one, the model alone.
+
+    All modules, parameters and buffers are the model's, under its names. Of a batch the model is
+    given what its forward takes; the loss is given all.
+    """
+
+    model: nn.Module
+    loss: LossFunction | None
+
+    def __init__(self, model: nn.Module, loss: LossFunction | None) -> None:
+        super().__init__()
+        vars(self).update(model=model, loss=loss)  # no child: names would have a prefix
+        if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
+            raise ConfigError(
+                f"loss={loss._get_name()} has parameters of its own, which auto_parallel would not "
+                "train; make it a part of the model, whose forward returns the loss then"
+            )
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Those of the model."""
+        yield from self.model.named_modules(*args, **kwargs)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """That of the model."""
+        return self.model.get_submodule(target)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Those of the model, and of the loss: all whose modes count."""
+        yield from super().modules()
+        if isinstance(self.loss, nn.Module):
+            yield from self.loss.modules()
+
+    def _get_name(self) -> str:
+        return self.model._get_name()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, with their loss if there is one."""
+        signature = inspect.signature(self.model.forward)
+        own_args, own_kwargs = _taken(signature, args, kwargs)
+        outputs = self.model(*own_args, **own_kwargs)
+        if self.loss is None:
+            return outputs
+        loss = self.loss(outputs, _batch(signature, args, kwargs))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else (
+                f"a {type(loss).__name__}")  # fmt: skip
+            raise ConfigError(
+                f"loss={_name(self.loss)} returns {told}; it must return one number to train on, as "
+                "a tensor: fn(outputs, batch) -> loss"
+            )
+        return LossAndOutputs(loss, outputs)
+
+
+def _taken(
+    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of a batch, what a forward takes: as many positions and the keywords that it has."""
+    kinds = [p.kind for p in signature.parameters.values()]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    count = sum(kind in by_position for kind in kinds)
+    every = inspect.Parameter.VAR_KEYWORD in kinds
+    return (
+        tuple(args if inspect.Parameter.VAR_POSITIONAL in kinds else args[:count]),
+        {n: v for n, v in kwargs.items() if every or n in signature.parameters},
+    )
+
+
+def _batch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A batch as the loss is given it; where some of it is by position, that has its names."""
+    if not args:
+        return dict(kwargs)
+    if not kwargs:
+        return args[0] if len(args) == 1 else tuple(args)
+    names = list(signature.parameters)
+    if len(args) > len(names):
+        raise ConfigError(
+            f"the batch is {len(args)} values by position and {', '.join(kwargs)} by keyword, and "
+            f"the forward has names for {len(names)}; give all by keyword, so that the loss can "
+            "tell them"
+        )
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _name(loss: LossFunction) -> str:
+    return str(getattr(loss, "__qualname__", type(loss).__name__))
