@@ -26,7 +26,7 @@ from merakc.batches.split import (
 )
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
-from merakc.frontend.values.outside import LossFunction, WithLoss
+from merakc.frontend.values.outside import LossFunction, WithLoss, stand_in
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
@@ -45,7 +45,7 @@ from merakc.machines.start import device_of, start_distributed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
 from merakc.planner.fit import Fit
-from merakc.planner.requested import first_parts, requested
+from merakc.planner.requested import first_parts, requested, without_dp
 from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.fused import Fuser, check_compiler
@@ -55,6 +55,7 @@ from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
+from merakc.train.compiled_step import Form
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
@@ -156,6 +157,7 @@ class _Decision:
     lowered: Lowered
     machines: Cluster
     fit: Fit
+    outside: bool  # whether the loss is made outside, of outputs that steps return
 
 
 @few_collections()
@@ -201,11 +203,13 @@ def _decide(
         tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
-    request, machines = requests[reading()], cluster or _nominal(device)
+    outside = not isinstance(model, WithLoss) and first(reading()).is_beside
+    request = without_dp(requests[reading()], given) if outside else requests[reading()]
+    machines = cluster or _nominal(device)
     record = partial(_of_samples, model, example(), request, device, recorded)
     fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
     lowered, recording = _lowered(given, recorded, fit, likely)
-    return _Decision(model, device, example(), recording, lowered, machines, fit)
+    return _Decision(model, device, example(), recording, lowered, machines, fit, outside)
 
 
 @few_collections()
@@ -228,7 +232,7 @@ def _build(
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
     groups.open()
     if groups.rank == 0:
-        warn_of(lowered.plan, recording)
+        warn_of(lowered.plan, recording, outside=made.outside)
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     plan = replace(lowered.plan, parameters=held)
@@ -248,7 +252,8 @@ def _build(
     )  # fmt: skip
     _living.add(steps)
     layout = steps.layout(*made.example)
-    key = steps.key(*made.example, layout, train=True, results=False)
+    form = Form(train=True, mark="stand-in" if made.outside else None)
+    key = steps.key(*made.example, layout, form)
     step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
@@ -297,10 +302,15 @@ def _recorded(
     """The recording of a part of a batch of so many, on each of `dp` ranks."""
     layout = BatchLayout((request.batch_size,) * dp, parts)
     divided = request.overlap != 0 and any(mesh.tp > 1 for mesh in meshes(request))
-    return record_part(
-        model, *example, layout, device, request.precision, couplings=request.couplings,
-        dims=request.batch_dims, divided=divided,
-    )  # fmt: skip
+
+    def recorded(forward: nn.Module) -> BatchRecording:
+        return record_part(
+            forward, *example, layout, device, request.precision, couplings=request.couplings,
+            dims=request.batch_dims, divided=divided,
+        )  # fmt: skip
+
+    found = recorded(model)
+    return found if found.has_loss else recorded(WithLoss(model, stand_in))
 
 
 def _of_samples(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 
-from merakc.ir.batches import BatchLayout
+from merakc.ir.batches import BatchDims, BatchLayout
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.lowering.lowered import Lowered
@@ -20,6 +21,23 @@ from merakc.train.knowledge import Knowledge
 from merakc.train.unused import Uses, doubtful
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a compiled step gives beside the loss: nothing, the results that are `kept`, all of them
+    where that is None; or, with `results`, everything that the forward returns, untrained.
+
+    `module` is recorded in place of the model, `mark` tells such modules apart; `dims` says where
+    samples stand in its batch, where the plan does not.
+    """
+
+    train: bool
+    results: bool = False
+    kept: frozenset[str] | None = frozenset()
+    mark: Hashable = None
+    module: nn.Module | None = field(default=None, compare=False)
+    dims: BatchDims | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
