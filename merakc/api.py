@@ -26,7 +26,7 @@ from merakc.batches.split import (
 )
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
-from merakc.frontend.values.outside import LossFunction, WithLoss, stand_in
+from merakc.frontend.values.outside import LossFunction, WithLoss, parted, stand_in
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
@@ -224,10 +224,8 @@ def _build(
     on_nonfinite: OnNonfinite | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
-    lowered, recording, loss = made.lowered, made.recording, None
-    model = made.model
-    if isinstance(model, WithLoss):
-        model, loss = model.model, model.loss
+    lowered, recording = made.lowered, made.recording
+    model, loss = parted(made.model)
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
     groups.open()

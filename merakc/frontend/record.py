@@ -76,7 +76,7 @@ class Recording:
     @property
     def is_beside(self) -> bool:
         """Whether the loss is computed beside the model."""
-        return self.structure.type is LossAndOutputs
+        return self.structure.context is LossAndOutputs
 
 
 def record(
@@ -219,7 +219,7 @@ def _record(
     aliases = _aliases(model)
     graph.verify()
     return Recording(
-        without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),
+        without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]
         numbers=frozenset(first.numbers), reads=first.reader.reads(),
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left,

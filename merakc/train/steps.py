@@ -19,7 +19,7 @@ from merakc.batches.split import signature
 from merakc.errors import MerakError, PlanError
 from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
-from merakc.ir.batches import BatchDims, BatchLayout, ShareKind
+from merakc.ir.batches import BatchLayout, Rows, ShareKind
 from merakc.ir.graph import InputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
@@ -88,7 +88,7 @@ class Steps:
     wanted: frozenset[str] = frozenset()  # results that training steps keep
     roots: set[Hashable] = field(default_factory=set)  # marks of losses made outside
     # Where the samples stand in batches with what such losses read, by mark.
-    readings: dict[Hashable, BatchDims] = field(default_factory=dict)
+    readings: dict[Hashable, dict[str, Rows | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
@@ -96,7 +96,10 @@ class Steps:
         self.agreement = Agreement(self.groups)
 
     def layout(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims | None = None
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dims: dict[str, Rows | None] | None = None,
     ) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))

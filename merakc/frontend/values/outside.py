@@ -1,4 +1,4 @@
-"""A loss outside the model: it and the model's forward as one module, with the model's own names."""
+"""A loss outside the model: it and the forward as one module, under the model's own names."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class WithLoss(nn.Module):
         vars(self).update(model=model, loss=loss)  # no child: names would have a prefix
         if isinstance(loss, nn.Module) and next(loss.parameters(), None) is not None:
             raise ConfigError(
-                f"loss={loss._get_name()} has parameters of its own, which auto_parallel would not "
-                "train; make it a part of the model, whose forward returns the loss then"
+                f"loss={type(loss).__name__} has parameters of its own, which auto_parallel would "
+                "not train; make it a part of the model, whose forward returns the loss then"
             )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -52,14 +52,14 @@ class WithLoss(nn.Module):
         """That of the model."""
         return self.model.get_submodule(target)
 
-    def modules(self) -> Iterator[nn.Module]:
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
         """Those of the model, and of the loss: all whose modes count."""
-        yield from super().modules()
+        yield from super().modules(remove_duplicate)
         if isinstance(self.loss, nn.Module):
             yield from self.loss.modules()
 
     def _get_name(self) -> str:
-        return self.model._get_name()
+        return str(self.model._get_name())  # type: ignore[no-untyped-call]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs, with their loss if there is one."""
@@ -68,27 +68,32 @@ class WithLoss(nn.Module):
         outputs = self.model(*own_args, **own_kwargs)
         if self.loss is None:
             return outputs
-        loss = self.loss(outputs, _batch(signature, args, kwargs))
+        loss: Any = self.loss(outputs, _batch(signature, args, kwargs))
         if loss is None and self.loss is stand_in:
             return outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             told = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else (
                 f"a {type(loss).__name__}")  # fmt: skip
             raise ConfigError(
-                f"loss={_name(self.loss)} returns {told}; it must return one number to train on, as "
-                "a tensor: fn(outputs, batch) -> loss"
+                f"loss={_name(self.loss)} returns {told}; it must return one number to train on, "
+                "as a tensor: fn(outputs, batch) -> loss"
             )
         return LossAndOutputs(loss, outputs)
 
 
-def stand_in(outputs: Any, _: Any) -> torch.Tensor | None:
+def parted(model: nn.Module) -> tuple[nn.Module, LossFunction | None]:
+    """The model itself, and the loss that is outside it, if there is one."""
+    return (model.model, model.loss) if isinstance(model, WithLoss) else (model, None)
+
+
+def stand_in(outputs: Any, _: Any) -> Any:
     """The loss that a plan is made with where nothing says the loss: means of what is trained; None
     where nothing is.
     """
     open_dataclasses(outputs)
     leaves = (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
     means = [x.mean() for x in leaves if x.is_floating_point() and x.requires_grad]
-    return sum(means[1:], means[0]) if means else None
+    return sum(means) if means else None
 
 
 def _taken(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice, product
@@ -12,19 +12,16 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merakc.batches.split import named_tensors, sample_rows
 from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.ir.batches import Rows
-from merakc.ir.graph import TensorSpec
 from merakc.lowering.recording import autocast_of
-from merakc.passes.batches.states import Kind
 from merakc.runtime.executor import StepResult
 from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
-from merakc.train.outputs import names_of, outputs_of
+from merakc.train.outputs import outputs_of
 from merakc.train.outside.deferred import Deferred, deferred, unreachable
 from merakc.train.outside.results import share_results
 from merakc.train.outside.tape import EXTRA, REMEDY, Noted, Replay, Tape, ValuesWantedError
@@ -69,35 +66,31 @@ class Pending:
         self.train, self.gradients = train, taken and taken[2]
         self.trains = train is not None or bool(self.gradients)
         self.number = steps.taken - bool(self.gradients)  # of the step
-        self.outside = autocast_of(steps.device), steps.settings.modes(), steps.settings.seen
-        self.names = names_of(step.recording)
-        self.tape = Tape([], FakeTensorMode(allow_non_fake_inputs=True), steps.device)
-        self.tape.fakes += self._forms()
+        forms = step.output_forms
+        self.names = list(forms)
+        self.tape = Tape([x if self.trains else x.detach() for x in forms.values()], steps.device)
         self.known: dict[int, torch.Tensor] = {}
         self.shown: WeakValueDictionary[int, Deferred] = WeakValueDictionary()
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
         self.again: tuple[CompiledStep, StepResult] | None = None
+        self.before = self._around()
         if taken is not None:
             self._has(step, taken[1], {n: p for p, n in enumerate(self.names)})
-        self.versions = self._versions()
+        elif step.has_effects:  # which come with the call, not with what is made of it
+            self.again = self._forward()
 
     def _has(self, step: CompiledStep, result: StepResult, places: Mapping[str, int]) -> None:
         """Notes what a step has kept, of outputs that stand at these places."""
         self.there |= {places[n]: (step, result, n) for n in step.result_specs if n in places}
 
-    def _forms(self) -> Iterator[torch.Tensor]:
-        """A tensor without values for each output, as of this rank's batch."""
-        graph = self.step.recording.graph
-        grads, refs = graph.grad_values(), {o.name: o.ref for o in graph.outputs}
-        for name in self.names:
-            spec = _own_spec(self.step, name)
-            is_trained = self.trains and refs[name] in grads and spec.dtype.is_floating_point
-            with self.tape.mode, torch.enable_grad():
-                made = torch.empty(spec.shape, dtype=spec.dtype, device=self.steps.device)
-                yield made.requires_grad_().clone() if is_trained else made
-
-    def _versions(self) -> list[int]:
-        return [t._version for t in self.steps.state.values()]
+    def _around(self) -> tuple[Any, ...]:
+        """All that another forward goes by: of it, what can be told without looking at values."""
+        steps, written = self.steps, self.step.written
+        held = [t for name, t in steps.state.items() if name not in written]
+        batch = [x for x in pytree.tree_leaves((self.args, self.kwargs))
+                 if isinstance(x, torch.Tensor)]  # fmt: skip
+        versions = [0 if t.is_inference() else t._version for t in (*held, *batch)]
+        return versions, autocast_of(steps.device), steps.settings.modes(), steps.settings.changed()
 
     def answer(self, found: Mapping[str, torch.Tensor]) -> Any:
         """What the call returns: the tensors that are there, and others that are not yet."""
@@ -106,7 +99,7 @@ class Pending:
         return outputs_of(self.step.recording, found, lambda name: self._show(places[name]))
 
     def _show(self, place: int) -> Deferred:
-        made = deferred(self, place, self.tape.fakes[place], self.steps.device, _UNSEEN)
+        made = deferred(self, place, self.tape.forms[place], self.steps.device, _UNSEEN)
         self.shown[place] = made
         return made
 
@@ -120,7 +113,7 @@ class Pending:
         if name == "__iter__":
             return iter(args[0].unbind(0))
         if self.train is not None and name == "backward":
-            return self._backward(*args, **kwargs)
+            return self._backward(args, kwargs)
         if self.train is not None and name not in _READS:
             try:
                 return self.tape.note(func, tuple(args), dict(kwargs), self._show)
@@ -135,16 +128,16 @@ class Pending:
         """The value at a place. Collective where it is not known."""
         if place in self.known:
             return self.known[place]
-        fake, value = self.tape.fakes[place], self._found(place)
+        form, value = self.tape.forms[place], self._found(place)
         if place in self.known:  # the loss
             return self.known[place]
-        if value.shape != fake.shape:
+        if value.shape != form.shape:
             raise ConfigError(
                 f"an output of the model is of shape {list(value.shape)} for the whole batch, "
-                f"and of {list(fake.shape)} for this rank's part of it: it couples the samples of "
+                f"and of {list(form.shape)} for this rank's part of it: it couples the samples of "
                 "all ranks; read it by model.predict(...)"
             )
-        if fake.requires_grad and not value.requires_grad:
+        if form.requires_grad and not value.requires_grad:
             plain = value.detach()
             value = unreachable(lambda: plain, _UNSEEN)
         self.known[place] = value
@@ -164,7 +157,7 @@ class Pending:
             return self.known[place]
         self.tape.check_unchanged([noted])
         extras, kind = dict(enumerate(self.tape.extras)), self.steps.device.type
-        made = noted.run(self.value, extras, kind)
+        made: list[torch.Tensor] = noted.run(self.value, extras, kind)
         return made[place - noted.first]
 
     def _output(self, place: int) -> torch.Tensor:
@@ -183,62 +176,57 @@ class Pending:
 
     def _check_same(self, name: str) -> None:
         """Raises `ConfigError` where another forward would not give what the step's has given."""
-        steps = self.steps
-        now = self.outside[0], steps.settings.modes(), steps.settings.changed()
         handed = self.trains and not self.gradients and self.train is None
-        if handed or self._versions() != self.versions or now != self.outside:
+        changed = self.train is None and self.step.has_effects
+        if handed or changed or self._around() != self.before:
             raise ConfigError(
-                f"output '{name}' is read after loss.backward(), with other weights or in another "
-                "mode, and this step has not kept it; read it before loss.backward(), or call "
-                f"model.keep_outputs({name!r}) before the first step: steps then keep it"
+                f"output '{name}' is read, and this step has not kept it: after loss.backward(), "
+                "with other weights or in another mode, or where the forward writes buffers, "
+                "another forward would not give what the step's has given; call "
+                f"model.keep_outputs({name!r}) before the first step, and steps keep it"
             )
 
     def _forward(self) -> tuple[CompiledStep, StepResult]:
-        """The forward of the step, run by itself; nothing that ranks hold is changed."""
+        """The forward of the step, run by itself."""
         steps, step = self.steps, self.step
         if step.has_loss:
             form = Form(train=False, results=True, mark="again", module=steps.forward)
             step = steps.compile(self.args, self.kwargs, form)
-        kept = {name: steps.state[name].clone() for name in step.written}
+        self.written = {name: steps.state[name].clone() for name in step.written}
         taken, steps.taken = steps.taken, self.number
         try:
-            result = steps.run(replace(step, besides=Nothing()), self.args, self.kwargs)
+            return step, steps.run(step, self.args, self.kwargs)
         finally:
             steps.taken = taken
-            for name, value in kept.items():
-                steps.state[name].copy_(value)
-        self.versions = self._versions()
-        return step, result
 
     def _call(self, name: str) -> AbstractContextManager[None]:
-        training = any(self.outside[1])
+        training = any(self.before[2])
         return model_call(self.steps, name, self.args, self.kwargs, training=training)
 
     # ------------------------------------------------------------------ a loss outside
 
-    def _backward(
-        self,
-        loss: Deferred,
-        gradient: torch.Tensor | None = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        if create_graph or inputs is not None:
+    def _backward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """`loss.backward(gradient)`, or `torch.autograd.backward(loss, gradient)`."""
+        told = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False))
+        told |= kwargs
+        (loss, *others), *_ = [pytree.tree_leaves(args[:1])]
+        if others or told.get("create_graph") or told.get("inputs") is not None:
             raise ConfigError(
-                "loss.backward(create_graph=True) or with inputs: a step gives the gradients of "
-                "all parameters, and none of those"
+                "backward() of several losses, with create_graph or with inputs: a step gives the "
+                "gradients of all parameters, of one loss; add the losses up"
             )
         self._take(loss.place)
-        self.known[loss.place].backward(gradient)  # type: ignore[no-untyped-call]
+        gradients = pytree.tree_leaves([told.get("gradient"), told.get("grad_tensors")])
+        given = [g for g in gradients if g is not None]
+        self.known[loss.place].backward(*given)  # type: ignore[no-untyped-call]
 
     def _take(self, root: int) -> None:
         """Takes the step whose loss is the value at `root`."""
-        steps, fake = self.steps, self.tape.fakes[root]
-        if fake.numel() != 1 or not fake.requires_grad:
+        steps, form = self.steps, self.tape.forms[root]
+        if form.numel() != 1 or not form.requires_grad:
             raise ConfigError(
-                f"backward() of a tensor of shape {list(fake.shape)} that "
-                f"{'requires' if fake.requires_grad else 'does not require'} a gradient; it takes "
+                f"backward() of a tensor of shape {list(form.shape)} that "
+                f"{'requires' if form.requires_grad else 'does not require'} a gradient; it takes "
                 "one number that the model's parameters have made"
             )
         if self.again is not None and steps.taken != self.number:
@@ -246,9 +234,14 @@ class Pending:
                 "outputs of the model were read, another step was taken, and then this loss's "
                 "backward() is called; take the steps in the order of the calls"
             )
+        if self._around() != self.before:
+            raise ConfigError(
+                "the batch, the model's weights or modes were changed between the call of the "
+                f"model and loss.backward(), with which the step is taken; {REMEDY}"
+            )
         behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
         alive = [p for p in self.shown if p != root and (
-            (p in self.tape.makers and (p not in behind or self.tape.fakes[p].numel() == 1))
+            (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
             or (p < len(self.names) and self.names[p] in steps.wanted))]  # fmt: skip
         try:
             self._take_for(root, sorted(alive))
@@ -268,14 +261,29 @@ class Pending:
         module = Replay(self.steps.source, calls, root, results)
         form = Form(train=True, kept=None, mark=mark, module=module)
         told = f"loss.backward() (mark {zlib.crc32(repr(mark).encode()):x})"
-        (dtype, enabled), kind = self.outside[0], self.steps.device.type
+        (dtype, enabled), kind = self.before[1], self.steps.device.type
         with self._call(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
             step = self._compiled(form, kwargs, extras)
-            loss, result, self.gradients = self.train(step, self.args, kwargs)
+            if self.again is None:
+                taken = self.train(step, self.args, kwargs)
+            else:
+                taken = self._train_again(self.train, step, kwargs)
+        loss, result, self.gradients = taken
         self.train, self.known[root] = None, loss
         shown = outputs_of(step.recording, {}, str)
         self._has(step, result, {shown.outputs[str(p)]: p for p in results})
-        self.versions = self._versions()
+
+    def _train_again(self, train: Train, step: CompiledStep, kwargs: Mapping[str, Any]) -> Taken:
+        """The training step, behind its forward: what that has changed stays as it is."""
+        state = self.steps.state
+        now = {name: state[name].clone() for name in self.written}
+        for name, value in self.written.items():
+            state[name].copy_(value)
+        try:
+            return train(replace(step, besides=Nothing()), self.args, kwargs)
+        finally:
+            for name, value in now.items():
+                state[name].copy_(value)
 
     def _compiled(
         self, form: Form, kwargs: Mapping[str, Any], extras: Mapping[int, torch.Tensor]
@@ -320,21 +328,3 @@ def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:
 
 def _mark(calls: Sequence[Noted], *places: int) -> Hashable:
     return tuple((c.key, c.first) for c in calls), places
-
-
-def _own_spec(step: CompiledStep, name: str) -> TensorSpec:
-    """The form of an output for this rank's batch, or of the whole batch where that is coupled."""
-    recording = step.recording
-    found = recording.found if step.layout.parts > 1 else None
-    graph = recording.graph if found is None else found.part
-    ref = next((o.ref for o in graph.outputs if o.name == name), None)
-    if found is None or ref is None:
-        refs = {o.name: o.ref for o in recording.graph.outputs}
-        return recording.graph.specs()[refs[name]]
-    state, spec = found.states[ref], graph.specs()[ref]
-    if state.rows is not None:
-        return replace(spec, shape=state.rows.sized(spec.shape, step.layout.own))
-    if state.kind in (Kind.COUPLED, Kind.ROWS):
-        whole = {o.name: o.ref for o in found.whole.outputs}
-        return found.whole.specs()[whole[name]]
-    return spec

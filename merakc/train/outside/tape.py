@@ -93,17 +93,17 @@ REPEATS.add(Noted.run.__code__)
 
 @dataclass(eq=False)
 class Tape:
-    """The calls so far. `fakes` have the form of the value at each place: first the outputs of the
-    model, then what calls give.
+    """The calls so far. `forms` are like the value at each place, without values: first the outputs
+    of the model, then what calls give.
     """
 
-    fakes: list[torch.Tensor]
-    mode: FakeTensorMode
+    forms: list[torch.Tensor]
     device: torch.device
     calls: list[Noted] = field(default_factory=list)
     extras: list[torch.Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of these, when they were read
     makers: dict[int, Noted] = field(default_factory=dict)  # by place
+    mode: FakeTensorMode | None = None  # where a call was noted
 
     def note(
         self, func: Callable[..., Any], args: Any, kwargs: Any, made: Callable[[int], Deferred]
@@ -113,21 +113,25 @@ class Tape:
         Raises `ValuesWantedError` where values are wanted for it, `ConfigError` where that would
         not help.
         """
+        if self.mode is None:
+            self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self.forms = [self._fake_output(x) for x in self.forms]
         faked: dict[int, tuple[torch.Tensor, Any]] = {}  # what stands for an argument, by its id
         fresh: list[torch.Tensor] = []
 
         def fake(leaf: Any) -> Any:
             if isinstance(leaf, Deferred):
-                _check_history(leaf, self.fakes[leaf.place], func)
-                faked[id(self.fakes[leaf.place])] = self.fakes[leaf.place], leaf
-                return self.fakes[leaf.place]
-            if isinstance(leaf, torch.Tensor):
-                found = next((f for f, t in faked.values() if t is leaf), None)
-                if found is None:
-                    found = self._fake_of(leaf, func)
-                    faked[id(found)] = found, leaf
-                    fresh.append(leaf)
+                found = self.forms[leaf.place]
+                _check_history(leaf, found, func)
+                faked[id(found)] = found, leaf
                 return found
+            if isinstance(leaf, torch.Tensor):
+                known = next((f for f, t in faked.values() if t is leaf), None)
+                if known is None:
+                    known = self._fake_of(leaf, func)
+                    faked[id(known)] = known, leaf
+                    fresh.append(leaf)
+                return known
             return _plain(leaf, func)
 
         given, named = pytree.tree_map(fake, (args, kwargs))
@@ -175,10 +179,17 @@ class Tape:
                 "a gradient, which no step would give it: make it a part of the model, whose "
                 "forward returns the loss"
             )
+        assert self.mode is not None
         with self.mode:
             return torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
+
+    def _fake_output(self, like: torch.Tensor) -> torch.Tensor:
+        assert self.mode is not None
+        with self.mode, torch.enable_grad():
+            made = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            return made.requires_grad_().clone() if like.requires_grad else made
 
     def _add(
         self,
@@ -205,13 +216,13 @@ class Tape:
             torch.get_autocast_dtype(self.device.type),
             torch.is_autocast_enabled(self.device.type),
         )
-        grad, first = torch.is_grad_enabled(), len(self.fakes)
+        grad, first = torch.is_grad_enabled(), len(self.forms)
         leaves, structure = pytree.tree_flatten((given, named))
         key = func, str(structure), tuple((type(x), repr(x)) for x in leaves), grad, autocast
         noted = Noted(func, given, named, first, key, grad, autocast, user_line())
         self.calls.append(noted)
-        self.fakes += tensors
-        self.makers |= dict.fromkeys(range(first, len(self.fakes)), noted)
+        self.forms += tensors
+        self.makers |= dict.fromkeys(range(first, len(self.forms)), noted)
         return first
 
     def behind(self, places: Collection[int]) -> list[Noted]:
