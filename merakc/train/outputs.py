@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +63,12 @@ def names_of(recording: Recording) -> list[str]:
     """The names of the tensors that the forward returns, in their order."""
     names = {o.name for o in recording.graph.outputs}
     return [leaf for leaf in recording.outputs if isinstance(leaf, str) and leaf in names]
+
+
+def told_name(recording: Recording, name: str) -> str:
+    """The name of an output as users are told it: `logits`, `more.scores`."""
+    told = ".".join(part for part in re.split(r"[\[\]'\".]+", name) if part)
+    return told.removeprefix("outputs.") if recording.is_beside else told
 
 
 def outputs_of(

@@ -47,6 +47,7 @@ from merakc.train.besides import Besides
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
+from merakc.train.outputs import names_of, told_name
 from merakc.train.settings import Settings
 from merakc.train.unused import drop_unused, forget
 
@@ -208,8 +209,10 @@ class Steps:
         recording = recorded(plan.micro_batches)
         train = form.train and recording.has_loss
         results = form.results or not recording.has_loss
-        every = frozenset(o.name for o in recording.graph.outputs)
-        kept = every if form.kept is None else form.kept & every
+        kept = {
+            name for name in names_of(recording)
+            if form.kept is None or told_name(recording, name) in form.kept
+        }  # fmt: skip
         lowered = adapt_plan(self.planned, recording, results=results, kept=kept)
         if train and not (results or kept):
             lowered = with_parts(lowered, recorded, layout.own)

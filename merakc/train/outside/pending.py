@@ -21,7 +21,7 @@ from merakc.runtime.executor import StepResult
 from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
-from merakc.train.outputs import outputs_of
+from merakc.train.outputs import outputs_of, told_name
 from merakc.train.outside.deferred import Deferred, deferred, unreachable
 from merakc.train.outside.results import share_results
 from merakc.train.outside.tape import EXTRA, REMEDY, Noted, Replay, Tape, ValuesWantedError
@@ -73,7 +73,7 @@ class Pending:
         self.shown: WeakValueDictionary[int, Deferred] = WeakValueDictionary()
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
         self.again: tuple[CompiledStep, StepResult] | None = None
-        self.before = self._around()
+        self.before = self._around(steps.settings.seen)
         if taken is not None:
             self._has(step, taken[1], {n: p for p, n in enumerate(self.names)})
         elif step.has_effects:  # which come with the call, not with what is made of it
@@ -83,14 +83,17 @@ class Pending:
         """Notes what a step has kept, of outputs that stand at these places."""
         self.there |= {places[n]: (step, result, n) for n in step.result_specs if n in places}
 
-    def _around(self) -> tuple[Any, ...]:
-        """All that another forward goes by: of it, what can be told without looking at values."""
+    def _around(self, settings: Any = None) -> tuple[Any, ...]:
+        """What another forward goes by, as far as it is told without looking at values; `settings`
+        where they were looked at.
+        """
         steps, written = self.steps, self.step.written
         held = [t for name, t in steps.state.items() if name not in written]
         batch = [x for x in pytree.tree_leaves((self.args, self.kwargs))
                  if isinstance(x, torch.Tensor)]  # fmt: skip
         versions = [0 if t.is_inference() else t._version for t in (*held, *batch)]
-        return versions, autocast_of(steps.device), steps.settings.modes(), steps.settings.changed()
+        seen = steps.settings.changed() if settings is None else settings
+        return versions, autocast_of(steps.device), steps.settings.modes(), seen
 
     def answer(self, found: Mapping[str, torch.Tensor]) -> Any:
         """What the call returns: the tensors that are there, and others that are not yet."""
@@ -163,16 +166,20 @@ class Pending:
     def _output(self, place: int) -> torch.Tensor:
         """The value of an output of the model that the step does not have, by another forward."""
         steps, name = self.steps, self.names[place]
+        told = self._told(place)
         with self._call("an output of the model is read"), torch.no_grad():
             if self.again is None:
-                self._check_same(name)
+                self._check_same(told)
                 self.again = self._forward()
             if self.train is None:
-                steps.wanted |= {name}
+                steps.wanted |= {told}
             return self._shared(*self.again, name)
 
     def _shared(self, step: CompiledStep, result: StepResult, name: str) -> torch.Tensor:
         return share_results(self.steps.groups, self.steps.device, step, result, {name})[name]
+
+    def _told(self, place: int) -> str:
+        return told_name(self.step.recording, self.names[place])
 
     def _check_same(self, name: str) -> None:
         """Raises `ConfigError` where another forward would not give what the step's has given."""
@@ -242,7 +249,7 @@ class Pending:
         behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
         alive = [p for p in self.shown if p != root and (
             (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
-            or (p < len(self.names) and self.names[p] in steps.wanted))]  # fmt: skip
+            or (p < len(self.names) and self._told(p) in steps.wanted))]  # fmt: skip
         try:
             self._take_for(root, sorted(alive))
         except (RecordError, PlanError):  # they are made of the outputs, then, when they are read
@@ -312,7 +319,9 @@ class Pending:
             steps.readings[form.mark] = dims
             return found
         assert refused is not None
-        refused.add_note(f"the loss is computed outside the model; {REMEDY}")
+        noted = form.module.noted if isinstance(form.module, Replay) else ()
+        lines = ", ".join(dict.fromkeys(each.line for each in noted[-1:]))
+        refused.add_note(f"the loss is computed outside the model, at {lines}; {REMEDY}")
         raise refused
 
 

@@ -134,6 +134,7 @@ class Tape:
                 return known
             return _plain(leaf, func)
 
+        args = _with_open_size(func, args)
         given, named = pytree.tree_map(fake, (args, kwargs))
         before = {k: f._version for k, (f, _) in faked.items()}
         draws = _Draws()
@@ -301,6 +302,18 @@ def _plain(leaf: Any, func: Callable[..., Any]) -> Any:
             f"compiled step cannot tell from another; {REMEDY}"
         )
     return leaf
+
+
+def _with_open_size(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a view with -1 for its first size: the same of this batch, and of parts of
+    it what Python would have told of them (`B, T, C = x.shape; x.view(B * T, C)`).
+    """
+    if getattr(func, "__name__", "") not in ("view", "reshape") or len(args) < 2:
+        return args
+    sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+    if not all(type(n) is int and n > 0 for n in sizes):
+        return args
+    return args[0], (-1, *sizes[1:])
 
 
 def _named(func: Any) -> str:
