@@ -267,7 +267,8 @@ class Pending:
         kwargs = {**self.kwargs, EXTRA: extras}
         module = Replay(self.steps.source, calls, root, results)
         form = Form(train=True, kept=None, mark=mark, module=module)
-        told = f"loss.backward() (mark {zlib.crc32(repr(mark).encode()):x})"
+        words = [(c.name, c.key[1:], c.first) for c in calls], root, *results
+        told = f"loss.backward() (mark {zlib.crc32(repr(words).encode()):x})"
         (dtype, enabled), kind = self.before[1], self.steps.device.type
         with self._call(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
             step = self._compiled(form, kwargs, extras)

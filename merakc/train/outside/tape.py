@@ -56,10 +56,15 @@ class Noted:
     args: Any
     kwargs: Any
     first: int
-    key: Hashable
+    key: tuple[Hashable, ...]
     grad: bool
     autocast: tuple[torch.dtype, bool]
     line: str  # of the user's
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return _named(self.func)
 
     def reads(self) -> set[int]:
         """The places that it reads."""
