@@ -197,7 +197,7 @@ class ParallelModel(Mirror):
             steps.taken += 1
             found = result.gradients if finite else {}
             loss, handed = self._with_gradients(loss, found, skipped=not finite)
-        return loss, result, handed
+        return loss, replace(result, gradients={}), handed  # which nobody else may hold
 
     def _with_gradients(
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool

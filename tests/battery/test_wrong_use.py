@@ -142,9 +142,10 @@ def test_control_flow_that_depends_on_the_data() -> None:
 
 def test_no_loss() -> None:
     batch = {"ids": words(0)["ids"]}
-    for found, text in refused(2, lambda: merakc.auto_parallel(build(Words), batch)):
+    for found, text in refused(2, lambda: merakc.auto_parallel(build(Words), batch, dp=2)):
         assert found is ConfigError
-        assert "Words returns no loss" in text
+        assert "returns no loss for this batch, and dp=2" in text
+        assert "loss=fn" in text
 
 
 def fails_on_rank_1(error: Exception) -> Callable[[], object]:
