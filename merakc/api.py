@@ -224,8 +224,7 @@ def _build(
     on_nonfinite: OnNonfinite | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
-    lowered, recording = made.lowered, made.recording
-    model, loss = parted(made.model)
+    lowered, recording, (model, loss) = made.lowered, made.recording, parted(made.model)
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
     groups.open()
@@ -250,7 +249,7 @@ def _build(
     )  # fmt: skip
     _living.add(steps)
     layout = steps.layout(*made.example)
-    form = Form(train=True, mark="stand-in" if made.outside else None)
+    form = Form(train=True, mark=made.outside or None)
     key = steps.key(*made.example, layout, form)
     step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":

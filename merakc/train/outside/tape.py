@@ -122,45 +122,24 @@ class Tape:
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             self.forms = [self._fake_output(x) for x in self.forms]
         faked: dict[int, tuple[torch.Tensor, Any]] = {}  # what stands for an argument, by its id
-        fresh: list[torch.Tensor] = []
 
         def fake(leaf: Any) -> Any:
-            if isinstance(leaf, Deferred):
-                found = self.forms[leaf.place]
-                _check_history(leaf, found, func)
+            if not isinstance(leaf, torch.Tensor):
+                return _plain(leaf, func)
+            found = next((f for f, t in faked.values() if t is leaf), None)
+            if found is None:
+                if isinstance(leaf, Deferred):
+                    found = self.forms[leaf.place]
+                else:
+                    found = self._fake_of(leaf, func)
                 faked[id(found)] = found, leaf
-                return found
-            if isinstance(leaf, torch.Tensor):
-                known = next((f for f, t in faked.values() if t is leaf), None)
-                if known is None:
-                    known = self._fake_of(leaf, func)
-                    faked[id(known)] = known, leaf
-                    fresh.append(leaf)
-                return known
-            return _plain(leaf, func)
+            if isinstance(leaf, Deferred):
+                _check_history(leaf, found, func)
+            return found
 
         args = _with_open_size(func, args)
         given, named = pytree.tree_map(fake, (args, kwargs))
-        before = {k: f._version for k, (f, _) in faked.items()}
-        draws = _Draws()
-        try:
-            with self.mode, draws:
-                out = func(*given, **named)
-        except Exception as error:
-            raise ValuesWantedError from error
-        if draws.found:
-            raise ConfigError(
-                f"{_named(func)} draws random numbers from outputs of the model, outside it: they "
-                f"would be others on every layout; {REMEDY}"
-            )
-        for key, (now, leaf) in faked.items():
-            if now._version != before[key]:
-                if isinstance(leaf, Deferred):
-                    raise ConfigError(
-                        f"{_named(func)} writes into an output of the model, which is not there "
-                        f"yet; use a call that returns a new tensor, or {REMEDY}"
-                    )
-                raise ValuesWantedError
+        out = self._run(func, given, named, faked.values())
         leaves, structure = pytree.tree_flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors or any(not isinstance(x, (torch.Tensor, type(None))) for x in leaves):
@@ -171,10 +150,41 @@ class Tape:
         if all(id(x) in faked for x in tensors):
             kept = [faked[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
             return pytree.tree_unflatten(kept, structure)
+        fresh = [t for _, t in faked.values() if not isinstance(t, Deferred)]
         first = self._add(func, args, kwargs, fresh, tensors)
         places = iter(range(first, first + len(tensors)))
         shown = [made(next(places)) if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytree.tree_unflatten(shown, structure)
+
+    def _run(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        faked: Collection[tuple[torch.Tensor, Any]],
+    ) -> Any:
+        """What the call returns on tensors without values, which stand for those beside them."""
+        assert self.mode is not None
+        before, draws = [f._version for f, _ in faked], _Draws()
+        try:
+            with self.mode, draws:
+                out = func(*args, **kwargs)
+        except Exception as error:
+            raise ValuesWantedError from error
+        if draws.found:
+            raise ConfigError(
+                f"{_named(func)} draws random numbers from outputs of the model, outside it: they "
+                f"would be others on every layout; {REMEDY}"
+            )
+        for version, (now, leaf) in zip(before, faked, strict=True):
+            if now._version != version and isinstance(leaf, Deferred):
+                raise ConfigError(
+                    f"{_named(func)} writes into an output of the model, which is not there "
+                    f"yet; use a call that returns a new tensor, or {REMEDY}"
+                )
+            if now._version != version:
+                raise ValuesWantedError
+        return out
 
     def _fake_of(self, tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
         if type(tensor) not in (torch.Tensor, nn.Parameter):
