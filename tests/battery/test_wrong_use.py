@@ -332,12 +332,6 @@ def test_unfrozen_after_compilation() -> None:
         model(**words(0))
 
 
-def test_outputs_that_training_leaves_out() -> None:
-    out = parallel(Words, words(0))(**words(0))
-    with pytest.raises(ConfigError, match=r"'logits'.*predict"):
-        _ = out["logits"].shape
-
-
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -float("inf")])
 def test_norm_that_is_none(norm_type: float) -> None:
     with pytest.raises(ConfigError, match="norm_type"):
