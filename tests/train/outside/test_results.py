@@ -83,3 +83,30 @@ def test_outputs_that_a_step_has_not_kept() -> None:
     assert not loss.requires_grad
     assert not outputs["logits"].requires_grad
     assert outputs["logits"].shape == (8, 6, 16)
+
+
+class Scaled(torch.nn.Module):
+    """A loss with a mode, a number and a number of its class."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 1.0
+
+    def forward(self, outputs: Tensors, batch: Tensors) -> torch.Tensor:
+        """The loss, ten times in evaluation mode."""
+        scale = self.own * self.shared * (1.0 if self.training else 10.0)
+        return scale * cross_entropy(outputs, batch)
+
+
+def test_what_a_loss_function_holds_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Scaled()
+    model = parallel(Bare, words(0), loss=loss)
+    first = model(**words(0)).loss.item()
+    loss.own = 2.0
+    assert model(**words(0)).loss.item() == pytest.approx(2 * first)
+    monkeypatch.setattr(Scaled, "shared", 3.0)
+    assert model(**words(0)).loss.item() == pytest.approx(6 * first)
+    loss.eval()
+    assert model(**words(0)).loss.item() == pytest.approx(60 * first)
