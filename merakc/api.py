@@ -26,6 +26,7 @@ from merakc.batches.split import (
 )
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
+from merakc.frontend.values.outside import LossFunction, WithLoss, parted, stand_in
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
@@ -44,7 +45,7 @@ from merakc.machines.start import device_of, start_distributed
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
 from merakc.planner.fit import Fit
-from merakc.planner.requested import first_parts, requested
+from merakc.planner.requested import first_parts, requested, without_dp
 from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.fused import Fuser, check_compiler
@@ -54,6 +55,7 @@ from merakc.runtime.links import memory_bytes
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
+from merakc.train.compiled_step import Form
 from merakc.train.expected import expected
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
@@ -70,6 +72,7 @@ def auto_parallel(
     model: nn.Module,
     batch: Any,
     *,
+    loss: LossFunction | None = None,
     weights: str | Path | None = None,
     plan: Plan | str | Path | None = None,
     dp: int | None = None,
@@ -95,8 +98,11 @@ def auto_parallel(
     """Makes a model train on all ranks that `torchrun` started; raises `MerakError`s.
 
     Args:
-        model: returns a loss, as `.loss`, `["loss"]`, first or alone; its weights are taken over.
+        model: returns a loss, as `.loss`, `["loss"]`, first or alone, or gives `loss` its outputs;
+            its weights are taken over.
         batch: one dp rank's example, by keyword (a mapping) or position; shapes may change later.
+        loss: `fn(outputs, batch)`, where the model returns none: the loss of what it returns, and
+            of the batch as it is called with; of that, the model is given what its forward takes.
         weights: a folder of safetensors files, as from `save_pretrained` or `merakc.save`, or one
             file: each rank reads its parts, in place of the model's own weights.
         plan: a plan, or its file, in place of a search; what it measured stands. Rank 0's counts.
@@ -135,7 +141,8 @@ def auto_parallel(
     agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
     agreed += f", weights={files and files.fingerprint}"
     with call("auto_parallel"):
-        made = _decide(model, batch, request, plan, cluster, device, agreed)
+        forward = WithLoss(model, loss) if loss is not None else model
+        made = _decide(forward, batch, request, plan, cluster, device, agreed)
         return _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
 
 
@@ -150,6 +157,7 @@ class _Decision:
     lowered: Lowered
     machines: Cluster
     fit: Fit
+    outside: bool  # whether the loss is made outside, of outputs that steps return
 
 
 @few_collections()
@@ -195,11 +203,13 @@ def _decide(
         tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
-    request, machines = requests[reading()], cluster or _nominal(device)
+    outside = not isinstance(model, WithLoss) and first(reading()).is_beside
+    request = without_dp(requests[reading()], given) if outside else requests[reading()]
+    machines = cluster or _nominal(device)
     record = partial(_of_samples, model, example(), request, device, recorded)
     fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
     lowered, recording = _lowered(given, recorded, fit, likely)
-    return _Decision(model, device, example(), recording, lowered, machines, fit)
+    return _Decision(model, device, example(), recording, lowered, machines, fit, outside)
 
 
 @few_collections()
@@ -214,12 +224,12 @@ def _build(
     on_nonfinite: OnNonfinite | None,
 ) -> ParallelModel:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
-    model, lowered, recording = made.model, made.lowered, made.recording
+    lowered, recording, (model, loss) = made.lowered, made.recording, parted(made.model)
     rank = dist.get_rank() if dist.is_initialized() else 0
     groups = Groups(lowered.plan.mesh, rank, timeout_s)
     groups.open()
     if groups.rank == 0:
-        warn_of(lowered.plan, recording)
+        warn_of(lowered.plan, recording, outside=made.outside)
     placements = find_placements(model, lowered)
     held = {name: place.stages for name, place in placements.items() if place.is_parameter}
     plan = replace(lowered.plan, parameters=held)
@@ -235,11 +245,12 @@ def _build(
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
-        fuser,
+        fuser, loss=loss,
     )  # fmt: skip
     _living.add(steps)
     layout = steps.layout(*made.example)
-    key = steps.key(*made.example, layout, train=True, results=False)
+    form = Form(train=True, mark=made.outside or None)
+    key = steps.key(*made.example, layout, form)
     step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
@@ -288,10 +299,15 @@ def _recorded(
     """The recording of a part of a batch of so many, on each of `dp` ranks."""
     layout = BatchLayout((request.batch_size,) * dp, parts)
     divided = request.overlap != 0 and any(mesh.tp > 1 for mesh in meshes(request))
-    return record_part(
-        model, *example, layout, device, request.precision, couplings=request.couplings,
-        dims=request.batch_dims, divided=divided,
-    )  # fmt: skip
+
+    def recorded(forward: nn.Module) -> BatchRecording:
+        return record_part(
+            forward, *example, layout, device, request.precision, couplings=request.couplings,
+            dims=request.batch_dims, divided=divided,
+        )  # fmt: skip
+
+    found = recorded(model)
+    return found if found.has_loss else recorded(WithLoss(model, stand_in))
 
 
 def _of_samples(

@@ -27,6 +27,7 @@ from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.recorder import Recorder
+from merakc.frontend.values.outside import LossAndOutputs
 from merakc.frontend.values.reads import Reads, ValuesNeededError
 from merakc.frontend.values.symbols import Answer, Symbols
 from merakc.ir.graph import Graph, OutputKind
@@ -66,6 +67,16 @@ class Recording:
     def everything(self) -> Graph:
         """The graph with what the forward does aside."""
         return self.full or self.graph
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the forward returns a loss for this batch."""
+        return any(o.kind is OutputKind.LOSS for o in self.graph.outputs)
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether the loss is computed beside the model."""
+        return self.structure.context is LossAndOutputs
 
 
 def record(
@@ -208,7 +219,7 @@ def _record(
     aliases = _aliases(model)
     graph.verify()
     return Recording(
-        without_aside(graph) if aside else graph, outputs, structure, aliases, type(model).__name__,
+        without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]
         numbers=frozenset(first.numbers), reads=first.reader.reads(),
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left,

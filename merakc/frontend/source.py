@@ -14,11 +14,14 @@ import typing_extensions
 _OURS = (
     torch.__file__.rpartition("/")[0],
     __file__.rpartition("/")[0],
+    f"{__file__.rpartition('/frontend/')[0]}/train/outside/",
     typing_extensions.__file__,  # which marks functions of torch's as deprecated
     "<",
 )
 # Where libraries are, and last Python's own.
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+# Code that makes calls of the user's again: `line` in its frames says where they were made first.
+REPEATS: set[CodeType] = set()
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
@@ -26,6 +29,8 @@ def user_line() -> str:
     """`file:line` of the innermost frame outside torch and the recorder; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _passes_on(frame.f_code):
+        if frame.f_code in REPEATS:
+            return str(frame.f_locals["line"])
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 

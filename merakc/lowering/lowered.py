@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -238,15 +238,18 @@ def apply_plan(plan: Plan, recording: Recording) -> Lowered:
     return Lowered(plan, loss, stages)
 
 
-def adapt_plan(lowered: Lowered, recording: Recording, *, results: bool) -> Lowered:
+def adapt_plan(
+    lowered: Lowered, recording: Recording, *, results: bool, kept: Collection[str] = ()
+) -> Lowered:
     """Applies a plan to another recording of the same model: eval mode, or other shapes.
 
     Parameters stay where they are; with `results`, everything that the forward returns is
-    computed, otherwise the loss alone.
+    computed, otherwise the loss, and what of the results is to be `kept`.
     """
     plan = lowered.plan
     parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
-    loss = headed(recording, parts, kinds, plan.tp, gathered=gathers(lowered.loss.graph))
+    gathered = gathers(lowered.loss.graph)
+    loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     sharding = planned_sharding(loss.graph, plan)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
@@ -260,13 +263,14 @@ def headed(
     tp: int,
     *,
     gathered: bool | None = None,
+    kept: Collection[str] = (),
 ) -> BatchSplit:
-    """The step whose graph is sharded and cut, for outputs of these kinds, or all: in parts, with
-    heads apart, and products to be gathered.
+    """The step whose graph is sharded and cut, for outputs as in `in_parts`: in parts, with heads
+    apart, and products to be gathered.
 
     `gathered` says whether its products are to be gathered; where it is None, the graph does.
     """
-    split: BatchSplit = run_passes(pipeline.PARTS, recording, parts, kinds)
+    split: BatchSplit = run_passes(pipeline.PARTS, recording, parts, kinds, kept)
     return replace(split, graph=with_heads(split.graph, tp, gathered=gathered))
 
 

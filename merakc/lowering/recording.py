@@ -387,10 +387,10 @@ def _other_size(samples: int, own: int, taken: str, error: BaseException) -> Oth
 
 def with_loss(recording: BatchRecording) -> BatchRecording:
     """The recording. Raises `ConfigError` where its forward returns no loss."""
-    if not any(o.kind is OutputKind.LOSS for o in recording.graph.outputs):
+    if not recording.has_loss:
         raise ConfigError(
             f"the forward of {recording.model_name} returns no loss for this batch; give it the "
-            "labels, or wrap the model in a module whose forward returns the loss"
+            "labels, or give auto_parallel the loss of its outputs: loss=fn, fn(outputs, batch)"
         )
     return recording
 

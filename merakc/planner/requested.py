@@ -133,3 +133,16 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
             f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
         )
+
+
+def without_dp(request: Request, given: Plan | None) -> Request:
+    """The request for a loss that is made outside: of each rank's own outputs, in Python."""
+    dp = request.dp if given is None else given.dp
+    if dp is not None and dp > 1:
+        raise ConfigError(
+            f"the forward returns no loss for this batch, and dp={dp}: a loss that is made of the "
+            "outputs outside, in Python, would know one data-parallel rank's samples only; give "
+            "auto_parallel loss=fn, fn(outputs, batch), give the batch its labels, or train with "
+            "dp=1"
+        )
+    return replace(request, dp=1)

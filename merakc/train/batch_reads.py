@@ -12,16 +12,19 @@ import torch.distributed as dist
 from merakc.batches.split import cast_floats, named_tensors, split_batch
 from merakc.errors import MismatchError
 from merakc.frontend.values.reads import Reads
+from merakc.ir.batches import BatchDims
 from merakc.ir.plan import Plan
 
 
 def micro_batches_of(
-    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, parts: int = 0
+    args: Sequence[Any], kwargs: Mapping[str, Any], plan: Plan, dims: BatchDims, parts: int = 0
 ) -> list[dict[str, torch.Tensor]]:
-    """The tensors of each micro-batch, by name; of so many `parts` where they are to be others."""
+    """The tensors of each micro-batch, by name; of so many `parts` where they are to be others.
+    Samples stand where `dims` say.
+    """
     dtype = plan.precision.dtype("compute") if plan.precision else None
     now = cast_floats(args, kwargs, dtype)
-    split = split_batch(*now, parts or plan.micro_batches, plan.batch_dims)
+    split = split_batch(*now, parts or plan.micro_batches, dims)
     return [named_tensors(*part) for part in split]
 
 

@@ -72,3 +72,18 @@ class Besides:
         known = self.aside.known
         rows = known.rows[self.aside.names[name]] if known is not None else None
         return rows.take(value, self.layout.first(0), self.layout.own) if rows else value
+
+
+class Nothing(Besides):
+    """A second run of a step changes nothing in Python, nor in its batch, once more."""
+
+    def __init__(self) -> None:
+        pass
+
+    def before(self, batches: Sequence[Tensors]) -> Tensors:
+        """No checks."""
+        return {}
+
+    def after(self, found: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """No changes."""
+        return False

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
+from torch import nn
 
-from merakc.ir.batches import BatchLayout
+from merakc.ir.batches import BatchLayout, Rows
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.lowering.lowered import Lowered
+from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.batches.states import Kind
 from merakc.passes.programs.collectives import trained
 from merakc.runtime.executor import Executor
 from merakc.train.besides import Besides
 from merakc.train.knowledge import Knowledge
+from merakc.train.outputs import names_of
 from merakc.train.unused import Uses, doubtful
 
 Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a compiled step gives beside the loss: nothing, the results that are `kept`, all of them
+    where that is None; or, with `results`, everything that the forward returns, untrained.
+
+    `module` is recorded in place of the model, `mark` tells such modules apart; `dims` says where
+    samples stand in its batch, where the plan does not.
+    """
+
+    train: bool
+    results: bool = False
+    kept: frozenset[str] | None = frozenset()
+    mark: Hashable = None
+    module: nn.Module | None = field(default=None, compare=False)
+    dims: dict[str, Rows | None] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -129,3 +150,41 @@ class CompiledStep:
                 if o.kind is OutputKind.RESULT
             }
         return found
+
+    @cached_property
+    def has_effects(self) -> bool:
+        """Whether the forward does something beside computing: writes buffers or its batch, leaves
+        things in Python.
+        """
+        recording = self.recording
+        return bool(self.written or recording.left or recording.aside)
+
+    @cached_property
+    def output_forms(self) -> dict[str, torch.Tensor]:
+        """A tensor without values for each that the forward returns, by name: as of this rank's
+        batch, or of the whole batch where that is coupled.
+        """
+        graph = self.recording.graph
+        found = self.recording.found if self.layout.parts > 1 else None
+        grads, specs = graph.grad_values(), graph.specs()
+        refs = {o.name: o.ref for o in graph.outputs}
+        forms: dict[str, torch.Tensor] = {}
+        for name in names_of(self.recording):
+            shape, dtype = specs[refs[name]].shape, specs[refs[name]].dtype
+            if found is not None:
+                shape = _whole_shape(found, name, shape, self.layout.own)
+            trained = refs[name] in grads and dtype.is_floating_point
+            forms[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
+        return forms
+
+
+def _whole_shape(found: Analysis, name: str, shape: tuple[int, ...], own: int) -> tuple[int, ...]:
+    """The shape of an output for this rank's batch, of which `shape` is that of a part."""
+    ref = next((o.ref for o in found.part.outputs if o.name == name), None)
+    state = found.states[ref] if ref is not None else None
+    if state is not None and state.rows is not None:
+        return state.rows.sized(shape, own)
+    if state is not None and state.kind in (Kind.COUPLED, Kind.ROWS):
+        whole = next(o.ref for o in found.whole.outputs if o.name == name)
+        return found.whole.specs()[whole].shape
+    return shape

@@ -21,10 +21,12 @@ from merakc.runtime.state import Pieces, gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
-from merakc.train.compiled_step import CompiledStep
+from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.mirror import Mirror, grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
+from merakc.train.outside.pending import Pending, Taken
+from merakc.train.outside.results import share_results
 from merakc.train.parameters.gradients import follow, plain
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
@@ -165,9 +167,21 @@ class ParallelModel(Mirror):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
-        step = steps.compile(args, kwargs, train=train, results=False)
+        step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
         if not step.has_loss:
-            return self._results(step, args, kwargs)
+            if not train:
+                return self._results(step, args, kwargs)
+            take = partial(self._run, train=True)
+            return Pending(steps, step, args, kwargs, train=take).answer({})
+        taken = self._run(step, args, kwargs, train=train)
+        pending = Pending(steps, step, args, kwargs, taken)
+        return pending.answer({loss_name(step.recording): taken[0]})
+
+    def _run(
+        self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool
+    ) -> Taken:
+        """One step, or its forward alone."""
+        steps, handed = self._own("_steps"), list[torch.Tensor | None]()
         book = self._own("_book") if train else None
         with book.step() if book else nullcontext():
             result = steps.run(step, args, kwargs)
@@ -182,12 +196,13 @@ class ParallelModel(Mirror):
                 raise_nonfinite(steps, step, loss, args, kwargs)
             steps.taken += 1
             found = result.gradients if finite else {}
-            loss = self._with_gradients(loss, found, skipped=not finite)
-        return outputs_of(step.recording, {loss_name(step.recording): loss})
+            loss, handed = self._with_gradients(loss, found, skipped=not finite)
+        return loss, replace(result, gradients={}), handed  # which nobody else may hold
 
     def _with_gradients(
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """The loss, which hands the gradients out, and these until it has."""
         for name, frozen in self._own("_frozen").items():
             if frozen.requires_grad:
                 raise ConfigError(
@@ -195,15 +210,14 @@ class ParallelModel(Mirror):
                     "compiled; set requires_grad before auto_parallel"
                 )
         wanted = {n: p for n, p in self._own("_trained").items() if p.requires_grad}
-        found = [gradients.get(name) for name in wanted]
+        found: list[torch.Tensor | None] = [gradients.get(name) for name in wanted]
         empty = {n: p for n, p in self._own("_empty").items() if p.requires_grad}
         if not skipped:
             found += [torch.empty_like(p) for p in empty.values()]
             wanted |= empty
         if not wanted:
-            return loss.requires_grad_()
-        handed: torch.Tensor = HandOut.apply(loss, found, *wanted.values())  # type: ignore[no-untyped-call]
-        return handed
+            return loss.requires_grad_(), found
+        return HandOut.apply(loss, found, *wanted.values()), found  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,19 +231,27 @@ class ParallelModel(Mirror):
         self._own("_memory").settle()
         steps = self._own("_steps")
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
-            step = steps.compile(args, kwargs, train=False, results=True)
+            form = Form(train=False, results=True, module=steps.forward_alone)
+            step = steps.compile(args, kwargs, form)
             return self._results(step, args, kwargs)
 
     @torch.no_grad()
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         result = steps.run(step, args, kwargs)
-        found = steps.share_results(step, result)
+        found = share_results(steps.groups, steps.device, step, result)
         if step.has_loss:
             loss, _ = steps.share_loss(step, result)
             found[loss_name(step.recording)] = loss
             check_finite(step.recording, loss)
-        return outputs_of(step.recording, found)
+        return outputs_of(step.recording, found, str)
+
+    def keep_outputs(self, *names: str) -> None:
+        """Has training steps keep these of the model's outputs, by the names that errors tell, to
+        be read after `loss.backward()` too. One that is read before is kept from then on.
+        """
+        steps = self._own("_steps")
+        steps.wanted = steps.wanted.union(names)
 
     def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
         """The first module of which the next step, on this batch, makes something that is not
@@ -238,7 +260,7 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
-        step = steps.compile(args, kwargs, train=train, results=False)
+        step = steps.compile(args, kwargs, Form(train=train))
         return find_nonfinite(steps, step, args, kwargs)
 
     # ------------------------------------------------------------------ gradients and state

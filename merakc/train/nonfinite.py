@@ -20,7 +20,7 @@ from merakc.runtime.codegen import Compiled, Hooks, compile_graph
 from merakc.runtime.executor import Executor, Step
 from merakc.runtime.groups import together
 from merakc.runtime.head import HeadRunner
-from merakc.train.besides import Besides
+from merakc.train.besides import Nothing
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
 
@@ -58,7 +58,7 @@ def find_nonfinite(
     )  # fmt: skip
     looked.seen = seen
     kept = {name: steps.state[name].clone() for name in step.written}
-    result = steps.run(replace(step, executor=looked, besides=_Nothing()), args, kwargs)
+    result = steps.run(replace(step, executor=looked, besides=Nothing()), args, kwargs)
     for name, value in kept.items():
         steps.state[name].copy_(value)
     bad = [name for name, g in result.gradients.items() if not g.isfinite().all()]
@@ -211,18 +211,3 @@ class _LookedStep(Step):
         """Runs what couples the samples of the batch."""
         self.of.seen.action = Action(ActionKind.HEAD, stage)
         super().couple(stage)
-
-
-class _Nothing(Besides):
-    """A second run of a step changes nothing in Python, nor in its batch, once more."""
-
-    def __init__(self) -> None:
-        pass
-
-    def before(self, batches: Sequence[Tensors]) -> Tensors:
-        """No checks."""
-        return {}
-
-    def after(self, found: Tensors, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """No changes."""
-        return False

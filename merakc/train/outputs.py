@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,27 +13,8 @@ from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 
-Tensors = dict[str, torch.Tensor]
 # Outputs that are handed on as they are.
 PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
-
-class NotComputed:
-    """Stands for an output that a training step leaves out; any use of it is an error."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __repr__(self) -> str:
-        return f"NotComputed('{self._name}')"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by copy, pickle, numpy, ...: it has none of those
-            raise AttributeError(name)
-        raise ConfigError(
-            f"output '{self._name}' is not computed by model(...), which gives the loss alone; "
-            "model.predict(...) gives every output"
-        )
 
 
 class HandOut(torch.autograd.Function):
@@ -40,7 +22,7 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, gradients: Sequence[torch.Tensor | None], *_: Any
+        ctx: Any, loss: torch.Tensor, gradients: list[torch.Tensor | None], *_: Any
     ) -> torch.Tensor:
         """The loss; `gradients` wait for its backward."""
         ctx.gradients = gradients
@@ -58,6 +40,7 @@ class HandOut(torch.autograd.Function):
             )
         scale = grad.item()
         handed = [g if g is None or scale == 1.0 else g.mul_(scale) for g in gradients]
+        gradients.clear()  # whoever looks sees that they are gone
         return None, None, *handed
 
 
@@ -76,14 +59,30 @@ def loss_name(recording: Recording) -> str:
     return next(o.name for o in recording.graph.outputs if o.kind is OutputKind.LOSS)
 
 
-def outputs_of(recording: Recording, found: Tensors) -> Any:
-    """The forward's own output with the tensors that were computed."""
+def names_of(recording: Recording) -> list[str]:
+    """The names of the tensors that the forward returns, in their order."""
     names = {o.name for o in recording.graph.outputs}
+    return [leaf for leaf in recording.outputs if isinstance(leaf, str) and leaf in names]
+
+
+def told_name(recording: Recording, name: str) -> str:
+    """The name of an output as users are told it: `logits`, `more.scores`."""
+    told = ".".join(part for part in re.split(r"[\[\]'\".]+", name) if part)
+    return told.removeprefix("outputs.") if recording.is_beside else told
+
+
+def outputs_of(
+    recording: Recording,
+    found: Mapping[str, torch.Tensor],
+    missing: Callable[[str], Any],
+) -> Any:
+    """The forward's own output with the tensors that were found, and what stands for others."""
+    names = set(names_of(recording))
     leaves: list[Any] = []
     for leaf in recording.outputs:
         if isinstance(leaf, str) and leaf in names:
-            value = found.get(leaf, NotComputed(leaf))
-            is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
+            value = found[leaf] if leaf in found else missing(leaf)
+            is_number = leaf in recording.numbers and leaf in found
             leaves.append(value.item() if is_number else value)
         else:
             leaves.append(leaf if isinstance(leaf, PLAIN) else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,9 +17,10 @@ from torch import nn
 from merakc.batches.objects import check_objects
 from merakc.batches.split import signature
 from merakc.errors import MerakError, PlanError
+from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
-from merakc.ir.batches import BatchLayout, ShareKind
-from merakc.ir.graph import InputKind, OutputKind, Ref
+from merakc.ir.batches import BatchLayout, Rows, ShareKind
+from merakc.ir.graph import InputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
@@ -43,9 +44,10 @@ from merakc.runtime.trial import trial_seconds, zeros
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
-from merakc.train.compiled_step import CompiledStep
+from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
+from merakc.train.outputs import names_of, told_name
 from merakc.train.settings import Settings
 from merakc.train.unused import drop_unused, forget
 
@@ -83,30 +85,50 @@ class Steps:
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
+    loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
+    wanted: frozenset[str] = frozenset()  # results that training steps keep
+    roots: set[Hashable] = field(default_factory=set)  # marks of losses made outside
+    # Where the samples stand in batches with what such losses read, by mark.
+    readings: dict[Hashable, dict[str, Rows | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
-        self.settings, self.agreement = Settings(self.source), Agreement(self.groups)
+        self.settings = Settings(WithLoss(self.source, self.loss))
+        self.agreement = Agreement(self.groups)
 
-    def layout(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BatchLayout:
+    def layout(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dims: dict[str, Rows | None] | None = None,
+    ) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
-        dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
-        return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
+        plan, dp_rank = self.planned.plan, self.groups.coordinates[0]
+        plan = plan if dims is None else replace(plan, batch_dims=dims)
+        return layout_of(args, kwargs, plan, dp_rank, self.groups.axis("dp"), self.device)
+
+    @property
+    def forward(self) -> nn.Module:
+        """What is recorded: the model, with the loss where that is outside it."""
+        return self.source if self.loss is None else WithLoss(self.source, self.loss)
+
+    @property
+    def forward_alone(self) -> nn.Module:
+        """The model without a loss that is outside it."""
+        return self.source if self.loss is None else WithLoss(self.source, None)
 
     def key(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         layout: BatchLayout,
-        *,
-        train: bool,
-        results: bool,
+        form: Form,
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
         modes = self.settings.modes(), self.settings.changed()
         shape = signature(args, kwargs), layout.sizes
-        return shape, modes, autocast_of(self.device), train, results
+        return shape, modes, autocast_of(self.device), form
 
     def add(
         self,
@@ -153,16 +175,15 @@ class Steps:
         return HeadRunner(head, chunk, layout, self.device, group, fuser)
 
     @few_collections()
-    def compile(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
-    ) -> CompiledStep:
+    def compile(self, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) -> CompiledStep:
         """The compiled step for this batch, made and kept; without a loss it gives the results and
         does not train. All dp ranks say how many samples they have; none else takes part.
         """
-        layout = self.layout(args, kwargs)
-        key = self.key(args, kwargs, layout, train=train, results=results)
-        plan, self.alike = self.planned.plan, layout.alike
-        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts))
+        plan = self.planned.plan
+        dims = plan.batch_dims if form.dims is None else form.dims
+        layout = self.layout(args, kwargs, dims)
+        key, self.alike = self.key(args, kwargs, layout, form), layout.alike
+        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, dims, parts))
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -179,16 +200,21 @@ class Steps:
 
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
-                self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
-                self.device, plan.precision, couplings=plan.couplings, dims=plan.batch_dims,
+                form.module or self.forward, args, kwargs,
+                replace(layout, micro_batches=micro_batches),
+                self.device, plan.precision, couplings=plan.couplings, dims=dims,
                 divided=bool(plan.sub_batches),
             )  # fmt: skip
 
         recording = recorded(plan.micro_batches)
-        has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
-        train, results = train and has_loss, results or not has_loss
-        lowered = adapt_plan(self.planned, recording, results=results)
-        if train and not results:
+        train = form.train and recording.has_loss
+        results = form.results or not recording.has_loss
+        kept = {
+            name for name in names_of(recording)
+            if form.kept is None or told_name(recording, name) in form.kept
+        }  # fmt: skip
+        lowered = adapt_plan(self.planned, recording, results=results, kept=kept)
+        if train and not (results or kept):
             lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
@@ -252,7 +278,7 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        parts = micro_batches_of(args, kwargs, self.planned.plan)
+        parts = micro_batches_of(args, kwargs, self.planned.plan, step.recording.dims)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
@@ -304,38 +330,6 @@ class Steps:
         loss, found = self.agreement.share(shared.reshape(()), self.taken, bad)
         watches = self.loss_scale.on_nonfinite != "ignore"
         return loss, not found and not (watches and not loss.isfinite())
-
-    def share_results(self, step: CompiledStep, result: StepResult) -> Tensors:
-        """The results of all samples of this dp replica, and of what is of the whole batch, on
-        every rank.
-        """
-        dp, own, tp = self.groups.coordinates
-        group, replicas = self.groups.axis("pp"), self.groups.axis("dp")
-        found: Tensors = {}
-        for name, (owner, spec) in step.result_specs.items():
-            kind, rows = step.lowered.loss.results.get(name, (ShareKind.CONSTANT, None))
-            whole = name in step.head_results
-            parts = [result.whole[name]] if whole and owner == own else []
-            if not whole and owner == own:
-                parts = [r[name] for r in result.results]
-            count = 1 if whole else step.layout.micro_batches
-            if group is not None:
-                source = self.groups.mesh.rank(dp, owner, tp)
-                for k in range(count):
-                    if owner != own:
-                        empty = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                        parts.append(empty)
-                    parts[k] = parts[k].contiguous()
-                    dist.broadcast(parts[k], source, group=group)
-            if kind is ShareKind.ROWS and rows is not None:
-                found[name] = rows.join(parts)
-            elif kind is ShareKind.SUM:
-                found[name] = torch.stack(parts).sum(0).to(spec.dtype)
-                if replicas is not None:
-                    dist.all_reduce(found[name], group=replicas)
-            else:
-                found[name] = parts[0]
-        return found
 
     def _share_buffers(self) -> None:
         """Gives all dp ranks the buffers that dp rank 0 has written, as

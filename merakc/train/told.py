@@ -15,10 +15,18 @@ from merakc.passes.batches.recorded import BatchRecording
 WORTH_TELLING = 0.01
 
 
-def warn_of(plan: Plan, recording: BatchRecording) -> None:
-    """Warns of modules that run as they are, of what steps leave out, and of conventions that were
-    asked for.
+def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> None:
+    """Warns of modules that run as they are, of what steps leave out, of conventions that were
+    asked for, and of a plan that was made before the loss was known, which is made `outside`.
     """
+    if outside:
+        warnings.warn(
+            f"the forward of {recording.model_name} returns no loss for this batch: the plan is "
+            "made for the mean of its outputs, and the loss is what calls loss.backward()"
+            "; auto_parallel(model, batch, loss=fn) plans with it, and trains at any dp",
+            MerakWarning,
+            stacklevel=4,
+        )
     _warn_of_opaque(plan)
     _warn_of_unheard(recording)
     if plan.couplings == PER_MICRO_BATCH:

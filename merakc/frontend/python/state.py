@@ -11,7 +11,7 @@ import dis
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, cache
+from functools import _lru_cache_wrapper, cache, partial
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -30,6 +30,7 @@ from merakc.frontend.python.content import (
     same,
 )
 from merakc.frontend.source import INSTALLED
+from merakc.frontend.values.outside import WithLoss
 
 _ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
@@ -96,6 +97,8 @@ class PythonState:
                 self._see_class(cls)
         for name in _HOOKS:
             self._see(getattr(torch_modules, name), name, True)
+        if isinstance(model, WithLoss) and model.loss is not None:
+            self._see_called(model.loss)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in it but parameters and buffers, by name."""
@@ -160,6 +163,16 @@ class PythonState:
     def _hold(self, held: Held) -> Held:
         self._held[id(held.value)] = held
         return held
+
+    def _see_called(self, function: Any) -> None:
+        """Notes what a function holds that is called beside the model, and its class."""
+        self._see(function, "loss", True)
+        inner = function.func if isinstance(function, partial) else function
+        self._see_function(inspect.unwrap(getattr(inner, "__func__", inner)))
+        owner = type(getattr(inner, "__self__", inner))
+        for cls in owner.__mro__:
+            if not cls.__module__.startswith(("torch.", "builtins")):
+                self._see_class(cls)
 
     def _see_class(self, cls: type) -> None:
         self._see(Names(cls), cls.__name__, True)

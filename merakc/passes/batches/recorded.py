@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -61,8 +61,14 @@ class BatchRecording(Recording):
     of_batch: BatchAside = field(default_factory=BatchAside, kw_only=True)
 
 
-def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = ()) -> BatchSplit:
-    """The step of a recorded part of a batch of so many, for outputs of these kinds, or all.
+def in_parts(
+    recording: Recording,
+    parts: int,
+    kinds: tuple[OutputKind, ...] = (),
+    kept: Collection[str] = (),
+) -> BatchSplit:
+    """The step of a recorded part of a batch of so many, for outputs of these kinds, or all, and
+    for the results whose names are `kept`.
 
     Raises `RecordError` where the batch cannot be in parts, `ConfigError` where its one sample
     would have to be.
@@ -71,8 +77,8 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     found = recording.found if isinstance(recording, BatchRecording) else None
     given = found.part.outputs if found is not None and parts > 1 else graph.outputs
     given = tuple(o for o in given if o.kind is not OutputKind.ASIDE)
-    outputs = tuple(o for o in given if not kinds or o.kind in kinds)
-    if (not kinds or OutputKind.RESULT in kinds) and len(given) < len(graph.outputs):
+    outputs = tuple(o for o in given if not kinds or o.kind in kinds or _is_kept(o, kept))
+    if (kept or not kinds or OutputKind.RESULT in kinds) and len(given) < len(graph.outputs):
         raise RecordError(
             f"the forward of {recording.model_name} returns another number of tensors for the "
             "whole batch than for a part of it, as a list with one for each sample; return them as "
@@ -81,6 +87,10 @@ def in_parts(recording: Recording, parts: int, kinds: tuple[OutputKind, ...] = (
     told = recording.aside.unheard
     made = _split(recording, found, parts, outputs)
     return replace(made, conventions=(*made.conventions, *told)) if told else made
+
+
+def _is_kept(out: Output, kept: Collection[str]) -> bool:
+    return out.kind is OutputKind.RESULT and out.name in kept
 
 
 def _split(

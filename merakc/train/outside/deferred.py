@@ -1,0 +1,116 @@
+"""Tensors that are not there yet: what is asked of them is answered, or their values are fetched.
+
+They stand for what a call of the model returns. Shapes and dtypes are known; calls on them go to
+the call of the model that they come of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+
+from merakc.errors import ConfigError
+
+# What a tensor tells without its values: attributes, and methods.
+_ATTRIBUTES = frozenset({
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout", "is_cuda", "is_cpu",
+    "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes", "grad_fn", "names",
+})  # fmt: skip
+_METHODS = frozenset({
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "is_floating_point", "is_complex",
+    "is_signed", "is_contiguous", "element_size", "get_device", "__len__", "storage_offset",
+    "is_same_size", "is_tensor",
+})  # fmt: skip
+
+
+class Source(Protocol):
+    """What deferred tensors come of."""
+
+    def apply(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a call on deferred tensors gives."""
+
+    def value(self, place: int) -> torch.Tensor:
+        """The value of the tensor at a place."""
+
+
+class Deferred(torch.Tensor):
+    """A tensor at a `place` of what a `source` will have."""
+
+    source: Source
+    place: int
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _is_about(func):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        sources = {id(x.source): x.source for x in deferred_in((args, kwargs))}
+        first, *others = sources.values()
+        if others:
+            args, kwargs = pytree.tree_map_only(
+                Deferred, lambda x: x.source.value(x.place), (args, kwargs)
+            )
+            return func(*args, **kwargs)
+        return first.apply(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise ConfigError(
+            f"{func} is called on an output of the model that is not there yet, past "
+            "__torch_function__; take its value first (x.detach().clone()), or compute this in "
+            "auto_parallel(..., loss=fn)"
+        )
+
+
+def deferred_in(tree: Any) -> list[Deferred]:
+    """The deferred tensors among the arguments of a call."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Deferred)]
+
+
+def deferred(
+    source: Source, place: int, like: torch.Tensor, device: torch.device, why: str
+) -> Deferred:
+    """A tensor that is not there yet, of the form of another; `why` nothing is differentiated
+    through it past its source.
+    """
+
+    def made() -> Deferred:
+        found: Deferred = torch.Tensor._make_wrapper_subclass(
+            Deferred, like.shape, strides=like.stride(), dtype=like.dtype, device=device
+        )
+        return found
+
+    found = unreachable(made, why) if like.requires_grad else made()
+    found.source, found.place = source, place
+    return found
+
+
+def unreachable(made: Callable[[], Any], why: str) -> Any:
+    """A tensor that says it has a history, and raises `ConfigError` where that is gone back."""
+    return _Unreachable.apply(torch.empty(0, requires_grad=True), made, why)  # type: ignore[no-untyped-call]
+
+
+class _Unreachable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, made: Callable[[], Any], why: str) -> Any:
+        ctx.why = why
+        return made()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise ConfigError(ctx.why)
+
+
+def _is_about(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _ATTRIBUTES
+    return name in _METHODS

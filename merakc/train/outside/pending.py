@@ -1,0 +1,340 @@
+"""The outputs of one call of the model: read when somebody wants them, and what is made of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import islice, product
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.utils._pytree as pytree
+
+from merakc.batches.split import named_tensors, sample_rows
+from merakc.errors import ConfigError, PlanError, RecordError
+from merakc.ir.batches import Rows
+from merakc.lowering.recording import autocast_of
+from merakc.runtime.executor import StepResult
+from merakc.train.besides import Nothing
+from merakc.train.calls import model_call
+from merakc.train.compiled_step import CompiledStep, Form
+from merakc.train.outputs import outputs_of, told_name
+from merakc.train.outside.deferred import Deferred, deferred, unreachable
+from merakc.train.outside.results import share_results
+from merakc.train.outside.tape import EXTRA, REMEDY, Noted, Replay, Tape, ValuesWantedError
+from merakc.train.steps import Steps
+
+Tensors = dict[str, torch.Tensor]
+# What a training step gives: the loss, which hands gradients out, what it has left on this rank,
+# and the gradients until they are handed out.
+Taken = tuple[torch.Tensor, StepResult, list[torch.Tensor | None]]
+Train = Callable[[CompiledStep, Sequence[Any], Mapping[str, Any]], Taken]
+# What reads the values of a tensor, and gives something that is no tensor.
+_READS = frozenset({
+    "item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__complex__",
+    "__index__", "__repr__", "__format__", "__contains__", "__deepcopy__", "__reduce_ex__",
+    "equal", "allclose", "is_nonzero",
+})  # fmt: skip
+# Combinations of places of samples in the tensors that a loss outside reads that are tried.
+_MOST_READINGS = 12
+_UNSEEN = (
+    f"a gradient is wanted of something that was computed from an output of the model outside the "
+    f"step, which has not seen it; {REMEDY}"
+)
+
+
+class Pending:
+    """The outputs of a call of the model with a batch.
+
+    `step` is the compiled step that has `taken` it; where there is none, the loss is made outside,
+    `train` takes the step for it, and `step` gives the outputs alone.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        step: CompiledStep,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        taken: Taken | None = None,
+        train: Train | None = None,
+    ) -> None:
+        self.steps, self.step, self.args, self.kwargs = steps, step, tuple(args), dict(kwargs)
+        self.train, self.gradients = train, taken and taken[2]
+        self.trains = train is not None or bool(self.gradients)
+        self.number = steps.taken - bool(self.gradients)  # of the step
+        forms = step.output_forms
+        self.names = list(forms)
+        self.tape = Tape([x if self.trains else x.detach() for x in forms.values()], steps.device)
+        self.known: dict[int, torch.Tensor] = {}
+        self.shown: WeakValueDictionary[int, Deferred] = WeakValueDictionary()
+        self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
+        self.again: tuple[CompiledStep, StepResult] | None = None
+        self.before = self._around(steps.settings.seen)
+        if taken is not None:
+            self._has(step, taken[1], {n: p for p, n in enumerate(self.names)})
+        elif step.has_effects:  # which come with the call, not with what is made of it
+            self.again = self._forward()
+
+    def _has(self, step: CompiledStep, result: StepResult, places: Mapping[str, int]) -> None:
+        """Notes what a step has kept, of outputs that stand at these places."""
+        self.there |= {places[n]: (step, result, n) for n in step.result_specs if n in places}
+
+    def _around(self, settings: Any = None) -> tuple[Any, ...]:
+        """What another forward goes by, as far as it is told without looking at values; `settings`
+        where they were looked at.
+        """
+        steps, written = self.steps, self.step.written
+        held = [t for name, t in steps.state.items() if name not in written]
+        batch = [x for x in pytree.tree_leaves((self.args, self.kwargs))
+                 if isinstance(x, torch.Tensor)]  # fmt: skip
+        versions = [0 if t.is_inference() else t._version for t in (*held, *batch)]
+        seen = steps.settings.changed() if settings is None else settings
+        return versions, autocast_of(steps.device), steps.settings.modes(), seen
+
+    def answer(self, found: Mapping[str, torch.Tensor]) -> Any:
+        """What the call returns: the tensors that are there, and others that are not yet."""
+        places = {name: place for place, name in enumerate(self.names)}
+        self.known |= {places[name]: value for name, value in found.items()}
+        return outputs_of(self.step.recording, found, lambda name: self._show(places[name]))
+
+    def _show(self, place: int) -> Deferred:
+        made = deferred(self, place, self.tape.forms[place], self.steps.device, _UNSEEN)
+        self.shown[place] = made
+        return made
+
+    # ------------------------------------------------------------------ calls on outputs
+
+    def apply(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a call on outputs, or on what follows from them, gives."""
+        name = getattr(func, "__name__", "")
+        if name == "__iter__":
+            return iter(args[0].unbind(0))
+        if self.train is not None and name == "backward":
+            return self._backward(args, kwargs)
+        if self.train is not None and name not in _READS:
+            try:
+                return self.tape.note(func, tuple(args), dict(kwargs), self._show)
+            except ValuesWantedError:  # what it gives is true, and no gradient goes through it
+                pass
+        given, named = pytree.tree_map_only(
+            Deferred, lambda x: x.source.value(x.place), (tuple(args), dict(kwargs))
+        )
+        return func(*given, **named)
+
+    def value(self, place: int) -> torch.Tensor:
+        """The value at a place. Collective where it is not known."""
+        if place in self.known:
+            return self.known[place]
+        form, value = self.tape.forms[place], self._found(place)
+        if place in self.known:  # the loss
+            return self.known[place]
+        if value.shape != form.shape:
+            raise ConfigError(
+                f"an output of the model is of shape {list(value.shape)} for the whole batch, "
+                f"and of {list(form.shape)} for this rank's part of it: it couples the samples of "
+                "all ranks; read it by model.predict(...)"
+            )
+        if form.requires_grad and not value.requires_grad:
+            plain = value.detach()
+            value = unreachable(lambda: plain, _UNSEEN)
+        self.known[place] = value
+        return value
+
+    def _found(self, place: int) -> torch.Tensor:
+        noted = self.tape.makers.get(place)
+        if place in self.there:
+            step, result, name = self.there[place]
+            with self._call("an output of the model is read"):
+                return self._shared(step, result, name)
+        if noted is None:
+            return self._output(place)
+        marked = self.train is not None and _mark(self.tape.behind([place]), place)
+        if marked in self.steps.roots:  # the loss that a step before was taken for
+            self._take(place)
+            return self.known[place]
+        self.tape.check_unchanged([noted])
+        extras, kind = dict(enumerate(self.tape.extras)), self.steps.device.type
+        made: list[torch.Tensor] = noted.run(self.value, extras, kind)
+        return made[place - noted.first]
+
+    def _output(self, place: int) -> torch.Tensor:
+        """The value of an output of the model that the step does not have, by another forward."""
+        steps, name = self.steps, self.names[place]
+        told = self._told(place)
+        with self._call("an output of the model is read"), torch.no_grad():
+            if self.again is None:
+                self._check_same(told)
+                self.again = self._forward()
+            if self.train is None:
+                steps.wanted |= {told}
+            return self._shared(*self.again, name)
+
+    def _shared(self, step: CompiledStep, result: StepResult, name: str) -> torch.Tensor:
+        return share_results(self.steps.groups, self.steps.device, step, result, {name})[name]
+
+    def _told(self, place: int) -> str:
+        return told_name(self.step.recording, self.names[place])
+
+    def _check_same(self, name: str) -> None:
+        """Raises `ConfigError` where another forward would not give what the step's has given."""
+        handed = self.trains and not self.gradients and self.train is None
+        changed = self.train is None and self.step.has_effects
+        if handed or changed or self._around() != self.before:
+            raise ConfigError(
+                f"output '{name}' is read, and this step has not kept it: after loss.backward(), "
+                "with other weights or in another mode, or where the forward writes buffers, "
+                "another forward would not give what the step's has given; call "
+                f"model.keep_outputs({name!r}) before the first step, and steps keep it"
+            )
+
+    def _forward(self) -> tuple[CompiledStep, StepResult]:
+        """The forward of the step, run by itself."""
+        steps, step = self.steps, self.step
+        if step.has_loss:
+            form = Form(train=False, results=True, mark="again", module=steps.forward)
+            step = steps.compile(self.args, self.kwargs, form)
+        self.written = {name: steps.state[name].clone() for name in step.written}
+        taken, steps.taken = steps.taken, self.number
+        try:
+            return step, steps.run(step, self.args, self.kwargs)
+        finally:
+            steps.taken = taken
+
+    def _call(self, name: str) -> AbstractContextManager[None]:
+        training = any(self.before[2])
+        return model_call(self.steps, name, self.args, self.kwargs, training=training)
+
+    # ------------------------------------------------------------------ a loss outside
+
+    def _backward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """`loss.backward(gradient)`, or `torch.autograd.backward(loss, gradient)`."""
+        told = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False))
+        told |= kwargs
+        (loss, *others), *_ = [pytree.tree_leaves(args[:1])]
+        if others or told.get("create_graph") or told.get("inputs") is not None:
+            raise ConfigError(
+                "backward() of several losses, with create_graph or with inputs: a step gives the "
+                "gradients of all parameters, of one loss; add the losses up"
+            )
+        self._take(loss.place)
+        gradients = pytree.tree_leaves([told.get("gradient"), told.get("grad_tensors")])
+        given = [g for g in gradients if g is not None]
+        self.known[loss.place].backward(*given)  # type: ignore[no-untyped-call]
+
+    def _take(self, root: int) -> None:
+        """Takes the step whose loss is the value at `root`."""
+        steps, form = self.steps, self.tape.forms[root]
+        if form.numel() != 1 or not form.requires_grad:
+            raise ConfigError(
+                f"backward() of a tensor of shape {list(form.shape)} that "
+                f"{'requires' if form.requires_grad else 'does not require'} a gradient; it takes "
+                "one number that the model's parameters have made"
+            )
+        if self.again is not None and steps.taken != self.number:
+            raise ConfigError(
+                "outputs of the model were read, another step was taken, and then this loss's "
+                "backward() is called; take the steps in the order of the calls"
+            )
+        if self._around() != self.before:
+            raise ConfigError(
+                "the batch, the model's weights or modes were changed between the call of the "
+                f"model and loss.backward(), with which the step is taken; {REMEDY}"
+            )
+        behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
+        alive = [p for p in self.shown if p != root and (
+            (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
+            or (p < len(self.names) and self._told(p) in steps.wanted))]  # fmt: skip
+        try:
+            self._take_for(root, sorted(alive))
+        except (RecordError, PlanError):  # they are made of the outputs, then, when they are read
+            first = {p for noted in self.tape.behind(alive) for p in noted.reads()}
+            self._take_for(root, sorted(p for p in {*alive, *first} if p < len(self.names)))
+        steps.roots.add(_mark(self.tape.behind([root]), root))
+
+    def _take_for(self, root: int, results: Sequence[int]) -> None:
+        """Takes it, and keeps these results."""
+        assert self.train is not None
+        calls = self.tape.behind([root, *results])
+        self.tape.check_unchanged(calls)
+        mark = _mark(calls, root, *results)
+        extras = {k: self.tape.extras[k] for c in calls for k in c.extras()}
+        kwargs = {**self.kwargs, EXTRA: extras}
+        module = Replay(self.steps.source, calls, root, results)
+        form = Form(train=True, kept=None, mark=mark, module=module)
+        words = [(c.name, c.key[1:], c.first) for c in calls], root, *results
+        told = f"loss.backward() (mark {zlib.crc32(repr(words).encode()):x})"
+        (dtype, enabled), kind = self.before[1], self.steps.device.type
+        with self._call(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
+            step = self._compiled(form, kwargs, extras)
+            if self.again is None:
+                taken = self.train(step, self.args, kwargs)
+            else:
+                taken = self._train_again(self.train, step, kwargs)
+        loss, result, self.gradients = taken
+        self.train, self.known[root] = None, loss
+        shown = outputs_of(step.recording, {}, str)
+        self._has(step, result, {shown.outputs[str(p)]: p for p in results})
+
+    def _train_again(self, train: Train, step: CompiledStep, kwargs: Mapping[str, Any]) -> Taken:
+        """The training step, behind its forward: what that has changed stays as it is."""
+        state = self.steps.state
+        now = {name: state[name].clone() for name in self.written}
+        for name, value in self.written.items():
+            state[name].copy_(value)
+        try:
+            return train(replace(step, besides=Nothing()), self.args, kwargs)
+        finally:
+            for name, value in now.items():
+                state[name].copy_(value)
+
+    def _compiled(
+        self, form: Form, kwargs: Mapping[str, Any], extras: Mapping[int, torch.Tensor]
+    ) -> CompiledStep:
+        """The step, with the samples where it can be recorded: of the batch they stand where they
+        do without the loss, of the tensors that the loss reads where they may.
+        """
+        steps = self.steps
+        plan = steps.planned.plan
+        sampled = sample_rows(self.args, self.kwargs, plan.batch_dims)
+        own = {name: sampled.get(name) for name in named_tensors(self.args, self.kwargs)}
+        samples = self.step.layout.own
+        places = [
+            [(f"{EXTRA}.{k}", rows) for rows in _places(t, samples)] for k, t in extras.items()
+        ]
+        readings = [own | dict(choice) for choice in islice(product(*places), _MOST_READINGS)]
+        if form.mark in steps.readings:
+            readings = [steps.readings[form.mark]]
+        refused: RecordError | None = None
+        for dims in readings:
+            try:
+                found = steps.compile(self.args, kwargs, replace(form, dims=dims))
+            except RecordError as error:
+                refused = refused or error
+                continue
+            steps.readings[form.mark] = dims
+            return found
+        assert refused is not None
+        noted = form.module.noted if isinstance(form.module, Replay) else ()
+        lines = ", ".join(dict.fromkeys(each.line for each in noted[-1:]))
+        refused.add_note(f"the loss is computed outside the model, at {lines}; {REMEDY}")
+        raise refused
+
+
+def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:
+    """Where a tensor that a loss reads may hold the samples, likeliest first."""
+    found: list[Rows | None] = [Rows(d) for d, n in enumerate(tensor.shape) if n == samples]
+    found += [
+        Rows(d, 1, n // samples) for d, n in enumerate(tensor.shape)
+        if n > samples > 0 and n % samples == 0
+    ]  # fmt: skip
+    return [*found, None]
+
+
+def _mark(calls: Sequence[Noted], *places: int) -> Hashable:
+    return tuple((c.key, c.first) for c in calls), places

@@ -1,0 +1,338 @@
+"""Calls on the outputs of a model, noted as they are made, and made again when the forward runs."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from merakc.errors import ConfigError
+from merakc.frontend.source import REPEATS, user_line
+from merakc.frontend.values.outside import LossAndOutputs, WithLoss
+from merakc.frontend.values.structures import open_dataclasses
+from merakc.frontend.values.symbols import SYMBOLIC
+from merakc.train.outside.deferred import Deferred
+
+# The keyword by which tensors of the user's that such calls read are given to the forward.
+EXTRA = "outside_tensors"
+# Arguments that are no tensors, and the same where they are written alike.
+_PLAIN = (
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
+    torch.memory_format, slice, type(...), torch.Size,
+)  # fmt: skip
+REMEDY = "give auto_parallel the loss: auto_parallel(model, batch, loss=fn), fn(outputs, batch)"
+
+
+class ValuesWantedError(Exception):
+    """A call that cannot be noted: it wants the values of its arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Stands for a value at a place in the arguments of a noted call."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """Stands for a tensor of the user's in the arguments of a noted call."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A call, and the places that its results begin at, one for each tensor among their leaves."""
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    first: int
+    key: tuple[Hashable, ...]
+    grad: bool
+    autocast: tuple[torch.dtype, bool]
+    line: str  # of the user's
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return _named(self.func)
+
+    def reads(self) -> set[int]:
+        """The places that it reads."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return {x.place for x in leaves if isinstance(x, Slot)}
+
+    def extras(self) -> set[int]:
+        """The numbers of the tensors of the user's that it reads."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return {x.number for x in leaves if isinstance(x, Extra)}
+
+    def run(
+        self, values: Callable[[int], Any], extras: Mapping[int, Any], device: str
+    ) -> list[Any]:
+        """The tensors that it gives."""
+
+        def given(leaf: Any) -> Any:
+            if isinstance(leaf, Slot):
+                return values(leaf.place)
+            return extras[leaf.number] if isinstance(leaf, Extra) else leaf
+
+        args, kwargs = pytree.tree_map(given, (self.args, self.kwargs))
+        line, (dtype, enabled) = self.line, self.autocast  # noqa: F841  read by `user_line`
+        with torch.set_grad_enabled(self.grad), torch.autocast(device, dtype, enabled):
+            out = self.func(*args, **kwargs)
+        return [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+
+
+REPEATS.add(Noted.run.__code__)
+
+
+@dataclass(eq=False)
+class Tape:
+    """The calls so far. `forms` are like the value at each place, without values: first the outputs
+    of the model, then what calls give.
+    """
+
+    forms: list[torch.Tensor]
+    device: torch.device
+    calls: list[Noted] = field(default_factory=list)
+    extras: list[torch.Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of these, when they were read
+    makers: dict[int, Noted] = field(default_factory=dict)  # by place
+    mode: FakeTensorMode | None = None  # where a call was noted
+
+    def note(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, made: Callable[[int], Deferred]
+    ) -> Any:
+        """What the call returns, with a tensor `made` for each place in it.
+
+        Raises `ValuesWantedError` where values are wanted for it, `ConfigError` where that would
+        not help.
+        """
+        if self.mode is None:
+            self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+            self.forms = [self._fake_output(x) for x in self.forms]
+        faked: dict[int, tuple[torch.Tensor, Any]] = {}  # what stands for an argument, by its id
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return _plain(leaf, func)
+            found = next((f for f, t in faked.values() if t is leaf), None)
+            if found is None:
+                if isinstance(leaf, Deferred):
+                    found = self.forms[leaf.place]
+                else:
+                    found = self._fake_of(leaf, func)
+                faked[id(found)] = found, leaf
+            if isinstance(leaf, Deferred):
+                _check_history(leaf, found, func)
+            return found
+
+        args = _with_open_size(func, args)
+        given, named = pytree.tree_map(fake, (args, kwargs))
+        out = self._run(func, given, named, faked.values())
+        leaves, structure = pytree.tree_flatten(out)
+        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        if not tensors or any(not isinstance(x, (torch.Tensor, type(None))) for x in leaves):
+            raise ConfigError(
+                f"{_named(func)} of an output of the model, before loss.backward(), gives no "
+                f"tensor: a compiled step would not hear of it; {REMEDY}"
+            )
+        if all(id(x) in faked for x in tensors):
+            kept = [faked[id(x)][1] if isinstance(x, torch.Tensor) else x for x in leaves]
+            return pytree.tree_unflatten(kept, structure)
+        fresh = [t for _, t in faked.values() if not isinstance(t, Deferred)]
+        first = self._add(func, args, kwargs, fresh, tensors)
+        places = iter(range(first, first + len(tensors)))
+        shown = [made(next(places)) if isinstance(x, torch.Tensor) else x for x in leaves]
+        return pytree.tree_unflatten(shown, structure)
+
+    def _run(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        faked: Collection[tuple[torch.Tensor, Any]],
+    ) -> Any:
+        """What the call returns on tensors without values, which stand for those beside them."""
+        assert self.mode is not None
+        before, draws = [f._version for f, _ in faked], _Draws()
+        try:
+            with self.mode, draws:
+                out = func(*args, **kwargs)
+        except Exception as error:
+            raise ValuesWantedError from error
+        if draws.found:
+            raise ConfigError(
+                f"{_named(func)} draws random numbers from outputs of the model, outside it: they "
+                f"would be others on every layout; {REMEDY}"
+            )
+        for version, (now, leaf) in zip(before, faked, strict=True):
+            if now._version != version and isinstance(leaf, Deferred):
+                raise ConfigError(
+                    f"{_named(func)} writes into an output of the model, which is not there "
+                    f"yet; use a call that returns a new tensor, or {REMEDY}"
+                )
+            if now._version != version:
+                raise ValuesWantedError
+        return out
+
+    def _fake_of(self, tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            raise ValuesWantedError
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ConfigError(
+                f"{_named(func)} puts an output of the model together with a tensor that requires "
+                "a gradient, which no step would give it: make it a part of the model, whose "
+                "forward returns the loss"
+            )
+        assert self.mode is not None
+        with self.mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+
+    def _fake_output(self, like: torch.Tensor) -> torch.Tensor:
+        assert self.mode is not None
+        with self.mode, torch.enable_grad():
+            made = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            return made.requires_grad_().clone() if like.requires_grad else made
+
+    def _add(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        fresh: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+    ) -> int:
+        numbers = {id(t): k for k, t in enumerate(self.extras)}
+        for tensor in fresh:
+            if id(tensor) not in numbers:
+                numbers[id(tensor)] = len(self.extras)
+                self.extras.append(tensor)
+                self.versions.append(tensor._version)
+
+        def slot(leaf: Any) -> Any:
+            if isinstance(leaf, Deferred):
+                return Slot(leaf.place)
+            return Extra(numbers[id(leaf)]) if isinstance(leaf, torch.Tensor) else leaf
+
+        given, named = pytree.tree_map(slot, (args, kwargs))
+        autocast = (
+            torch.get_autocast_dtype(self.device.type),
+            torch.is_autocast_enabled(self.device.type),
+        )
+        grad, first = torch.is_grad_enabled(), len(self.forms)
+        leaves, structure = pytree.tree_flatten((given, named))
+        key = func, str(structure), tuple((type(x), repr(x)) for x in leaves), grad, autocast
+        noted = Noted(func, given, named, first, key, grad, autocast, user_line())
+        self.calls.append(noted)
+        self.forms += tensors
+        self.makers |= dict.fromkeys(range(first, len(self.forms)), noted)
+        return first
+
+    def behind(self, places: Collection[int]) -> list[Noted]:
+        """The calls that values at these places follow from, in their order."""
+        wanted, found = set(places), []
+        for noted in reversed(self.calls):
+            if any(self.makers.get(p) is noted for p in wanted):
+                wanted |= noted.reads()
+                found.append(noted)
+        return found[::-1]
+
+    def check_unchanged(self, calls: Sequence[Noted]) -> None:
+        """Raises `ConfigError` where a tensor that calls have read was written to since."""
+        for number in {k for c in calls for k in c.extras()}:
+            if self.extras[number]._version != self.versions[number]:
+                raise ConfigError(
+                    f"a tensor of shape {list(self.extras[number].shape)} that the loss is made "
+                    "with was written to before loss.backward(); give the loss a copy of it"
+                )
+
+
+class Replay(WithLoss):
+    """A model and the noted calls on its outputs: gives the value at `root` as the loss, and those
+    at the places of `results`.
+    """
+
+    noted: tuple[Noted, ...]
+    root: int
+    results: tuple[int, ...]
+
+    def __init__(
+        self, model: nn.Module, noted: Sequence[Noted], root: int, results: Sequence[int]
+    ) -> None:
+        super().__init__(model, None)
+        vars(self).update(noted=tuple(noted), root=root, results=tuple(results))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The loss and the results."""
+        extras = kwargs.pop(EXTRA)
+        outputs = super().forward(*args, **kwargs)
+        open_dataclasses(outputs)
+        kinds = (torch.Tensor, *SYMBOLIC)
+        values: dict[int, Any] = dict(
+            enumerate(x for x in pytree.tree_leaves(outputs) if isinstance(x, kinds))
+        )
+        for noted in self.noted:
+            made = noted.run(values.__getitem__, extras, "cpu")
+            values |= dict(enumerate(made, noted.first))
+        return LossAndOutputs(values[self.root], {str(p): values[p] for p in self.results})
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether random numbers are drawn while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _check_history(leaf: Deferred, fake: torch.Tensor, func: Callable[..., Any]) -> None:
+    if leaf.requires_grad != fake.requires_grad:
+        raise ConfigError(
+            f"{_named(func)} reads an output of the model that a custom autograd.Function has "
+            f"returned, or whose requires_grad was set, outside the model; {REMEDY}"
+        )
+
+
+def _plain(leaf: Any, func: Callable[..., Any]) -> Any:
+    if not isinstance(leaf, _PLAIN):
+        raise ConfigError(
+            f"{_named(func)} of an output of the model is given a {type(leaf).__name__}, which a "
+            f"compiled step cannot tell from another; {REMEDY}"
+        )
+    return leaf
+
+
+def _with_open_size(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a view with -1 for its first size: the same of this batch, and of parts of
+    it what Python would have told of them (`B, T, C = x.shape; x.view(B * T, C)`).
+    """
+    if getattr(func, "__name__", "") not in ("view", "reshape") or len(args) < 2:
+        return args
+    sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+    if not all(type(n) is int and n > 0 for n in sizes):
+        return args
+    return args[0], (-1, *sizes[1:])
+
+
+def _named(func: Any) -> str:
+    owner = getattr(func, "__self__", None)
+    name = str(getattr(func, "__name__", func))
+    return f"{getattr(owner, '__name__', '')}.{name}" if isinstance(
+        owner, (types.GetSetDescriptorType, types.MemberDescriptorType)) else name  # fmt: skip

@@ -1,0 +1,182 @@
+"""Losses that are made of a model's outputs in the loop, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError, MerakWarning
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
+from tests.battery.small_models import Tensors, assert_close, build, warm_up, words
+from tests.train.outside.small import Bare, X, Y, alike, normed
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def loop(model: Any) -> list[tuple[float, ...]]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = words(step)
+        outputs = model(batch["ids"])
+        logits = outputs["logits"]
+        size, length, width = logits.shape  # of all samples, whatever the micro-batches
+        loss = F.cross_entropy(logits.view(size * length, width), batch["labels"].view(-1))
+        right = logits.argmax(-1) == batch["labels"]
+        early = loss.item() if step == 1 else 0.0
+        total = (loss + 0.1 * outputs["x"].square().mean()) / 2
+        total.backward()
+        assert step != 1 or early == pytest.approx(loss.item(), rel=1e-12)
+        optimizer.step()
+        steps.append((total.item(), loss.item(), right.double().mean().item()))
+    return steps
+
+
+def trained(options: dict[str, Any]) -> tuple[list[tuple[float, ...]], Tensors, int]:
+    model = merakc.auto_parallel(
+        build(Bare), {"ids": words(0)["ids"]}, cluster=NOMINAL_CPU, **options
+    )
+    steps = loop(model)
+    return steps, model.full_state_dict(), len(model._own("_steps").compiled)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Bare returns no loss")
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(1, {"micro_batches": 2}), (2, {"tp": 2}), (2, {"pp": 2, "micro_batches": 2})],
+)
+def test_a_plain_loop_trains_as_one_process(count: int, options: dict[str, Any]) -> None:
+    plain = build(Bare)
+    wanted = loop(plain)
+    for steps, state, compiled in run_ranks(count, trained, options):
+        assert compiled == 3, "the plan's, the outputs alone, and the step"
+        for ours, theirs in zip(steps, wanted, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-11)
+        if state:
+            assert_close(state, plain.state_dict())
+
+
+def twice(model: Any) -> float:
+    loss = F.cross_entropy(model(X), Y)
+    early = loss.item()
+    assert not torch.isnan(loss)
+    (2 * loss).backward()
+    assert f"{loss:.6f}" == f"{early:.6f}"
+    return round(early, 12)
+
+
+def read_first(model: Any) -> list[int]:
+    logits = model(X)
+    chosen: list[int] = logits.argmax(1).tolist()
+    total = torch.zeros((), dtype=torch.float64)
+    loss = F.cross_entropy(logits, Y)
+    total += loss.detach()
+    torch.autograd.backward([loss])
+    return chosen
+
+
+def unused(model: Any) -> None:
+    model(X)  # a norm's statistics come with the call
+    sum(F.cross_entropy(row[None], y[None]) for row, y in zip(model(X), Y, strict=True)).backward()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_values_may_be_read_before_and_after() -> None:
+    for each in (twice, read_first, unused):
+        alike(each)
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_draws_are_those_of_the_step() -> None:
+    model = normed(dropout=0.5, micro_batches=2)
+    losses = []
+    for _ in range(2):
+        loss = model(X).sum()
+        early = loss.item()
+        loss.backward()
+        assert loss.item() == pytest.approx(early, rel=1e-12)
+        losses.append(early)
+    assert losses[0] != losses[1]
+
+
+def backward_of(what: str, model: ParallelModel) -> None:
+    """Does something that no step would hear of, or that it cannot know."""
+    logits = model(X)
+    loss = F.cross_entropy(logits, Y)
+    if what == "chosen rows":
+        F.cross_entropy(logits[Y > 0], Y[Y > 0]).backward()
+    elif what == "two losses":
+        loss.backward(retain_graph=True)
+        logits.square().mean().backward()
+    elif what == "rows":
+        logits.backward()
+    elif what == "no gradient":
+        logits.detach().sum().backward()
+    elif what == "other weights":
+        with torch.no_grad():
+            model.get_parameter("last.bias").add_(1.0)
+        loss.backward()
+    elif what == "evaluation":
+        model.eval()
+        loss.backward()
+    elif what == "inputs":
+        loss.backward(inputs=[model.get_parameter("last.bias")])
+    elif what == "another step":
+        other = model(X)
+        loss.backward()
+        F.mse_loss(other, torch.zeros_like(other) + logits.detach()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("chosen rows", "computed from an output of the model outside the step"),
+        ("two losses", "computed from an output of the model outside the step"),
+        ("rows", r"backward\(\) of a tensor of shape \[8, 3\]"),
+        ("no gradient", "does not require a gradient"),
+        ("other weights", "were changed between the call"),
+        ("evaluation", "were changed between the call"),
+        ("inputs", "with inputs"),
+        ("another step", "computed from an output of the model outside the step|in the order"),
+    ],
+)
+def test_what_is_refused(what: str, told: str) -> None:
+    model = normed()
+    with pytest.raises(ConfigError, match=told):
+        backward_of(what, model)
+
+
+def on_two(**options: Any) -> str:
+    try:
+        normed(**options)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_dp_ranks_have_a_loss_function() -> None:
+    for told in run_ranks(2, lambda: on_two(dp=2)):
+        assert "loss=fn" in told
+    with pytest.warns(MerakWarning, match="the forward of Normed returns no loss"):
+        normed()
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+def test_a_number_of_samples_is_that_of_the_batch() -> None:
+    model = normed(micro_batches=4)
+    logits = model(X)
+    (logits.sum() / len(logits)).backward()
+    assert model.full_gradients()["last.bias"].tolist() == [1.0] * 3

@@ -1,0 +1,112 @@
+"""Training with `loss=fn` on real ranks, and reading outputs of training steps, as one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.ranks import run_ranks
+from merakc.errors import ConfigError
+from tests.battery.small_models import Tensors, assert_close, build, parallel, part, warm_up, words
+from tests.train.outside.small import Bare, cross_entropy
+
+STEPS = 3
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"dp": 2, "micro_batches": 2, "state_shards": "zero-1"}),
+    (2, {"dp": 1, "tp": 2}),
+    (2, {"dp": 1, "pp": 2, "micro_batches": 2}),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def trained(options: dict[str, Any]) -> tuple[list[Any], Tensors, torch.Tensor]:
+    model = parallel(Bare, words(0), loss=cross_entropy, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    steps = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, outputs = model(**part(words(step), model))
+        if step == 0:  # by another forward; later steps keep it
+            assert outputs["logits"].argmax(-1).shape == outputs["logits"].shape[:-1]
+        loss.backward()
+        optimizer.step()
+        steps.append((loss.item(), outputs["logits"].detach().clone()))
+    with pytest.raises(ConfigError, match="gradient is wanted of something that was computed"):
+        outputs["logits"].sum().backward()
+    predicted = model.predict(**part(words(9), model))  # the model's own, the labels left alone
+    return steps, model.full_state_dict(), predicted["logits"]
+
+
+@pytest.mark.parametrize(("count", "options"), LAYOUTS)
+def test_a_loss_function_trains_as_one_process(count: int, options: dict[str, Any]) -> None:
+    plain = build(Bare)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    wanted = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        outputs = plain(words(step)["ids"])
+        loss = cross_entropy(outputs, words(step))
+        loss.backward()
+        optimizer.step()
+        wanted.append((loss.item(), outputs["logits"].detach()))
+    last = plain(words(9)["ids"])["logits"].detach()
+    ranks = run_ranks(count, trained, options)
+    assert_close(ranks[0][1], plain.state_dict())
+    dp = options.get("dp", 1)
+    for rank, (steps, _, predicted) in enumerate(ranks):
+        for (loss, logits), (plain_loss, plain_logits) in zip(steps, wanted, strict=True):
+            assert loss == pytest.approx(plain_loss, rel=1e-12)
+            torch.testing.assert_close(logits, plain_logits.chunk(dp)[rank % dp])
+        torch.testing.assert_close(predicted, last.chunk(dp)[rank % dp])
+
+
+def test_outputs_that_a_step_has_not_kept() -> None:
+    model = parallel(Bare, words(0), loss=cross_entropy)
+    loss, outputs = model(**words(0))
+    loss.backward()
+    with pytest.raises(ConfigError, match=r"call model.keep_outputs\('x'\)"):
+        outputs["x"].sum()
+    model.keep_outputs("x")
+    loss, outputs = model(**words(0))
+    loss.backward()
+    assert outputs["x"].sum().item() == pytest.approx(
+        build(Bare)(words(0)["ids"])["x"].sum().item()
+    )
+    model.eval()
+    loss, outputs = model(**words(0))
+    assert not loss.requires_grad
+    assert not outputs["logits"].requires_grad
+    assert outputs["logits"].shape == (8, 6, 16)
+
+
+class Scaled(torch.nn.Module):
+    """A loss with a mode, a number and a number of its class."""
+
+    shared = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = 1.0
+
+    def forward(self, outputs: Tensors, batch: Tensors) -> torch.Tensor:
+        """The loss, ten times in evaluation mode."""
+        scale = self.own * self.shared * (1.0 if self.training else 10.0)
+        return scale * cross_entropy(outputs, batch)
+
+
+def test_what_a_loss_function_holds_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = Scaled()
+    model = parallel(Bare, words(0), loss=loss)
+    first = model(**words(0)).loss.item()
+    loss.own = 2.0
+    assert model(**words(0)).loss.item() == pytest.approx(2 * first)
+    monkeypatch.setattr(Scaled, "shared", 3.0)
+    assert model(**words(0)).loss.item() == pytest.approx(6 * first)
+    loss.eval()
+    assert model(**words(0)).loss.item() == pytest.approx(60 * first)
