@@ -55,6 +55,7 @@ from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scal
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
 from merakc.train.expected import expected
+from merakc.train.mirror import users_type
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
 from merakc.train.steps import Steps
@@ -252,7 +253,8 @@ def _build(
     if from_rank_0(lambda: ledger) is not None:
         header = make_header(steps, simulation, made.machines, measured=measured)
         book = Bookkeeper(ledger or "", steps, header)
-    return ParallelModel(steps, recording.aliases, simulation, book)
+    made_as: type[ParallelModel] = users_type(ParallelModel, type(model))
+    return made_as(steps, recording.aliases, simulation, book)
 
 
 def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:

@@ -26,6 +26,7 @@ from merakc.train.mirror import Mirror, grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
 from merakc.train.parameters.gradients import follow, plain
+from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
@@ -58,12 +59,13 @@ class ParallelModel(Mirror):
         keep(self, "_book", book)
         keep(self, "_last_events", ())
         keep(self, "_last_collectives", ())
+        parts = any(place_of(t) is not None for t in steps.state.values())
+        keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
         keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
         keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
         shown = {
-            name: steps.state[name] if name in steps.state else
-            stand_in(len(place.layout.shape), place, steps.device)
+            name: steps.state[name] if name in steps.state else stand_in(place, steps.device)
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
@@ -132,6 +134,13 @@ class ParallelModel(Mirror):
         `last_events` too has the times of the device, and a step ends with waiting for it.
         """
         self._own("_steps").recording = on
+
+    def extra_repr(self) -> str:
+        """The rank, the degrees and what else a module shows."""
+        mesh = self.plan.mesh
+        own = f"rank {self.rank} of dp={mesh.dp} x tp={mesh.tp} x pp={mesh.pp}"
+        said = own if mesh.world_size > 1 else ""
+        return "; ".join(x for x in (said, super().extra_repr()) if x)
 
     def _own(self, name: str) -> Any:
         return object.__getattribute__(self, name)
@@ -289,6 +298,7 @@ class ParallelModel(Mirror):
         """This rank's state under the model's own names: tensors that it holds whole, and
         `TensorPart`s of others, which torch's distributed checkpoint understands.
         """
+        refuse_in_methods("state_dict()")
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
         steps = self._own("_steps")
         if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later
