@@ -10,7 +10,7 @@ object than the user's, from which, and whatever refers to it, steps of new shap
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, wraps
 from inspect import getattr_static, iscoroutinefunction
 from types import FunctionType, MethodType
@@ -254,8 +254,8 @@ def _as_guarded(value: Any, kind: type[nn.Module]) -> Any:
     if isinstance(value, (classmethod, staticmethod)):
         return staticmethod(value.__get__(None, kind))
     if isinstance(value, property):
-        parts: list[Callable[..., Any] | None] = [value.fget, value.fset, value.fdel]
-        return property(*(f and guarded(f) for f in parts))
+        fget, fset, fdel = (f and guarded(f) for f in (value.fget, value.fset, value.fdel))
+        return property(fget, fset, fdel)
     if isinstance(value, FunctionType) and not iscoroutinefunction(value):
         return guarded(value)
     return _Withheld()

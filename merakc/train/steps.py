@@ -40,6 +40,7 @@ from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.schedules.planned import with_fewer
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
@@ -75,6 +76,7 @@ class Steps:
     loss_scale: LossScale = field(default_factory=lambda: LossScale(False, 1.0))
     fuser: Fuser | None = None  # where graphs become kernels of their own
     kept: KeptMemory | None = None  # on a CPU
+    follows: bool = False  # whether the number of micro-batches is ours to choose
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
@@ -92,7 +94,8 @@ class Steps:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
         dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
-        return layout_of(args, kwargs, self.planned.plan, dp_rank, group, self.device)
+        plan, follows = self.planned.plan, self.follows
+        return layout_of(args, kwargs, plan, dp_rank, group, self.device, follows=follows)
 
     def key(
         self,
@@ -161,8 +164,8 @@ class Steps:
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
-        plan, self.alike = self.planned.plan, layout.alike
-        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts))
+        plan, self.alike, m = self.planned.plan, layout.alike, layout.micro_batches
+        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, parts or m))
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -184,10 +187,10 @@ class Steps:
                 divided=bool(plan.sub_batches),
             )  # fmt: skip
 
-        recording = recorded(plan.micro_batches)
+        recording, plan = recorded(m), with_fewer(plan, m)
         has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
         train, results = train and has_loss, results or not has_loss
-        lowered = adapt_plan(self.planned, recording, results=results)
+        lowered = adapt_plan(replace(self.planned, plan=plan), recording, results=results)
         if train and not results:
             lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
@@ -240,7 +243,7 @@ class Steps:
             wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
         with suppress(*ON_ZEROS):
-            self._brought(step, [batch] * self.planned.plan.micro_batches)
+            self._brought(step, [batch] * step.layout.micro_batches)
         self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:
@@ -252,7 +255,7 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        parts = micro_batches_of(args, kwargs, self.planned.plan)
+        parts = micro_batches_of(args, kwargs, step.lowered.plan)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:

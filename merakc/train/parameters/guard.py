@@ -121,7 +121,7 @@ def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(self, *args, **kwargs)
         _here.guard = None
         try:
-            with _pop_mode_temporarily():  # type: ignore[no-untyped-call]
+            with _pop_mode_temporarily():
                 return function(self, *args, **kwargs)
         finally:
             _here.guard = held
