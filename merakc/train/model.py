@@ -22,6 +22,7 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep
+from merakc.train.data.whole import joined_results, own_part
 from merakc.train.mirror import Mirror, grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
@@ -59,6 +60,7 @@ class ParallelModel(Mirror):
         keep(self, "_book", book)
         keep(self, "_last_events", ())
         keep(self, "_last_collectives", ())
+        keep(self, "_reads_whole", False)
         parts = any(place_of(t) is not None for t in steps.state.values())
         keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
@@ -156,6 +158,13 @@ class ParallelModel(Mirror):
             if leaf in source._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
 
+    def read_whole_batches(self, on: bool = True) -> None:
+        """Lets calls take the whole job's batch, the same on every rank, as one process would:
+        each dp rank trains on its own samples of it, and `predict` gives those of all.
+        """
+        object.__setattr__(self, "_reads_whole", on)
+        self._own("_steps").whole = {}
+
     # ------------------------------------------------------------------ calls
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its steps are compiled
@@ -174,6 +183,7 @@ class ParallelModel(Mirror):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, train=train, results=False)
         if not step.has_loss:
             return self._results(step, args, kwargs)
@@ -193,6 +203,12 @@ class ParallelModel(Mirror):
             found = result.gradients if finite else {}
             loss = self._with_gradients(loss, found, skipped=not finite)
         return outputs_of(step.recording, {loss_name(step.recording): loss})
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """This dp rank's batch, of what a call is given."""
+        return own_part(self._own("_steps"), args, kwargs) if self._own("_reads_whole") else (
+            args, kwargs
+        )  # fmt: skip
 
     def _with_gradients(
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
@@ -226,6 +242,7 @@ class ParallelModel(Mirror):
         self._own("_memory").settle()
         steps = self._own("_steps")
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
+            args, kwargs = self._given(args, kwargs)
             step = steps.compile(args, kwargs, train=False, results=True)
             return self._results(step, args, kwargs)
 
@@ -234,6 +251,8 @@ class ParallelModel(Mirror):
         steps = self._own("_steps")
         result = steps.run(step, args, kwargs)
         found = steps.share_results(step, result)
+        if self._own("_reads_whole"):
+            found = joined_results(steps, step, found)
         if step.has_loss:
             loss, _ = steps.share_loss(step, result)
             found[loss_name(step.recording)] = loss
@@ -247,6 +266,7 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, train=train, results=False)
         return find_nonfinite(steps, step, args, kwargs)
 

@@ -84,6 +84,7 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    whole: Tensors = field(default_factory=dict)  # the batch, where ranks are given the job's
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
 
     def __post_init__(self) -> None:
@@ -261,7 +262,7 @@ class Steps:
         if not self.alike:
             check_lengths(step.recording.found, step.lowered.loss, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
-        self.agreement.common = {n: batches[0][n] for n in step.common}
+        self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
