@@ -101,8 +101,8 @@ class ParallelModel(Mirror):
         """What DistributedDataParallel asks a module for first."""
         raise ConfigError(
             "DistributedDataParallel is put around a model that auto_parallel runs, which reduces "
-            "its gradients over dp itself: it would add up parts of other parameters; leave it out, "
-            "or use the Trainer of merakc.integrations.trainer"
+            "its gradients over dp itself: it would add up parts of other parameters; leave it "
+            "out; with transformers' Trainer, use that of merakc.integrations.trainer"
         )
 
     @property

@@ -161,7 +161,7 @@ class Steps:
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool, results: bool
     ) -> CompiledStep:
         """The compiled step for this batch, made and kept; without a loss it gives the results and
-        does not train. All dp ranks say how many samples they have; none else takes part.
+        does not train. Collective over dp, which says how many samples each rank has.
         """
         layout = self.layout(args, kwargs)
         key = self.key(args, kwargs, layout, train=train, results=results)
@@ -301,8 +301,7 @@ class Steps:
         Raises `MismatchError` on every rank where those of a dp replica were given other batches,
         or ranks with the same parameters train with other settings.
         """
-        _, _, tp = self.groups.coordinates
-        own = result.loss if result.loss is not None and tp == 0 else None
+        own = result.loss if self.groups.coordinates[2] == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
         bad = self.loss_scale.nonfinite(result.gradients)
         loss, found = self.agreement.share(shared.reshape(()), self.taken, bad)

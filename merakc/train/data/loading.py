@@ -7,7 +7,7 @@ one process would have read, whatever dp is: its samples in blocks, one for each
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,21 @@ from merakc.errors import ConfigError
 from merakc.ir.layout import block_bounds
 from merakc.ir.plan import Plan
 from merakc.runtime.groups import agree
-from merakc.train.model import ParallelModel
+
+
+@runtime_checkable
+class DataParallel(Protocol):
+    """A parallel model, as far as its data go."""
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's number among those that train on other data."""
+        ...
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many of them there are."""
+        ...
 
 
 class Sized(Protocol):
@@ -34,7 +48,7 @@ class Sized(Protocol):
 
 def sampler(
     dataset: Sized,
-    model: ParallelModel | Plan,
+    model: DataParallel | Plan,
     *,
     shuffle: bool = True,
     seed: int = 0,
@@ -59,7 +73,7 @@ def sampler(
 
 def dataloader(
     dataset: Sized,
-    model: ParallelModel | Plan,
+    model: DataParallel | Plan,
     batch_size: int,
     *,
     shuffle: bool = False,
@@ -128,12 +142,12 @@ class Dealt(Sampler[list[int]]):
             yield batch[first:last]
 
 
-def _place(model: ParallelModel | Plan) -> tuple[int, int]:
+def _place(model: DataParallel | Plan) -> tuple[int, int]:
     """This rank's number among the data-parallel ranks, and how many there are."""
     if isinstance(model, Plan):
         rank = dist.get_rank() if dist.is_initialized() else 0
         return model.mesh.coordinates(rank)[0], model.dp
-    if not isinstance(model, ParallelModel):
+    if not isinstance(model, DataParallel):
         raise ConfigError(
             f"data are dealt for a {type(model).__name__}: give the model that auto_parallel "
             "returned, or the plan of merakc.plan_for(model, batch)"
