@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -160,3 +163,21 @@ def test_the_wrong_trainer_is_refused_and_so_are_unlike_batches(tmp_path: Path) 
     for trainer, batches in run_ranks(2, wrong, tmp_path):
         assert "merakc.integrations.trainer" in trainer
         assert "of the whole batch, input_ids" in batches
+
+
+def test_the_pages_script_trains_alike_on_two_ranks(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / "train.py").write_text("import torch; torch.manual_seed(0)\n" + script)
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = []
+    for start in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
+        done = subprocess.run(
+            [sys.executable, *start, "train.py"], cwd=tmp_path, env=env, capture_output=True,
+            text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append([float(x) for x in re.findall(r"'loss': '([\d.]+)'", done.stdout)])
+    assert len(printed[0]) == 4
+    assert printed[1] == pytest.approx(printed[0], abs=2e-3)  # and logged once
