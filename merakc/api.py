@@ -261,9 +261,8 @@ def _build(
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
-        fuser,
+        fuser, follows=made.fit.request.micro_batches is None,
     )  # fmt: skip
-    steps.follows = made.fit.request.micro_batches is None
     _living.add(steps)
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, train=True, results=False)
@@ -279,8 +278,8 @@ def _build(
     if from_rank_0(lambda: ledger) is not None:
         header = make_header(steps, simulation, made.machines, measured=measured)
         book = Bookkeeper(ledger or "", steps, header)
-    made_as: type[ParallelModel] = users_type(ParallelModel, type(model))  # type: ignore[arg-type]
-    return made_as(steps, recording.aliases, simulation, book)
+    kind: type[ParallelModel] = users_type(ParallelModel, type(model))  # type: ignore[arg-type]
+    return kind(steps, recording.aliases, simulation, book)
 
 
 def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
