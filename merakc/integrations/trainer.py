@@ -107,6 +107,12 @@ class _Parallel:
         """Writes what `from_pretrained` reads; every rank must call it."""
         folder = Path(output_dir or self.args.output_dir)
         if not _internal_call or self.args.save_only_model:
+            if hasattr(self.model, "peft_config"):
+                raise ConfigError(
+                    "save_model of a model with adapters of peft: files of adapters alone are not "
+                    "written yet; checkpoints and merakc.save hold all weights, and "
+                    "model.full_state_dict() gives them to peft.get_peft_model_state_dict"
+                )
             self._written(folder, lambda aside: export(aside, self.model))
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)

@@ -215,6 +215,7 @@ def part_type(kind: type[nn.Module]) -> type[Part]:
         walks = name.startswith("__") and isinstance(value, FunctionType)  # `len(part)`, `part[0]`
         withheld = guarded(value) if walks else _Withheld()
         names.setdefault(name, withheld if own is None else own)
+    names["forward"] = wraps(kind.forward)(unguarded(Part.forward))  # with their signature
     return _made(kind, Part, names)  # type: ignore[no-any-return]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -62,8 +64,8 @@ def arguments(folder: Path, **options: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=13,
         gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
-        warmup_steps=2, weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2,
-        save_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, **options,
+        warmup_steps=2, weight_decay=0.1, logging_steps=1, eval_steps=2, save_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, **{"eval_strategy": "steps"} | options,
     )  # fmt: skip
 
 
@@ -145,6 +147,16 @@ def test_what_would_be_wrong_is_refused(
         Trainer(model=parallel({}), args=arguments(tmp_path, **options))
     with pytest.raises(ConfigError, match="given a LlamaForCausalLM; give it the model that auto"):
         Trainer(model=llama(), args=arguments(tmp_path))
+
+
+def test_adapters_alone_are_not_saved(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    batch = {k: torch.stack([t[k] for t in texts(4)]) for k in ("input_ids", "labels")}
+    model = merakc.auto_parallel(peft.get_peft_model(llama(), config), batch, cluster=NOMINAL_CPU)
+    trainer = Trainer(model=model, args=arguments(tmp_path, eval_strategy="no"))
+    assert "input_ids" in inspect.signature(model.get_base_model().forward).parameters
+    with pytest.raises(ConfigError, match="files of adapters alone are not written yet"):
+        trainer.save_model()
 
 
 def wrong(folder: Path) -> list[str]:
