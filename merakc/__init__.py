@@ -3,7 +3,7 @@
 from merakc.machines.garbage import few_collections
 
 with few_collections():  # torch among it
-    from merakc.api import auto_parallel
+    from merakc.api import auto_parallel, plan_for
     from merakc.errors import MerakError, MerakWarning
     from merakc.ir.plan import Plan, load_plan
     from merakc.ir.precision import Precision
@@ -12,6 +12,7 @@ with few_collections():  # torch among it
     from merakc.train.checkpoints.exporting import export
     from merakc.train.checkpoints.loading import Loaded, latest, load
     from merakc.train.checkpoints.saving import Saving, save
+    from merakc.train.data.loading import dataloader, sampler
     from merakc.train.model import ParallelModel
     from merakc.train.parameters.optimizers import declare_elementwise
     from merakc.version import __version__
@@ -27,11 +28,14 @@ __all__ = [
     "Saving",
     "__version__",
     "auto_parallel",
+    "dataloader",
     "declare_elementwise",
     "export",
     "latest",
     "load",
     "load_plan",
+    "plan_for",
     "register_sharding",
+    "sampler",
     "save",
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import gc
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -57,6 +58,7 @@ from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
 from merakc.train.compiled_step import Form
 from merakc.train.expected import expected
+from merakc.train.mirror import users_type
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
 from merakc.train.steps import Steps
@@ -109,7 +111,7 @@ def auto_parallel(
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
         pp: pipeline ranks.
-        micro_batches: the parts that a dp rank's batch is run in.
+        micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
         recompute: "none", "full" (whole stages), "selective" (what is cheap) or "auto" (as needed).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
@@ -131,19 +133,42 @@ def auto_parallel(
             "raise" `NonfiniteError` (if None), "skip" it (if None, where the loss is scaled) or
             "ignore" that, and look at nothing.
     """
+    asked = dict(locals())
     check_on_nonfinite(on_nonfinite)
-    open_dataclasses(batch)
     world, fuser = _started(device := device_of(device), compile, timeout_s)
     files = opened(model, weights)
-    given = world, 0, dp, tp, pp, micro_batches, str(schedule), (), recompute, sequence_parallel
-    rest = state_shards, parse_precision(precision), overlap, None, couplings
-    request = Request(*given, *rest, parse_batch_dims(batch_dims))
     agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
     agreed += f", weights={files and files.fingerprint}"
     with call("auto_parallel"):
-        forward = WithLoss(model, loss) if loss is not None else model
-        made = _decide(forward, batch, request, plan, cluster, device, agreed)
+        made = _decided(asked, world, device, agreed)
         return _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
+
+
+def plan_for(model: nn.Module, batch: Any, **options: Any) -> Plan:
+    """The plan that `auto_parallel` makes of the same arguments: its `dp` before the data are
+    loaded. Nothing happens to the model; every rank must call it. Give it on, by `plan=`.
+    """
+    given = signature(auto_parallel).bind(model, batch, **options)
+    given.apply_defaults()
+    asked, device = given.arguments, device_of(given.arguments["device"])
+    world, _ = _started(device, compile=False, timeout_s=asked["timeout_s"])
+    with call("plan_for"):
+        return _decided(asked, world, device, "").lowered.plan
+
+
+def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed: str) -> _Decision:
+    """What all ranks do about the arguments of `auto_parallel`."""
+    open_dataclasses(asked["batch"])
+    names = "micro_batches", "recompute", "sequence_parallel", "state_shards", "overlap"
+    request = Request(
+        world, 0, asked["dp"], asked["tp"], asked["pp"], schedule=str(asked["schedule"]),
+        precision=parse_precision(asked["precision"]), couplings=asked["couplings"],
+        batch_dims=parse_batch_dims(asked["batch_dims"]), **{name: asked[name] for name in names},
+    )  # fmt: skip
+    model, loss = asked["model"], asked["loss"]
+    forward = model if loss is None else WithLoss(model, loss)
+    given = asked["plan"], asked["cluster"], device, agreed
+    return _decide(forward, asked["batch"], request, *given)
 
 
 @dataclass(frozen=True)
@@ -205,6 +230,8 @@ def _decide(
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     outside = not isinstance(model, WithLoss) and first(reading()).is_beside
     request = without_dp(requests[reading()], given) if outside else requests[reading()]
+    if request.recompute == "auto" and given is None and first(reading()).checkpoints:
+        request = replace(request, recompute="full")
     machines = cluster or _nominal(device)
     record = partial(_of_samples, model, example(), request, device, recorded)
     fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
@@ -245,7 +272,7 @@ def _build(
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     steps = Steps(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
-        fuser, loss=loss,
+        fuser, loss=loss, follows=made.fit.request.micro_batches is None,
     )  # fmt: skip
     _living.add(steps)
     layout = steps.layout(*made.example)
@@ -263,7 +290,8 @@ def _build(
     if from_rank_0(lambda: ledger) is not None:
         header = make_header(steps, simulation, made.machines, measured=measured)
         book = Bookkeeper(ledger or "", steps, header)
-    return ParallelModel(steps, recording.aliases, simulation, book)
+    kind: type[ParallelModel] = users_type(ParallelModel, type(model))  # type: ignore[arg-type]
+    return kind(steps, recording.aliases, simulation, book)
 
 
 def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
@@ -344,17 +372,14 @@ def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) 
     """What all ranks must have in common."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = repr([(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors])
+    digest = hashlib.sha256(shapes.encode()).hexdigest()
     return {
         "versions": f"merakc {__version__}, torch {torch.__version__}",
         "arguments": f"{fixed}, {agreed}",
         "model": f"{recording.model_name} with {len(tensors)} parameters and buffers",
-        "names and shapes of parameters and buffers": _digest(shapes),
+        "names and shapes of parameters and buffers": digest[:16],
         "the recorded forward": fingerprint(recording.graph).hash[:16],
     }
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _lowered(

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
@@ -267,3 +268,37 @@ def test_a_model_that_cannot_run_on_zeros_is_predicted_by_formula() -> None:
     assert model.plan.prediction is not None
     assert model.plan.prediction.step_s > 0
     model(ids=torch.ones(2, 3, dtype=torch.long)).backward()
+
+
+class Checkpointed(nn.Module):
+    """Asks torch to recompute its layers, in one of two ways."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for layer in self.layers:
+            if self.reentrant is None:
+                x = layer(x).tanh()
+            else:
+                x = checkpoint(lambda y, own=layer: own(y).tanh(), x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_a_forward_that_checkpoints_is_recomputed(reentrant: bool | None) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    model = Checkpointed(reentrant)
+    chosen = "none" if reentrant is None else "full"
+    assert merakc.plan_for(model, x, cluster=NOMINAL_CPU).recompute == chosen
+    assert merakc.plan_for(model, x, recompute="none", cluster=NOMINAL_CPU).recompute == "none"
+    assert not any(p.is_meta for p in model.parameters())  # nothing has happened to it
+
+
+def test_transformers_checkpointing_is_recomputed() -> None:
+    model, batch = MODELS["llama"].model().train(), MODELS["llama"].batch(4)
+    model.activation_checkpointing_enable()
+    assert merakc.plan_for(model, batch, cluster=NOMINAL_CPU).recompute == "full"

@@ -16,7 +16,7 @@ PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
 SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, FROM_FILES, DIMS, WITH_PLAN = PYTHON_BLOCKS
-CALL = "model = merakc.auto_parallel(model, batch(0))  # the one line"
+CALL = "model = merakc.auto_parallel(model, example)  # the one line"
 
 
 def _run(folder: Path, *command: str) -> str:
@@ -80,7 +80,7 @@ def test_the_script_trains_alike_on_four_ranks_with_fixed_degrees(
 def test_the_script_trains_alike_with_sharded_state(
     one_process: tuple[Path, list[float]],
 ) -> None:
-    folder, losses = one_process  # every rank trains on the same data, as one process does
+    folder, losses = one_process
     sharded = _torchrun(folder, SCRIPT.replace(CALL, SHARDED.strip()), 4)
     assert sharded == pytest.approx(losses, abs=2e-3)
 
@@ -103,8 +103,7 @@ def test_the_script_runs_on_two_ranks_with_chosen_degrees(
     one_process: tuple[Path, list[float]],
 ) -> None:
     folder, _ = one_process
-    losses = _torchrun(folder, SCRIPT, 2)
-    assert losses[-1] < losses[0] - 0.5
+    assert _torchrun(folder, SCRIPT, 2) == pytest.approx(one_process[1], abs=2e-3)
 
 
 def test_the_command_line_works(tmp_path: Path) -> None:
@@ -154,4 +153,5 @@ def test_samples_may_be_said_to_stand_where_they_do(
     one_process: tuple[Path, list[float]],
 ) -> None:
     folder, losses = one_process
-    assert _torchrun(folder, SCRIPT.replace(CALL, DIMS.strip()), 2) == losses
+    said = _torchrun(folder, SCRIPT.replace(CALL, DIMS.strip()), 2)
+    assert said == pytest.approx(losses, abs=2e-3)

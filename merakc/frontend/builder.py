@@ -35,6 +35,7 @@ class GraphBuilder:
         self.outputs: list[Output] = []
         self.constants: dict[str, torch.Tensor] = {}
         # Custom functions' calls: how they are named, their arguments, and the leaves of these.
+        self.checkpoints = False  # whether the forward asks torch to recompute some of it
         self.applied: list[tuple[str, Any, list[int]]] = []
         self.functions: dict[str, Callable[..., Any]] = {}
         self.aliases = Aliases(lambda op, args, spec: self._add(op, args, {}, (spec,)))

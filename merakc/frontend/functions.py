@@ -144,6 +144,7 @@ class FunctionRecorder(GraphBuilder):
         if self.paused:
             return apply_plainly(cls, *args)
         if cls is torch.utils.checkpoint.CheckpointFunction:
+            self.checkpoints = True
             # It needs an input with a gradient; without one, eager gives its parameters none.
             inputs = [a for a in args if isinstance(a, torch.Tensor)]
             with torch.set_grad_enabled(any(self._ref(a) in self.grads for a in inputs)):

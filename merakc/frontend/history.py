@@ -123,7 +123,9 @@ class HistoryRecorder(GraphBuilder):
         original = getattr(_autograd, _PUSH)
 
         def enter(pack: Any, unpack: Any) -> None:
-            own = (getattr(pack, "__module__", None) or "").startswith("torch.")
+            module = getattr(pack, "__module__", None) or ""
+            own = module.startswith("torch.")
+            self.checkpoints |= module == "torch.utils.checkpoint" and not self.paused
             if not (own or self.paused):
                 raise self._refused("saved_tensors_hooks is entered", "write an autograd.Function")
             original(pack, unpack)

@@ -48,7 +48,8 @@ class Recording:
     a tied parameter to the name that the graph uses. The graph is right for batches that answer
     what it `reads` as this one did, and for losses that are finite where lines ask whether numbers
     are: the lines `finite`. `full` is the graph with what the forward does `aside`, if it does;
-    `left` is what it leaves in Python.
+    `left` is what it leaves in Python. Whether it `checkpoints` says if it calls torch's functions
+    that recompute.
     """
 
     graph: Graph
@@ -62,6 +63,7 @@ class Recording:
     aside: Aside = field(default_factory=Aside)
     full: Graph | None = None
     left: tuple[Left, ...] = ()
+    checkpoints: bool = False
 
     @property
     def everything(self) -> Graph:
@@ -222,7 +224,7 @@ def _record(
         without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]
         numbers=frozenset(first.numbers), reads=first.reader.reads(),
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
-        left=left,
+        left=left, checkpoints=first.checkpoints,
     )  # fmt: skip
 
 

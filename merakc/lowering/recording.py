@@ -142,7 +142,7 @@ def _recorded_part(
         graph = run_passes(KEYED, graph, found, layout.each)
     return BatchRecording(
         graph, part.outputs, part.structure, aliases=part.aliases, model_name=part.model_name,
-        numbers=part.numbers,
+        numbers=part.numbers, checkpoints=part.checkpoints,
         reads=reads, finite=part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
         unchecked=unchecked, of_whole=of_whole, of_batch=aside, aside=part.aside, left=left,
     )  # fmt: skip

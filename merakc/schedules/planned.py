@@ -10,7 +10,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind
 from merakc.ir.schedule import Schedule
 from merakc.schedules.registry import make_schedule
-from merakc.schedules.text import parse_schedule
+from merakc.schedules.text import format_schedule, parse_schedule
 
 
 def planned_schedule(plan: Plan, *, whole_batch: bool = False) -> Schedule:
@@ -27,6 +27,18 @@ def planned_schedule(plan: Plan, *, whole_batch: bool = False) -> Schedule:
             f"{schedule.rank_of}; make the plan again"
         )
     return forwards_first(schedule) if whole_batch else schedule
+
+
+def with_fewer(plan: Plan, micro_batches: int) -> Plan:
+    """The plan for a batch in so many micro-batches, of those that it has: the order of work
+    without the actions of the others, for which nothing that is left ever waits.
+    """
+    if micro_batches == plan.micro_batches:
+        return plan
+    schedule = planned_schedule(plan)
+    kept = (tuple(a for a in o if a.micro_batch < micro_batches) for o in schedule.orders)
+    order = format_schedule(replace(schedule, orders=tuple(kept))).splitlines()
+    return replace(plan, micro_batches=micro_batches, order=tuple(order))
 
 
 def forwards_first(schedule: Schedule) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from merakc.batches.split import batch_size_of, named_tensors, sample_rows
-from merakc.errors import MismatchError
+from merakc.errors import ConfigError, MismatchError
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.runtime.shards import all_gather
@@ -24,16 +25,19 @@ def layout_of(
     dp_rank: int,
     group: dist.ProcessGroup | None,
     device: torch.device,
+    *,
+    follows: bool = False,
 ) -> BatchLayout:
     """How the samples lie, of which this is a dp rank's batch; collective over `group`, the ranks
-    of dp.
+    of dp. Where the plan's number of micro-batches `follows` the batch, it is the largest, up to
+    that, into which all divide.
 
     Raises `MismatchError` on all of them where their batches, by their sizes, hold the samples in
     other places.
     """
     own = batch_size_of(args, kwargs, plan.batch_dims)
     if group is None:
-        return BatchLayout((own,), plan.micro_batches)
+        return BatchLayout((own,), _parts((own,), plan, follows=follows))
     rows = sample_rows(args, kwargs, plan.batch_dims)
     places = {name: (place.dim, place.outer) for name, place in rows.items()}
     told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows)]
@@ -42,7 +46,20 @@ def layout_of(
     sizes, marks, lengths = every.view(-1, len(told)).T.tolist()
     if len(set(marks)) > 1:
         raise _read_otherwise(named_tensors(args, kwargs), places, group)
-    return BatchLayout(tuple(sizes), plan.micro_batches, dp_rank, alike=len(set(lengths)) == 1)
+    parts = _parts(sizes, plan, follows=follows)
+    return BatchLayout(tuple(sizes), parts, dp_rank, alike=len(set(lengths)) == 1)
+
+
+def _parts(sizes: Sequence[int], plan: Plan, *, follows: bool) -> int:
+    if not all(sizes):
+        raise ConfigError(
+            f"the data-parallel ranks are given batches of {list(sizes)} samples; each needs one "
+            "at least: leave the batch out, as merakc.dataloader(..., drop_last=True) does"
+        )
+    most, common = plan.micro_batches, math.gcd(*sizes)
+    if not follows:
+        return most
+    return max((d for d in range(1, most + 1) if common % d == 0), default=1)
 
 
 def _read_otherwise(

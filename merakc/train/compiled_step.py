@@ -161,8 +161,12 @@ class CompiledStep:
 
     @cached_property
     def output_forms(self) -> dict[str, torch.Tensor]:
-        """A tensor without values for each that the forward returns, by name: as of this rank's
-        batch, or of the whole batch where that is coupled.
+        """`forms_for` this rank's samples."""
+        return self.forms_for(self.layout.own)
+
+    def forms_for(self, samples: int) -> dict[str, torch.Tensor]:
+        """A tensor without values for each that the forward returns, by name: as of a batch of so
+        many samples, or of the whole batch where that is coupled.
         """
         graph = self.recording.graph
         found = self.recording.found if self.layout.parts > 1 else None
@@ -172,18 +176,20 @@ class CompiledStep:
         for name in names_of(self.recording):
             shape, dtype = specs[refs[name]].shape, specs[refs[name]].dtype
             if found is not None:
-                shape = _whole_shape(found, name, shape, self.layout.own)
+                shape = _whole_shape(found, name, shape, samples)
             trained = refs[name] in grads and dtype.is_floating_point
             forms[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
         return forms
 
 
-def _whole_shape(found: Analysis, name: str, shape: tuple[int, ...], own: int) -> tuple[int, ...]:
-    """The shape of an output for this rank's batch, of which `shape` is that of a part."""
+def _whole_shape(
+    found: Analysis, name: str, shape: tuple[int, ...], samples: int
+) -> tuple[int, ...]:
+    """The shape of an output for so many samples, of which `shape` is that of a part."""
     ref = next((o.ref for o in found.part.outputs if o.name == name), None)
     state = found.states[ref] if ref is not None else None
     if state is not None and state.rows is not None:
-        return state.rows.sized(shape, own)
+        return state.rows.sized(shape, samples)
     if state is not None and state.kind in (Kind.COUPLED, Kind.ROWS):
         whole = next(o.ref for o in found.whole.outputs if o.name == name)
         return found.whole.specs()[whole].shape

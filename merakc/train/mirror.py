@@ -2,32 +2,43 @@
 
 None of them computes anything: the step is compiled from the model's own modules. So what is set on
 a mirror goes on to the module that it stands for, and what would go unheard there is refused.
+
+Each is of a class that is made from ours and the user's, so that `isinstance` holds. It is another
+object than the user's, from which, and whatever refers to it, steps of new shapes are compiled.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from inspect import getattr_static
-from types import FunctionType
+import warnings
+from collections.abc import Iterator
+from functools import cache, wraps
+from inspect import getattr_static, iscoroutinefunction
+from types import FunctionType, MethodType
 from typing import Any, Never, Self
 
-import numpy as np
 import torch
 from torch import nn
 
-from merakc.errors import ConfigError
-from merakc.runtime.part import local_of, tagged
+from merakc.errors import ConfigError, MerakWarning
+from merakc.runtime.part import local_of, place_of, tagged
+from merakc.train.parameters.guard import guarded, unguarded
 from merakc.train.parameters.places import elsewhere
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
-# Values that are compared by more than equality, or are a module's parts.
-_UNCOMPARED = (torch.Tensor, nn.Module, np.ndarray)
+# What every module has, and a mirror has for itself.
+_OF_MODULES = frozenset({*vars(nn.Module), *vars(nn.Module())})
 # Their own methods look at modules and parameters one by one, and compute nothing.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 class Mirror(nn.Module):
     """Stands for a module of the user's, the `source`."""
+
+    _in_parts = True  # whether this rank may hold a part of the parameters
+
+    def __new__(cls, *_: Any, **__: Any) -> Self:
+        """Makes one; not as a user's class would."""
+        return object.__new__(cls)
 
     def __init__(self, source: nn.Module) -> None:
         nn.Module.__init__(self)  # not that of a user's class
@@ -38,13 +49,21 @@ class Mirror(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, of the source too."""
         self.__dict__["_source"].train(mode)
+        return self._in_mode()
+
+    def eval(self) -> Self:
+        """Evaluation mode, as the source goes into it."""
+        self.__dict__["_source"].eval()
+        return self._in_mode()
+
+    def _in_mode(self) -> Self:
         for part in self.modules():
             if isinstance(part, Mirror):
                 part.__dict__["training"] = part.__dict__["_source"].training
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets what the source has on the source, for the steps that come."""
+        """Sets on the source, for the steps that come, what is no module's own."""
         source = self.__dict__.get("_source")
         if name == "__class__":
             raise ConfigError(
@@ -54,10 +73,11 @@ class Mirror(nn.Module):
             )
         if isinstance(value, (nn.Module, nn.Parameter)):
             self._refuse(name, value)
-        if source is not None and name != "training" and _has_setting(source, name):
-            setattr(source, name, value)
-        else:
+        kept = name in _OF_MODULES or name in self._buffers
+        if kept or isinstance(getattr_static(type(self), name, None), property):
             nn.Module.__setattr__(self, name, value)
+        else:
+            setattr(source, name, value)
 
     def _refuse(self, name: str, value: object) -> Never:
         raise ConfigError(
@@ -105,8 +125,14 @@ class Mirror(nn.Module):
         """A parameter or a part, or what the source holds that is neither."""
         source = self.__dict__.get("_source")
         if source is not None and _has_setting(source, name):
-            return getattr(source, name)
+            return vars(source)[name]
         return nn.Module.__getattr__(self, name)
+
+    def extra_repr(self) -> str:
+        """As of the user's module, and what this rank has of its parameters."""
+        own = [_shown(n, t) for n, t in (*self._parameters.items(), *self._buffers.items())]
+        said = str(type(self._source).extra_repr(self._source))
+        return "; ".join(x for x in (said, *own) if x)
 
 
 class Part(Mirror):
@@ -129,9 +155,11 @@ class Part(Mirror):
             )
         return super().__getattr__(name)
 
-    def extra_repr(self) -> str:
-        """As of the user's module."""
-        return str(self._source.extra_repr())
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of any mirror; another forward would go unheard."""
+        if name == "forward":
+            self._refuse(name, value)
+        super().__setattr__(name, value)
 
     def _hooked(self, *_: Any, **__: Any) -> Never:
         raise ConfigError(
@@ -151,6 +179,28 @@ class _Withheld:
         raise AttributeError  # and so `Part.__getattr__` is asked
 
 
+def _code(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """What of a user's class is code, the nearest first."""
+    behind = kind.__mro__.index(
+        nn.Module
+    )  # some bases stand behind it, which hides names of theirs
+    for k, base in enumerate(kind.__mro__):
+        if base in (*CONTAINERS, nn.Module, object):
+            continue
+        for name, value in vars(base).items():
+            is_code = hasattr(value, "__get__") and not isinstance(value, type)
+            is_hidden = k > behind and name in vars(nn.Module)
+            if is_code and not is_hidden and name not in ("__dict__", "__weakref__"):
+                yield name, value
+
+
+def _made(kind: type[nn.Module], base: type[Mirror], names: dict[str, Any]) -> Any:
+    names |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    if hasattr(kind, "__del__"):
+        names["__del__"] = lambda _: None  # the user's object has its own end
+    return type(kind.__name__, (base, kind), names)
+
+
 @cache
 def part_type(kind: type[nn.Module]) -> type[Part]:
     """The parts that stand for modules of a class: `isinstance` takes them for such modules, by
@@ -159,14 +209,57 @@ def part_type(kind: type[nn.Module]) -> type[Part]:
     """
     if kind is nn.Module or issubclass(kind, torch.jit.ScriptModule):
         return Part
-    names: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
-        for name, value in vars(base).items() if base not in CONTAINERS else ():
-            code = isinstance(value, (FunctionType, classmethod, staticmethod, property))
-            if code and not name.startswith("__"):
-                own = getattr_static(Part, name, None)  # what a part does in place of it
-                names.setdefault(name, _Withheld() if own is None else own)
-    return type(kind.__name__, (Part, kind), names)
+    names: dict[str, Any] = {}
+    for name, value in _code(kind):
+        own = getattr_static(Part, name, None)  # what a part does in place of it
+        walks = name.startswith("__") and isinstance(value, FunctionType)  # `len(part)`, `part[0]`
+        withheld = guarded(value) if walks else _Withheld()
+        names.setdefault(name, withheld if own is None else own)
+    names["forward"] = wraps(kind.forward)(unguarded(Part.forward))  # with their signature
+    return _made(kind, Part, names)  # type: ignore[no-any-return]
+
+
+@cache
+def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
+    """The class of the parallel models that stand for a user's class: theirs and `base`, whose
+    methods count. The other methods of the user's are those of the user's class, under guard.
+    """
+    if issubclass(kind, torch.jit.ScriptModule):
+        return base
+    bases = base.__mro__[: base.__mro__.index(nn.Module)]
+    ours = {name: value for b in reversed(bases) for name, value in vars(b).items()}
+    names: dict[str, Any] = {
+        n: unguarded(v) for n, v in (*ours.items(), ("_apply", nn.Module._apply))
+        if isinstance(v, FunctionType) and n != "state_dict" and (n[0] != "_" or n == "_apply")
+    }  # fmt: skip
+    names["forward"] = wraps(kind.forward)(names["forward"])
+    hidden = set()
+    for name, value in _code(kind):
+        if name in ours or name in vars(object) or name == "__call__":
+            names.setdefault(name, getattr_static(base, name))
+            hidden |= {name} - _OF_MODULES - vars(object).keys()
+        else:
+            names.setdefault(name, _as_guarded(value, kind))
+    if hidden:
+        warnings.warn(
+            f"after auto_parallel {', '.join(sorted(hidden))} of a {kind.__name__} are merakc's: "
+            "its own are used inside its forward alone; give them other names to call them",
+            MerakWarning,
+            stacklevel=2,
+        )
+    return _made(kind, base, names)
+
+
+def _as_guarded(value: Any, kind: type[nn.Module]) -> Any:
+    """What a parallel model has in place of an attribute of the user's class that is code."""
+    if isinstance(value, (classmethod, staticmethod)):
+        return staticmethod(value.__get__(None, kind))
+    if isinstance(value, property):
+        fget, fset, fdel = (f and guarded(f) for f in (value.fget, value.fset, value.fdel))
+        return property(fget, fset, fdel)
+    if isinstance(value, FunctionType) and not iscoroutinefunction(value):
+        return guarded(value)
+    return _Withheld()
 
 
 def grow(mirror: Mirror, known: dict[nn.Module, Part]) -> None:
@@ -188,10 +281,23 @@ def part_at(mirror: nn.Module, path: str) -> nn.Module:
 
 
 def _has_setting(source: nn.Module, name: str) -> bool:
-    """Whether a module has an attribute of its own that is no tensor, module or function."""
-    if (name.startswith("_") and not isinstance(source, CONTAINERS)) or isinstance(
-        getattr(type(source), name, None), property
-    ):
-        return False
-    value = vars(source).get(name, _UNCOMPARED)
-    return value is not _UNCOMPARED and not isinstance(value, _UNCOMPARED) and not callable(value)
+    """Whether a module has an attribute of its own that is no module, and none of its methods."""
+    return (
+        name not in _OF_MODULES
+        and name in vars(source)
+        and not isinstance(vars(source)[name], (nn.Module, MethodType))
+    )
+
+
+def _shown(name: str, tensor: torch.Tensor | None) -> str:
+    """Which part of a tensor this rank has, where that is not all of it."""
+    if tensor is None or (place_of(tensor) is None and tensor not in elsewhere):
+        return ""
+    place = place_of(tensor)
+    if place is None:
+        return f"{name} {list(elsewhere[tensor])} on other pipeline ranks"
+    if place.is_whole:
+        return ""
+    over = f", part {place.tp_rank} of {place.tp} of [{place.layout}]"
+    found = f"{name}: {place.numel} of {place.layout.numel} elements"
+    return found + (over if place.layout.is_split else "")

@@ -22,12 +22,14 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
+from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror, grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.results import share_results
 from merakc.train.parameters.gradients import follow, plain
+from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
@@ -60,12 +62,14 @@ class ParallelModel(Mirror):
         keep(self, "_book", book)
         keep(self, "_last_events", ())
         keep(self, "_last_collectives", ())
+        keep(self, "_reads_whole", False)
+        parts = any(place_of(t) is not None for t in steps.state.values())
+        keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
         keep(self, "_trained", {n: p for n, p in parameters.items() if p.requires_grad})
         keep(self, "_frozen", {n: p for n, p in parameters.items() if not p.requires_grad})
         shown = {
-            name: steps.state[name] if name in steps.state else
-            stand_in(len(place.layout.shape), place, steps.device)
+            name: steps.state[name] if name in steps.state else stand_in(place, steps.device)
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
@@ -99,7 +103,8 @@ class ParallelModel(Mirror):
         """What DistributedDataParallel asks a module for first."""
         raise ConfigError(
             "DistributedDataParallel is put around a model that auto_parallel runs, which reduces "
-            "its gradients over dp itself: it would add up parts of other parameters; leave it out"
+            "its gradients over dp itself: it would add up parts of other parameters; leave it "
+            "out; with transformers' Trainer, use that of merakc.integrations.trainer"
         )
 
     @property
@@ -135,6 +140,13 @@ class ParallelModel(Mirror):
         """
         self._own("_steps").recording = on
 
+    def extra_repr(self) -> str:
+        """The rank, the degrees and what else a module shows."""
+        mesh = self.plan.mesh
+        own = f"rank {self.rank} of dp={mesh.dp} x tp={mesh.tp} x pp={mesh.pp}"
+        said = own if mesh.world_size > 1 else ""
+        return "; ".join(x for x in (said, super().extra_repr()) if x)
+
     def _own(self, name: str) -> Any:
         return object.__getattribute__(self, name)
 
@@ -148,6 +160,13 @@ class ParallelModel(Mirror):
             module._buffers[leaf] = tensor
             if leaf in source._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
+
+    def read_whole_batches(self, on: bool = True) -> None:
+        """Lets calls take the whole job's batch, the same on every rank, as one process would:
+        each dp rank trains on its own samples of it, and `predict` gives those of all.
+        """
+        object.__setattr__(self, "_reads_whole", on)
+        self._own("_steps").whole = {}
 
     # ------------------------------------------------------------------ calls
 
@@ -167,6 +186,7 @@ class ParallelModel(Mirror):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
         if not step.has_loss:
             if not train:
@@ -198,6 +218,12 @@ class ParallelModel(Mirror):
             found = result.gradients if finite else {}
             loss, handed = self._with_gradients(loss, found, skipped=not finite)
         return loss, replace(result, gradients={}), handed  # which nobody else may hold
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """This dp rank's batch, of what a call is given."""
+        return own_part(self._own("_steps"), args, kwargs) if self._own("_reads_whole") else (
+            args, kwargs
+        )  # fmt: skip
 
     def _with_gradients(
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
@@ -231,6 +257,7 @@ class ParallelModel(Mirror):
         self._own("_memory").settle()
         steps = self._own("_steps")
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
+            args, kwargs = self._given(args, kwargs)
             form = Form(train=False, results=True, module=steps.forward_alone)
             step = steps.compile(args, kwargs, form)
             return self._results(step, args, kwargs)
@@ -239,7 +266,7 @@ class ParallelModel(Mirror):
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         result = steps.run(step, args, kwargs)
-        found = share_results(steps.groups, steps.device, step, result)
+        found = share_results(steps, step, result)
         if step.has_loss:
             loss, _ = steps.share_loss(step, result)
             found[loss_name(step.recording)] = loss
@@ -260,6 +287,7 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train))
         return find_nonfinite(steps, step, args, kwargs)
 
@@ -311,6 +339,7 @@ class ParallelModel(Mirror):
         """This rank's state under the model's own names: tensors that it holds whole, and
         `TensorPart`s of others, which torch's distributed checkpoint understands.
         """
+        refuse_in_methods("state_dict()")
         found: dict[str, Any] = super().state_dict(*args, **kwargs)
         steps = self._own("_steps")
         if self.data_parallel_rank:  # what dp rank 0 has written counts, and is handed on later

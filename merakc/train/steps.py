@@ -41,6 +41,7 @@ from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined
 from merakc.runtime.trial import trial_seconds, zeros
+from merakc.schedules.planned import with_fewer
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
 from merakc.train.besides import Besides
@@ -77,6 +78,7 @@ class Steps:
     loss_scale: LossScale = field(default_factory=lambda: LossScale(False, 1.0))
     fuser: Fuser | None = None  # where graphs become kernels of their own
     kept: KeptMemory | None = None  # on a CPU
+    follows: bool = False  # whether the number of micro-batches is ours to choose
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
@@ -84,6 +86,7 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    whole: Tensors = field(default_factory=dict)  # the batch, where ranks are given the job's
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
     wanted: frozenset[str] = frozenset()  # results that training steps keep
@@ -104,9 +107,10 @@ class Steps:
     ) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
-        plan, dp_rank = self.planned.plan, self.groups.coordinates[0]
+        plan, follows = self.planned.plan, self.follows
         plan = plan if dims is None else replace(plan, batch_dims=dims)
-        return layout_of(args, kwargs, plan, dp_rank, self.groups.axis("dp"), self.device)
+        dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
+        return layout_of(args, kwargs, plan, dp_rank, group, self.device, follows=follows)
 
     @property
     def forward(self) -> nn.Module:
@@ -177,13 +181,19 @@ class Steps:
     @few_collections()
     def compile(self, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) -> CompiledStep:
         """The compiled step for this batch, made and kept; without a loss it gives the results and
-        does not train. All dp ranks say how many samples they have; none else takes part.
+        does not train. Collective over dp, which says how many samples each rank has.
         """
         plan = self.planned.plan
         dims = plan.batch_dims if form.dims is None else form.dims
         layout = self.layout(args, kwargs, dims)
-        key, self.alike = self.key(args, kwargs, layout, form), layout.alike
-        known = self.reads.key(key, lambda parts: micro_batches_of(args, kwargs, plan, dims, parts))
+        key, self.alike, m = (
+            self.key(args, kwargs, layout, form),
+            layout.alike,
+            layout.micro_batches,
+        )
+        known = self.reads.key(
+            key, lambda parts: micro_batches_of(args, kwargs, plan, dims, parts or m)
+        )
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
             return found
@@ -206,14 +216,15 @@ class Steps:
                 divided=bool(plan.sub_batches),
             )  # fmt: skip
 
-        recording = recorded(plan.micro_batches)
+        recording, plan = recorded(m), with_fewer(plan, m)
         train = form.train and recording.has_loss
         results = form.results or not recording.has_loss
         kept = {
             name for name in names_of(recording)
             if form.kept is None or told_name(recording, name) in form.kept
         }  # fmt: skip
-        lowered = adapt_plan(self.planned, recording, results=results, kept=kept)
+        planned = replace(self.planned, plan=plan)
+        lowered = adapt_plan(planned, recording, results=results, kept=kept)
         if train and not (results or kept):
             lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
@@ -266,7 +277,7 @@ class Steps:
             wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
         with suppress(*ON_ZEROS):
-            self._brought(step, [batch] * self.planned.plan.micro_batches)
+            self._brought(step, [batch] * step.layout.micro_batches)
         self.share_loss(step, StepResult(None, {}, [], (), ()))
 
     def _bind(self) -> None:
@@ -278,13 +289,13 @@ class Steps:
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
         self._bind()
-        parts = micro_batches_of(args, kwargs, self.planned.plan, step.recording.dims)
+        parts = micro_batches_of(args, kwargs, step.lowered.plan, step.recording.dims)
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
             check_lengths(step.recording.found, step.lowered.loss, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
-        self.agreement.common = {n: batches[0][n] for n in step.common}
+        self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
@@ -323,8 +334,7 @@ class Steps:
         Raises `MismatchError` on every rank where those of a dp replica were given other batches,
         or ranks with the same parameters train with other settings.
         """
-        _, _, tp = self.groups.coordinates
-        own = result.loss if result.loss is not None and tp == 0 else None
+        own = result.loss if self.groups.coordinates[2] == 0 else None
         shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
         bad = self.loss_scale.nonfinite(result.gradients)
         loss, found = self.agreement.share(shared.reshape(()), self.taken, bad)

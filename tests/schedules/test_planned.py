@@ -9,7 +9,7 @@ from merakc.ir.plan import CutReport, GraphId, Plan
 from merakc.ir.program import ActionKind, Mesh
 from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.check import check_schedule
-from merakc.schedules.planned import forwards_first, planned_schedule
+from merakc.schedules.planned import forwards_first, planned_schedule, with_fewer
 from merakc.schedules.registry import KNOWN, make_schedule
 from merakc.schedules.text import format_schedule
 from merakc.simulation.faults import verify_programs
@@ -41,6 +41,22 @@ def test_all_forwards_come_first_where_the_loss_waits_for_the_batch() -> None:
     assert format_schedule(found) == (
         "0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0B2 0B3\n1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"
     )
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_fewer_micro_batches_run_in_the_order_of_more(name: str) -> None:
+    schedule = make_schedule(name, 4, 8)
+    many = dataclasses.replace(
+        PLAN, pp=4, micro_batches=8, schedule=name, recompute="full", placement=schedule.rank_of,
+        order=tuple(format_schedule(schedule).splitlines()),
+    )  # fmt: skip
+    assert with_fewer(many, 8) is many
+    fewer = with_fewer(many, 3)
+    found = planned_schedule(fewer)
+    assert fewer.micro_batches == 3
+    assert {a.micro_batch for order in found.orders for a in order} == {0, 1, 2}
+    programs = build_programs(Mesh(pp=4), found, ())
+    verify_programs(programs, micro_batches=3, training=True)
 
 
 @pytest.mark.parametrize("name", KNOWN)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +27,13 @@ class Inner(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
         self.factor, self.options = 2.0, SimpleNamespace(power=2)
+        self.activation = torch.sin
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A loss."""
         y = self.drop(self.layer(x)) if self.training else self.layer(x)
-        return self.factor * y.pow(self.options.power).mean()
+        return self.factor * self.activation(y).pow(self.options.power).mean()
 
 
 class Outer(nn.Module):
@@ -70,7 +72,11 @@ def set_option(model: Any) -> None:
     model.inner.options.power = 4
 
 
-@pytest.mark.parametrize("change", [set_beta, set_factor, set_option])
+def set_function(model: Any) -> None:
+    model.inner.activation = torch.tanh
+
+
+@pytest.mark.parametrize("change", [set_beta, set_factor, set_option, set_function])
 def test_what_is_set_between_steps_is_computed_with(change: Any) -> None:
     plain, parallel, x = made()
     for act in (lambda _: None, change):
@@ -112,6 +118,7 @@ def test_modes_of_parts() -> None:
         lambda m: m.inner.layer.register_full_backward_hook(lambda *_: None),
         lambda m: setattr(m, "inner", nn.Linear(WIDTH, WIDTH)),
         lambda m: setattr(m.inner.layer, "weight", nn.Parameter(torch.ones(1))),
+        lambda m: setattr(m.inner, "forward", lambda *_: None),
     ],
 )
 def test_what_would_go_unheard_is_refused(act: Any) -> None:
@@ -149,9 +156,11 @@ def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
     plain = Walked()
     batch = torch.randn(4, WIDTH)
     model = merakc.auto_parallel(Walked(), batch, cluster=NOMINAL_CPU)
-    kinds = [(n, type(m).__name__) for n, m in plain.named_modules() if n]
-    assert [(n, type(m).__name__) for n, m in model.named_modules() if n] == kinds
-    assert repr(model).replace("ParallelModel", "Walked") == repr(plain)
+    kinds = [(n, type(m).__name__) for n, m in plain.named_modules()]
+    assert [(n, type(m).__name__) for n, m in model.named_modules()] == kinds
+    assert repr(model) == repr(plain)
+    assert isinstance(model, Walked)
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
     assert isinstance(model.norm, nn.LayerNorm)
     assert "bias" in model.norm._parameters
     assert len(model.layers) == 2

@@ -66,7 +66,7 @@ class Pending:
         self.train, self.gradients = train, taken and taken[2]
         self.trains = train is not None or bool(self.gradients)
         self.number = steps.taken - bool(self.gradients)  # of the step
-        forms = step.output_forms
+        forms = step.forms_for(step.layout.total) if steps.whole else step.output_forms
         self.names = list(forms)
         self.tape = Tape([x if self.trains else x.detach() for x in forms.values()], steps.device)
         self.known: dict[int, torch.Tensor] = {}
@@ -176,7 +176,7 @@ class Pending:
             return self._shared(*self.again, name)
 
     def _shared(self, step: CompiledStep, result: StepResult, name: str) -> torch.Tensor:
-        return share_results(self.steps.groups, self.steps.device, step, result, {name})[name]
+        return share_results(self.steps, step, result, {name})[name]
 
     def _told(self, place: int) -> str:
         return told_name(self.step.recording, self.names[place])

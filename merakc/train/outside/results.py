@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from merakc.ir.batches import Rows, ShareKind
 from merakc.runtime.executor import StepResult
-from merakc.runtime.groups import Groups
 from merakc.train.compiled_step import CompiledStep
+from merakc.train.data.whole import joined_results
+from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
 
@@ -22,15 +23,15 @@ def share_of(step: CompiledStep, name: str) -> tuple[ShareKind, Rows | None]:
 
 @torch.no_grad()
 def share_results(
-    groups: Groups,
-    device: torch.device,
+    steps: Steps,
     step: CompiledStep,
     result: StepResult,
     names: Collection[str] | None = None,
 ) -> Tensors:
-    """The results of all samples of this dp replica, and of what is of the whole batch, on every
-    rank: those of `names`, or all. Collective.
+    """The results of all samples of this dp replica, or of the whole job's where calls take its
+    batch, and of what is of the whole batch, on every rank: those of `names`, or all. Collective.
     """
+    groups, device = steps.groups, steps.device
     dp, own, tp = groups.coordinates
     group, replicas = groups.axis("pp"), groups.axis("dp")
     found: Tensors = {}
@@ -58,4 +59,4 @@ def share_results(
                 dist.all_reduce(found[name], group=replicas)
         else:
             found[name] = parts[0]
-    return found
+    return joined_results(steps, step, found) if steps.whole else found

@@ -45,16 +45,18 @@ def register_places(
     _tag_optimizers()
 
 
-elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()  # empty stand-ins of others' parameters
+# Empty stand-ins of others' parameters, and the shapes of these.
+elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def stand_in(dims: int, place: Placement, device: torch.device) -> nn.Parameter:
+def stand_in(place: Placement, device: torch.device) -> nn.Parameter:
     """An empty parameter for one that other pipeline ranks hold: names, groups of optimizers and
     calls are the same on all ranks then. Of as many dims, by which people group parameters.
     """
-    empty = torch.empty((0,) * max(1, dims), dtype=place.dtype, device=device)
+    shape = place.layout.shape
+    empty = torch.empty((0,) * max(1, len(shape)), dtype=place.dtype, device=device)
     made = nn.Parameter(empty, requires_grad=place.requires_grad)
-    elsewhere[made] = True
+    elsewhere[made] = shape
     return made
 
 

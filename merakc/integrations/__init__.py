@@ -1,0 +1,1 @@
+"""Training programs of others, run on models of `auto_parallel`."""

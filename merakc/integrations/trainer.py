@@ -1,0 +1,169 @@
+"""transformers' `Trainer` on a model of `auto_parallel`, in place of transformers' own.
+
+The program stays as it is in one process: `per_device_train_batch_size` is the whole job's, every
+rank reads the same batches, and the model takes from each what its dp rank trains on. So losses,
+counts of labels, schedules, metrics and epochs are those of one process, whatever the plan. What
+would put other parallelism, precision or losses around the model is refused. Other trainers become
+such by `parallel(TheirTrainer)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+from merakc.errors import ConfigError
+from merakc.runtime.groups import together
+from merakc.train.checkpoints.exporting import export
+from merakc.train.checkpoints.loading import load
+from merakc.train.checkpoints.saving import save
+from merakc.train.model import ParallelModel
+
+_PRECISION = "auto_parallel(..., precision=...) says what is computed in"
+_PARALLEL = "auto_parallel has made the model parallel; leave it out"
+# What cannot be right around a parallel model, by the arguments of `TrainingArguments`.
+_REFUSED = {
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "bf16_full_eval": _PRECISION,
+    "fp16_full_eval": _PRECISION,
+    "deepspeed": _PARALLEL,
+    "fsdp": _PARALLEL,
+    "parallelism_config": _PARALLEL,
+    "torch_compile": "auto_parallel(..., compile=True) compiles",
+    "label_smoothing_factor": "the loss is part of the model: compute it in the model's forward",
+    "gradient_checkpointing": "enable it before auto_parallel, or give it recompute='full'",
+    "activation_checkpointing": "enable it before auto_parallel, or give it recompute='full'",
+    "auto_find_batch_size": "the micro-batches of the plan decide what memory a batch takes",
+    "use_liger_kernel": "it changes the model, which is compiled: change it before auto_parallel",
+}
+
+
+def _stand_alone(args: Any, rank: int, device: torch.device) -> None:
+    """Tells accelerate that this process is one of its own: what ranks do together, the model does.
+
+    Rank 0 alone writes files and logs.
+    """
+    _ = args.device  # which makes accelerate's state, where nobody has
+    state = PartialState()
+    state.distributed_type, state.num_processes = DistributedType.NO, 1
+    state.process_index = rank
+    state.local_process_index = int(os.environ.get("LOCAL_RANK", rank))
+    state.device = args.__dict__["_setup_devices"] = device  # and not "cpu:1"
+    AcceleratorState._reset_state()
+    args._n_gpu = min(1, args.n_gpu)
+
+
+class _Parallel:
+    """What a trainer does otherwise for a parallel model."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    processing_class: Any
+    state: Any
+    push_to_hub: Callable[..., Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self, "compute_loss_func", None) is not None:
+            raise ConfigError(
+                "compute_loss_func is given to the Trainer of a parallel model, whose loss is part "
+                "of its steps: compute it in the model's forward"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Makes accelerate's object, for a process by itself; refuses what cannot be right."""
+        if not isinstance(self.model, ParallelModel):
+            raise ConfigError(
+                f"this Trainer is given a {type(self.model).__name__}; give it the model that "
+                "auto_parallel returned, or use transformers' own"
+            )
+        for name, remedy in _REFUSED.items():
+            if value := getattr(self.args, name, None):
+                raise ConfigError(f"TrainingArguments({name}={value!r}): {remedy}")
+        _stand_alone(self.args, self.model.rank, self.model._own("_steps").device)
+        self.model.read_whole_batches()
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        """One batch of an evaluation, with logits where they are asked for."""
+        called = model if prediction_loss_only else model.predict
+        step = super().prediction_step  # type: ignore[misc]
+        return step(called, inputs, prediction_loss_only, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes what `from_pretrained` reads; every rank must call it."""
+        folder = Path(output_dir or self.args.output_dir)
+        if not _internal_call or self.args.save_only_model:
+            if hasattr(self.model, "peft_config"):
+                raise ConfigError(
+                    "save_model of a model with adapters of peft: files of adapters alone are not "
+                    "written yet; checkpoints and merakc.save hold all weights, and "
+                    "model.full_state_dict() gives them to peft.get_peft_model_state_dict"
+                )
+            self._written(folder, lambda aside: export(aside, self.model))
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _written(self, folder: Path, write: Callable[[Path], Any]) -> None:
+        """Puts the files of a folder, which all ranks write, to those that are there."""
+        aside = folder.absolute().with_name(f".{folder.name}.written")
+        write(aside)
+        if self.args.should_save:
+            folder.mkdir(parents=True, exist_ok=True)
+            for path in aside.iterdir():
+                os.replace(path, folder / path.name)
+            aside.rmdir()
+        together(lambda: True)
+
+    @property
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Writes weights and optimizer as a checkpoint for any plan."""
+        given = self.model, self._own_optimizer, self.lr_scheduler
+        self._written(Path(output_dir), lambda aside: save(aside, *given))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:  # those of all ranks are the same, or batches would not be
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: weights come with the optimizer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            load(checkpoint, self.model, self._own_optimizer, self.lr_scheduler)
+
+    def _load_best_model(self) -> None:
+        load(self.state.best_model_checkpoint, self.model)
+
+
+@cache
+def parallel(kind: type[Any]) -> type[Any]:
+    """A class of trainers like `kind`, transformers' or one that is made from it, for models of
+    `auto_parallel`.
+    """
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Parallel, kind), names)
+
+
+Trainer = parallel(transformers.Trainer)

@@ -1,0 +1,1 @@
+"""Data for the ranks of a parallel model: dealt to them, or given to each whole."""

@@ -1,0 +1,137 @@
+"""Methods of the user's own model, on a model of which this rank holds a part.
+
+They are called on the parallel model. What they ask of a parameter's size is answered for the whole
+parameter, and what would compute with a part of it, or with one that is on other ranks, is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from inspect import isgeneratorfunction
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode_temporarily,
+)
+
+from merakc.errors import ConfigError
+from merakc.runtime.part import place_of
+from merakc.train.parameters.places import elsewhere
+
+REMEDY = (
+    "merakc.export(folder, model) writes the whole weights as from_pretrained reads them, "
+    "merakc.save a checkpoint, model.full_state_dict() gathers on rank 0, and "
+    "model.predict(...) computes"
+)
+# What is asked about a tensor and not of its elements: of the whole, and of this rank's.
+_OF_WHOLE = {"shape", "size", "numel", "nelement", "dim", "ndim", "ndimension", "nbytes", "__len__"}
+_OF_ANY = {
+    "device", "dtype", "layout", "grad", "requires_grad", "requires_grad_", "is_leaf", "is_meta",
+    "is_cuda", "is_cpu", "is_sparse", "is_quantized", "is_floating_point", "is_complex",
+    "element_size", "itemsize", "grad_fn", "__hash__", "is_shared", "register_hook",
+    "register_post_accumulate_grad_hook",
+}  # fmt: skip
+_ACCESS = ("__get__", "__set__", "__delete__")
+
+
+class _Here(threading.local):
+    guard: Guard | None = None
+
+
+_here = _Here()
+
+
+class Guard(TorchFunctionMode):
+    """While the method `called` runs."""
+
+    def __init__(self, called: str) -> None:
+        super().__init__()
+        self.called = called
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """See the module's text."""
+        kwargs = kwargs or {}
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            shape = _whole_shape(leaf) if isinstance(leaf, torch.Tensor) else None
+            if shape is None:
+                continue
+            access = func.__name__ in _ACCESS
+            name = func.__self__.__name__ if access else func.__name__
+            if name in _OF_WHOLE and func.__name__ != "__set__" and leaf is args[0]:
+                whole = torch.empty(shape, dtype=leaf.dtype, device="meta")
+                return func(whole, *args[1:], **kwargs)
+            if name not in _OF_ANY:
+                raise ConfigError(
+                    f"{self.called} uses 'torch.Tensor.{name}' of a parameter of "
+                    f"{tuple(shape)}, of which this rank holds {leaf.numel()} elements, and would "
+                    f"take them for all: {REMEDY}"
+                )
+        return func(*args, **kwargs)
+
+
+def _whole_shape(tensor: torch.Tensor) -> Sequence[int] | None:
+    """The shape of the whole, of a tensor that this rank has a part of, or nothing."""
+    place = place_of(tensor)
+    shape: Sequence[int] | None = elsewhere.get(tensor)  # type: ignore[no-untyped-call]
+    return place.shape if place is not None and not place.is_whole else shape
+
+
+def guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's method as it is called on a parallel model."""
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _here.guard is not None or not self._in_parts:
+            return function(self, *args, **kwargs)
+        with guard(f"{type(self).__name__}.{function.__name__}"):
+            found = function(self, *args, **kwargs)
+            return iter([*found]) if isgeneratorfunction(function) else found
+
+    return run
+
+
+@contextmanager
+def guard(called: str) -> Iterator[None]:
+    """Guards the parameters of parallel models while a method of that name runs."""
+    _here.guard = Guard(called)
+    try:
+        with _here.guard:
+            yield
+    finally:
+        _here.guard = None
+
+
+def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of ours, which knows of parts, for methods of the user's to call."""
+
+    @wraps(function)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        held = _here.guard
+        stack = _get_current_function_mode_stack() if held is not None else []  # type: ignore[no-untyped-call]
+        if not stack or stack[-1] is not held:
+            return function(self, *args, **kwargs)
+        _here.guard = None
+        try:
+            with _pop_mode_temporarily():
+                return function(self, *args, **kwargs)
+        finally:
+            _here.guard = held
+
+    return run
+
+
+def refuse_in_methods(name: str) -> None:
+    """Raises `ConfigError` where a user's method asks for what this rank has only a part of."""
+    if _here.guard is not None:
+        raise ConfigError(
+            f"{_here.guard.called} reads {name}, of which this rank holds a part: {REMEDY}"
+        )

@@ -1,0 +1,195 @@
+"""transformers' Trainer: a run on ranks is that of one process, also when it goes on elsewhere."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from accelerate.state import AcceleratorState
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import merakc
+from merakc.equality.ranks import run_ranks
+from merakc.errors import ConfigError, MismatchError
+from merakc.integrations.trainer import Trainer
+from merakc.machines.cluster import NOMINAL_CPU
+
+LENGTH, VOCABULARY, BATCH = 12, 64, 8
+TOLD = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_seen", "step")
+# Its own: that numbers on a CPU are pinned for no GPU, and that tokens of a configuration are none.
+pytestmark = pytest.mark.filterwarnings("ignore")
+History = list[dict[str, float]]
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Leaves nothing of accelerate's state to other tests, or to the ranks of the next."""
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).double()
+
+
+def texts(count: int) -> list[Tensors]:
+    """With unlike numbers of labels, so that batches weigh unlike."""
+    drawn, found = torch.Generator().manual_seed(count), []
+    for _ in range(count):
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=drawn)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 6, (), generator=drawn))] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    """Two epochs of three batches, in an accumulated step of two and one of one."""
+    return TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=BATCH, per_device_eval_batch_size=13,
+        gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=1e-2, max_grad_norm=0.5,
+        warmup_steps=2, weight_decay=0.1, logging_steps=1, eval_steps=2, save_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True, **{"eval_strategy": "steps"} | options,
+    )  # fmt: skip
+
+
+def accuracy(given: Any) -> dict[str, float]:
+    right = given.predictions[:, :-1].argmax(-1) == given.label_ids[:, 1:]
+    return {"accuracy": float(right.mean()), "seen": float(len(given.label_ids))}
+
+
+def trained(kind: Any, model: Any, folder: Path, resume: Path | None = None) -> History:
+    """What the trainer has logged, which leaves the model trained and saved."""
+    trainer = kind(
+        model=model, args=arguments(folder), train_dataset=texts(24), eval_dataset=texts(13),
+        compute_metrics=accuracy,
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume and str(resume))
+    trainer.save_model()
+    return [{k: h[k] for k in TOLD if k in h} for h in trainer.state.log_history]
+
+
+def parallel(layout: dict[str, Any], **options: Any) -> Any:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
+    batch = {k: torch.stack([t[k] for t in texts(BATCH)]) for k in ("input_ids", "labels")}
+    return merakc.auto_parallel(llama(), batch, cluster=NOMINAL_CPU, **layout, **options)
+
+
+def on_ranks(layout: dict[str, Any], folder: Path, resume: Path | None) -> tuple[History, Tensors]:
+    model = parallel(layout)
+    history = trained(Trainer, model, folder, resume)
+    return history, model.full_state_dict()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[History, Tensors]:
+    """One process, by transformers' own Trainer."""
+    model = llama()
+    history = trained(transformers.Trainer, model, tmp_path_factory.mktemp("plain"))
+    AcceleratorState._reset_state(True)
+    return history, model.state_dict()
+
+
+def compare(found: list[tuple[History, Tensors]], plain: tuple[History, Tensors]) -> None:
+    for history, _ in found:
+        assert len(history) == len(plain[0])
+        for ours, theirs in zip(history, plain[0], strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+    for name, value in found[0][1].items():
+        torch.testing.assert_close(value, plain[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"dp": 2}, {"pp": 2}), ({"tp": 2}, {"dp": 2, "state_shards": "zero-1"})],
+    ids=str,
+)
+def test_a_run_is_that_of_one_process(
+    first: dict[str, Any], second: dict[str, Any], plain: tuple[History, Tensors], tmp_path: Path
+) -> None:
+    """The first layout's from its start, the second's from the middle of that on."""
+    compare(run_ranks(2, on_ranks, first, tmp_path / "first", None), plain)
+    saved = llama().from_pretrained(tmp_path / "first", dtype=torch.float64).state_dict()
+    for name, value in plain[1].items():
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-6)
+    middle = tmp_path / "first" / "checkpoint-2"
+    compare(run_ranks(2, on_ranks, second, tmp_path / "second", middle), plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bf16": True}, r"bf16=True\): auto_parallel\(..., precision=...\)"),
+        ({"label_smoothing_factor": 0.1}, "the loss is part of the model"),
+        ({"gradient_checkpointing": True}, "enable it before auto_parallel"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trainer(model=parallel({}), args=arguments(tmp_path, **options))
+    with pytest.raises(ConfigError, match="given a LlamaForCausalLM; give it the model that auto"):
+        Trainer(model=llama(), args=arguments(tmp_path))
+
+
+def test_adapters_alone_are_not_saved(tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    batch = {k: torch.stack([t[k] for t in texts(4)]) for k in ("input_ids", "labels")}
+    model = merakc.auto_parallel(peft.get_peft_model(llama(), config), batch, cluster=NOMINAL_CPU)
+    trainer = Trainer(model=model, args=arguments(tmp_path, eval_strategy="no"))
+    assert "input_ids" in inspect.signature(model.get_base_model().forward).parameters
+    with pytest.raises(ConfigError, match="files of adapters alone are not written yet"):
+        trainer.save_model()
+
+
+def wrong(folder: Path) -> list[str]:
+    """transformers' own Trainer, and ranks whose batches differ."""
+    model = parallel({"dp": 2})
+    model.read_whole_batches()
+    ids = torch.stack([t["input_ids"] for t in texts(BATCH + model.rank)][-BATCH:])
+    with pytest.raises(MismatchError) as unlike:
+        model(input_ids=ids, labels=ids)
+    with pytest.raises(ConfigError) as refused:
+        trained(transformers.Trainer, model, folder)
+    return [str(refused.value), str(unlike.value)]
+
+
+def test_the_wrong_trainer_is_refused_and_so_are_unlike_batches(tmp_path: Path) -> None:
+    for trainer, batches in run_ranks(2, wrong, tmp_path):
+        assert "merakc.integrations.trainer" in trainer
+        assert "of the whole batch, input_ids" in batches
+
+
+def test_the_pages_script_trains_alike_on_two_ranks(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    script = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]
+    (tmp_path / "train.py").write_text("import torch; torch.manual_seed(0)\n" + script)
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    printed = []
+    for start in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
+        done = subprocess.run(
+            [sys.executable, *start, "train.py"], cwd=tmp_path, env=env, capture_output=True,
+            text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append([float(x) for x in re.findall(r"'loss': '([\d.]+)'", done.stdout)])
+    assert len(printed[0]) == 4
+    assert printed[1] == pytest.approx(printed[0], abs=2e-3)  # and logged once

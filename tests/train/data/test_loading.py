@@ -1,0 +1,127 @@
+"""Data sets are dealt so that an epoch is the same samples, in the same batches, for every plan."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from merakc.equality.ranks import run_ranks
+from merakc.errors import ConfigError, MismatchError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.data.loading import Dealt
+
+SAMPLES, WIDTH = 23, 6
+
+
+class Net(nn.Module):
+    """A mean over samples, so that uneven parts count by their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.net(x).square().mean()
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
+    loss = model(batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()  # type: ignore[no-any-return]
+
+
+def trained(layout: dict[str, Any], given: int) -> tuple[int, list[float], dict[str, Any]]:
+    """Losses of two epochs, with a last batch that is smaller and divides by nothing."""
+    data, fixed = rows(), {"cluster": NOMINAL_CPU, **layout}
+    plan = merakc.plan_for(net(), data[:given], **fixed)
+    loader = merakc.dataloader(data, plan, 8, shuffle=True, seed=3)
+    model = merakc.auto_parallel(net(), data[:given], plan=plan, cluster=NOMINAL_CPU)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [step(model, optimizer, batch) for _ in range(2) for batch in loader]
+    return plan.micro_batches, losses, model.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp": 2, "micro_batches": 4}, {"pp": 2, "micro_batches": 8}, {"tp": 2}], ids=str
+)
+def test_a_run_is_that_of_one_process(layout: dict[str, Any]) -> None:
+    model, data = net(), rows()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for epoch in range(2):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(3 + epoch))
+        losses += [step(model, optimizer, data[k]) for k in order.split(8)]  # type: ignore[no-untyped-call]
+    found = run_ranks(2, trained, layout, 8 // layout.get("dp", 1))
+    for parts, ours, _ in found:
+        assert ours == pytest.approx(losses, rel=1e-10)
+        assert parts == layout.get("micro_batches", parts)  # the last batch is in fewer
+    for name, value in found[0][2].items():
+        torch.testing.assert_close(value, model.state_dict()[name], rtol=1e-10, atol=1e-12)
+
+
+def test_every_sample_is_read_once() -> None:
+    for size in (1, 2, 3):
+        ranks = [Dealt(SAMPLES, rank, size, batch_size=5) for rank in range(size)]
+        for batches in ranks:
+            batches.shuffle = True
+        epochs = [[*zip(*ranks, strict=True)] for _ in range(2)]
+        read = [[*chain.from_iterable(map(chain.from_iterable, epoch))] for epoch in epochs]
+        assert [*map(sorted, read)] == [[*range(SAMPLES)]] * 2
+        assert read[0] != read[1]
+        assert len(ranks[0]) == 5
+    ranks[0].drop_last = True
+    assert len([*ranks[0]]) == len(ranks[0]) == 4
+
+
+def test_what_would_leave_ranks_without_samples_is_refused() -> None:
+    batches = Dealt(SAMPLES, 0, 2, batch_size=11)
+    with pytest.raises(ConfigError, match=r"a batch of 1 samples .* drop_last=True"):
+        batches.check()
+    batches.drop_last = True
+    batches.check()
+    with pytest.raises(ConfigError, match="Net: give the model that auto_parallel returned"):
+        merakc.dataloader(rows(), net(), 8)  # type: ignore[arg-type]
+
+
+def on_ranks() -> tuple[list[int], list[str]]:
+    model = merakc.auto_parallel(net(), rows()[:4], dp=2, cluster=NOMINAL_CPU)
+    ahead = Dealt(8, 0, 2, batch_size=4)
+    ahead.epoch = model.rank
+    own = [*merakc.sampler(range(22), model, shuffle=False)]
+    said = []
+    acts: list[Any] = [
+        lambda: merakc.sampler(range(23), model),
+        lambda: model(rows()[: 1 - model.rank]),
+        lambda: [*ahead],
+    ]
+    for act in acts:
+        try:
+            act()
+        except (ConfigError, MismatchError) as error:
+            said.append(str(error))
+    return own, said
+
+
+def test_ranks_that_part_are_told() -> None:
+    (first, said), (second, _) = run_ranks(2, on_ranks)
+    assert sorted(first + second) == [*range(22)]
+    assert "23 samples do not divide over dp=2" in said[0]
+    assert "batches of [1, 0] samples" in said[1]
+    assert "the ranks differ in the data loader's epoch" in said[2]
