@@ -13,8 +13,6 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 
 Tensors = dict[str, torch.Tensor]
-# Outputs that are handed on as they are.
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
 class NotComputed:
@@ -86,5 +84,5 @@ def outputs_of(recording: Recording, found: Tensors) -> Any:
             is_number = leaf in recording.numbers and isinstance(value, torch.Tensor)
             leaves.append(value.item() if is_number else value)
         else:
-            leaves.append(leaf if isinstance(leaf, PLAIN) else None)
+            leaves.append(leaf)
     return pytree.tree_unflatten(leaves, recording.structure)

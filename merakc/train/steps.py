@@ -23,6 +23,7 @@ from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.lowering.any_size import AnySizes
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import autocast_of, record_part
@@ -82,6 +83,7 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    any_size: AnySizes = field(default_factory=AnySizes)
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
 
     def __post_init__(self) -> None:
@@ -181,9 +183,10 @@ class Steps:
             return record_part(
                 self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
                 self.device, plan.precision, couplings=plan.couplings, dims=plan.batch_dims,
-                divided=bool(plan.sub_batches),
+                divided=bool(plan.sub_batches), any_size=self.any_size,
             )  # fmt: skip
 
+        self.any_size.begin(key[1:])
         recording = recorded(plan.micro_batches)
         has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
         train, results = train and has_loss, results or not has_loss
