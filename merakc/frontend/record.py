@@ -73,6 +73,11 @@ class Recording:
         """The graph with what the forward does aside."""
         return self.full or self.graph
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether the forward returns a loss."""
+        return any(o.kind is OutputKind.LOSS for o in self.graph.outputs)
+
 
 def record(
     model: torch.nn.Module,

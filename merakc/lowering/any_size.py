@@ -25,9 +25,9 @@ from merakc.frontend.values.symbols import Answer, Number, numbers
 from merakc.ir.graph import Graph, Node, TensorSpec
 
 Sizes = dict[str, tuple[int, ...]]
-# Recordings with numbers that are kept of one form of batch to compare with, and recordings with
-# symbols that it may have: a forward may do otherwise for short batches, or for one sample.
-MOST_SEEN, MOST_MADE = 4, 4
+# Recordings with numbers that are kept of one form of batch to compare with, recordings with symbols
+# that it may have (a forward may do otherwise for short batches, or for one sample), and forms.
+MOST_SEEN, MOST_MADE, MOST_FORMS = 4, 4, 8
 
 
 class Batch(NamedTuple):
@@ -141,9 +141,9 @@ class AnySizes:
         for made in reversed(form.made):
             if (found := made.at(sizes)) is not None:
                 return found
-        seen = [(before, recorded) for _, before, recorded in form.seen]
-        is_new = form.seen and form.seen[0][0] < self._batches and sizes not in [s for s, _ in seen]
-        if not is_new or form.tried == MOST_MADE:
+        seen = [(own, recorded) for _, own, recorded in form.seen if _compare(own, sizes)]
+        others = [own for when, own, _ in form.seen if when < self._batches]
+        if form.tried == MOST_MADE or not (seen and others) or sizes in others:
             return None
         form.tried += 1
         for_many = any_size(seen, batch)
@@ -162,7 +162,10 @@ class AnySizes:
 
     def _form(self, batch: Batch) -> Form:
         key = (batch.form, torch.is_grad_enabled(), self._context)
-        return self._forms.setdefault(key, Form())
+        self._forms[key] = found = self._forms.pop(key, None) or Form()
+        if len(self._forms) > MOST_FORMS:
+            del self._forms[next(iter(self._forms))]
+        return found
 
 
 def any_size(seen: Sequence[tuple[Sizes, Recording]], batch: Batch) -> AnySize | None:
@@ -184,6 +187,12 @@ def any_size(seen: Sequence[tuple[Sizes, Recording]], batch: Batch) -> AnySize |
 def _changes(node: Node) -> bool:
     shapes = tuple(s.shape for s in node.outputs if s is not None)
     return any(True for _ in numbers((node.args, node.kwargs, shapes)))
+
+
+def _compare(one: Sizes, other: Sizes) -> bool:
+    """Whether sizes that symbols do not stand for are the same in two batches."""
+    pairs = zip(one.values(), other.values(), strict=True)
+    return all(a == b or min(a, b) >= SIZES[0] for own in pairs for a, b in zip(*own, strict=True))
 
 
 def _dims(seen: Sequence[Sizes]) -> dict[str, list[int | str]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from merakc.ir.batches import BatchLayout
+from merakc.ir.batches import BatchLayout, Rows
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.lowering.lowered import Lowered
@@ -17,6 +17,7 @@ from merakc.passes.programs.collectives import trained
 from merakc.runtime.executor import Executor
 from merakc.train.besides import Besides
 from merakc.train.knowledge import Knowledge
+from merakc.train.lengths import Facts, facts
 from merakc.train.unused import Uses, doubtful
 
 Tensors = dict[str, torch.Tensor]
@@ -37,6 +38,25 @@ class CompiledStep:
     executor: Executor
     knowledge: Knowledge | None
     besides: Besides
+
+    def let_go(self) -> CompiledStep:
+        """The same without the nodes of its graphs, of which a model has many for many shapes.
+
+        `Steps.whole` makes them again.
+        """
+        lowered, recording = self.lowered, self.recording
+        light = replace(
+            self,
+            recording=replace(
+                recording, graph=recording.graph.without_nodes(), full=None, found=None
+            ),
+            lowered=lowered.without_nodes(),
+            chunks={},
+        )
+        vars(light).update({name: getattr(self, name) for name in OF_GRAPHS})
+        for stage in self.executor.stages.values():
+            stage.let_go()
+        return light
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -85,14 +105,25 @@ class CompiledStep:
         own = {i.target for i in found.part.inputs if i.kind is InputKind.BATCH}
         return tuple(sorted(names & own - found.sampled.keys()))
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What it computes beside the number of samples."""
+        several = self.recording.found is not None and len(self.layout.sizes) > 1
+        return facts(self.recording.found, self.lowered.loss) if several else ()
+
+    @cached_property
+    def sampled(self) -> Mapping[str, Rows]:
+        """Where the samples stand in its batch, where it has parts."""
+        found = self.recording.found
+        return found.sampled if found is not None else {}
+
     def beside(self, batch: Mapping[str, torch.Tensor]) -> dict[tuple[str, int], int]:
         """The sizes beside the samples in a batch, by tensor and dim: lengths, widths."""
-        found = self.recording.found
-        if not self.common or found is None:
+        if not self.common:
             return {}
         return {
             (name, dim): size
-            for name, rows in found.sampled.items() if name in batch
+            for name, rows in self.sampled.items() if name in batch
             for dim, size in enumerate(batch[name].shape) if dim != rows.dim
         }  # fmt: skip
 
@@ -129,3 +160,7 @@ class CompiledStep:
                 if o.kind is OutputKind.RESULT
             }
         return found
+
+
+# What a step asks of its graphs, once.
+OF_GRAPHS = tuple(n for n, own in vars(CompiledStep).items() if isinstance(own, cached_property))

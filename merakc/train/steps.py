@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from merakc.batches.split import signature
 from merakc.errors import MerakError, PlanError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, ShareKind
-from merakc.ir.graph import InputKind, OutputKind, Ref
+from merakc.ir.graph import InputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
@@ -179,6 +180,39 @@ class Steps:
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
 
+        self.any_size.begin(key[1:])
+        found = self._lowered(args, kwargs, layout, train=train, results=results)
+        step = self.add(key, *found, layout, train=train and found[0].has_loss)
+        self.compiled[next(reversed(self.compiled))] = light = step.let_go()
+        del found, step
+        gc.collect(0)  # what compiling has made, and not let go of, is much
+        return light
+
+    def whole(
+        self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CompiledStep:
+        """A step for the loss of this batch with its graphs, which are made again if it has let go
+        of them.
+        """
+        if step.chunks:
+            return step
+        train = step.executor.reduce is not None
+        with torch.set_grad_enabled(train):
+            made = self._lowered(args, kwargs, step.layout, train=train, results=False)
+        return replace(step, recording=made[0], lowered=made[1], chunks=made[2])
+
+    def _lowered(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        *,
+        train: bool,
+        results: bool,
+    ) -> tuple[BatchRecording, Lowered, dict[int, StageGraphs]]:
+        """What a step for this batch is compiled from."""
+        plan = self.planned.plan
+
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
                 self.source, args, kwargs, replace(layout, micro_batches=micro_batches),
@@ -186,17 +220,14 @@ class Steps:
                 divided=bool(plan.sub_batches), any_size=self.any_size,
             )  # fmt: skip
 
-        self.any_size.begin(key[1:])
         recording = recorded(plan.micro_batches)
-        has_loss = any(o.kind is OutputKind.LOSS for o in recording.graph.outputs)
-        train, results = train and has_loss, results or not has_loss
+        train, results = train and recording.has_loss, results or not recording.has_loss
         lowered = adapt_plan(self.planned, recording, results=results)
         if train and not results:
             lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
-            chunks = lowered.rank_graphs(self.groups.rank, train=train)
-        return self.add(key, recording, lowered, chunks, layout, train=train)
+            return recording, lowered, lowered.rank_graphs(self.groups.rank, train=train)
 
     def _check_held(self, lowered: Lowered) -> None:
         """Refuses a recording that wants parameters elsewhere than they are."""
@@ -259,7 +290,7 @@ class Steps:
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
-            check_lengths(step.recording.found, step.lowered.loss, group)
+            check_lengths(step.facts, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
         self.agreement.common = {n: batches[0][n] for n in step.common}
         self.agreement.beside = step.beside(batches[0])
