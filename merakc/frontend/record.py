@@ -48,12 +48,12 @@ class Recording:
     """A recorded forward.
 
     `outputs` are the leaves of what the forward returned: the name of a graph output, the plain
-    value where the leaf is no tensor, or None where it is neither; `structure` puts them together again; `numbers` are the
-    outputs that are numbers in Python and tensors in the graph. `aliases` maps each further name of
-    a tied parameter to the name that the graph uses. The graph is right for batches that answer
-    what it `reads` as this one did, and for losses that are finite where lines ask whether numbers
-    are: the lines `finite`. `full` is the graph with what the forward does `aside`, if it does;
-    `left` is what it leaves in Python.
+    value where the leaf is no tensor, or None where it is neither; `structure` puts them together
+    again; `numbers` are the outputs that are numbers in Python and tensors in the graph. `aliases`
+    maps each further name of a tied parameter to the name that the graph uses. The graph is right
+    for batches that answer what it `reads` as this one did, and for losses that are finite where
+    lines ask whether numbers are: the lines `finite`. `full` is the graph with what the forward
+    does `aside`, if it does; `left` is what it leaves in Python.
     """
 
     graph: Graph
@@ -237,9 +237,10 @@ def record_any_size(
     are `Number`s of symbols.
 
     `dims` says the sizes of each tensor of the batch: a number that stays, or the name of a symbol,
-    which is here what the batch has. The recording holds for all sizes in `SIZES` that fulfil
-    the conditions beside it, which are all that torch or Python has asked about a symbol; last come
-    the names that the symbols have in both. Raises what `record` does, and `RecordError` for a forward that does more than compute.
+    which is here what the batch has. The recording holds for all sizes in `SIZES` that fulfil the
+    conditions beside it, which are all that torch or Python has asked about a symbol; last come the
+    names that the symbols have in both. Raises what `record` does, and `RecordError` for a forward
+    that does more than compute.
     """
     check_around("auto_parallel")
     check_modules(model)
@@ -261,7 +262,7 @@ def record_any_size(
     )  # fmt: skip
     if changes or not computes_alone(made) or env.deferred_runtime_asserts:
         raise RecordError(f"the forward of {made.model_name} does more than compute")
-    names = {name: str(symbol.node.expr) for name, symbol in symbols.items()}
+    names = {str(name): str(symbol.node.expr) for name, symbol in symbols.items()}
     return made, tuple(guard.expr for guard in env.guards), names
 
 

@@ -25,8 +25,8 @@ from merakc.frontend.values.symbols import Answer, Number, numbers
 from merakc.ir.graph import Graph, Node, TensorSpec
 
 Sizes = dict[str, tuple[int, ...]]
-# Recordings with numbers that are kept of one form of batch to compare with, recordings with symbols
-# that it may have (a forward may do otherwise for short batches, or for one sample), and forms.
+# Recordings with numbers that are kept of one form of batch to compare with; recordings with
+# symbols that it may have, as a forward may do otherwise for short batches, or one sample; forms.
 MOST_SEEN, MOST_MADE, MOST_FORMS = 4, 4, 8
 
 
@@ -127,6 +127,7 @@ class AnySizes:
     """
 
     def __init__(self) -> None:
+        self.anew = 0  # recordings that it does not have from others
         self._context: Any = None
         self._batches = 0
         self._forms: dict[Any, Form] = {}
@@ -155,6 +156,7 @@ class AnySizes:
     def keep(self, made: Recording, batch: Batch) -> None:
         """Keeps the recording of a batch, to compare those for many sizes with."""
         form = self._form(batch)
+        self.anew += 1
         form.seen.append((self._batches, batch.sizes, made))
         del form.seen[:-MOST_SEEN]
         if not computes_alone(made):
@@ -204,7 +206,9 @@ def _dims(seen: Sequence[Sizes]) -> dict[str, list[int | str]]:
     for name, shape in seen[-1].items():
         every = zip(*(sizes[name] for sizes in seen), strict=True)
         found[name] = [
-            size if size < SIZES[0] or set(own) == {size} else named.setdefault(own, f"size{len(named)}")
+            size
+            if size < SIZES[0] or set(own) == {size}
+            else named.setdefault(own, f"size{len(named)}")
             for size, own in zip(shape, every, strict=True)
         ]
     return found

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.lowering.any_size import AnySizes, Batch
 from merakc.lowering.find_samples import Fit, fit_of
-from merakc.passes.batches.alike import OtherPathError, of_one_sample
+from merakc.passes.batches.alike import OtherPathError, check_read_alike, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.answers import unsaid
 from merakc.passes.batches.part import known_name
@@ -119,7 +118,7 @@ def _recorded_part(
     elif layout.parts > 1:
         parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
         if layout.each == 1 and part is not forward.sized(1):
-            _check_read_alike(forward.sized(1).reads, forward.sized(2).reads)
+            check_read_alike(forward.sized(1).reads, forward.sized(2).reads)
         _check_parts(part, parts[1:], forward)
         of_whole = forward.of_whole()
 
@@ -260,7 +259,7 @@ class _Forward:
         return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
 
     def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-        layout, form = self.layout, (self.settling, signature(args, kwargs))
+        form = self.settling, signature(args, kwargs)
         if form in self.shared:
             return self.shared[form]
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
@@ -332,20 +331,6 @@ def _check_parts(recording: Recording, others: Sequence[Any], forward: _Forward)
             f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
             "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
             "tensor (mask.sum().clamp(min=1)), or train with dp=1"
-        )
-
-
-def _check_read_alike(one: Reads | None, two: Reads | None) -> None:
-    """Raises `RecordError` where Python reads something else of two samples than of one, for which
-    the calls of two are taken.
-    """
-    told = [[(r.source, r.answer) for r in reads.asked] if reads else [] for reads in (one, two)]
-    if told[0] != told[1]:
-        source, answer = next(b for a, b in zip_longest(*told) if a != b) or told[0][-1]
-        raise RecordError(
-            f"{source}: the forward reads a number ({answer}) of its batch that it does not read "
-            "alike of one sample and of two, and a micro-batch has one; give micro-batches more "
-            "samples, or run the batch whole (dp=1 and micro_batches=1)"
         )
 
 

@@ -108,8 +108,10 @@ class CompiledStep:
     @cached_property
     def facts(self) -> Facts:
         """What it computes beside the number of samples."""
-        several = self.recording.found is not None and len(self.layout.sizes) > 1
-        return facts(self.recording.found, self.lowered.loss) if several else ()
+        found = self.recording.found
+        if found is None or len(self.layout.sizes) == 1:
+            return ()
+        return facts(found, self.lowered.loss)
 
     @cached_property
     def sampled(self) -> Mapping[str, Rows]:

@@ -26,7 +26,6 @@ from merakc.passes.batches.reader import number_places
 from merakc.passes.sharding.rows import Loss, Reduce
 from merakc.passes.sharding.rules import row_of
 
-
 Facts = tuple[tuple[Any, str, str], ...]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,12 +35,12 @@ from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import Executor, StepResult
 from merakc.runtime.fused import Fuser
-from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.groups import Groups
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.health.job import TIMEOUT_S
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.state import Placement, joined
+from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
@@ -129,7 +129,7 @@ class Steps:
             program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
         executor = Executor(
             program, chunks, self.state, self.device,
-            reduce=self._reducer(lowered) if train else None,
+            reduce=self._reducer(trained(lowered.loss.graph)) if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
@@ -181,10 +181,10 @@ class Steps:
             del self.compiled[next(iter(self.compiled))]
 
         self.any_size.begin(key[1:])
-        found = self._lowered(args, kwargs, layout, train=train, results=results)
-        step = self.add(key, *found, layout, train=train and found[0].has_loss)
-        self.compiled[next(reversed(self.compiled))] = light = step.let_go()
-        del found, step
+        made = self._lowered(args, kwargs, layout, train=train, results=results)
+        light = self.add(key, *made, layout, train=train and made[0].has_loss).let_go()
+        self.compiled[next(reversed(self.compiled))] = light
+        del made
         gc.collect(0)  # what compiling has made, and not let go of, is much
         return light
 
@@ -404,28 +404,8 @@ class Steps:
             )  # fmt: skip
         return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
 
-    def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
-        """Sums the gradients of a tied parameter over the ranks that share it."""
+    def _reducer(self, wanted: Collection[str]) -> Callable[[Tensors], None]:
+        """Sums the gradients of parameters that several ranks hold, of those `wanted`."""
         if self.sharded is not None:
             return self.sharded.sink_shared
-        wanted = trained(lowered.loss.graph)
-        _, own, _ = self.groups.coordinates
-        tied: list[tuple[dist.ProcessGroup, list[str]]] = []
-        for ranks in sorted({p.ranks for p in self.placements.values() if len(p.ranks) > 1}):
-            group = self.groups.holders(ranks)  # all ranks make every group
-            if group is not None and own in ranks:
-                held = [n for n, p in self.placements.items() if p.ranks == ranks]
-                tied.append((group, sorted(wanted.intersection(held))))
-
-        def reduce(gradients: Tensors) -> None:
-            for group, names in tied:
-                missing = [name for name in names if name not in gradients]
-                gradients |= {name: self._zeros(name) for name in missing}
-                reduce_tensors([gradients[n] for n in names], group)
-
-        return reduce
-
-    def _zeros(self, name: str) -> torch.Tensor:
-        place, (_, _, tp_rank) = self.placements[name], self.groups.coordinates
-        shape = place.layout.local_shape(self.groups.mesh.tp, tp_rank)
-        return torch.zeros(shape, dtype=place.dtype, device=self.device)
+        return tied_reducer(self.placements, self.groups, wanted, self.device)
