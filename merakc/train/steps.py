@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -49,6 +48,7 @@ from merakc.train.compiled_step import CompiledStep
 from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
 from merakc.train.settings import Settings
+from merakc.train.told import warn_of_shapes
 from merakc.train.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
@@ -127,9 +127,11 @@ class Steps:
         if self.sharded is not None:
             touches = {stage: stage_touches(chunk) for stage, chunk in chunks.items()}
             program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
+        shared = self.placements, self.groups, trained(lowered.loss.graph), self.device
+        reduce = self.sharded.sink_shared if self.sharded else tied_reducer(*shared)
         executor = Executor(
             program, chunks, self.state, self.device,
-            reduce=self._reducer(trained(lowered.loss.graph)) if train else None,
+            reduce=reduce if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
@@ -172,11 +174,8 @@ class Steps:
         check_objects((args, kwargs))
         for step in self.compiled.values():
             step.besides.take_back()
-        if len(self.compiled) == MANY_SHAPES:
-            warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
-                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer", None, 2
-            )  # fmt: skip
+        if len(self.compiled) == MANY_SHAPES and self.groups.rank == 0:
+            warn_of_shapes(MANY_SHAPES, MAX_SHAPES)
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
 
@@ -191,13 +190,10 @@ class Steps:
     def whole(
         self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> CompiledStep:
-        """A step for the loss of this batch with its graphs, which are made again if it has let go
-        of them.
-        """
+        """A step for the loss of this batch with its graphs, made again where it let go of them."""
         if step.chunks:
             return step
-        train = step.executor.reduce is not None
-        with torch.set_grad_enabled(train):
+        with torch.set_grad_enabled(train := step.executor.reduce is not None):
             made = self._lowered(args, kwargs, step.layout, train=train, results=False)
         return replace(step, recording=made[0], lowered=made[1], chunks=made[2])
 
@@ -403,9 +399,3 @@ class Steps:
                    for i in step.brought[InputKind.SCALAR]}
             )  # fmt: skip
         return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
-
-    def _reducer(self, wanted: Collection[str]) -> Callable[[Tensors], None]:
-        """Sums the gradients of parameters that several ranks hold, of those `wanted`."""
-        if self.sharded is not None:
-            return self.sharded.sink_shared
-        return tied_reducer(self.placements, self.groups, wanted, self.device)

