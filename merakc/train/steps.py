@@ -150,8 +150,7 @@ class Steps:
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
         head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
-        group = self.groups.axis("dp")  # made by all ranks
-        _, own, _ = self.groups.coordinates
+        group, own = self.groups.axis("dp"), self.groups.coordinates[1]  # made by all ranks
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
         fuser = self.fuser if train else None
@@ -243,7 +242,7 @@ class Steps:
                     )
 
     def close(self) -> None:
-        """Forgets the compiled steps and the process groups; nothing runs any more."""
+        """Forgets steps and process groups; nothing runs any more."""
         self.agreement.close()
         self.compiled.clear()
         self.groups.made.clear()

@@ -63,7 +63,7 @@ def is_long(ids: torch.Tensor) -> float:
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "words with dropout": (lambda: Words(2, dropout=0.5), True),
     "gpt2": (gpt2, True),
-    "t5": (t5, True),
+    "t5": (t5, False),
     "a branch": (lambda: Asks(lambda ids: 0.5 if ids.shape[1] > 10 else 2.0), True),
     "a branch by type": (lambda: Asks(is_long), False),
     "a text": (lambda: Asks(in_table), False),
@@ -101,6 +101,7 @@ def test_recordings_for_many_sizes_are_those_made_anew(kind: str) -> None:
     assert (shared > 0) is are_shared
 
 
+@pytest.mark.filterwarnings("ignore:merakc has compiled this model for 8")
 def test_a_step_for_another_shape_keeps_no_graph_and_can_be_looked_into() -> None:
     model = parallel(lambda: Words(), words(0), micro_batches=2)
     for length in (5, 7, 8, 9, 11):
