@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from merakc.kernels.ops import (
 Compiled = Callable[[list[Any]], list[Any]]
 Tell = Callable[[Ref, Any], None]
 LITERALS = (bool, int, str, type(None))
+MOST_CODE = 64  # graphs whose code is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,8 @@ def compile_graph(
     writer = _Writer(graph, device, hooks, tell)
     source = writer.source()
     scope = writer.scope
-    exec(compile(source, "<merakc graph>", "exec"), scope)
+    scope["numbers"] = tuple(writer.numbers)
+    exec(_code(source), scope)
     run: Compiled = scope["run"]
     if any(uses_autograd(node.op, device) for node in graph.nodes):
         return run
@@ -77,8 +81,15 @@ def compile_graph(
     return below
 
 
+@lru_cache(maxsize=MOST_CODE)
+def _code(source: str) -> CodeType:
+    return compile(source, "<merakc graph>", "exec")
+
+
 class _Writer:
-    """Writes the source of one graph; `scope` holds what the source names."""
+    """Writes the source of one graph; `scope` holds what the source names. The `numbers` in it are
+    apart: graphs for batches of other sizes have the same code.
+    """
 
     def __init__(self, graph: Graph, device: torch.device, hooks: Hooks, tell: Tell | None) -> None:
         self.graph, self.device, self.tell = graph, device, tell
@@ -86,6 +97,8 @@ class _Writer:
             "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place,
         }  # fmt: skip
         self.scope |= {"tell": tell, "Ref": Ref} if tell is not None else {}
+        self.numbers: list[Any] = []  # and tuples of them
+        self.known: dict[str, Any] = {}  # of these, by how they are written
         self.names: dict[Ref, str] = {}
         self.functions: dict[object, str] = {}  # what the source calls a function
         self.over = overwrites(graph)
@@ -102,7 +115,7 @@ class _Writer:
     def source(self) -> str:
         """The function's source."""
         dying = self._last_readers()
-        lines = ["def run(given):"]
+        lines = ["def run(given, numbers=numbers):"]
         if self.given:
             inputs = ", ".join(map(self._value, self.given))
             lines += [f"    {inputs}, = given", "    given.clear()"]
@@ -188,8 +201,12 @@ class _Writer:
             return self._value(value)
         if isinstance(value, tuple) and not all(isinstance(v, LITERALS) for v in value):
             return "[" + ", ".join(self._arg(v) for v in value) + "]"
-        if isinstance(value, (*LITERALS, tuple)):
-            return repr(value)  # of a tuple too: it is made once, and a list at every call
+        if isinstance(value, tuple) or type(value) is int:
+            # A tuple is made once, and a list at every call; that of a layer is the others', too.
+            self.numbers.append(self.known.setdefault(repr(value), value))
+            return f"numbers[{len(self.numbers) - 1}]"
+        if isinstance(value, LITERALS):
+            return repr(value)
         name = f"k{len(self.scope)}"  # floats too: inf and nan have no literal
         self.scope[name] = value
         return name

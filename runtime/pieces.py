@@ -204,6 +204,13 @@ class Stage:
             gradients=tuple(gradients),
         )
 
+    def let_go(self) -> None:
+        """Lets go of the graphs, but for what the forward takes and gives."""
+        self.chunk = StageGraphs(self.chunk.forward.without_nodes(), None)
+        for key, piece in self.pieces.items():
+            if piece is not None:
+                self.pieces[key] = replace(piece, graph=Graph((), (), ()))
+
     def piece(self, kind: ActionKind, micro_batch: int) -> Piece | None:
         """What an action of the Program runs; None where there is nothing to differentiate."""
         return self.pieces[self.orders[micro_batch], kind]

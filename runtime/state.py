@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
-from merakc.runtime.groups import Groups
+from merakc.runtime.groups import Groups, reduce_tensors
 from merakc.runtime.health.job import all_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -114,3 +114,30 @@ def _received(
         parts.append(part)
     joined = place.layout.join(parts)
     return joined.clone() if own is not None and len(parts) == 1 else joined
+
+
+def tied_reducer(
+    placements: Mapping[str, Placement],
+    groups: Groups,
+    wanted: Collection[str],
+    device: torch.device,
+) -> Callable[[Tensors], None]:
+    """Sums the gradients of a tied parameter over the ranks that share it, of those `wanted`."""
+    _, own, tp_rank = groups.coordinates
+    tied: list[tuple[dist.ProcessGroup, list[str]]] = []
+    for ranks in sorted({p.ranks for p in placements.values() if len(p.ranks) > 1}):
+        group = groups.holders(ranks)  # all ranks make every group
+        if group is not None and own in ranks:
+            held = [n for n, p in placements.items() if p.ranks == ranks]
+            tied.append((group, sorted(set(held).intersection(wanted))))
+
+    def zeros(name: str) -> torch.Tensor:
+        shape = placements[name].layout.local_shape(groups.mesh.tp, tp_rank)
+        return torch.zeros(shape, dtype=placements[name].dtype, device=device)
+
+    def reduce(gradients: Tensors) -> None:
+        for group, names in tied:
+            gradients |= {name: zeros(name) for name in names if name not in gradients}
+            reduce_tensors([gradients[n] for n in names], group)
+
+    return reduce

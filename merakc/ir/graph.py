@@ -275,6 +275,10 @@ class Graph:
         outputs = tuple(o.at(now(o.ref)) for o in self.outputs)
         return Graph(self.inputs, nodes, outputs, self.constants, self.functions)
 
+    def without_nodes(self) -> Graph:
+        """What goes in and out of it, by names: all that is asked of a graph that is compiled."""
+        return Graph(self.inputs, (), self.outputs)
+
     def __str__(self) -> str:
         lines = [f"{i.kind} %{i.name}: {i.spec} {i.target}".rstrip() for i in self.inputs]
         lines += [str(n) for n in self.nodes]

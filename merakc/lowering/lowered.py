@@ -62,6 +62,11 @@ class Lowered:
         """The order of work."""
         return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
 
+    def without_nodes(self) -> Lowered:
+        """The same without the nodes of the graphs of parts and stages."""
+        loss = replace(self.loss, graph=self.loss.graph.without_nodes())
+        return replace(self, loss=loss, stages=self.stages.without_nodes(), parts=())
+
     @property
     def head_stage(self) -> int | None:
         """The stage behind which the samples of the batch are coupled, if they are."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -31,8 +30,9 @@ from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.lowering.any_size import AnySizes, Batch
 from merakc.lowering.find_samples import Fit, fit_of
-from merakc.passes.batches.alike import OtherPathError, of_one_sample
+from merakc.passes.batches.alike import OtherPathError, check_read_alike, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.answers import unsaid
 from merakc.passes.batches.part import known_name
@@ -58,6 +58,7 @@ def record_part(
     dims: BatchDims = BY_SIZE,
     divided: bool = False,
     shared: Shared | None = None,
+    any_size: AnySizes | None = None,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
@@ -65,13 +66,14 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls with `shared` in common record no form of batch twice. It
-    raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. Calls with `shared` in common record no form of batch twice; with
+    `any_size`, one recording may do for batches of many sizes. It raises `RecordError` as `record`
+    and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(
         model, *cast_floats(args, kwargs, dtype), layout, device,
-        dtype=dtype, dims=dims, shared={} if shared is None else shared,
+        dtype=dtype, dims=dims, shared={} if shared is None else shared, any_size=any_size,
     )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 
@@ -116,7 +118,7 @@ def _recorded_part(
     elif layout.parts > 1:
         parts = split_batch(forward.args, forward.kwargs, layout.micro_batches, dims)
         if layout.each == 1 and part is not forward.sized(1):
-            _check_read_alike(forward.sized(1).reads, forward.sized(2).reads)
+            check_read_alike(forward.sized(1).reads, forward.sized(2).reads)
         _check_parts(part, parts[1:], forward)
         of_whole = forward.of_whole()
 
@@ -171,8 +173,10 @@ class _Forward:
         dtype: torch.dtype | None,
         dims: BatchDims,
         shared: Shared,
+        any_size: AnySizes | None,
     ) -> None:
-        self.model, self.args, self.kwargs, self.shared = model, args, kwargs, shared
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.shared, self.any_size = shared, any_size
         self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
         self.sampled = sample_rows(args, kwargs, dims)
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
@@ -255,29 +259,38 @@ class _Forward:
         return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
 
     def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-        layout, form = self.layout, (self.settling, signature(args, kwargs))
+        form = self.settling, signature(args, kwargs)
         if form in self.shared:
             return self.shared[form]
-        # Once for each way is a second forward compared.
-        repeated = samples == layout.each and all(s is not self.settling for s, _ in self.shared)
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
-            try:
-                told = self.sized(layout.each).reads if samples != layout.each else None
-                made = record(
-                    self.model, args, kwargs, self.dtype, told.answers if told else (),
-                    settling=self.settling, repeated=repeated,
-                )  # fmt: skip
-            except ForwardError as error:
-                if samples == layout.own or self._fails():
-                    raise
-                cause = error.__cause__ or error
-                raise _other_size(samples, layout.own, self.taken, cause) from error
+            batch = Batch(self.model, args, kwargs, self.dtype)
+            many = None if self.settling else self.any_size
+            made = many.find(batch) if many else None
+            if made is None:
+                made = self._anew(samples, batch)
+                if many:
+                    many.keep(made, batch)
         graph = run_passes(RECORDED, made.everything)
         of_full = {"graph": without_aside(graph), "full": graph} if made.full else {"graph": graph}
         made = replace(made, **of_full)
         if made.reads is None:  # no value of the batch was asked for
             self.shared[form] = made
         return made
+
+    def _anew(self, samples: int, batch: Batch) -> Recording:
+        layout = self.layout
+        # Once for each way is a second forward compared.
+        repeated = samples == layout.each and all(s is not self.settling for s, _ in self.shared)
+        try:
+            told = self.sized(layout.each).reads if samples != layout.each else None
+            return record(
+                *batch, told.answers if told else (), settling=self.settling, repeated=repeated
+            )
+        except ForwardError as error:
+            if samples == layout.own or self._fails():
+                raise
+            cause = error.__cause__ or error
+            raise _other_size(samples, layout.own, self.taken, cause) from error
 
     def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
         """What the forward does beside computing, of the whole batch; `found` is of its parts."""
@@ -318,20 +331,6 @@ def _check_parts(recording: Recording, others: Sequence[Any], forward: _Forward)
             f"{unclear[0].source}: the forward reads a number ({unclear[0].answer}) of its part of "
             "the batch, and no other dp rank's part says what it is for the whole; keep it in a "
             "tensor (mask.sum().clamp(min=1)), or train with dp=1"
-        )
-
-
-def _check_read_alike(one: Reads | None, two: Reads | None) -> None:
-    """Raises `RecordError` where Python reads something else of two samples than of one, for which
-    the calls of two are taken.
-    """
-    told = [[(r.source, r.answer) for r in reads.asked] if reads else [] for reads in (one, two)]
-    if told[0] != told[1]:
-        source, answer = next(b for a, b in zip_longest(*told) if a != b) or told[0][-1]
-        raise RecordError(
-            f"{source}: the forward reads a number ({answer}) of its batch that it does not read "
-            "alike of one sample and of two, and a micro-batch has one; give micro-batches more "
-            "samples, or run the batch whole (dp=1 and micro_batches=1)"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ from merakc.passes.programs.collectives import trained
 from merakc.runtime.executor import Executor
 from merakc.train.besides import Besides
 from merakc.train.knowledge import Knowledge
+from merakc.train.lengths import Facts, facts
 from merakc.train.outputs import names_of
 from merakc.train.unused import Uses, doubtful
 
@@ -58,6 +59,26 @@ class CompiledStep:
     executor: Executor
     knowledge: Knowledge | None
     besides: Besides
+    form: Form
+
+    def let_go(self) -> CompiledStep:
+        """The same without the nodes of its graphs, of which a model has many for many shapes.
+
+        `Steps.with_graphs` makes them again.
+        """
+        lowered, recording = self.lowered, self.recording
+        light = replace(
+            self,
+            recording=replace(
+                recording, graph=recording.graph.without_nodes(), full=None, found=None
+            ),
+            lowered=lowered.without_nodes(),
+            chunks={},
+        )
+        vars(light).update({name: getattr(self, name) for name in OF_GRAPHS})
+        for stage in self.executor.stages.values():
+            stage.let_go()
+        return light
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -106,14 +127,27 @@ class CompiledStep:
         own = {i.target for i in found.part.inputs if i.kind is InputKind.BATCH}
         return tuple(sorted(names & own - found.sampled.keys()))
 
+    @cached_property
+    def facts(self) -> Facts:
+        """What it computes beside the number of samples."""
+        found = self.recording.found
+        if found is None or len(self.layout.sizes) == 1:
+            return ()
+        return facts(found, self.lowered.loss)
+
+    @cached_property
+    def sampled(self) -> Mapping[str, Rows]:
+        """Where the samples stand in its batch, where it has parts."""
+        found = self.recording.found
+        return found.sampled if found is not None else {}
+
     def beside(self, batch: Mapping[str, torch.Tensor]) -> dict[tuple[str, int], int]:
         """The sizes beside the samples in a batch, by tensor and dim: lengths, widths."""
-        found = self.recording.found
-        if not self.common or found is None:
+        if not self.common:
             return {}
         return {
             (name, dim): size
-            for name, rows in found.sampled.items() if name in batch
+            for name, rows in self.sampled.items() if name in batch
             for dim, size in enumerate(batch[name].shape) if dim != rows.dim
         }  # fmt: skip
 
@@ -161,13 +195,16 @@ class CompiledStep:
 
     @cached_property
     def output_forms(self) -> dict[str, torch.Tensor]:
-        """`forms_for` this rank's samples."""
-        return self.forms_for(self.layout.own)
+        """A tensor without values for each that the forward returns, of this rank's samples."""
+        return self._forms(self.layout.own)
 
-    def forms_for(self, samples: int) -> dict[str, torch.Tensor]:
-        """A tensor without values for each that the forward returns, by name: as of a batch of so
-        many samples, or of the whole batch where that is coupled.
-        """
+    @cached_property
+    def whole_output_forms(self) -> dict[str, torch.Tensor]:
+        """The same of the samples of all dp ranks."""
+        return self._forms(self.layout.total)
+
+    def _forms(self, samples: int) -> dict[str, torch.Tensor]:
+        """Those of a batch of so many samples, and of the whole batch where that is coupled."""
         graph = self.recording.graph
         found = self.recording.found if self.layout.parts > 1 else None
         grads, specs = graph.grad_values(), graph.specs()
@@ -180,6 +217,10 @@ class CompiledStep:
             trained = refs[name] in grads and dtype.is_floating_point
             forms[name] = torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
         return forms
+
+
+# What a step asks of its graphs, once.
+OF_GRAPHS = tuple(n for n, own in vars(CompiledStep).items() if isinstance(own, cached_property))
 
 
 def _whole_shape(

@@ -26,6 +26,8 @@ from merakc.passes.batches.reader import number_places
 from merakc.passes.sharding.rows import Loss, Reduce
 from merakc.passes.sharding.rules import row_of
 
+Facts = tuple[tuple[Any, str, str], ...]
+
 
 def lengths_mark(
     args: Sequence[Any], kwargs: Mapping[str, Any], sampled: Mapping[str, Rows]
@@ -39,18 +41,21 @@ def lengths_mark(
     return zlib.crc32(repr((told, others)).encode())
 
 
-def check_lengths(
-    found: Analysis | None, split: BatchSplit, group: dist.ProcessGroup | None
-) -> None:
-    """Raises `MismatchError` where the whole batch is another computation on each rank, but for the
-    sizes of what it is computed on; collective.
-    """
-    if found is None or group is None:
-        return
+def facts(found: Analysis, split: BatchSplit) -> Facts:
+    """What a step computes with beside the number of samples, with its lines."""
     own = list(_facts(found.whole))
     for head in (split.head, split.known.whole if split.known else None):
         if head is not None:
             own += [(share.spec.shape, share.name, head.source) for share in head.waist]
+    return tuple(own)
+
+
+def check_lengths(own: Facts, group: dist.ProcessGroup | None) -> None:
+    """Raises `MismatchError` where the whole batch is another computation on each rank, but for the
+    sizes of what it is computed on; collective.
+    """
+    if group is None:
+        return
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, own, group=group)
     for rank, other in enumerate(every):

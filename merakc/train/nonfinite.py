@@ -46,6 +46,7 @@ def find_nonfinite(
     The step's numbers are those of the step that is the next to be taken.
     """
     seen = _Seen()
+    step = steps.with_graphs(step, args, kwargs)
     old = step.executor
     head = old.head and HeadRunner(
         old.head.head, old.head.chunk, old.head.layout, steps.device, old.head.group,

@@ -13,9 +13,6 @@ from merakc.errors import ConfigError, RecordError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import OutputKind
 
-# Outputs that are handed on as they are.
-PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-
 
 class HandOut(torch.autograd.Function):
     """Hands out gradients that the schedule has computed already."""
@@ -85,5 +82,5 @@ def outputs_of(
             is_number = leaf in recording.numbers and leaf in found
             leaves.append(value.item() if is_number else value)
         else:
-            leaves.append(leaf if isinstance(leaf, PLAIN) else None)
+            leaves.append(leaf)
     return pytree.tree_unflatten(leaves, recording.structure)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import gc
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +24,7 @@ from merakc.ir.graph import InputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.lowering.any_size import AnySizes
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import autocast_of, record_part
@@ -34,12 +35,12 @@ from merakc.runtime.agreement import Agreement
 from merakc.runtime.allocator import KeptMemory
 from merakc.runtime.executor import Executor, StepResult
 from merakc.runtime.fused import Fuser
-from merakc.runtime.groups import Groups, reduce_tensors
+from merakc.runtime.groups import Groups
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.health.job import TIMEOUT_S
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.state import Placement, joined
+from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.schedules.planned import with_fewer
 from merakc.train.batch_layout import layout_of
@@ -50,6 +51,7 @@ from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
 from merakc.train.outputs import names_of, told_name
 from merakc.train.settings import Settings
+from merakc.train.told import warn_of_shapes
 from merakc.train.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
@@ -86,6 +88,7 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
+    any_size: AnySizes = field(default_factory=AnySizes)
     whole: Tensors = field(default_factory=dict)  # the batch, where ranks are given the job's
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
@@ -145,14 +148,16 @@ class Steps:
         train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
-        key = self.reads.add(key, recording.reads, recording.of_whole)
+        form, key = key[-1], self.reads.add(key, recording.reads, recording.of_whole)
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: stage_touches(chunk) for stage, chunk in chunks.items()}
             program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
+        shared = self.placements, self.groups, trained(lowered.loss.graph), self.device
+        reduce = self.sharded.sink_shared if self.sharded else tied_reducer(*shared)
         executor = Executor(
             program, chunks, self.state, self.device,
-            reduce=self._reducer(lowered) if train else None,
+            reduce=reduce if train else None,
             channels=self.groups.channels(lowered.plan.rank_of),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
@@ -164,15 +169,14 @@ class Steps:
         whole = partial(joined, self.state, self.placements, groups=self.groups)
         before = Knowledge(known, layout, whole, self.device, group) if known else None
         besides = Besides(recording, layout, whole, self.device, group)
-        step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides)
+        step = CompiledStep(recording, layout, lowered, chunks, executor, before, besides, form)
         self.compiled[key] = step
         return step
 
     def _head(self, lowered: Lowered, layout: BatchLayout, *, train: bool) -> HeadRunner | None:
         """What couples the samples of the whole batch, where this rank runs it."""
         head, chunk, stage = lowered.loss.head, lowered.head(train=train), lowered.head_stage
-        group = self.groups.axis("dp")  # made by all ranks
-        _, own, _ = self.groups.coordinates
+        group, own = self.groups.axis("dp"), self.groups.coordinates[1]  # made by all ranks
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
         fuser = self.fuser if train else None
@@ -200,23 +204,45 @@ class Steps:
         check_objects((args, kwargs))
         for step in self.compiled.values():
             step.besides.take_back()
-        if len(self.compiled) == MANY_SHAPES:
-            warnings.warn(
-                f"merakc has compiled this model for {MANY_SHAPES} shapes of batch, numbers in "
-                f"them, modes or attributes, and keeps {MAX_SHAPES}; pad batches to fewer", None, 2
-            )  # fmt: skip
+        if len(self.compiled) == MANY_SHAPES and self.groups.rank == 0:
+            warn_of_shapes(MANY_SHAPES, MAX_SHAPES)
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
+
+        self.any_size.begin(key[1:])
+        made = self._lowered(args, kwargs, layout, form)
+        light = self.add(key, *made, layout, train=form.train and made[0].has_loss).let_go()
+        self.compiled[next(reversed(self.compiled))] = light
+        del made
+        gc.collect(0)  # what compiling has made, and not let go of, is much
+        return light
+
+    def with_graphs(
+        self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> CompiledStep:
+        """A step for the loss of this batch with its graphs, made again where it let go of them."""
+        if step.chunks:
+            return step
+        with torch.set_grad_enabled(step.executor.reduce is not None):
+            made = self._lowered(args, kwargs, step.layout, step.form)
+        return replace(step, recording=made[0], lowered=made[1], chunks=made[2])
+
+    def _lowered(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: BatchLayout, form: Form
+    ) -> tuple[BatchRecording, Lowered, dict[int, StageGraphs]]:
+        """What a step for this batch is compiled from."""
+        plan = self.planned.plan
+        dims = plan.batch_dims if form.dims is None else form.dims
 
         def recorded(micro_batches: int) -> BatchRecording:
             return record_part(
                 form.module or self.forward, args, kwargs,
                 replace(layout, micro_batches=micro_batches),
                 self.device, plan.precision, couplings=plan.couplings, dims=dims,
-                divided=bool(plan.sub_batches),
+                divided=bool(plan.sub_batches), any_size=self.any_size,
             )  # fmt: skip
 
-        recording, plan = recorded(m), with_fewer(plan, m)
+        recording, plan = recorded(layout.micro_batches), with_fewer(plan, layout.micro_batches)
         train = form.train and recording.has_loss
         results = form.results or not recording.has_loss
         kept = {
@@ -229,8 +255,7 @@ class Steps:
             lowered = with_parts(lowered, recorded, layout.own)
         self._check_held(lowered)
         with torch.autocast(self.device.type, enabled=False):  # its casts are in the recording
-            chunks = lowered.rank_graphs(self.groups.rank, train=train)
-        return self.add(key, recording, lowered, chunks, layout, train=train)
+            return recording, lowered, lowered.rank_graphs(self.groups.rank, train=train)
 
     def _check_held(self, lowered: Lowered) -> None:
         """Refuses a recording that wants parameters elsewhere than they are."""
@@ -250,7 +275,7 @@ class Steps:
                     )
 
     def close(self) -> None:
-        """Forgets the compiled steps and the process groups; nothing runs any more."""
+        """Forgets steps and process groups; nothing runs any more."""
         self.agreement.close()
         self.compiled.clear()
         self.groups.made.clear()
@@ -293,7 +318,7 @@ class Steps:
         batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
-            check_lengths(step.recording.found, step.lowered.loss, group)
+            check_lengths(step.facts, group)
         self.agreement.given([*pytree.tree_leaves((args, kwargs)), self.settings.seen])
         self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
@@ -373,29 +398,3 @@ class Steps:
                    for i in step.brought[InputKind.SCALAR]}
             )  # fmt: skip
         return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
-
-    def _reducer(self, lowered: Lowered) -> Callable[[Tensors], None]:
-        """Sums the gradients of a tied parameter over the ranks that share it."""
-        if self.sharded is not None:
-            return self.sharded.sink_shared
-        wanted = trained(lowered.loss.graph)
-        _, own, _ = self.groups.coordinates
-        tied: list[tuple[dist.ProcessGroup, list[str]]] = []
-        for ranks in sorted({p.ranks for p in self.placements.values() if len(p.ranks) > 1}):
-            group = self.groups.holders(ranks)  # all ranks make every group
-            if group is not None and own in ranks:
-                held = [n for n, p in self.placements.items() if p.ranks == ranks]
-                tied.append((group, sorted(wanted.intersection(held))))
-
-        def reduce(gradients: Tensors) -> None:
-            for group, names in tied:
-                missing = [name for name in names if name not in gradients]
-                gradients |= {name: self._zeros(name) for name in missing}
-                reduce_tensors([gradients[n] for n in names], group)
-
-        return reduce
-
-    def _zeros(self, name: str) -> torch.Tensor:
-        place, (_, _, tp_rank) = self.placements[name], self.groups.coordinates
-        shape = place.layout.local_shape(self.groups.mesh.tp, tp_rank)
-        return torch.zeros(shape, dtype=place.dtype, device=self.device)

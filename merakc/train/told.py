@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 from merakc.errors import MerakWarning
 from merakc.frontend.regions import WHY as DYNAMIC
-from merakc.frontend.source import INSTALLED
+from merakc.frontend.source import INSTALLED, near_line
 from merakc.ir.batches import PER_MICRO_BATCH
 from merakc.ir.plan import Plan
 from merakc.passes.batches.recorded import BatchRecording
@@ -32,6 +33,16 @@ def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> 
     if plan.couplings == PER_MICRO_BATCH:
         for line in plan.conventions:
             warnings.warn(f"by convention: {line}", MerakWarning, stacklevel=4)
+
+
+def warn_of_shapes(many: int, most: int) -> None:
+    """Says, of the user's own line, that a model has been compiled for many shapes."""
+    text = (
+        f"merakc has compiled this model for {many} shapes of batch, numbers in them, modes or "
+        f"attributes, and keeps {most}; pad batches to fewer"
+    )
+    name, _, line = near_line(sys._getframe(1)).rpartition(":")
+    warnings.warn_explicit(text, MerakWarning, name or "merakc", int(line or 0))
 
 
 def _warn_of_opaque(plan: Plan) -> None:

@@ -11,6 +11,9 @@ import torch.utils._pytree as pytree
 from merakc.errors import RecordError
 from merakc.frontend.values.structures import open_dataclasses
 
+# Outputs that are handed on as they are.
+PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
 
 def find_loss(
     out: Any, is_trained: Callable[[torch.Tensor], bool] = lambda x: x.requires_grad

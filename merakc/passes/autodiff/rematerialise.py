@@ -8,6 +8,7 @@ one by one, it runs right before what reads it, and small values are not worth i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -87,9 +88,12 @@ def late(graph: Graph) -> Graph:
 def _keeping(stage: StageGraphs, keep: Collection[Ref]) -> StageGraphs:
     assert stage.backward is not None
     whole, specs = stage.forward, stage.forward.specs()
-    kept = {r: f"saved:{r}" for r in sorted_refs(keep)}
+    names = {
+        r: sys.intern(str(r)) for r in sorted_refs(keep)
+    }  # one string in all graphs of a model
+    kept = {r: sys.intern(f"saved:{r}") for r in names}
     saved = [o for o in whole.outputs if o.kind is OutputKind.SAVED]
-    given = tuple(Input(n, InputKind.SAVED, specs[r], str(r)) for r, n in kept.items())
+    given = tuple(Input(n, InputKind.SAVED, specs[r], names[r]) for r, n in kept.items())
     again = replace(whole, outputs=tuple(saved)).renamed({r: Ref(n) for r, n in kept.items()})
     again = again.pruned()
     made = {o.name: o.ref for o in again.outputs}
@@ -103,7 +107,7 @@ def _keeping(stage: StageGraphs, keep: Collection[Ref]) -> StageGraphs:
     backward = backward.without_unread_inputs()
     wanted = {i.target for i in backward.inputs if i.kind is InputKind.SAVED}
     results = (o for o in whole.outputs if o.kind is not OutputKind.SAVED)
-    outputs = (*results, *(Output(str(r), OutputKind.SAVED, r) for r in kept if str(r) in wanted))
+    outputs = (*results, *(Output(n, OutputKind.SAVED, r) for r, n in names.items() if n in wanted))
     return replace(stage, forward=replace(whole, outputs=outputs).pruned(), backward=backward)
 
 

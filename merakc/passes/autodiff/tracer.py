@@ -7,6 +7,7 @@ come from nowhere.
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.unclear = f"{func} writes"
         if not any(isinstance(o, torch.Tensor) for o in outs):
             return out  # a device or a size, or a constant's number
-        name = f"j:{self._names.create_name(traits.short, None)}"
+        name = sys.intern(f"j:{self._names.create_name(traits.short, None)}")
         own = tuple([self._value(a) for a in args])
         named = tuple([(k, self._value(v)) for k, v in kwargs.items() if k not in PLACES])
         specs = tuple(

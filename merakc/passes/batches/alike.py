@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from merakc.errors import RecordError
+from merakc.frontend.values.reads import Reads
 from merakc.ir.graph import Graph, InputKind, Node, OutputKind, Ref, TensorSpec
 from merakc.kernels.opaque import OPAQUE
 from merakc.passes.batches.aligned import aligned, common
@@ -156,3 +158,17 @@ class _Line:
             found = self.size(two, many)
             return two if found is None else found
         return two
+
+
+def check_read_alike(one: Reads | None, two: Reads | None) -> None:
+    """Raises `RecordError` where Python reads something else of two samples than of one, for which
+    the calls of two are taken.
+    """
+    told = [[(r.source, r.answer) for r in reads.asked] if reads else [] for reads in (one, two)]
+    if told[0] != told[1]:
+        source, answer = next(b for a, b in zip_longest(*told) if a != b) or told[0][-1]
+        raise RecordError(
+            f"{source}: the forward reads a number ({answer}) of its batch that it does not read "
+            "alike of one sample and of two, and a micro-batch has one; give micro-batches more "
+            "samples, or run the batch whole (dp=1 and micro_batches=1)"
+        )

@@ -52,6 +52,11 @@ class Stages:
         """The graph of each stage on tp rank 0, which holds no less than any other rank."""
         return tuple(spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
 
+    def without_nodes(self) -> Stages:
+        """What goes in and out of the stages."""
+        graphs = tuple(graph.without_nodes() for graph in self.graphs)
+        return Stages({}, graphs, self.transfers, replace(self.sharding, layouts={}))
+
 
 def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
     """The nodes that any stage may repeat: no product and no dropout behind them.

@@ -66,7 +66,7 @@ class Pending:
         self.train, self.gradients = train, taken and taken[2]
         self.trains = train is not None or bool(self.gradients)
         self.number = steps.taken - bool(self.gradients)  # of the step
-        forms = step.forms_for(step.layout.total) if steps.whole else step.output_forms
+        forms = step.whole_output_forms if steps.whole else step.output_forms
         self.names = list(forms)
         self.tape = Tape([x if self.trains else x.detach() for x in forms.values()], steps.device)
         self.known: dict[int, torch.Tensor] = {}
