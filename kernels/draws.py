@@ -216,7 +216,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.merakc.dropout(grad, *ctx.saved_tensors, *ctx.rest), *(None,) * 8
 
 
-_BLOCK = "int key, int sample, SymInt[] sizes, int[] starts, SymInt[] local_sizes"
+_BLOCK = "int key, int sample, int[] sizes, int[] starts, int[] local_sizes"
 torch.library.define(
     "merakc::dropout", f"(Tensor x, Tensor seed, Tensor first_sample, float p, {_BLOCK}) -> Tensor"
 )
@@ -226,7 +226,7 @@ torch.library.register_autograd("merakc::dropout", _differentiate, setup_context
 for _name, _call in (("uniform", _uniform), ("normal", _normal)):
     torch.library.define(
         f"merakc::{_name}",
-        f"(Tensor seed, Tensor first_sample, {_BLOCK}, SymInt[] shape, ScalarType dtype) -> Tensor",
+        f"(Tensor seed, Tensor first_sample, {_BLOCK}, int[] shape, ScalarType dtype) -> Tensor",
     )
     torch.library.impl(f"merakc::{_name}", "default", _call)
     torch.library.register_fake(f"merakc::{_name}", _fake_draw)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -11,7 +9,6 @@ from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -35,24 +32,22 @@ from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven
 from merakc.kernels import gemm
-from merakc.kernels.collectives import unbind_axes
 from merakc.lowering.find_samples import find_samples
 from merakc.lowering.lowered import Lowered, apply_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import record_part, with_loss
-from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
-from merakc.machines.start import device_of, start_distributed
+from merakc.machines.start import device_of
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
 from merakc.planner.fit import Fit
 from merakc.planner.requested import first_parts, requested, without_dp
 from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
-from merakc.runtime.fused import Fuser, check_compiler
+from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
-from merakc.runtime.health.job import TIMEOUT_S, call, start_job
-from merakc.runtime.links import memory_bytes
+from merakc.runtime.health.job import TIMEOUT_S, call
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
@@ -61,13 +56,11 @@ from merakc.train.expected import expected
 from merakc.train.mirror import users_type
 from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
+from merakc.train.starting import living, nominal, started
 from merakc.train.steps import Steps
 from merakc.train.told import warn_of
-from merakc.train.trials import shared_cores
 from merakc.train.weights import allocate, find_placements, opened, take_over
 from merakc.version import __version__
-
-_living: WeakSet[Steps] = WeakSet()
 
 
 def auto_parallel(
@@ -135,7 +128,7 @@ def auto_parallel(
     """
     asked = dict(locals())
     check_on_nonfinite(on_nonfinite)
-    world, fuser = _started(device := device_of(device), compile, timeout_s)
+    world, fuser = started(device := device_of(device), compile, timeout_s)
     files = opened(model, weights)
     agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
     agreed += f", weights={files and files.fingerprint}"
@@ -151,7 +144,7 @@ def plan_for(model: nn.Module, batch: Any, **options: Any) -> Plan:
     given = signature(auto_parallel).bind(model, batch, **options)
     given.apply_defaults()
     asked, device = given.arguments, device_of(given.arguments["device"])
-    world, _ = _started(device, compile=False, timeout_s=asked["timeout_s"])
+    world, _ = started(device, compile=False, timeout_s=asked["timeout_s"])
     with call("plan_for"):
         return _decided(asked, world, device, "").lowered.plan
 
@@ -232,7 +225,7 @@ def _decide(
     request = without_dp(requests[reading()], given) if outside else requests[reading()]
     if request.recompute == "auto" and given is None and first(reading()).checkpoints:
         request = replace(request, recompute="full")
-    machines = cluster or _nominal(device)
+    machines = cluster or nominal(device)
     record = partial(_of_samples, model, example(), request, device, recorded)
     fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
     lowered, recording = _lowered(given, recorded, fit, likely)
@@ -274,10 +267,9 @@ def _build(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
         fuser, loss=loss, follows=made.fit.request.micro_batches is None,
     )  # fmt: skip
-    _living.add(steps)
+    living.add(steps)
     layout = steps.layout(*made.example)
-    form = Form(train=True, mark=made.outside or None)
-    key = steps.key(*made.example, layout, form)
+    key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
     step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
@@ -292,28 +284,6 @@ def _build(
         book = Bookkeeper(ledger or "", steps, header)
     kind: type[ParallelModel] = users_type(ParallelModel, type(model))  # type: ignore[arg-type]
     return kind(steps, recording.aliases, simulation, book)
-
-
-def _started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
-    """The number of ranks, which are connected, and what fuses graphs where that is asked for."""
-    if compile:
-        check_compiler(device)
-    world = start_distributed(device, timeout_s)
-    atexit.unregister(_release_groups)  # once, and before the process group goes
-    atexit.register(_release_groups)
-    start_job(timeout_s)  # and says goodbye before that
-    return world, Fuser(device) if compile else None
-
-
-def _release_groups() -> None:
-    """Lets go of every process group, which ends its threads.
-
-    A thread of gloo's that still frees a tensor while Python shuts down aborts the process.
-    """
-    for steps in _living:
-        steps.close()
-    unbind_axes()
-    gc.collect()
 
 
 def _recorded(
@@ -404,13 +374,3 @@ def _lowered(
     known = found and plan.dp == likely
     lowered = found[0] if known else apply_plan(plan, recording)
     return with_parts(lowered, partial(recorded, dp=plan.dp)), recording
-
-
-def _nominal(device: torch.device) -> Cluster:
-    """What plans are made with: these ranks' memory, and the cores that are fewer than they;
-    collective.
-    """
-    nominal = NOMINAL_GPU if device.type == "cuda" else NOMINAL_CPU
-    sharing = shared_cores(device)
-    few = sharing is not None and sharing.cores < sharing.devices
-    return replace(nominal, memory_bytes=memory_bytes(device), sharing=sharing if few else None)

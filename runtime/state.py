@@ -71,6 +71,12 @@ def joined(
     return layout.join(parts)
 
 
+def others(local: Tensors, found: Sequence[Pieces]) -> list[Pieces]:
+    """A piece for each tensor that is in none of those found."""
+    rest = local.keys() - {name for pieces in found for name in pieces.names}
+    return [Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest]  # type: ignore[misc]
+
+
 def gather_full(
     local: Sequence[Pieces], placements: Mapping[str, Placement], mesh: Mesh, rank: int
 ) -> Tensors:

@@ -21,7 +21,7 @@ from merakc.frontend.finite import FiniteGuards
 from merakc.frontend.opaque import UntraceableError
 from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import ValuesNeededError
-from merakc.frontend.values.symbols import SYMBOLIC, Answer, Number, Symbols, is_symbolic, number
+from merakc.frontend.values.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
 from merakc.ir.graph import Ref
 
 # Calls that count, and those that a count passes on its way to Python.
@@ -47,9 +47,8 @@ class SymbolsNeededError(Exception):
 class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A graph that is written as calls pass, and what stands behind the numbers that Python reads.
 
-    With `symbolic`, numbers and sizes that depend on values are symbols; with `any_size`, sizes of
-    the batch are. With `settling`, sizes that the batch alone says are numbers wherever parameters
-    are computed with.
+    With `symbolic`, numbers and sizes that depend on values are symbols. With `settling`, sizes
+    that the batch alone says are numbers wherever parameters are computed with.
     """
 
     def __init__(
@@ -60,8 +59,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.told = told
         self.guards = FiniteGuards(self.nodes)
         self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
-        self.symbolic = isinstance(fake_mode.shape_env, Symbols)
-        self.any_size = fake_mode.shape_env is not None and not self.symbolic
+        self.symbolic = fake_mode.shape_env is not None
         self.settling = settling
 
     def _untraceable(self, what: str, remedy: str) -> UntraceableError:
@@ -255,7 +253,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _name_sizes(self, outs: Sequence[Any], ref: Ref) -> None:
         """Notes what the symbols in the shapes of a node's results that are new stand for."""
-        for index, item in enumerate(outs if self.symbolic else ()):
+        for index, item in enumerate(outs):
             for dim, size in enumerate(item.shape if is_symbolic(item) else ()):
                 if isinstance(found := number(size), Number) and found.expression.is_Symbol:
                     self._name_symbols(found.expression, Ref(ref.node, index), dim)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from merakc.frontend.python.content import tensors_in
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import Reader
-from merakc.frontend.values.results import PLAIN, find_loss
+from merakc.frontend.values.results import find_loss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.frontend.values.symbols import SYMBOLIC, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
@@ -44,7 +44,6 @@ class GraphBuilder:
         self.names: dict[str, int] = {}
         self.grads: set[Ref] = set()  # values that require a gradient
         self.batch: dict[str, torch.Tensor] = {}  # its tensors, by name
-        self.shapes: Mapping[str, tuple[Any, ...]] = {}  # of those whose sizes are symbols
         self.checked: list[tuple[Ref, bool, str]] = []  # truths, what they have to be, the lines
         self.printed: list[str] = []  # that it prints
         self.numbers: set[str] = set()  # the outputs that are numbers in Python
@@ -82,7 +81,7 @@ class GraphBuilder:
                 "to parameters only; detach it, or make what computes it a part of the model"
             )
         with self.fake_mode:
-            fake = torch.empty(self.shapes.get(target, leaf.shape), dtype=leaf.dtype)
+            fake = torch.empty(leaf.shape, dtype=leaf.dtype)
         ref = self._input(target, InputKind.BATCH, fake, target, False)
         self.aliases.add(fake, ref)
         self.batch[target] = fake
@@ -99,7 +98,7 @@ class GraphBuilder:
         names: list[Any] = []
         for path, leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
-                names.append(leaf if isinstance(leaf, PLAIN) else None)
+                names.append(leaf)
                 continue
             name = pytree.keystr(path).strip("[]'.") or "output"
             if not isinstance(leaf, torch.Tensor):
@@ -156,8 +155,7 @@ class GraphBuilder:
         kept = tuple(i for i in self.inputs if i.name in read)
         constants = {name: value.detach().clone() for name, value in self.constants.items()}
         graph = Graph(kept, tuple(self.nodes), tuple(self.outputs), constants, self.functions)
-        regions = not self.shapes  # else numbers are of sizes, and no value is asked for
-        return with_regions(graph, self.sources, len(self.functions)) if regions else graph
+        return with_regions(graph, self.sources, len(self.functions))
 
     # ------------------------------------------------------------------ pieces of a node
 
@@ -174,7 +172,7 @@ class GraphBuilder:
         self, name: str, kind: InputKind, fake: torch.Tensor, target: str, grad: bool
     ) -> Ref:
         ref = Ref(self._unique(name))
-        spec = spec_of(fake)
+        spec = TensorSpec(tuple(fake.shape), fake.dtype)
         self.inputs.append(Input(ref.node, kind, spec, target, grad))
         if grad:
             self.grads.add(ref)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import itertools
 import operator
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from merakc.frontend.replaced import replaced
-from merakc.frontend.source import is_users
 
 
 @contextlib.contextmanager
@@ -57,36 +54,6 @@ def symbolic_builtins(known: Callable[[Any], Tensor | None]) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def numbers_as_asked() -> Iterator[None]:
-    """Has code outside torch that asks of which class a symbol is, or for its text, see the number
-    that it stands for, which is then known to matter.
-    """
-    plain = builtins.isinstance
-
-    def known(value: Any) -> Any:
-        """The number itself, where the caller's caller is no code of torch's."""
-        is_theirs = type(value) in PLAIN and is_users(sys._getframe(3).f_code)
-        return PLAIN[type(value)](value) if is_theirs else value
-
-    def is_instance(value: Any, kinds: Any) -> bool:
-        return plain(known(value), kinds)
-
-    def as_text(shown: Callable[..., str], name: str) -> Callable[..., str]:
-        def call(value: Any, *spec: Any) -> str:
-            found = known(value)
-            text: str = shown(value, *spec) if found is value else getattr(found, name)(*spec)
-            return text
-
-        return call
-
-    with contextlib.ExitStack() as stack:
-        for kind, name in itertools.product(PLAIN, ("__str__", "__repr__", "__format__")):
-            stack.enter_context(replaced(kind, name, as_text(getattr(kind, name), name)))
-        stack.enter_context(replaced(builtins, "isinstance", is_instance))
-        yield
-
-
 def _kind(value: Any) -> str:
     """What is compared: a number, a symbol or a tensor of one number."""
     if isinstance(value, FakeTensor):
@@ -96,7 +63,6 @@ def _kind(value: Any) -> str:
     return type(value).__name__.lower() if type(value) in NUMBERS else ""
 
 
-PLAIN = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 # Kinds of two arguments, sorted, that are compared as tensors: a whole number is kept as one.
 TOGETHER = (

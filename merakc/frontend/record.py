@@ -11,14 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 import torch.utils._pytree as pytree
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from merakc.batches.split import named_tensors
 from merakc.costs.work.flops import node_flops
 from merakc.errors import MerakError, RecordError
 from merakc.frontend.aside import Aside
@@ -40,8 +36,6 @@ from merakc.kernels.opaque import OPAQUE, find
 # What may run as it is of a forward's arithmetic before shapes are settled by the batch, for each
 # of whose answers a step is then compiled.
 MUCH_OPAQUE = 0.2
-# The least and the largest size that a symbol stands for: products of three are numbers of torch's.
-SIZES = (2, 2**20)
 
 
 @dataclass(frozen=True)
@@ -232,67 +226,6 @@ def _record(
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left, checkpoints=first.checkpoints,
     )  # fmt: skip
-
-
-def record_any_size(
-    model: torch.nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    parameter_dtype: torch.dtype | None,
-    dims: Mapping[str, Sequence[int | str]],
-) -> tuple[Recording, tuple[sympy.Basic, ...], Mapping[str, str]]:
-    """Records a forward for many sizes of batch at once: sizes and numbers that follow from them
-    are `Number`s of symbols.
-
-    `dims` says the sizes of each tensor of the batch: a number that stays, or the name of a symbol,
-    which is here what the batch has. The recording holds for all sizes in `SIZES` that fulfil the
-    conditions beside it, which are all that torch or Python has asked about a symbol; last come the
-    names that the symbols have in both. Raises what `record` does, and `RecordError` for a forward
-    that does more than compute.
-    """
-    check_around("auto_parallel")
-    check_modules(model)
-    env = ShapeEnv(duck_shape=False)
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
-    recorder = Recorder(fake_mode)
-    symbols = _symbols(env, dims, named_tensors(args, kwargs))
-    recorder.shapes = {n: tuple(symbols.get(s, s) for s in sizes) for n, sizes in dims.items()}
-    fallbacks = Fallbacks(dict(model.named_modules()))
-    with untouched(model) as state:
-        slots = put_fakes(model, fake_mode, parameter_dtype)
-        outputs, structure, aside = _run(recorder, model, slots, args, kwargs, fallbacks)
-        changes = state.changes()
-    graph = recorder.graph().pruned()
-    made = Recording(
-        graph, outputs, structure, _aliases(model), type(model).__name__,
-        numbers=frozenset(recorder.numbers), reads=recorder.reader.reads(),
-        finite=recorder.guards.lines(recorder.outputs), aside=aside,
-    )  # fmt: skip
-    if changes or not computes_alone(made) or env.deferred_runtime_asserts:
-        raise RecordError(f"the forward of {made.model_name} does more than compute")
-    names = {str(name): str(symbol.node.expr) for name, symbol in symbols.items()}
-    return made, tuple(guard.expr for guard in env.guards), names
-
-
-def computes_alone(made: Recording) -> bool:
-    """Whether a recording is of a forward that does nothing but compute, by calls of torch's."""
-    more = made.reads or made.finite or made.aside or made.full or made.left or made.numbers
-    return not (more or made.graph.functions or any(n.op == OPAQUE for n in made.graph.nodes))
-
-
-def _symbols(
-    env: ShapeEnv, dims: Mapping[str, Sequence[int | str]], tensors: Mapping[str, torch.Tensor]
-) -> dict[int | str, torch.SymInt]:
-    """The symbols of the names that `dims` has."""
-    made: dict[int | str, Any] = {}
-    for name, sizes in dims.items():
-        for size, now in zip(sizes, tensors[name].shape, strict=True):
-            if isinstance(size, str) and size not in made:
-                source = ConstantSource(size)
-                symbol = env.create_symbol(now, source, dynamic_dim=DimDynamic.DYNAMIC)
-                env.constrain_symbol_range(symbol, *SIZES)  # so that `x[:]` is `x`, as of numbers
-                made[size] = env.create_symintnode(symbol, hint=now, source=source)
-    return made
 
 
 def without_aside(graph: Graph) -> Graph:

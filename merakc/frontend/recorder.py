@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from merakc.errors import ForwardError, MerakError, RecordError, failure
 from merakc.frontend.aside import AsideRecorder
 from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeededError
-from merakc.frontend.builtin_calls import numbers_as_asked, symbolic_builtins
+from merakc.frontend.builtin_calls import symbolic_builtins
 from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
 from merakc.frontend.calls.communication import check_call, no_objects_sent
@@ -64,8 +64,6 @@ WRITTEN_OTHERWISE = {
     "aten.as_strided.default": "_strided",
     "aten.scaled_dot_product_attention.default": "_attention",
 }
-# Calls of which torch's own rule for shapes wants numbers, and other rules that do not.
-SIZED = {torch.ops.aten.constant_pad_nd.default: torch._refs.constant_pad_nd}
 # Calls that only ask about a tensor.
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
@@ -132,8 +130,6 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
                 replaced(FakeTensor, "numpy", lambda x, **how: self._numpy(x, **how))
             )
             stack.enter_context(replaced(FakeTensor, "data_ptr", self._address))
-            if self.any_size:
-                stack.enter_context(numbers_as_asked())
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(same_flags())  # the dispatcher's, which that puts back, too
             stack.enter_context(self.fake_mode)
@@ -279,8 +275,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             func = torch.ops.merakc.grouped_mm.default
         self.paused, before = True, self.paused
         try:
-            if (self.symbolic or self.any_size) and is_symbolic((args, kwargs)):
-                out = SIZED.get(func, func)(*args, **kwargs)
+            if self.symbolic and is_symbolic((args, kwargs)):
+                out = func(*args, **kwargs)
             else:
                 out = self.forms.run(func, args, kwargs)
         finally:

@@ -30,7 +30,6 @@ from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, find
-from merakc.lowering.any_size import AnySizes, Batch
 from merakc.lowering.find_samples import Fit, fit_of
 from merakc.passes.batches.alike import OtherPathError, check_read_alike, of_one_sample
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
@@ -58,7 +57,6 @@ def record_part(
     dims: BatchDims = BY_SIZE,
     divided: bool = False,
     shared: Shared | None = None,
-    any_size: AnySizes | None = None,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
@@ -66,14 +64,13 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls with `shared` in common record no form of batch twice; with
-    `any_size`, one recording may do for batches of many sizes. It raises `RecordError` as `record`
-    and `analyse` do.
+    the dtype that it computes in. Calls with `shared` in common record no form of batch twice. It
+    raises `RecordError` as `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(
         model, *cast_floats(args, kwargs, dtype), layout, device,
-        dtype=dtype, dims=dims, shared={} if shared is None else shared, any_size=any_size,
+        dtype=dtype, dims=dims, shared={} if shared is None else shared,
     )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 
@@ -173,10 +170,8 @@ class _Forward:
         dtype: torch.dtype | None,
         dims: BatchDims,
         shared: Shared,
-        any_size: AnySizes | None,
     ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.shared, self.any_size = shared, any_size
+        self.model, self.args, self.kwargs, self.shared = model, args, kwargs, shared
         self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
         self.sampled = sample_rows(args, kwargs, dims)
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
@@ -259,38 +254,29 @@ class _Forward:
         return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
 
     def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-        form = self.settling, signature(args, kwargs)
+        layout, form = self.layout, (self.settling, signature(args, kwargs))
         if form in self.shared:
             return self.shared[form]
+        # Once for each way is a second forward compared.
+        repeated = samples == layout.each and all(s is not self.settling for s, _ in self.shared)
         with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
-            batch = Batch(self.model, args, kwargs, self.dtype)
-            many = None if self.settling else self.any_size
-            made = many.find(batch) if many else None
-            if made is None:
-                made = self._anew(samples, batch)
-                if many:
-                    many.keep(made, batch)
+            try:
+                told = self.sized(layout.each).reads if samples != layout.each else None
+                made = record(
+                    self.model, args, kwargs, self.dtype, told.answers if told else (),
+                    settling=self.settling, repeated=repeated,
+                )  # fmt: skip
+            except ForwardError as error:
+                if samples == layout.own or self._fails():
+                    raise
+                cause = error.__cause__ or error
+                raise _other_size(samples, layout.own, self.taken, cause) from error
         graph = run_passes(RECORDED, made.everything)
         of_full = {"graph": without_aside(graph), "full": graph} if made.full else {"graph": graph}
         made = replace(made, **of_full)
         if made.reads is None:  # no value of the batch was asked for
             self.shared[form] = made
         return made
-
-    def _anew(self, samples: int, batch: Batch) -> Recording:
-        layout = self.layout
-        # Once for each way is a second forward compared.
-        repeated = samples == layout.each and all(s is not self.settling for s, _ in self.shared)
-        try:
-            told = self.sized(layout.each).reads if samples != layout.each else None
-            return record(
-                *batch, told.answers if told else (), settling=self.settling, repeated=repeated
-            )
-        except ForwardError as error:
-            if samples == layout.own or self._fails():
-                raise
-            cause = error.__cause__ or error
-            raise _other_size(samples, layout.own, self.taken, cause) from error
 
     def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
         """What the forward does beside computing, of the whole batch; `found` is of its parts."""

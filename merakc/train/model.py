@@ -16,8 +16,8 @@ from merakc.frontend.calls.around import check_around
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
-from merakc.runtime.part import Place, TensorPart, local_of, place_of
-from merakc.runtime.state import Pieces, gather_full
+from merakc.runtime.part import Place, TensorPart, place_of
+from merakc.runtime.state import gather_full, others
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
@@ -33,7 +33,7 @@ from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
-from merakc.train.parameters.places import stand_in
+from merakc.train.parameters.places import check_given, stand_in
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -191,8 +191,9 @@ class ParallelModel(Mirror):
         if not step.has_loss:
             if not train:
                 return self._results(step, args, kwargs)
-            take = partial(self._run, train=True)
-            return Pending(steps, step, args, kwargs, train=take).answer({})
+            return Pending(steps, step, args, kwargs, train=partial(self._run, train=True)).answer(
+                {}
+            )
         taken = self._run(step, args, kwargs, train=train)
         pending = Pending(steps, step, args, kwargs, taken)
         return pending.answer({loss_name(step.recording): taken[0]})
@@ -221,9 +222,8 @@ class ParallelModel(Mirror):
 
     def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """This dp rank's batch, of what a call is given."""
-        return own_part(self._own("_steps"), args, kwargs) if self._own("_reads_whole") else (
-            args, kwargs
-        )  # fmt: skip
+        whole = self._own("_reads_whole")
+        return own_part(self._own("_steps"), args, kwargs) if whole else (args, kwargs)
 
     def _with_gradients(
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
@@ -364,18 +364,8 @@ class ParallelModel(Mirror):
                 "its steps share, so values can be copied into them, not put in their place"
             )
         own, whole = super().state_dict(keep_vars=True), self._own("_steps").source.state_dict()
-        for name, value in state_dict.items():
-            if not isinstance(value, torch.Tensor) or name not in whole:
-                continue
-            if value.shape != whole[name].shape:
-                raise ConfigError(
-                    f"'{name}' is given as {tuple(value.shape)}, and the whole is "
-                    f"{tuple(whole[name].shape)}"
-                )
-            if isinstance(value, TensorPart) and name in own:
-                local_of(own[name], value)
-        elsewhere = whole.keys() - own.keys()
-        given = {n: v for n, v in state_dict.items() if n not in elsewhere}
+        check_given(state_dict, own, whole)
+        given = {n: v for n, v in state_dict.items() if n in own or n not in whole}
         self._own("_steps").stale.clear()
         return super().load_state_dict(given, strict)
 
@@ -407,6 +397,5 @@ class ParallelModel(Mirror):
         """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
         steps = self._own("_steps")
         found = list(steps.sharded.wholes(local)) if steps.sharded else []
-        rest = local.keys() - {name for pieces in found for name in pieces.names}
-        found += [Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest]  # type: ignore[misc]
+        found += others(local, found)
         return gather_full(found, steps.placements, self.plan.mesh, self.rank)

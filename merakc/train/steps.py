@@ -24,7 +24,6 @@ from merakc.ir.graph import InputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
-from merakc.lowering.any_size import AnySizes
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import autocast_of, record_part
@@ -88,7 +87,6 @@ class Steps:
     settings: Settings = field(init=False)  # modes and attributes of the model's own modules
     agreement: Agreement = field(init=False)  # says at every step whether ranks train alike
     reads: BatchReads = field(default_factory=BatchReads)
-    any_size: AnySizes = field(default_factory=AnySizes)
     whole: Tensors = field(default_factory=dict)  # the batch, where ranks are given the job's
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
@@ -209,7 +207,6 @@ class Steps:
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
 
-        self.any_size.begin(key[1:])
         made = self._lowered(args, kwargs, layout, form)
         light = self.add(key, *made, layout, train=form.train and made[0].has_loss).let_go()
         self.compiled[next(reversed(self.compiled))] = light
@@ -239,7 +236,7 @@ class Steps:
                 form.module or self.forward, args, kwargs,
                 replace(layout, micro_batches=micro_batches),
                 self.device, plan.precision, couplings=plan.couplings, dims=dims,
-                divided=bool(plan.sub_batches), any_size=self.any_size,
+                divided=bool(plan.sub_batches),
             )  # fmt: skip
 
         recording, plan = recorded(layout.micro_batches), with_fewer(plan, layout.micro_batches)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import gc
+import math
+
+import pytest
 import torch
 
 import merakc
 from benchmarks.models import MODELS
-from merakc.ir.graph import InputKind
+from merakc.ir.graph import InputKind, Node
 from merakc.train.compiled_step import CompiledStep
+from tests.battery.small_models import Words, parallel, words
 
 
 def compiled(name: str) -> CompiledStep:
@@ -34,3 +39,20 @@ def test_the_buffers_that_are_written() -> None:
     written = compiled("resnet").written
     assert written
     assert all("running" in name or "num_batches" in name for name in written)
+
+
+@pytest.mark.filterwarnings("ignore:merakc has compiled this model for 8")
+def test_a_step_for_another_shape_keeps_no_stage_and_can_be_looked_into() -> None:
+    model = parallel(lambda: Words(), words(0), micro_batches=2)
+    for length in (5, 7, 8, 9, 11):
+        model(**words(1, 8, length))["loss"].backward()
+    gc.collect()
+    before = sum(type(x) is Node for x in gc.get_objects())
+    for length in range(12, 24):
+        model(**words(1, 8, length))["loss"].backward()
+    gc.collect()
+    grown = sum(type(x) is Node for x in gc.get_objects()) - before
+    assert grown < 12 * 8  # of what is known before the step, a few; the graphs have a hundred
+    with torch.no_grad():
+        model.embedding.weight.fill_(math.inf)
+    assert "embedding" in str(model.find_nonfinite(**words(1, 8, 12)))

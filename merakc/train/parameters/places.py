@@ -132,6 +132,24 @@ def tagged_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str,
     return found
 
 
+def check_given(
+    given: Mapping[str, Any], own: Mapping[str, Any], whole: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises `ConfigError` for tensors of a state dict that are neither whole nor this rank's own
+    parts: before any is loaded.
+    """
+    for name, value in given.items():
+        if not isinstance(value, torch.Tensor) or name not in whole:
+            continue
+        if value.shape != whole[name].shape:
+            raise ConfigError(
+                f"'{name}' is given as {tuple(value.shape)}, and the whole is "
+                f"{tuple(whole[name].shape)}"
+            )
+        if isinstance(value, TensorPart) and name in own:
+            local_of(own[name], value)
+
+
 def _taken(parameter: torch.Tensor, value: Any) -> Any:
     place = place_of(parameter)
     if not isinstance(value, torch.Tensor) or place is None or not value.dim():

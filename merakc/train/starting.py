@@ -1,0 +1,53 @@
+"""How the ranks of a job begin, and how they end."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+from dataclasses import replace
+from weakref import WeakSet
+
+import torch
+
+from merakc.kernels.collectives import unbind_axes
+from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.machines.start import start_distributed
+from merakc.runtime.fused import Fuser, check_compiler
+from merakc.runtime.health.job import start_job
+from merakc.runtime.links import memory_bytes
+from merakc.train.steps import Steps
+from merakc.train.trials import shared_cores
+
+living: WeakSet[Steps] = WeakSet()
+
+
+def started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
+    """The number of ranks, which are connected, and what fuses graphs where that is asked for."""
+    if compile:
+        check_compiler(device)
+    world = start_distributed(device, timeout_s)
+    atexit.unregister(_release_groups)  # once, and before the process group goes
+    atexit.register(_release_groups)
+    start_job(timeout_s)  # and says goodbye before that
+    return world, Fuser(device) if compile else None
+
+
+def _release_groups() -> None:
+    """Lets go of every process group, which ends its threads.
+
+    A thread of gloo's that still frees a tensor while Python shuts down aborts the process.
+    """
+    for steps in living:
+        steps.close()
+    unbind_axes()
+    gc.collect()
+
+
+def nominal(device: torch.device) -> Cluster:
+    """What plans are made with: these ranks' memory, and the cores that are fewer than they;
+    collective.
+    """
+    found = NOMINAL_GPU if device.type == "cuda" else NOMINAL_CPU
+    sharing = shared_cores(device)
+    few = sharing is not None and sharing.cores < sharing.devices
+    return replace(found, memory_bytes=memory_bytes(device), sharing=sharing if few else None)
