@@ -397,5 +397,4 @@ class ParallelModel(Mirror):
         """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
         steps = self._own("_steps")
         found = list(steps.sharded.wholes(local)) if steps.sharded else []
-        found += others(local, found)
-        return gather_full(found, steps.placements, self.plan.mesh, self.rank)
+        return gather_full(found + others(local, found), steps.placements, self.plan.mesh, self.rank)
