@@ -71,29 +71,29 @@ def joined(
     return layout.join(parts)
 
 
-def others(local: Tensors, found: Sequence[Pieces]) -> list[Pieces]:
-    """A piece for each tensor that is in none of those found."""
-    rest = local.keys() - {name for pieces in found for name in pieces.names}
-    return [Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest]  # type: ignore[misc]
-
-
 def gather_full(
-    local: Sequence[Pieces], placements: Mapping[str, Placement], mesh: Mesh, rank: int
+    local: Tensors,
+    made: Sequence[Pieces],
+    placements: Mapping[str, Placement],
+    mesh: Mesh,
+    rank: int,
 ) -> Tensors:
     """The whole tensors by name, on the CPU of rank 0, and {} on the other ranks. Collective.
 
-    `local` makes this rank's parts, some at a time, on all dp ranks of a stage in the same order;
-    a name that no owner holds is left out. Only dp rank 0 sends.
+    `local` has this rank's parts, but for those that are `made`, some at a time, on all dp ranks of
+    a stage in the same order; a name that no owner holds is left out. Only dp rank 0 sends.
     """
+    rest = local.keys() - {name for pieces in made for name in pieces.names}
+    every = [*made, *(Pieces([n], lambda n=n: {n: local[n]}) for n in local if n in rest)]  # type: ignore[misc]
     dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
-    own = [[n for n in p.names if placements[n].owner == pipeline_rank] for p in local]
+    own = [[n for n in p.names if placements[n].owner == pipeline_rank] for p in every]
     order = [name for names in own for name in names]
     everyone = [order]
     if mesh.world_size > 1:
         everyone = [[] for _ in range(mesh.world_size)]
         dist.all_gather_object(everyone, order, all_ranks())
     found: Tensors = {}
-    for names, pieces in zip(own, local, strict=True):
+    for names, pieces in zip(own, every, strict=True):
         parts = pieces.make()
         for name in names:
             is_split = placements[name].layout.is_split

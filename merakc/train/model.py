@@ -17,7 +17,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, place_of
-from merakc.runtime.state import gather_full, others
+from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
@@ -397,4 +397,4 @@ class ParallelModel(Mirror):
         """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
         steps = self._own("_steps")
         found = list(steps.sharded.wholes(local)) if steps.sharded else []
-        return gather_full(found + others(local, found), steps.placements, self.plan.mesh, self.rank)
+        return gather_full(local, found, steps.placements, self.plan.mesh, self.rank)

@@ -35,7 +35,7 @@ def gathered() -> dict[str, torch.Tensor]:
     if stage == 1:
         local["tied"] += 100  # only the owner's copy counts
     pieces = [Pieces([n], lambda n=n: {n: local[n]}) for n in sorted(local)]
-    return gather_full(pieces, PLACES, MESH, rank)
+    return gather_full({}, pieces, PLACES, MESH, rank)
 
 
 def test_gathering_on_rank_0() -> None:
@@ -50,7 +50,7 @@ def test_gathering_on_rank_0() -> None:
 def test_one_rank_gathers_copies() -> None:
     place = Placement(parse_layout("3"), torch.float32, (0,), (0,), True, True)
     local = {"w": torch.ones(3)}
-    found = gather_full([Pieces(["w"], lambda: local)], {"w": place}, Mesh(), 0)
+    found = gather_full(local, [], {"w": place}, Mesh(), 0)
     found["w"].zero_()
     assert local["w"].sum() == 3
 
