@@ -8,7 +8,7 @@ import traceback
 from merakc.files.printable import printable
 
 # Where code lies that is not the user's: installed packages, Python's own, and this one.
-_NOT_THEIRS = (
+NOT_THEIRS = (
     *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
     __file__.rpartition("/")[0],
     "<",
@@ -105,6 +105,6 @@ def failure(error: BaseException) -> str:
     text = " ".join(str(error).split())
     kind = type(error).__name__
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    theirs = [frame for frame in frames if not frame.filename.startswith(NOT_THEIRS)]
     place = f", at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
     return (f"{kind}: {text}" if text else kind) + place

@@ -11,6 +11,7 @@ import torch
 
 from merakc.kernels.collectives import unbind_axes
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.machines.excepthook import show_errors_short
 from merakc.machines.start import start_distributed
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.health.job import start_job
@@ -23,6 +24,7 @@ living: WeakSet[Steps] = WeakSet()
 
 def started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
     """The number of ranks, which are connected, and what fuses graphs where that is asked for."""
+    show_errors_short()
     if compile:
         check_compiler(device)
     world = start_distributed(device, timeout_s)

@@ -165,6 +165,7 @@ def test_who_does_not_come_is_named_and_waited_for_aloud(monkeypatch: pytest.Mon
     assert text.startswith("rank 1 did not come to call 1, save, where rank 0 waits")
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_wait_that_is_broken_off_leaves_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "NOTICE_S", 0.2)
 
