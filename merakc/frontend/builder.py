@@ -19,7 +19,7 @@ from merakc.frontend.python.content import tensors_in
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import Reader
-from merakc.frontend.values.results import find_loss
+from merakc.frontend.values.results import PLAIN, find_loss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.frontend.values.symbols import SYMBOLIC, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
@@ -98,7 +98,7 @@ class GraphBuilder:
         names: list[Any] = []
         for path, leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
-                names.append(leaf)
+                names.append(leaf if isinstance(leaf, PLAIN) else None)
                 continue
             name = pytree.keystr(path).strip("[]'.") or "output"
             if not isinstance(leaf, torch.Tensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,18 +68,24 @@ class CompiledStep:
         `Steps.with_graphs` makes them again.
         """
         lowered, recording = self.lowered, self.recording
-        light = replace(
-            self,
+        for name in OF_GRAPHS:
+            getattr(self, name)  # which is kept
+        light = self.but(
             recording=replace(
                 recording, graph=recording.graph.without_nodes(), full=None, found=None
             ),
             lowered=lowered.without_nodes(),
             chunks={},
         )
-        vars(light).update({name: getattr(self, name) for name in OF_GRAPHS})
         for stage in self.executor.stages.values():
             stage.let_go()
         return light
+
+    def but(self, **changes: Any) -> CompiledStep:
+        """The same with other fields; what was asked of its graphs is known still."""
+        made = replace(self, **changes)
+        vars(made).update({n: vars(self)[n] for n in OF_GRAPHS if n in vars(self)})
+        return made
 
     @cached_property
     def trained(self) -> frozenset[str]:

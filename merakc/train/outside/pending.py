@@ -288,7 +288,7 @@ class Pending:
         for name, value in self.written.items():
             state[name].copy_(value)
         try:
-            return train(replace(step, besides=Nothing()), self.args, kwargs)
+            return train(step.but(besides=Nothing()), self.args, kwargs)
         finally:
             for name, value in now.items():
                 state[name].copy_(value)
