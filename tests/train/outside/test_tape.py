@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from merakc.errors import ConfigError, PlanError, RecordError
+from merakc.train.compiled_step import CompiledStep
 from tests.battery.small_models import warm_up
 from tests.train.outside.small import X, Y, normed
 
