@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.async_compile import AsyncCompile
 
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
 
@@ -101,3 +103,13 @@ def test_a_timeout_names_the_missing_ranks_and_kills_all() -> None:
     assert caught.value.ranks == (2,)
     assert time.monotonic() - start_s < 20
     assert not multiprocessing.active_children()
+
+
+def doubled(number: int) -> int:
+    return int(AsyncCompile.pool().submit(lambda: 2 * number).result(20))
+
+
+def test_threads_of_torchs_code_generator_are_a_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
+    assert doubled(2) == 4  # the threads of this process, which no rank has
+    assert run_ranks(1, partial(doubled, 3)) == [6]
