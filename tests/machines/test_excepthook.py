@@ -27,6 +27,7 @@ class Words(torch.nn.Module):
 
 given = {"tp": 3} if sys.argv[1] == "refused" else {}
 model = merakc.auto_parallel(Words(), {"x": torch.ones(2, 4)}, **given)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored behind a shell's `&`
 os.kill(os.getpid(), signal.SIGINT)
 time.sleep(20)
 """
