@@ -88,9 +88,8 @@ def late(graph: Graph) -> Graph:
 def _keeping(stage: StageGraphs, keep: Collection[Ref]) -> StageGraphs:
     assert stage.backward is not None
     whole, specs = stage.forward, stage.forward.specs()
-    names = {
-        r: sys.intern(str(r)) for r in sorted_refs(keep)
-    }  # one string in all graphs of a model
+    # Interned: one string in all graphs of a model.
+    names = {r: sys.intern(str(r)) for r in sorted_refs(keep)}
     kept = {r: sys.intern(f"saved:{r}") for r in names}
     saved = [o for o in whole.outputs if o.kind is OutputKind.SAVED]
     given = tuple(Input(n, InputKind.SAVED, specs[r], names[r]) for r, n in kept.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -103,18 +104,22 @@ def converted(entries: Iterable[Entry], model: nn.Module) -> list[tuple[str, Ent
     words: renamed, or made of several. Of other models: under their keys.
     """
     entries = list(entries)
+    library = sys.modules.get("transformers")
+    if library is None or not isinstance(model, library.PreTrainedModel):
+        return [(e.key, e) for e in entries]
     try:
-        from transformers import PreTrainedModel
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
             WeightConverter,
             dot_natural_key,
             rename_source_key,
         )
-    except ImportError:
-        return [(e.key, e) for e in entries]
-    if not isinstance(model, PreTrainedModel):
-        return [(e.key, e) for e in entries]
+    except ImportError as error:
+        raise CheckpointError(
+            f"transformers {library.__version__} does not say how it converts checkpoints "
+            f"({error}), so that these weights could be read otherwise than by from_pretrained: "
+            "use 5.23, or load them with from_pretrained once and write them with merakc.export"
+        ) from None
     every = get_model_conversion_mapping(model)
     converters = [t for t in every if isinstance(t, WeightConverter)]
     renamings: list[Any] = [t for t in every if not isinstance(t, WeightConverter)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,3 +43,12 @@ def test_experts_that_do_not_make_a_tensor_are_refused(tmp_path: Path) -> None:
     for change, message in cases:
         with pytest.raises(CheckpointError, match=message):
             open_weights(changed(tmp_path, change), meta(mixtral))
+
+
+def test_a_library_that_does_not_say_how_it_converts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixtral().save_pretrained(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
+    with pytest.raises(CheckpointError, match="does not say how it converts"):
+        open_weights(tmp_path, meta(mixtral))
