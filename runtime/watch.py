@@ -71,12 +71,19 @@ class TimedWork:
         self.work = None  # with the tensors that it holds
 
     def event(self, rank: int) -> CollectiveEvent:
-        """Its times, once it has ended. One that nobody waited for was waited for at its end."""
+        """Its times, once it has ended.
+
+        One that nobody waited for was waited for at its end, or once it was issued where it ended
+        before.
+        """
         op, axis, size_bytes = self.named
-        end = next(m for m in (self.end, self.wait_end, self.issued) if m is not None)
-        waits = (end, end) if self.wait_end is None else (self.wait_start, self.wait_end)
-        moments = (self.start, self.issued, end, *waits)
-        return CollectiveEvent(rank, op, axis, size_bytes, *map(self.clock.seconds, moments))
+        ended = next(m for m in (self.end, self.wait_end, self.issued) if m is not None)
+        start_s, issued_s, end_s = map(self.clock.seconds, (self.start, self.issued, ended))
+        if self.wait_end is None:
+            waits_s = [max(issued_s, end_s)] * 2
+        else:
+            waits_s = [self.clock.seconds(moment) for moment in (self.wait_start, self.wait_end)]
+        return CollectiveEvent(rank, op, axis, size_bytes, start_s, issued_s, end_s, *waits_s)
 
 
 class Watch:

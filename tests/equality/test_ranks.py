@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
@@ -109,7 +110,8 @@ def doubled(number: int) -> int:
     return int(AsyncCompile.pool().submit(lambda: 2 * number).result(20))
 
 
-def test_threads_of_torchs_code_generator_are_a_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 2)
-    assert doubled(2) == 4  # the threads of this process, which no rank has
-    assert run_ranks(1, partial(doubled, 3)) == [6]
+def test_threads_of_torchs_code_generator_are_a_ranks_own() -> None:
+    # Not pytest's monkeypatch: it deletes what it set in torch's settings, for every later test.
+    with config.patch(compile_threads=2):
+        assert doubled(2) == 4  # the threads of this process, which no rank has
+        assert run_ranks(1, partial(doubled, 3)) == [6]
