@@ -27,6 +27,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2 zero-1": {"dp": 2, "state_shards": "zero-1"},
 }  # fmt: skip
 VOCABULARY = 20_000
+SAVE, LOAD, LATER = "merakc save", "merakc load", "merakc save, wait=False"
+DCP_SAVE, DCP_LOAD = "torch DCP save", "torch DCP load"
+COPY = "a copy of the shard in memory"
+NOISE, BEYOND = 1.05, 0.1  # of torch's seconds; of the shard
+LATER_S = 0.05  # beyond the copy, which wait=False cannot do without
 Figures = dict[str, tuple[float, float]]  # seconds, and bytes of memory beyond those before
 
 
@@ -37,19 +42,15 @@ def _memory_bytes() -> tuple[int, int]:
     return int(found["VmRSS"]) << 10, int(found["VmHWM"]) << 10
 
 
-def _timed(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds, and the most memory beyond what was held before."""
-    seconds, peaks = [], []
-    for _ in range(repeats):
-        dist.barrier()
-        os.sync()
-        Path("/proc/self/clear_refs").write_text("5")
-        before, _ = _memory_bytes()
-        start_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start_s)
-        peaks.append(_memory_bytes()[1] - before)
-    return statistics.median(seconds), max(peaks)
+def _timed(work: Callable[[Path], object], place: Path) -> tuple[float, float]:
+    """Seconds of work on a place, and the most memory beyond what was held before."""
+    dist.barrier()
+    os.sync()
+    Path("/proc/self/clear_refs").write_text("5")
+    before, _ = _memory_bytes()
+    start_s = time.perf_counter()
+    work(place)
+    return time.perf_counter() - start_s, _memory_bytes()[1] - before
 
 
 def _trained(layout: dict[str, Any]) -> tuple[merakc.ParallelModel, torch.optim.Optimizer]:
@@ -81,46 +82,76 @@ def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[float, 
         weights, state = get_state_dict(model, optimizer, options=options)
         return {"model": weights, "optimizer": state}
 
-    def dcp_load() -> None:
-        dcp.load(state := own(), checkpoint_id=place / "dcp")
+    def dcp_load(place: Path) -> None:
+        dcp.load(state := own(), checkpoint_id=place)
         set_state_dict(
             model, optimizer, model_state_dict=state["model"],
             optim_state_dict=state["optimizer"], options=options,
         )  # fmt: skip
 
-    def torch_save() -> None:
+    def torch_save(place: Path) -> None:
         """Whole weights on rank 0 alone, with as much state beside them, to the disk."""
         full = model.full_state_dict()
         if dist.get_rank() == 0:
             state = {k: [torch.zeros_like(v), torch.zeros_like(v)] for k, v in full.items()}
-            with (place / "run.pt").open("wb") as file:
+            with place.open("wb") as file:
                 torch.save({"model": full, "optimizer": state}, file)
                 file.flush()
                 os.fsync(file.fileno())
         dist.barrier()
 
-    def later() -> None:
-        waiting.append(merakc.save(place / "later", model, optimizer, wait=False))
+    def later(place: Path) -> None:
+        waiting.append(merakc.save(place, model, optimizer, wait=False))
 
+    def copy(_: Path) -> None:
+        for source, to in copies:
+            to.copy_(source)
+
+    state = (t for s in optimizer.state.values() for t in s.values() if t.dim())
+    held = [getattr(t, "local", t.detach()) for t in (*model.parameters(), *state)]
+    copies = [(t, t.clone()) for t in held]
     waiting: list[merakc.Saving] = []
-    found: Figures = {
-        "merakc save": _timed(lambda: merakc.save(place / "c", model, optimizer), repeats)
+    ways: dict[str, tuple[str, Callable[[Path], object]]] = {
+        SAVE: ("c", lambda place: merakc.save(place, model, optimizer)),
+        LOAD: ("c", lambda place: merakc.load(place, model, optimizer)),
+        LATER: ("later", later),
+        COPY: ("", copy),
+        DCP_SAVE: ("dcp", lambda place: dcp.save(own(), checkpoint_id=place)),
+        DCP_LOAD: ("dcp", dcp_load),
+        "torch.save of all on rank 0": ("run.pt", torch_save),
     }
-    found["merakc load"] = _timed(lambda: merakc.load(place / "c", model, optimizer), repeats)
-    later()
-    waiting.pop().wait()
-    times = []
-    for _ in range(repeats):
-        times.append(_timed(later, 1)[0])
-        waiting.pop().wait()
-    found["merakc save, wait=False"] = statistics.median(times), 0.0
-    found["torch DCP save"] = _timed(lambda: dcp.save(own(), checkpoint_id=place / "dcp"), repeats)
-    found["torch DCP load"] = _timed(dcp_load, repeats)
-    found["torch.save of all on rank 0"] = _timed(torch_save, repeats)
+    later(place / "first")
+    waiting.pop().wait()  # the memory that the next ones copy to
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for k in range(repeats):  # in turns, so that what else the machine does falls on all
+        (folder := place / str(k)).mkdir(exist_ok=True)  # as for every step, a new one
+        for name, (file, work) in ways.items():
+            times[name].append(_timed(work, folder / file))
+            if waiting:
+                waiting.pop().wait()
+        dist.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+    found = {
+        name: (statistics.median(s for s, _ in runs), max(b for _, b in runs))
+        for name, runs in times.items()
+    }
     return shard_bytes, found
 
 
-def figures(repeats: int) -> dict[str, tuple[float, Figures]]:
+def problems(shard_bytes: int, found: Figures) -> list[str]:
+    """Which promises a layout's figures break: torch's own is as fast, or memory is over."""
+    told = []
+    for ours, peer in ((SAVE, DCP_SAVE), (LOAD, DCP_LOAD)):
+        if found[ours][0] > NOISE * found[peer][0]:
+            told.append(f"{ours} takes {found[ours][0]:.2f} s, {peer} {found[peer][0]:.2f} s")
+        if found[ours][1] > BEYOND * shard_bytes:
+            told.append(f"{ours} holds {found[ours][1]:,} bytes beyond {shard_bytes:,}")
+    if found[LATER][0] > found[COPY][0] + LATER_S:
+        told.append(f"{LATER} takes {found[LATER][0]:.3f} s, {COPY} {found[COPY][0]:.3f} s")
+    return told
+
+
+def figures(repeats: int) -> dict[str, tuple[int, Figures]]:
     """Of each layout: the largest of the ranks' figures."""
     found = {}
     for name, layout in LAYOUTS.items():
