@@ -58,7 +58,7 @@ from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import leave
 from merakc.train.starting import living, nominal, started
 from merakc.train.steps import Steps
-from merakc.train.told import warn_of
+from merakc.train.told import begin, tell, telling, warn_of
 from merakc.train.weights import allocate, find_placements, opened, take_over
 from merakc.version import __version__
 
@@ -132,9 +132,12 @@ def auto_parallel(
     files = opened(model, weights)
     agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
     agreed += f", weights={files and files.fingerprint}"
-    with call("auto_parallel"):
+    with telling() as teller, call("auto_parallel"):
         made = _decided(asked, world, device, agreed)
-        return _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
+        teller.begin("compiling the stages")
+        found = _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
+        teller.decided(found.plan)
+    return found
 
 
 def plan_for(model: nn.Module, batch: Any, **options: Any) -> Plan:
@@ -145,7 +148,7 @@ def plan_for(model: nn.Module, batch: Any, **options: Any) -> Plan:
     given.apply_defaults()
     asked, device = given.arguments, device_of(given.arguments["device"])
     world, _ = started(device, compile=False, timeout_s=asked["timeout_s"])
-    with call("plan_for"):
+    with telling(), call("plan_for"):
         return _decided(asked, world, device, "").lowered.plan
 
 
@@ -362,7 +365,8 @@ def _lowered(
     found: list[Lowered] = []
 
     def decide() -> Plan:
-        found.append(choose(fit.request, fit.record, fit.cluster))
+        begin("choosing a plan")
+        found.append(choose(fit.request, fit.record, fit.cluster, tell))
         plan = found[0].plan
         assert plan.prediction is not None
         fit.check(plan.prediction.peak_bytes, plan.mesh, rough=True)

@@ -78,12 +78,14 @@ class TimedWork:
         """
         op, axis, size_bytes = self.named
         ended = next(m for m in (self.end, self.wait_end, self.issued) if m is not None)
-        start_s, issued_s, end_s = map(self.clock.seconds, (self.start, self.issued, ended))
-        if self.wait_end is None:
-            waits_s = [max(issued_s, end_s)] * 2
-        else:
-            waits_s = [self.clock.seconds(moment) for moment in (self.wait_start, self.wait_end)]
-        return CollectiveEvent(rank, op, axis, size_bytes, start_s, issued_s, end_s, *waits_s)
+        issued_s, end_s = self.clock.seconds(self.issued), self.clock.seconds(ended)
+        wait_start_s = wait_end_s = max(issued_s, end_s)
+        if self.wait_end is not None:
+            wait_start_s, wait_end_s = map(self.clock.seconds, (self.wait_start, self.wait_end))
+        return CollectiveEvent(
+            rank, op, axis, size_bytes, start_s=self.clock.seconds(self.start), issued_s=issued_s,
+            end_s=end_s, wait_start_s=wait_start_s, wait_end_s=wait_end_s,
+        )  # fmt: skip
 
 
 class Watch:

@@ -71,56 +71,14 @@ def _trained(layout: dict[str, Any]) -> tuple[merakc.ParallelModel, torch.optim.
     return model, optimizer
 
 
-def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[float, Figures]:
+def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[int, Figures]:
     """The bytes of a rank's shard of weights and state, and the figures of each way."""
     model, optimizer = _trained(layout)
     shard_bytes = 3 * sum(p.nbytes for p in model.parameters())
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
     warnings.simplefilter("ignore")  # torch's, of its own code
-
-    def own() -> dict[str, Any]:
-        weights, state = get_state_dict(model, optimizer, options=options)
-        return {"model": weights, "optimizer": state}
-
-    def dcp_load(place: Path) -> None:
-        dcp.load(state := own(), checkpoint_id=place)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"], options=options,
-        )  # fmt: skip
-
-    def torch_save(place: Path) -> None:
-        """Whole weights on rank 0 alone, with as much state beside them, to the disk."""
-        full = model.full_state_dict()
-        if dist.get_rank() == 0:
-            state = {k: [torch.zeros_like(v), torch.zeros_like(v)] for k, v in full.items()}
-            with place.open("wb") as file:
-                torch.save({"model": full, "optimizer": state}, file)
-                file.flush()
-                os.fsync(file.fileno())
-        dist.barrier()
-
-    def later(place: Path) -> None:
-        waiting.append(merakc.save(place, model, optimizer, wait=False))
-
-    def copy(_: Path) -> None:
-        for source, to in copies:
-            to.copy_(source)
-
-    state = (t for s in optimizer.state.values() for t in s.values() if t.dim())
-    held = [getattr(t, "local", t.detach()) for t in (*model.parameters(), *state)]
-    copies = [(t, t.clone()) for t in held]
     waiting: list[merakc.Saving] = []
-    ways: dict[str, tuple[str, Callable[[Path], object]]] = {
-        SAVE: ("c", lambda place: merakc.save(place, model, optimizer)),
-        LOAD: ("c", lambda place: merakc.load(place, model, optimizer)),
-        LATER: ("later", later),
-        COPY: ("", copy),
-        DCP_SAVE: ("dcp", lambda place: dcp.save(own(), checkpoint_id=place)),
-        DCP_LOAD: ("dcp", dcp_load),
-        "torch.save of all on rank 0": ("run.pt", torch_save),
-    }
-    later(place / "first")
+    ways = _ways(model, optimizer, waiting)
+    ways[LATER][1](place / "first")
     waiting.pop().wait()  # the memory that the next ones copy to
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for k in range(repeats):  # in turns, so that what else the machine does falls on all
@@ -136,6 +94,57 @@ def measured(layout: dict[str, Any], place: Path, repeats: int) -> tuple[float, 
         for name, runs in times.items()
     }
     return shard_bytes, found
+
+
+def _ways(
+    model: merakc.ParallelModel, optimizer: torch.optim.Optimizer, waiting: list[merakc.Saving]
+) -> dict[str, tuple[str, Callable[[Path], object]]]:
+    """What is timed, with the name of what it writes or reads; what goes on after goes to
+    `waiting`.
+    """
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def own() -> dict[str, Any]:
+        weights, state = get_state_dict(model, optimizer, options=options)
+        return {"model": weights, "optimizer": state}
+
+    def dcp_load(place: Path) -> None:
+        dcp.load(state := own(), checkpoint_id=place)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"], options=options,
+        )  # fmt: skip
+
+    def copy(_: Path) -> None:
+        for source, to in copies:
+            to.copy_(source)
+
+    state = (t for s in optimizer.state.values() for t in s.values() if t.dim())
+    held = [getattr(t, "local", t.detach()) for t in (*model.parameters(), *state)]
+    copies = [(t, t.clone()) for t in held]
+    return {
+        SAVE: ("c", lambda place: merakc.save(place, model, optimizer)),
+        LOAD: ("c", lambda place: merakc.load(place, model, optimizer)),
+        LATER: (
+            "later", lambda p: waiting.append(merakc.save(p, model, optimizer, wait=False))
+        ),
+        COPY: ("", copy),
+        DCP_SAVE: ("dcp", lambda place: dcp.save(own(), checkpoint_id=place)),
+        DCP_LOAD: ("dcp", dcp_load),
+        "torch.save of all on rank 0": ("run.pt", partial(_torch_save, model)),
+    }  # fmt: skip
+
+
+def _torch_save(model: merakc.ParallelModel, place: Path) -> None:
+    """Whole weights on rank 0 alone, with as much state beside them, to the disk."""
+    full = model.full_state_dict()
+    if dist.get_rank() == 0:
+        state = {k: [torch.zeros_like(v), torch.zeros_like(v)] for k, v in full.items()}
+        with place.open("wb") as file:
+            torch.save({"model": full, "optimizer": state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    dist.barrier()
 
 
 def problems(shard_bytes: int, found: Figures) -> list[str]:

@@ -24,6 +24,7 @@ from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_co
 from merakc.cli.diff import diff
 from merakc.cli.doctor import doctor
 from merakc.cli.graph import graph
+from merakc.cli.launch import OF_THE_SCRIPT, launch
 from merakc.cli.passes import pass_effects
 from merakc.cli.scale import scale
 from merakc.cli.simulate import simulate
@@ -213,4 +214,5 @@ app.command()(verify)
 app.command()(graph)
 app.command()(doctor)
 app.add_typer(checkpoint, name="checkpoint")
+app.command(context_settings=OF_THE_SCRIPT)(launch)
 app.command(context_settings=PASSED_ON)(bench)

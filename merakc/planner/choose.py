@@ -29,6 +29,7 @@ from merakc.planner.search import (
     plan_layout,
     standing,
 )
+from merakc.report.units import count_of
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.timing import make_pipeline
 
@@ -173,7 +174,7 @@ def describe(layout: Layout) -> str:
     """A layout, in a line."""
     d = layout.degrees
     chunks = f" of {d.chunks} stages a rank" if d.chunks > 1 else ""
-    parts = [f"dp={d.dp} tp={d.tp} pp={d.pp}", f"{d.micro_batches} micro-batches"]
+    parts = [f"dp={d.dp} tp={d.tp} pp={d.pp}", count_of(d.micro_batches, "micro-batch")]
     if d.pp > 1:
         parts.append(f"{d.schedule}{chunks}")
     return ", ".join(parts)

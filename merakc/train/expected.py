@@ -30,6 +30,7 @@ from merakc.runtime.links import measure_link, measure_messages
 from merakc.simulation.simulate import Simulation
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
+from merakc.train.told import begin
 from merakc.train.trials import measure_around, measure_computes, shared_cores
 from merakc.version import __version__
 
@@ -47,6 +48,7 @@ def expected(
     """
     lowered = step.lowered
     plan = lowered.plan
+    begin("measuring a step")
     own = {s: _stage_cost(step, s, cluster) for s in step.chunks}
     here = _measured(steps, step) if measured else None
     if here is not None:

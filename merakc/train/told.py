@@ -1,9 +1,19 @@
-"""What users are told of a plan before it runs: what is done otherwise than they may expect."""
+"""What users are told while a job begins: what is being done, on rank 0's standard error; what was
+decided; what is done otherwise than they may expect.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed as dist
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from merakc.errors import MerakWarning
 from merakc.frontend.regions import WHY as DYNAMIC
@@ -11,9 +21,94 @@ from merakc.frontend.source import INSTALLED, near_line
 from merakc.ir.batches import PER_MICRO_BATCH
 from merakc.ir.plan import Plan
 from merakc.passes.batches.recorded import BatchRecording
+from merakc.report.decisions import plan_facts
+from merakc.report.terminal import Terminal
 
 # The share of the forward's arithmetic from which on it matters that a part runs as it is.
 WORTH_TELLING = 0.01
+QUIET = "MERAKC_QUIET"  # in the environment: nothing is said
+STEPS = ("recording the forward", "choosing a plan", "compiling the stages", "measuring a step")
+EVERY_S = 5.0  # between two lines where there is no terminal
+
+
+class Teller:
+    """Says what is being done: in a line that changes on a terminal, elsewhere in one every few
+    seconds.
+    """
+
+    def __init__(self, terminal: Terminal | None) -> None:
+        self.terminal = terminal
+        self.start_s = self.last_s = time.monotonic()
+        self.at = 0
+        self.live: Progress | None = None
+        if terminal is not None and terminal.is_terminal:
+            columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+            self.live = Progress(*columns, console=terminal, transient=True, refresh_per_second=4)
+            self.live.add_task("")
+            self.live.start()
+
+    def begin(self, step: str) -> None:
+        """A step of `STEPS` begins."""
+        self.at = STEPS.index(step)
+        self.tell("")
+
+    def tell(self, detail: str) -> None:
+        """What is being done in this step."""
+        text = f"merakc: {STEPS[self.at]} ({self.at + 1} of {len(STEPS)})"
+        text += f": {detail}" if detail else ""
+        now_s = time.monotonic()
+        if self.live is not None:
+            self.live.update(self.live.task_ids[0], description=text)
+        elif self.terminal is not None and now_s - self.last_s >= EVERY_S:
+            self.last_s = now_s
+            self._line(f"{text}, after {now_s - self.start_s:.0f} s")
+
+    def decided(self, plan: Plan) -> None:
+        """What the plan decides and expects."""
+        if self.terminal is None:
+            return
+        self.close()
+        took_s = time.monotonic() - self.start_s
+        self._line(f"merakc: {plan.model} is ready after {took_s:.1f} s")
+        for name, text in plan_facts(plan):
+            self._line(f"  {name}: {text}")
+
+    def close(self) -> None:
+        """Ends the line that changes."""
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _line(self, text: str) -> None:
+        assert self.terminal is not None
+        self.terminal.print(text, soft_wrap=True)
+
+
+_now: ContextVar[Teller] = ContextVar("teller", default=Teller(None))  # noqa: B039
+
+
+@contextmanager
+def telling() -> Iterator[Teller]:
+    """Tells on rank 0 what happens inside."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    speaks = is_first and not os.environ.get(QUIET)
+    teller = Teller(Terminal(stderr=True, highlight=False) if speaks else None)
+    before = _now.set(teller)
+    try:
+        yield teller
+    finally:
+        teller.close()
+        _now.reset(before)
+
+
+def begin(step: str) -> None:
+    """A step of what is being told begins."""
+    _now.get().begin(step)
+
+
+def tell(detail: str) -> None:
+    """Says more of the step that has begun."""
+    _now.get().tell(detail)
 
 
 def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> None:

@@ -1,0 +1,99 @@
+"""`merakc launch`: a script on all ranks of this machine, by torchrun."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from merakc.cli.console import progress_console, told
+from merakc.errors import ConfigError
+from merakc.ir.plan import load_plan
+
+# What stands behind the script is the script's.
+OF_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+def launch(
+    script: Annotated[Path, typer.Argument(help="The training script.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its own arguments.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Of this machine; one a GPU, or a core.", min=1)
+    ] = None,
+    plan: Annotated[Path | None, typer.Option(help="As many ranks as this plan has.")] = None,
+    nodes: Annotated[str, typer.Option(help="Machines: a number, or at least:at most.")] = "1",
+    rendezvous: Annotated[
+        str | None, typer.Option(help="HOST:PORT of the first of several machines.")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often a job that lost a rank begins again.", min=0)
+    ] = 0,
+) -> None:
+    """Run a training script on all ranks of this machine, by torchrun, its settings made."""
+    console = progress_console()
+    with told(console):
+        if not script.is_file():
+            raise ConfigError(f"{script}: there is no such script")
+        each = ranks_of_machine(ranks, plan, nodes)
+        found = torchrun(each, nodes, rendezvous, max_restarts)
+        own = settings(each, os.environ, alone=nodes == "1")
+    command = [*found, str(script), *(arguments or [])]
+    shown = [*(f"{name}={value}" for name, value in own.items()), "torchrun", *command]
+    console.print(f"merakc: {shlex.join(shown)}", soft_wrap=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    run = [sys.executable, "-m", "torch.distributed.run", *command]
+    os.execve(sys.executable, run, os.environ | own)
+
+
+def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
+    """How many ranks this machine has. Raises `ConfigError` where that cannot be."""
+    if plan is None:
+        return ranks or torch.cuda.device_count() or os.cpu_count() or 1
+    if not nodes.isdecimal() or int(nodes) == 0:
+        raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
+    wanted = load_plan(plan).mesh.world_size
+    if wanted % int(nodes) or (ranks or wanted // int(nodes)) * int(nodes) != wanted:
+        each = f" of {ranks} ranks" if ranks else ""
+        raise ConfigError(f"{plan} is of {wanted} ranks, which {nodes} machines{each} are not")
+    return wanted // int(nodes)
+
+
+def torchrun(ranks: int, nodes: str, rendezvous: str | None, max_restarts: int) -> list[str]:
+    """The arguments of torchrun. Raises `ConfigError`."""
+    if nodes == "1" and rendezvous is None:
+        where = ["--standalone"]
+    elif rendezvous is None:
+        raise ConfigError(f"--nodes {nodes}: give --rendezvous HOST:PORT, the same on all of them")
+    else:
+        where = [
+            "--nnodes", nodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", rendezvous,
+        ]  # fmt: skip
+    again = ["--max-restarts", str(max_restarts)] if max_restarts else []
+    return [*where, "--nproc-per-node", str(ranks), *again]
+
+
+def settings(ranks: int, given: Mapping[str, str], *, alone: bool) -> dict[str, str]:
+    """What the ranks' environment lacks: threads that share the cores, where torchrun gives each
+    one, and on one machine whose name says nothing the address by which gloo finds itself.
+    """
+    found = {}
+    if "OMP_NUM_THREADS" not in given:
+        found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // ranks))
+    if alone and "GLOO_SOCKET_IFNAME" not in given and not _has_address():
+        found["GLOO_SOCKET_IFNAME"] = "lo"
+    return found
+
+
+def _has_address() -> bool:
+    with suppress(OSError):
+        return bool(socket.gethostbyname(socket.gethostname()))
+    return False

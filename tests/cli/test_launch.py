@@ -1,0 +1,62 @@
+"""`merakc launch` starts ranks as torchrun does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from merakc.cli.launch import ranks_of_machine, settings, torchrun
+from merakc.errors import ConfigError
+from tests.ir.test_plan import PLAN
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from merakc.cli.app import app; app()", "launch", *arguments],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_script_runs_on_all_ranks_with_its_own_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "say.py"
+    script.write_text(
+        "import os, sys\n"
+        "print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
+        "sys.exit(3 if '--fail' in sys.argv else 0)\n"
+    )
+    done = run("--ranks", "2", str(script), "--lr", "0.1", "--ranks")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --lr 0.1 --ranks", "1 2 --lr 0.1 --ranks"]
+    assert "torchrun --standalone --nproc-per-node 2 " in done.stderr
+    assert run("--ranks", "1", str(script), "--fail").returncode == 1
+    missing = run(str(tmp_path / "none.py"))
+    assert missing.returncode == 2
+    assert "no such script" in missing.stderr
+
+
+def test_several_machines_meet_at_an_address() -> None:
+    assert torchrun(8, "1:4", "first:29400", 10) == [
+        "--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "first:29400",
+        "--nproc-per-node", "8", "--max-restarts", "10",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--rendezvous"):
+        torchrun(8, "2", None, 0)
+
+
+def test_what_is_set_stays() -> None:
+    assert settings(10**6, {"GLOO_SOCKET_IFNAME": "eth0"}, alone=True) == {"OMP_NUM_THREADS": "1"}
+    assert settings(2, {"OMP_NUM_THREADS": "5"}, alone=False) == {}
+
+
+def test_a_plan_says_how_many_ranks(tmp_path: Path) -> None:
+    PLAN.save(path := tmp_path / "plan.json")
+    ranks = PLAN.mesh.world_size
+    assert ranks_of_machine(None, path, "1") == ranks
+    with pytest.raises(ConfigError, match=f"is of {ranks} ranks"):
+        ranks_of_machine(ranks + 1, path, "1")
+    with pytest.raises(ConfigError, match="one of machines"):
+        ranks_of_machine(None, path, "1:4")
+    assert ranks_of_machine(3, None, "1:4") == 3
