@@ -20,7 +20,7 @@ from benchmarks.loops.cells import LAYOUTS, LOOPS, changed_lines, compared, refe
 
 def main() -> int:
     """Prints a line for each cell."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20, help="of the optimizer, an even number")
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=[*LOOPS])
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])

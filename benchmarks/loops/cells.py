@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import io
 import math
 import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,7 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 # Of float64 throughout; Trainer sums and hands on losses in float32.
 BOUND, CAST_BOUND = 1e-10, 1e-5
-MARK = re.compile(r"( *)(.*?)  # merakc(?:, for: (.*))?$")
+MARK = re.compile(r"( *)(.*?)  # merakc(?:: (.*))?$")
 TIMEOUT_S = 600.0
 Tensors = dict[str, torch.Tensor]
 Told = list[dict[str, float]]
@@ -76,10 +78,10 @@ def in_one_process(loop: str) -> Callable[[Job], torch.nn.Module]:
 
 
 def trained(run: Callable[[Job], torch.nn.Module], job: Job) -> tuple[Told, Tensors]:
-    """What a program has told, and the weights that it leaves; on other ranks than the first none.
-    """
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": os.environ.get("WORLD_SIZE", "1")}
-    with lifted_casts(), warnings.catch_warnings():
+    """What a program has told, and the weights that it leaves, on the first rank."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": ranks}
+    with lifted_casts(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         model = run(job)
         whole = isinstance(model, ParallelModel)
@@ -160,12 +162,3 @@ def _compare(cell: Cell, told: Told, weights: Tensors, plain: tuple[Told, Tensor
 def _difference(ours: torch.Tensor, plain: torch.Tensor) -> float:
     largest = plain.abs().max().item() or 1.0
     return (ours - plain).abs().max().item() / largest
-
-
-def counted(cells: Mapping[str, Any] | list[Cell]) -> tuple[int, int, int]:
-    """How many are equal, refused, and wrong."""
-    found = list(cells)
-    return (
-        sum(c.passed for c in found), sum(bool(c.refused) for c in found),
-        sum(bool(c.problem) for c in found),
-    )  # fmt: skip

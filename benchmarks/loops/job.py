@@ -31,6 +31,12 @@ def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
 
 
+def with_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
+    """The loss of a model that has none, and its outputs."""
+    outputs = model(batch["input_ids"])
+    return loss_of(outputs, batch), outputs
+
+
 def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """The share of labels that are guessed."""
     known = labels[:, 1:] != -100

@@ -1,4 +1,4 @@
-"""What ranks of a parallel model are to accelerate: processes by themselves, of which one writes."""
+"""Ranks of a parallel model are to accelerate processes by themselves, of which one writes."""
 
 from __future__ import annotations
 

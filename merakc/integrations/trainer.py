@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from merakc.errors import ConfigError
+from merakc.integrations.adapters import save_adapters
 from merakc.integrations.alone import put_into, stand_alone
 from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
@@ -90,16 +91,13 @@ class _Parallel:
         return step(called, inputs, prediction_loss_only, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what `from_pretrained` reads; every rank must call it."""
+        """Writes what `from_pretrained` reads, of adapters those alone; every rank must call it."""
         folder = Path(output_dir or self.args.output_dir)
         if not _internal_call or self.args.save_only_model:
             if hasattr(self.model, "peft_config"):
-                raise ConfigError(
-                    "save_model of a model with adapters of peft: files of adapters alone are not "
-                    "written yet; checkpoints and merakc.save hold all weights, and "
-                    "model.full_state_dict() gives them to peft.get_peft_model_state_dict"
-                )
-            self._written(folder, lambda aside: export(aside, self.model))
+                save_adapters(folder, self.model)
+            else:
+                self._written(folder, lambda aside: export(aside, self.model))
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             if self.processing_class is not None:

@@ -9,7 +9,7 @@ from transformers import default_data_collator
 
 import merakc
 from benchmarks.loops.job import ACCUMULATED, BATCH, DECAY, MAX_NORM, RATE, Job, accuracy, warm_up
-from merakc.integrations.accelerate import Accelerator  # merakc, for: from accelerate import Accelerator
+from merakc.integrations.accelerate import Accelerator  # merakc: from accelerate import Accelerator
 
 
 def run(job: Job) -> torch.nn.Module:

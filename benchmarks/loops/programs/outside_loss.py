@@ -7,7 +7,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import merakc
-from benchmarks.loops.job import (
+from benchmarks.loops.job import (  # noqa: F401  # one is the plain program's
     ACCUMULATED,
     DECAY,
     MAX_NORM,
@@ -17,6 +17,7 @@ from benchmarks.loops.job import (
     accuracy,
     loss_of,
     warm_up,
+    with_loss,
 )
 
 
@@ -27,7 +28,7 @@ def run(job: Job) -> torch.nn.Module:
     model.read_whole_batches()  # merakc
 
     def losses(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, outputs = model(**batch)  # merakc, for: outputs = model(batch["input_ids"]); loss = loss_of(outputs, batch)
+        loss, outputs = model(**batch)  # merakc: loss, outputs = with_loss(model, batch)
         return loss, outputs.logits
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)

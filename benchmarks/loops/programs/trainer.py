@@ -9,7 +9,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 import merakc
 from benchmarks.loops.job import ACCUMULATED, BATCH, DECAY, MAX_NORM, RATE, WARM_UP, Job
-from merakc.integrations.trainer import Trainer  # merakc, for: from transformers import Trainer
+from merakc.integrations.trainer import Trainer  # merakc: from transformers import Trainer
 
 TOLD = ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy")
 
