@@ -6,6 +6,9 @@ That a run is that of one process, and goes on elsewhere, `benchmarks/loops` com
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,3 +123,20 @@ def theirs(folder: Path) -> str:
 def test_accelerates_own_is_refused(tmp_path: Path) -> None:
     for told in run_ranks(2, theirs, tmp_path):
         assert "merakc.integrations" in told
+
+
+def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "accelerate.md").read_text()
+    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(x) for x in re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert {p.name for p in tmp_path.iterdir()} == {"train.py", "state", "weights"}
