@@ -31,6 +31,8 @@ MAX_BYTES, _BLOCK = 2**18, 256
 _BITS = 31  # of a hash: its multiples and their sums over ranks are exact in float64
 _ODD = 0x9E3779B97F4A7C15  # the fractional digits of the golden ratio, which scatter bits
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where Python put an object
+# Steps with batches that are other ones each time, and the same for all dp ranks, are no chance.
+MANY_ALIKE = 3
 _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 
 
@@ -51,6 +53,8 @@ class Agreement:
     common: Mapping[str, torch.Tensor] = field(default_factory=dict)
     beside: Mapping[tuple[str, int], int] = field(default_factory=dict)
     settings: dict[int, str] = field(default_factory=dict)
+    warn: Callable[[], None] | None = None  # once, where all dp ranks train on the same batches
+    _same: dict[int, int] = field(default_factory=dict)  # such batches' hashes, by step
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
     _hook: Any = None
 
@@ -123,17 +127,19 @@ class Agreement:
         self.leaves, self.common = None, {}
         told = "; ".join(sorted(self.settings.values()))
         self.settings.clear()
+        value = _hash(leaves or (), step)
         marks = [
-            batch_mark(leaves or (), mesh, rank, step),
+            _batch_mark(value, mesh, rank),
             settings_mark(told, mesh, rank),
             common_mark(common.values(), mesh, rank, step),
+            _common_mark(value, mesh, rank),
         ]
         sums = torch.tensor([0.0, *marks, 0.0], dtype=torch.float64).to(loss.device)
         sums[0] = loss
         if nonfinite is not None:
             sums[-1:] = nonfinite
         dist.all_reduce(sums, group=world)
-        batches, optimizers, alike, bad = sums[1:].tolist()
+        batches, optimizers, alike, unlike, bad = sums[1:].tolist()
         if batches:
             self._compare_batches(leaves or ())
             raise MismatchError(
@@ -143,7 +149,22 @@ class Agreement:
             self._tell_optimizers(told, world)
         if alike:
             self._tell_common(common, world)
+        self._watch(step, value if mesh.dp > 1 and not unlike else None)
         return sums[0].to(loss.dtype), bad > 0
+
+    def _watch(self, step: int, same: int | None) -> None:
+        """Warns once where the batches of several training steps were the same on all ranks.
+
+        Of the calls with one number of a step, the last is that which trains.
+        """
+        self._same.pop(step, None)
+        before = [self._same.get(k) for k in range(step - MANY_ALIKE, step)]
+        if self.warn and None not in before and len(set(before)) == MANY_ALIKE:
+            self.warn()
+            self.warn = None
+        self._same = {k: v for k, v in self._same.items() if k > step - MANY_ALIKE}
+        if same is not None:
+            self._same[step] = same
 
     def _tell_optimizers(self, told: str, world: dist.ProcessGroup) -> None:
         everyone = [""] * world.size()
@@ -208,13 +229,21 @@ def batch_mark(leaves: Iterable[Any], mesh: Mesh, rank: int, step: int) -> float
     """What a rank adds for its batch, of these leaves; over the ranks of each replica the sum is
     zero. Every rank gives the same `step`.
     """
+    return _batch_mark(_hash(leaves, step), mesh, rank)
+
+
+def _batch_mark(value: int, mesh: Mesh, rank: int) -> float:
     dp, pipeline_rank, tp_rank = mesh.coordinates(rank)
-    return _mark(_hash(leaves, step), dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
+    return _mark(value, dp, mesh.tp * mesh.pp, pipeline_rank == tp_rank == 0)
 
 
 def common_mark(tensors: Iterable[torch.Tensor], mesh: Mesh, rank: int, step: int) -> float:
     """What a rank adds for what is the same for all samples; over all ranks the sum is zero."""
-    return _mark(_hash(tensors, step), 0, mesh.world_size, rank == 0)
+    return _common_mark(_hash(tensors, step), mesh, rank)
+
+
+def _common_mark(value: int, mesh: Mesh, rank: int) -> float:
+    return _mark(value, 0, mesh.world_size, rank == 0)
 
 
 def _hash(leaves: Iterable[Any], step: int) -> int:

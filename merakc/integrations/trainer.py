@@ -9,7 +9,6 @@ such by `parallel(TheirTrainer)`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,11 +16,10 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 
 from merakc.errors import ConfigError
-from merakc.runtime.groups import together
+from merakc.integrations.adapters import save_adapters
+from merakc.integrations.alone import put_into, stand_alone
 from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
@@ -45,21 +43,6 @@ _REFUSED = {
     "auto_find_batch_size": "the micro-batches of the plan decide what memory a batch takes",
     "use_liger_kernel": "it changes the model, which is compiled: change it before auto_parallel",
 }
-
-
-def _stand_alone(args: Any, rank: int, device: torch.device) -> None:
-    """Tells accelerate that this process is one of its own: what ranks do together, the model does.
-
-    Rank 0 alone writes files and logs.
-    """
-    _ = args.device  # which makes accelerate's state, where nobody has
-    state = PartialState()
-    state.distributed_type, state.num_processes = DistributedType.NO, 1
-    state.process_index = rank
-    state.local_process_index = int(os.environ.get("LOCAL_RANK", rank))
-    state.device = args.__dict__["_setup_devices"] = device  # and not "cpu:1"
-    AcceleratorState._reset_state()
-    args._n_gpu = min(1, args.n_gpu)
 
 
 class _Parallel:
@@ -91,7 +74,11 @@ class _Parallel:
         for name, remedy in _REFUSED.items():
             if value := getattr(self.args, name, None):
                 raise ConfigError(f"TrainingArguments({name}={value!r}): {remedy}")
-        _stand_alone(self.args, self.model.rank, self.model._own("_steps").device)
+        _ = self.args.device  # which makes accelerate's state, where nobody has
+        device = self.model._own("_steps").device
+        stand_alone(self.model.rank, device)
+        self.args.__dict__["_setup_devices"] = device
+        self.args._n_gpu = min(1, self.args.n_gpu)
         self.model.read_whole_batches()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
@@ -104,16 +91,13 @@ class _Parallel:
         return step(called, inputs, prediction_loss_only, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what `from_pretrained` reads; every rank must call it."""
+        """Writes what `from_pretrained` reads, of adapters those alone; every rank must call it."""
         folder = Path(output_dir or self.args.output_dir)
         if not _internal_call or self.args.save_only_model:
             if hasattr(self.model, "peft_config"):
-                raise ConfigError(
-                    "save_model of a model with adapters of peft: files of adapters alone are not "
-                    "written yet; checkpoints and merakc.save hold all weights, and "
-                    "model.full_state_dict() gives them to peft.get_peft_model_state_dict"
-                )
-            self._written(folder, lambda aside: export(aside, self.model))
+                save_adapters(folder, self.model)
+            else:
+                self._written(folder, lambda aside: export(aside, self.model))
         if self.args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             if self.processing_class is not None:
@@ -123,15 +107,7 @@ class _Parallel:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _written(self, folder: Path, write: Callable[[Path], Any]) -> None:
-        """Puts the files of a folder, which all ranks write, to those that are there."""
-        aside = folder.absolute().with_name(f".{folder.name}.written")
-        write(aside)
-        if self.args.should_save:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in aside.iterdir():
-                os.replace(path, folder / path.name)
-            aside.rmdir()
-        together(lambda: True)
+        put_into(folder, write, main=self.args.should_save)
 
     @property
     def _own_optimizer(self) -> Any:

@@ -104,7 +104,7 @@ class ParallelModel(Mirror):
         raise ConfigError(
             "DistributedDataParallel is put around a model that auto_parallel runs, which reduces "
             "its gradients over dp itself: it would add up parts of other parameters; leave it "
-            "out; with transformers' Trainer, use that of merakc.integrations.trainer"
+            "out; of transformers' Trainer and accelerate use those of merakc.integrations"
         )
 
     @property

@@ -50,7 +50,7 @@ from merakc.train.knowledge import Knowledge
 from merakc.train.lengths import check_lengths
 from merakc.train.outputs import names_of, told_name
 from merakc.train.settings import Settings
-from merakc.train.told import warn_of_shapes
+from merakc.train.told import warn_of_same, warn_of_shapes
 from merakc.train.unused import drop_unused, forget
 
 Tensors = dict[str, torch.Tensor]
@@ -98,7 +98,7 @@ class Steps:
     def __post_init__(self) -> None:
         """Looks at the model's own modules, and at optimizers from here on."""
         self.settings = Settings(WithLoss(self.source, self.loss))
-        self.agreement = Agreement(self.groups)
+        self.agreement = Agreement(self.groups, warn=warn_of_same if not self.groups.rank else None)
 
     def layout(
         self,

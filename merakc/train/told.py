@@ -132,11 +132,23 @@ def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> 
 
 def warn_of_shapes(many: int, most: int) -> None:
     """Says, of the user's own line, that a model has been compiled for many shapes."""
-    text = (
+    _warn_of_line(
         f"merakc has compiled this model for {many} shapes of batch, numbers in them, modes or "
         f"attributes, and keeps {most}; pad batches to fewer"
     )
-    name, _, line = near_line(sys._getframe(1)).rpartition(":")
+
+
+def warn_of_same() -> None:
+    """Says, of the user's own line, that all dp ranks train on the same samples."""
+    _warn_of_line(
+        "all data-parallel ranks were given the same batches in several steps: they train on the "
+        "same samples, as one of them would; merakc.dataloader(data, model, batch_size) deals them "
+        "out, and model.read_whole_batches() takes each rank's part of a batch that all read"
+    )
+
+
+def _warn_of_line(text: str) -> None:
+    name, _, line = near_line(sys._getframe(2)).rpartition(":")
     warnings.warn_explicit(text, MerakWarning, name or "merakc", int(line or 0))
 
 

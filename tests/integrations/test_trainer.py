@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 import transformers
@@ -149,16 +147,6 @@ def test_what_would_be_wrong_is_refused(
         Trainer(model=llama(), args=arguments(tmp_path))
 
 
-def test_adapters_alone_are_not_saved(tmp_path: Path) -> None:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
-    batch = {k: torch.stack([t[k] for t in texts(4)]) for k in ("input_ids", "labels")}
-    model = merakc.auto_parallel(peft.get_peft_model(llama(), config), batch, cluster=NOMINAL_CPU)
-    trainer = Trainer(model=model, args=arguments(tmp_path, eval_strategy="no"))
-    assert "input_ids" in inspect.signature(model.get_base_model().forward).parameters
-    with pytest.raises(ConfigError, match="files of adapters alone are not written yet"):
-        trainer.save_model()
-
-
 def wrong(folder: Path) -> list[str]:
     """transformers' own Trainer, and ranks whose batches differ."""
     model = parallel({"dp": 2})
@@ -173,7 +161,7 @@ def wrong(folder: Path) -> list[str]:
 
 def test_the_wrong_trainer_is_refused_and_so_are_unlike_batches(tmp_path: Path) -> None:
     for trainer, batches in run_ranks(2, wrong, tmp_path):
-        assert "merakc.integrations.trainer" in trainer
+        assert "merakc.integrations" in trainer
         assert "of the whole batch, input_ids" in batches
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import product
 from typing import Any
 
@@ -141,3 +142,27 @@ def test_optimizers_that_differ(layout: dict[str, int]) -> None:
 def test_stages_may_have_optimizers_of_their_own() -> None:
     rates: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.02}]
     assert run_ranks(2, trained, {"pp": 2}, rates) == ["", ""]
+
+
+def warned(runs: list[tuple[int, ...]]) -> list[list[str]]:
+    """What is warned of in steps of batches with these seeds; the negative ones' differ over dp."""
+    found = []
+    for seeds in runs:
+        model = parallel(Words, words(0), dp=2)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for seed in seeds:
+                batch = words(seed) if seed > 0 else words(1000 * model.rank - seed)
+                with torch.no_grad():
+                    model.eval()(**words(abs(seed)))  # the same for all ranks, as many do
+                model.train()(**batch)["loss"].backward()
+        found.append([str(w.message) for w in told if "the same batches" in str(w.message)])
+    return found
+
+
+def test_ranks_that_train_on_the_same_samples_are_warned_once() -> None:
+    runs = [(1, 2, 3, 4, 5, 6, 7, 8), (1, 1, 1, 1, 1), (1, 2, -3, 4, 5, -6, 7), (-1, -2, -3, -4)]
+    found = run_ranks(2, warned, runs)
+    assert [len(x) for x in found[0]] == [1, 0, 0, 0]
+    assert [len(x) for x in found[1]] == [0, 0, 0, 0]
+    assert "merakc.dataloader(data, model, batch_size) deals them" in found[0][0][0]

@@ -1,0 +1,129 @@
+"""What all programs are given: a small model, texts, and what they are to tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from merakc.machines.cluster import NOMINAL_CPU
+
+LENGTH, VOCABULARY, BATCH, ACCUMULATED = 12, 64, 8, 2
+RATE, DECAY, MAX_NORM, WARM_UP, EVALUATED = 1e-2, 0.1, 0.5, 4, 13
+Batch = dict[str, torch.Tensor]
+
+
+def warm_up(step: int) -> float:
+    """The learning rate's factor."""
+    return min(1.0, step / WARM_UP)
+
+
+def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The mean over all labels."""
+    logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
+
+
+def with_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
+    """The loss of a model that has none, and its outputs."""
+    outputs = model(batch["input_ids"])
+    return loss_of(outputs, batch), outputs
+
+
+def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """The share of labels that are guessed."""
+    known = labels[:, 1:] != -100
+    return (logits[:, :-1].argmax(-1) == labels[:, 1:])[known].double().mean().item()
+
+
+def texts(count: int, seed: int) -> list[Batch]:
+    """With unlike numbers of labels, so that batches weigh unlike."""
+    drawn, found = torch.Generator().manual_seed(seed), []
+    for _ in range(count):
+        ids = torch.randint(1, VOCABULARY, (LENGTH,), generator=drawn)
+        labels = ids.clone()
+        labels[: int(torch.randint(0, 6, (), generator=drawn))] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def stacked(some: list[Batch]) -> Batch:
+    """A batch of texts."""
+    return {name: torch.stack([t[name] for t in some]) for name in some[0]}
+
+
+@dataclass
+class Job:
+    """Steps `first` to `last` of `steps`, on a layout, from a checkpoint and to another."""
+
+    folder: Path
+    layout: Mapping[str, Any]
+    steps: int
+    first: int
+    last: int
+    adapters: bool = False
+    told: list[dict[str, float]] = field(default_factory=list)
+
+    def model(self) -> Any:
+        """A Llama in float64, or adapters around it."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config).double()
+        if not self.adapters:
+            return model
+        lora = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, lora, autocast_adapter_dtype=False)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where a run is saved, and goes on from."""
+        return self.folder / f"checkpoint-{self.first or self.last}"
+
+    @cached_property
+    def texts(self) -> list[Batch]:
+        """What is trained on, once."""
+        return texts(self.steps * ACCUMULATED * BATCH, seed=1)
+
+    @cached_property
+    def evaluated(self) -> list[Batch]:
+        """What is evaluated: no multiple of a batch, where programs read it by batches."""
+        return texts(EVALUATED, seed=2)
+
+    @property
+    def evaluation(self) -> Batch:
+        """All of it at once."""
+        return stacked(self.evaluated)
+
+    @property
+    def example(self) -> Batch:
+        """A batch."""
+        return stacked(self.texts[:BATCH])
+
+    def batches(self, step: int) -> list[Batch]:
+        """Those of a step."""
+        start, size = step * ACCUMULATED * BATCH, ACCUMULATED * BATCH
+        some = self.texts[start : start + size]
+        return [stacked(some[k : k + BATCH]) for k in range(0, size, BATCH)]
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the model is evaluated after a step."""
+        return (step + 1) in (self.steps // 2, self.steps)
+
+    def tell(self, **numbers: float) -> None:
+        """What a step or an evaluation has found."""
+        self.told.append(numbers)
+
+
+def on(layout: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `auto_parallel` for a layout."""
+    return {"cluster": NOMINAL_CPU, **layout}

@@ -1,0 +1,142 @@
+"""accelerate: what ranks do together, what is saved, and what is refused.
+
+That a run is that of one process, and goes on elsewhere, `benchmarks/loops` compares.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import ProjectConfiguration
+from transformers import LlamaForCausalLM
+
+import merakc
+from benchmarks.loops.job import Job, on
+from merakc.equality.ranks import run_ranks
+from merakc.errors import CheckpointError, ConfigError
+from merakc.integrations.accelerate import Accelerator
+
+# Its own: that numbers on a CPU are pinned for no GPU.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    yield
+    AcceleratorState._reset_state(True)
+
+
+class Counter:
+    """What a program registers for checkpoints."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def together(folder: Path) -> tuple[Any, ...]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
+    job = Job(folder, on({"tp": 2}), 2, 0, 2)
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator, counter = Accelerator(cpu=True, project_config=project), Counter()
+    model = merakc.auto_parallel(job.model(), job.example, **job.layout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_model(model, folder / "weights")
+    before = accelerator.get_state_dict(accelerator.unwrap_model(model))
+    torch.manual_seed(7 + model.rank)
+    with pytest.raises(CheckpointError, match="none"):
+        accelerator.load_state(folder / "none")
+    for counter.seen in (1, 2):
+        accelerator.save_state()
+    drawn, counter.seen = torch.rand(()), 3
+    accelerator.backward(model(**job.example).loss)
+    optimizer.step()
+    accelerator.load_state()
+    again = torch.rand(())
+    if accelerator.process_index:
+        accelerator.set_trigger()
+    after = accelerator.get_state_dict(model)
+    same = all(torch.equal(after[n], before[n]) for n in before) and len(after) == len(before)
+    triggers = accelerator.check_trigger(), accelerator.check_trigger()
+    return counter.seen, again.item(), drawn.item(), same, triggers, len(before) > 0
+
+
+def test_ranks_save_load_and_stop_together(tmp_path: Path) -> None:
+    first, second = run_ranks(2, together, tmp_path)
+    assert (first[0], first[3], first[4]) == (2, True, (True, False)) == (second[0], *second[3:5])
+    assert first[1] == first[2] == second[1]  # the random numbers of rank 0 count
+    assert (first[5], second[5]) == (True, False)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+    job = Job(tmp_path, {}, 2, 0, 2)
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "weights", dtype=torch.float64)
+    for name, value in job.model().state_dict().items():
+        assert torch.equal(saved.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mixed_precision": "bf16"}, r"mixed_precision='bf16'\): auto_parallel\(..., precision"),
+        ({"dynamo_backend": "inductor"}, "compile=True"),
+        ({"fsdp_plugin": object()}, "fsdp_plugin is given, and auto_parallel makes"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Accelerator(cpu=True, **options)
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError, match="given a Linear; give it the model that auto_parallel"):
+        accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(CheckpointError, match="no model: prepare it first"):
+        accelerator.save_state(tmp_path)
+
+
+def theirs(folder: Path) -> str:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
+    job = Job(folder, on({"dp": 2}), 2, 0, 2)
+    model = merakc.auto_parallel(job.model(), job.example, **job.layout)
+    with pytest.raises(ConfigError) as refused:
+        accelerate.Accelerator(cpu=True).prepare(model)
+    return str(refused.value)
+
+
+def test_accelerates_own_is_refused(tmp_path: Path) -> None:
+    for told in run_ranks(2, theirs, tmp_path):
+        assert "merakc.integrations" in told
+
+
+def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "accelerate.md").read_text()
+    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [float(x) for x in re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert {p.name for p in tmp_path.iterdir()} == {"train.py", "state", "weights"}

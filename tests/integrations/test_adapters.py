@@ -1,0 +1,65 @@
+"""peft's adapters: files on all layouts are those of one process, and merging is refused there."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import merakc
+from merakc.equality.ranks import run_ranks
+from merakc.errors import ConfigError
+from merakc.integrations.adapters import save_adapters
+from merakc.machines.cluster import NOMINAL_CPU
+
+# Its own: that tokens of a configuration are none, and attributes that transformers will drop.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def base() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def adapted() -> Any:
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    return peft.get_peft_model(base(), config)
+
+
+BATCH = {"input_ids": torch.arange(8 * 6).view(8, 6), "labels": torch.arange(8 * 6).view(8, 6)}
+
+
+def save(layout: dict[str, Any], folder: Path) -> None:
+    model = merakc.auto_parallel(adapted(), BATCH, cluster=NOMINAL_CPU, **layout)
+    assert "input_ids" in inspect.signature(model.get_base_model().forward).parameters
+    save_adapters(folder / "ours", model)
+    with pytest.raises((AttributeError, ConfigError), match="merge_and_unload"):
+        model.merge_and_unload()
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2, "state_shards": "zero-1"}, {"tp": 2}, {"pp": 2}])
+def test_adapters_are_saved_as_in_one_process(layout: dict[str, Any], tmp_path: Path) -> None:
+    run_ranks(2, save, layout, tmp_path)
+    adapted().save_pretrained(str(tmp_path / "plain"))
+    ours, plain = (load_file(tmp_path / x / "adapter_model.safetensors") for x in ("ours", "plain"))
+    assert ours.keys() == plain.keys()
+    for name, value in plain.items():
+        assert torch.equal(ours[name], value), name
+    merged = peft.PeftModel.from_pretrained(base(), tmp_path / "ours").merge_and_unload()
+    wanted = adapted().merge_and_unload()
+    torch.testing.assert_close(merged(**BATCH).loss, wanted(**BATCH).loss)
+
+
+def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without adapters of peft; give the model"):
+        save_adapters(tmp_path, base())
