@@ -16,7 +16,7 @@ from merakc.frontend.calls.around import check_around
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
-from merakc.runtime.part import Place, TensorPart, place_of
+from merakc.runtime.part import Place, TensorPart, place_of, plain
 from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
@@ -28,7 +28,7 @@ from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.results import share_results
-from merakc.train.parameters.gradients import follow, plain
+from merakc.train.parameters.elements import follow
 from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
@@ -84,9 +84,9 @@ class ParallelModel(Mirror):
         trained = {n: p for n, p in shown.items() if p.requires_grad}
         keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
-        if steps.groups.axis("model") is not None or any(place_of(p) for p in trained.values()):
-            follow(trained, self._owners)
         hold(parameters, are_some=steps.groups.mesh.pp > 1)
+        if steps.groups.axis("model") is not None or parts:
+            follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
 
     @property
     def plan(self) -> Plan:
@@ -376,7 +376,7 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         with call("model.full_state_dict"):
-            full = self._gathered(steps.state)
+            full = self._gathered({n: plain(t) for n, t in steps.state.items()})
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}

@@ -24,6 +24,7 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
+from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
 from merakc.train.parameters.places import register_places
@@ -81,6 +82,17 @@ def _check_has_weights(model: nn.Module) -> None:
             raise ConfigError(
                 f"{where} ({type(module).__name__}) was given to auto_parallel before, which took "
                 "its weights over: use what auto_parallel returned then, or build the model again"
+            )
+
+
+def check_is_plain(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that `auto_parallel` has returned, or one around it."""
+    for name, module in model.named_modules():
+        if isinstance(module, Mirror):
+            where = f"module '{name}' of the model" if name else "the model"
+            raise ConfigError(
+                f"{where} is one that auto_parallel has returned: train with that as it is, or "
+                "build the model again and give auto_parallel all that is to be trained"
             )
 
 

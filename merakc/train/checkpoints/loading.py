@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import agree, together
 from merakc.runtime.health.job import all_ranks, call
-from merakc.runtime.part import TensorPart, place_of
+from merakc.runtime.part import TensorPart, place_of, plain
 from merakc.train.checkpoints.codec import decode
 from merakc.train.checkpoints.manifest import (
     EXTRA,
@@ -244,7 +244,7 @@ def _state(
 ) -> dict[str, Any]:
     """One parameter's state, in memory that it has already where it has any."""
     found: dict[str, Any] = {}
-    place, before = place_of(p), optimizer.state.get(p, {})
+    place, before, p = place_of(p), optimizer.state.get(p, {}), plain(p)
     whole = place.shape if place else tuple(p.shape)
     for key in keys.get(name, ()):
         full = f"{OPTIMIZER}state.{name}.{key}"

@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
-from merakc.runtime.part import Place, TensorPart, local_of, place_of, places
+from merakc.runtime.part import Place, TensorPart, local_of, place_of, places, plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement
 
@@ -114,11 +114,12 @@ def tagged_state(parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str,
 
     Raises `ConfigError` for state of a part that belongs to no elements of it.
     """
-    place = place_of(parameter)
+    place, parameter = place_of(parameter), plain(parameter)
     if place is None:
         return dict(state)
     found: dict[str, Any] = {}
     for key, value in state.items():
+        value = plain(value) if isinstance(value, torch.Tensor) else value
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
             value = TensorPart(value, place)
         elif isinstance(value, torch.Tensor) and value.dim():
