@@ -30,6 +30,7 @@ from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.results import share_results
 from merakc.train.parameters.elements import follow
 from merakc.train.parameters.guard import refuse_in_methods
+from merakc.train.parameters.matrices import Home
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
@@ -84,7 +85,7 @@ class ParallelModel(Mirror):
         trained = {n: p for n, p in shown.items() if p.requires_grad}
         keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
-        hold(parameters, are_some=steps.groups.mesh.pp > 1)
+        hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
             follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
 

@@ -28,6 +28,7 @@ from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
 from merakc.train.parameters.places import register_places
+from merakc.train.parameters.states import tag_optimizers
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.
@@ -133,6 +134,7 @@ def allocate(
             is_parameter = isinstance(tensor, nn.Parameter)
             state[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
     register_places(state, placements, groups, sharded)
+    tag_optimizers()
     return state, sharded
 
 

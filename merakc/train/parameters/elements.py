@@ -53,10 +53,12 @@ _OF_ANY = {
 }  # fmt: skip
 _ACCESS = ("__get__", "__set__", "__delete__")
 _EQUAL = {"equal": torch.eq, "allclose": torch.isclose}
-# What differentiates, and gives gradients that say themselves what they are of; and what users ask
-# for this rank's elements by.
+# What differentiates, and gives gradients that say themselves what they are of; what users ask for
+# this rank's elements by; and what takes no more than a dtype and a device of a tensor.
 _AS_THEY_ARE = (
     torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.as_subclass,
+    torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
 )  # fmt: skip
 # What stays one rank's share of a number, or becomes several's.
 _CARRIES_SHARES = {"to", "clone", "detach", "stack", "float", "double", "cpu", "cuda", "view"}
