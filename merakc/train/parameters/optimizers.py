@@ -24,6 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError, failure
+from merakc.runtime.agreement import settings_of
 from merakc.runtime.part import place_of
 from merakc.train.parameters.matrices import Home, WholeTensors, exchange, exchange_back
 
@@ -142,9 +143,9 @@ def _is_elementwise(
             f"if it updates every element by itself, say so by merakc.declare_elementwise({kind})"
         ) from error
     if difference is not None:
+        by = f", by {difference:.1e} after {STEPS} steps" if math.isfinite(difference) else ""
         raise ConfigError(
-            f"{kind} updates small parameters otherwise by themselves than together, by "
-            f"{difference:.1e} after {STEPS} steps: {told}"
+            f"{kind} updates small parameters otherwise by themselves than together{by}: {told}"
         )
     return in_parts is None
 
@@ -162,15 +163,17 @@ def _difference(
     for dtype, bound in BOUNDS.items():
         values, gradients = _examples(groups, dtype)
         try:
-            whole = _updated(optimizer, values, gradients, [lambda _, t: t])
+            whole, told = _updated(optimizer, values, gradients, [lambda _, t: t])
         except Exception:
             if dtype == torch.float32:
                 raise
             continue
         for way in ways:
             try:
-                parts = _updated(optimizer, values, gradients, way, twins=twins)
+                parts, own = _updated(optimizer, values, gradients, way, twins=twins)
             except Exception:
+                return math.inf
+            if own != told:  # it adapts what it goes by to what it sees
                 return math.inf
             pairs = zip(chain(*whole), chain(*parts), strict=True)
             found = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
@@ -210,10 +213,12 @@ def _updated(
     ranks: Sequence[View],
     *,
     twins: bool = False,
-) -> Values:
+) -> tuple[Values, set[str]]:
     """The values after the steps, each rank's view of them updated by a copy of its own; with
-    `twins`, given others for its parameters in every step, as `WholeTensors` does.
+    `twins`, given others for its parameters in every step, as `WholeTensors` does. And the settings
+    that the copies have then.
     """
+    settings = set()
     after = [[v.clone() for v in group] for group in values]
     numbers = iter(range(sum(map(len, values))))
     order = [[next(numbers) for _ in group] for group in values]
@@ -242,9 +247,10 @@ def _updated(
                 exchange_back(taken, others, lists)
                 for parameter, other in others.items():
                     parameter.data = other.data
+        settings.add(settings_of(taken))
         for parameter, target, _ in targets:
             target.copy_(parameter.detach())
-    return after
+    return after, settings
 
 
 def _take_step(optimizer: Optimizer) -> None:
