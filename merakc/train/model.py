@@ -57,13 +57,10 @@ class ParallelModel(Mirror):
     ) -> None:
         super().__init__(steps.source)
         keep = object.__setattr__  # nothing of ours may look like a child of the model
-        keep(self, "_steps", steps)
-        keep(self, "_aliases", dict(aliases))
-        keep(self, "_simulation", simulation)
-        keep(self, "_book", book)
-        keep(self, "_last_events", ())
-        keep(self, "_last_collectives", ())
-        keep(self, "_reads_whole", False)
+        own = {"_steps": steps, "_aliases": dict(aliases), "_simulation": simulation, "_book": book}
+        own |= {"_last_events": (), "_last_collectives": (), "_reads_whole": False}
+        for name, value in own.items():
+            keep(self, name, value)
         parts = any(place_of(t) is not None for t in steps.state.values())
         keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
@@ -82,8 +79,8 @@ class ParallelModel(Mirror):
                 self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
         keep(self, "_memory", Memory(partial(part_at, self), steps.state, steps.sharded))
-        trained = {n: p for n, p in shown.items() if p.requires_grad}
-        keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
+        absent = {n: p for n, p in shown.items() if p.requires_grad and n not in steps.state}
+        keep(self, "_empty", absent)
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:

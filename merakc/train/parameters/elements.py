@@ -114,7 +114,7 @@ class Share(torch.Tensor):
 def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
     """Lets parameters say what they are, and their gradients from when they are accumulated."""
     if Elements not in _foreach_utils._foreach_supported_types:
-        _foreach_utils._foreach_supported_types += [*Known]
+        _foreach_utils._foreach_supported_types += [*Known]  # type: ignore[list-item]
     watch_optimizers()
     for name, parameter in parameters.items():
         whole = owners.placements[name].layout.shape
@@ -174,7 +174,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return made.requires_grad_(first.requires_grad and first.is_leaf)
     if name in _EQUAL and all(x.source is first.source for x in known):
         alike = _by_elements(_EQUAL[name], name, args, kwargs, known)
-        return bool(_value(_shared(alike, *_kind("all", alike, (), {}))))  # type: ignore[misc]
+        return bool(_value(_shared(alike, *_kind("all", alike, (), {}))))
     if name in NORMS | REDUCTIONS and args and args[0] is first and not _is_pair(args):
         kind = _kind(name, first, args[1:], kwargs)
         if kind is not None:
@@ -257,7 +257,7 @@ def _answer(
 def _is_view(name: str, result: torch.Tensor, of: torch.Tensor) -> bool:
     if of.numel():
         return result.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
-    packet = getattr(torch.ops.aten, name, None)
+    packet: Any = getattr(torch.ops.aten, name, None)
     first = getattr(packet, packet.overloads()[0]) if hasattr(packet, "overloads") else None
     return name in ("data", "T", "mT") or (first is not None and first.is_view)
 
@@ -322,9 +322,7 @@ def _refusal(name: str, of: Any) -> ConfigError:
 # ---------------------------------------------------------------------- numbers
 
 
-def _shared(
-    of: Any, kind: Kind, number: Callable[[torch.Tensor], torch.Tensor]
-) -> Share:
+def _shared(of: Any, kind: Kind, number: Callable[[torch.Tensor], torch.Tensor]) -> Share:
     """This rank's share of a number of a parameter or a gradient."""
     values = plain(of)
     if values.numel():

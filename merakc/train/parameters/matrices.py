@@ -314,5 +314,5 @@ def _exchanged(
     out = flat.new_empty(sum(map(sum, sizes)))
     received, given = [sum(of) for of in sizes], [sum(t.numel() for t in of) for of in sent]
     dist.all_to_all_single(out, flat, received, given, group=group)
-    pieces = iter(out.split([n for of in sizes for n in of]))
+    pieces = iter(torch.split(out, [n for of in sizes for n in of]))
     return [[next(pieces) for _ in of] for of in sizes]

@@ -113,7 +113,9 @@ def total(terms: Iterable[Term], kind: Kind) -> torch.Tensor:
             else:
                 pair = torch.stack([before, t.own])
                 own[name] = pair.sum() if kind.combine == "sum" else getattr(pair, kind.combine)()
-        values.append(_with_gradient(owners.total(_detached(own), kind.combine), own.values(), kind))
+        values.append(
+            _with_gradient(owners.total(_detached(own), kind.combine), own.values(), kind)
+        )
     joined = torch.stack(values)
     found = joined.sum() if kind.combine == "sum" else getattr(joined, kind.combine)()
     return kind.finish(found).to(terms[0].dtype)

@@ -103,10 +103,10 @@ def check(optimizer: Optimizer) -> None:
     held = [_held[p] for group in groups for p in group if p in _held]
     if optimizer in _whole:
         _whole.pop(optimizer).close()
-    if any(h.are_some for h in held) and type(optimizer) not in _declared:
-        if not _is_elementwise(optimizer, groups, held):
-            homes = {p: _held[p].home for group in groups for p in group if p in _held}
-            _whole[optimizer] = WholeTensors(optimizer, homes)
+    is_asked = any(h.are_some for h in held) and type(optimizer) not in _declared
+    if is_asked and not _is_elementwise(optimizer, groups, held):
+        homes = {p: _held[p].home for group in groups for p in group if p in _held}
+        _whole[optimizer] = WholeTensors(optimizer, homes)
     _tried[optimizer] = len(optimizer.param_groups)
 
 
@@ -239,14 +239,15 @@ def _updated(
             torch.manual_seed(0)
             taken = _copied(optimizer, own)
             for step in range(STEPS):
-                others = {p: nn.Parameter(p.detach().clone()) if twins else p for p, *_ in targets}
+                others: dict[torch.Tensor, nn.Parameter | None] = {}
                 for parameter, _, own_gradients in targets:
-                    others[parameter].grad = own_gradients[step].clone()
+                    other = nn.Parameter(parameter.detach().clone()) if twins else parameter
+                    other.grad, others[parameter] = own_gradients[step].clone(), other
                 lists = exchange(taken, others)
                 _take_step(taken)
                 exchange_back(taken, others, lists)
-                for parameter, other in others.items():
-                    parameter.data = other.data
+                for parameter, *_ in targets:
+                    parameter.data = others[parameter].data  # type: ignore[union-attr]
         settings.add(settings_of(taken))
         for parameter, target, _ in targets:
             target.copy_(parameter.detach())

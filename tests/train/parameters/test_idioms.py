@@ -68,9 +68,7 @@ def by_type(model: Any) -> float:
     decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
     rest = [p for p in model.parameters() if p not in decayed]
     first = [p for p in model.parameters() if p in decayed]
-    return trained(
-        model, adamw([(first, {"weight_decay": 0.5}), (rest, {"weight_decay": 0.0})])
-    )
+    return trained(model, adamw([(first, {"weight_decay": 0.5}), (rest, {"weight_decay": 0.0})]))
 
 
 def by_size(model: Any) -> float:
