@@ -29,9 +29,12 @@ console = Console(highlight=False, markup=False)
 
 
 def _reshards(count: int, seed: int, ranks: int) -> tuple[int, list[str]]:
-    """How many moves there were, and what was wrong with which."""
+    """How many moves there were, `count` or a few more, and what was wrong with which."""
     moves, found, refused = 0, [], 0
-    for walk in track(reshards.random_walks(count, seed, ranks), "reshards", console=console):
+    walks = reshards.random_walks(2 * count, seed, ranks)  # as some are refused
+    for walk in track(walks, "reshards, at most", console=console):
+        if moves >= count:
+            break
         told = reshards.problems(walk)
         refused += told.count(reshards.REFUSED)
         moves += len(told) - told.count(reshards.REFUSED)

@@ -31,4 +31,6 @@ def test_what_is_wrong_is_seen() -> None:
     assert faults(whole, [life(0, 60, s7=1.5)])[0] == "life 0, losses of step 7: 1.5 for 7.0"
     assert "40 steps were never taken" in faults(whole, [life(0, 60)])
     assert "a life grows by" in faults(whole, [life(0, 100, grows=3)])[0]
+    heavy = Life(whole.losses, {}, dict.fromkeys(range(100), 1100))
+    assert faults(whole, [heavy]) == ["a life ends with 10.0% more memory than the undisturbed run"]
     assert growths([life(0, 10)]) == []
