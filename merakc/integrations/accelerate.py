@@ -19,6 +19,7 @@ import accelerate
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from accelerate.utils import DynamoBackend
 
 from merakc.errors import CheckpointError, ConfigError
@@ -29,6 +30,7 @@ from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
 from merakc.train.model import ParallelModel
+from merakc.train.outside.deferred import Deferred
 
 # Other parallelism, by the argument of Accelerator or the variable of `accelerate launch`.
 _OTHERS = (
@@ -104,6 +106,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return found
 
     # ------------------------------------------------------------------ files
+
+    def gather(self, tensor: Any) -> Any:
+        """The values of outputs, fetched now: after another call of the model they could not be."""
+        return pytree.tree_map_only(Deferred, lambda x: x.source.value(x.place), tensor)
 
     def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """The whole model's state on the CPU of rank 0; {} elsewhere. All ranks must call it."""
