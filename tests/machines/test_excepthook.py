@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_errors_that_end_a_program_are_short(
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "train.py", kind], cwd=tmp_path, text=True, check=False,
-        capture_output=True, timeout=120,
+        capture_output=True, timeout=120, env=os.environ | {"MERAKC_QUIET": "1"},
     )  # fmt: skip
     found = done.stderr.strip().splitlines()
     assert done.returncode != 0
