@@ -57,7 +57,7 @@ def launch(
 def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
     """How many ranks this machine has. Raises `ConfigError` where that cannot be."""
     if plan is None:
-        return ranks or torch.cuda.device_count() or os.cpu_count() or 1
+        return ranks or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     if not nodes.isdecimal() or int(nodes) == 0:
         raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
     wanted = load_plan(plan).mesh.world_size

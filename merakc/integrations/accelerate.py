@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DistributedType, DynamoBackend
 
 from merakc.errors import CheckpointError, ConfigError
 from merakc.integrations.alone import put_into, stand_alone
@@ -57,6 +57,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         start_distributed(device)
         stand_alone(dist.get_rank() if dist.is_initialized() else 0, device)
         super().__init__(*args, **kwargs)
+        if self.distributed_type != DistributedType.NO:  # by whatever else it was told
+            raise ConfigError(
+                f"Accelerator: it is set to {self.distributed_type}, and auto_parallel makes the "
+                "model parallel; leave that out"
+            )
         if self.mixed_precision != "no":
             raise ConfigError(
                 f"Accelerator(mixed_precision={self.mixed_precision!r}): "
