@@ -140,3 +140,11 @@ def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert {p.name for p in tmp_path.iterdir()} == {"train.py", "state", "weights"}
+
+
+def test_parallelism_that_accelerate_was_set_to_in_another_way_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Accelerator, "distributed_type", "FSDP", raising=False)
+    with pytest.raises(ConfigError, match="it is set to FSDP"):
+        Accelerator(cpu=True)
