@@ -22,6 +22,11 @@ class Box:
     sizes: tuple[int, ...]
     local_starts: tuple[int, ...]
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The indices of the whole tensor that it covers."""
+        return tuple(slice(a, a + n) for a, n in zip(self.starts, self.sizes, strict=True))
+
 
 def part_boxes(layout: Layout, tp: int, rank: int, start: int, stop: int) -> tuple[Box, ...]:
     """The boxes of elements `start` to `stop` of tp rank `rank`'s part, in row-major order of it.

@@ -16,6 +16,7 @@ from merakc.machines.start import start_distributed
 from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.health.job import start_job
 from merakc.runtime.links import memory_bytes
+from merakc.train.checkpoints.full_state import gather_on_request
 from merakc.train.steps import Steps
 from merakc.train.trials import shared_cores
 
@@ -25,6 +26,7 @@ living: WeakSet[Steps] = WeakSet()
 def started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:
     """The number of ranks, which are connected, and what fuses graphs where that is asked for."""
     show_errors_short()
+    gather_on_request()
     if compile:
         check_compiler(device)
     world = start_distributed(device, timeout_s)

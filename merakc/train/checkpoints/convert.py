@@ -14,9 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from merakc.errors import CheckpointError
+from merakc.files.reading import read_text
 from merakc.train.checkpoints.codec import decode, encode
 from merakc.train.checkpoints.manifest import (
     EXTRA,
+    MOST_BYTES,
     NAME,
     OPTIMIZER,
     WEIGHTS,
@@ -63,7 +65,7 @@ def _of_checkpoint(folder: Path) -> Contents:
     files = {name: _tensors(folder / name) for name in {t.file for t in manifest.tensors.values()}}
     tensors = {n: files[t.file][stored_name(n)] for n, t in manifest.tensors.items()}
     texts = (name for name in manifest.files if name.endswith(".json"))
-    others = {n: (folder / n).read_text() for n in texts if not n.endswith(".index.json")}
+    others = {n: _text(folder / n) for n in texts if not n.endswith(".index.json")}
     return Contents(tensors, manifest.run, others)
 
 
@@ -71,7 +73,7 @@ def _of_weights(folder: Path) -> Contents:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = sorted(set(json.loads(_text(index))["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}") from None
     else:
@@ -82,7 +84,7 @@ def _of_weights(folder: Path) -> Contents:
     for name in names:
         tensors |= {WEIGHTS + key: t for key, t in _tensors(folder / Path(name).name).items()}
     configs = (folder / n for n in ("config.json", "generation_config.json"))
-    others = {path.name: path.read_text() for path in configs if path.exists()}
+    others = {path.name: _text(path) for path in configs if path.exists()}
     return Contents(tensors, _bare_run(tensors), others)
 
 
@@ -90,6 +92,13 @@ def _bare_run(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """What is known of a run of which there are weights alone."""
     names = [stored_name(n) for n in tensors if n.startswith(WEIGHTS)]
     return {"parameters": names, "optimizers": [], "extras": [{"scheduler": [], "extra": None}]}
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_text(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
 def _tensors(path: Path) -> Tensors:

@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from merakc.errors import CheckpointError
-from merakc.files.reading import MOST_NUMBER, check_depth, misread
+from merakc.files.reading import MOST_NUMBER, check_depth, misread, read_text
 
 NAME = "checkpoint.json"
 VERSION = 1
+MOST_BYTES = 1 << 28  # of a text: boxes of a million tensors
 READ_BYTES = 1 << 24
 MAPPED_BYTES = 1 << 24  # of a file, before it is opened anew
 
@@ -115,15 +116,19 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        text = path.read_bytes()
+        text = read_text(path, MOST_BYTES)
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no checkpoint: {path.name} cannot be read ({error.strerror}); a folder "
             "that was being written when a run ended has none"
         ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     try:
         outer = json.loads(text, object_pairs_hook=_once)
         body = outer["checkpoint"]
+        if not isinstance(body, dict):
+            raise ValueError(f"its checkpoint is {str(body)[:40]}")
         if set(outer) != {"crc32", "checkpoint"} or _body_crc(body) != outer["crc32"]:
             raise ValueError("its checksum does not fit what it says")
         if body.get("version") != VERSION:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import zlib
 from functools import partial
 from pathlib import Path
 
@@ -131,4 +132,21 @@ def test_what_a_run_tells_is_of_the_form_that_is_read(
         assert read_manifest(tmp_path).run == run
         return
     with pytest.raises(CheckpointError, match=f"is damaged: .*{told}"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("body", ["7", '"\\ud800"', "[]"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_what_is_no_manifest_is_damaged(body: str, encoding: str, tmp_path: Path) -> None:
+    crc = zlib.crc32(json.dumps(json.loads(body)).encode())
+    text = f'{{"checkpoint": {body}, "crc32": {crc}}}'
+    (tmp_path / NAME).write_bytes(text.encode(encoding))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is damaged"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_is_text_in_utf_8(tmp_path: Path) -> None:
+    text = Manifest(merakc="0", run={"model": "a"}).text()
+    (tmp_path / NAME).write_bytes(text.encode().replace(b'"a"', b'"\xed\xa0\x80"'))
+    with pytest.raises(CheckpointError, match=r"damaged: .*utf-8"):
         read_manifest(tmp_path)

@@ -1,0 +1,77 @@
+"""torch's `full_state_dict=True`: the whole run in plain tensors, which any plan and none takes."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.machines.cluster import NOMINAL_CPU
+from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
+from tests.train.checkpoints.test_saving import LAYOUTS, ranks_of
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    batch = words(seed)
+    model(**(part(batch, model) if hasattr(model, "plan") else batch))["loss"].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def taken_back(layout: dict[str, Any], offload: bool) -> tuple[Any, Any, Tensors]:
+    """The state after two steps, as rank 0 gets it, and the weights after a third, which is made
+    again from that state after another.
+    """
+    dp = layout.get("dp", 1)
+    model = merakc.auto_parallel(
+        build(Words), first_part(words(0), dp), cluster=NOMINAL_CPU, **layout
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    step(model, optimizer, 1)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    weights, state = copy.deepcopy(get_state_dict(model, optimizer, options=options))
+    if offload and model.rank:
+        assert (weights, state) == ({}, {})
+    kept = copy.deepcopy((weights, state))
+    step(model, optimizer, 2)
+    wanted = model.full_state_dict()
+    step(model, optimizer, 3)
+    options.broadcast_from_rank0 = offload
+    set_model_state_dict(model, weights, options=options)
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+    step(model, optimizer, 2)
+    assert all(torch.equal(v, wanted[n]) for n, v in model.full_state_dict().items())
+    return *kept, wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [("tp2", False), ("pp2", True), ("zero3", True), ("tp2 pp2", False), ("zero2 tp2", True)],
+)
+def test_one_process_goes_on_with_it(name: str, offload: bool) -> None:
+    found = run_ranks(ranks_of(LAYOUTS[name]), partial(taken_back, LAYOUTS[name], offload))
+    for weights, state, _ in found[: 1 if offload else None]:
+        model = build(partial(Words), seed=9)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+        step(model, optimizer, 2)
+        for key, value in model.state_dict().items():
+            torch.testing.assert_close(value, found[0][2][key], rtol=1e-10, atol=1e-10, msg=key)
