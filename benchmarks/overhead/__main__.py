@@ -32,6 +32,7 @@ from benchmarks.reports import told_run
 # What is asked for (docs): of the small layers' step, of larger ones', seconds of a first step.
 SMALL_RATIO, LARGE_RATIO = 0.9, 1.0
 FIRST_S, CACHED_S = 10.0, 3.0
+WATCHED_RATIO = 1.01  # of a step that looks for what is not finite: within the noise
 # In float32; gradients of a deep model differ by so much with the order of a sum.
 MAX_ERROR = 1e-4
 SMALL = Size(layers=100, hidden=64, sequence=64, samples=2)
@@ -79,6 +80,7 @@ class Found:
 
     eager: list[Duel]
     compiled: list[Duel]
+    watched: list[Duel]
     layers: list[Duel]
     micro_batches: list[Duel]
     crowds: list[Crowd]
@@ -87,7 +89,7 @@ class Found:
     @property
     def duels(self) -> list[Duel]:
         """Every comparison."""
-        return [*self.eager, *self.compiled, *self.layers, *self.micro_batches]
+        return [*self.eager, *self.compiled, *self.watched, *self.layers, *self.micro_batches]
 
 
 def measure(extent: Extent, advance: Callable[[str], None]) -> Found:
@@ -111,8 +113,11 @@ def measure(extent: Extent, advance: Callable[[str], None]) -> Found:
         crowds.append(crowd("gpt2", size, ranks, CROWD_MICRO_BATCHES, extent.rounds))
     advance("first steps")
     firsts = first_steps(extent)
-    compiled = [told(model, size, compiled=True) for size in extent.compiled for model in MODELS]
-    return Found(eager, compiled, layers, micro_batches, crowds, firsts)
+    compiled = [
+        told(model, size, rival="torch.compile") for size in extent.compiled for model in MODELS
+    ]
+    watched = [told("gpt2", size, rival="unwatched") for size in sizes]
+    return Found(eager, compiled, watched, layers, micro_batches, crowds, firsts)
 
 
 def first_steps(extent: Extent) -> list[First]:
@@ -140,6 +145,11 @@ def complaints(found: Found) -> list[str]:
         f"{name_of(one)}: {one.ratio:.2f} of torch.compile's step, at most 1"
         for one in found.compiled
         if one.ratio > 1
+    ]
+    lines += [
+        f"{name_of(one)}: {one.ratio:.3f} of a step that looks for nothing, at most {WATCHED_RATIO}"
+        for one in found.watched
+        if one.ratio > WATCHED_RATIO
     ]
     for one in found.firsts:
         limit = CACHED_S if one.cached else FIRST_S
@@ -232,6 +242,12 @@ takes where that is faster, is switched off but for the first steps. Other proce
 
 {compiled}
 
+## Looking for what is not finite
+
+`on_nonfinite="raise"`, which is the default, against `"ignore"`.
+
+{watched}
+
 ## How it grows
 
 ![Seconds of a step over layers, micro-batches and ranks](overhead.png)
@@ -269,6 +285,7 @@ def document(found: Found, extent: Extent, about: str) -> str:
         verdict=verdict,
         eager=duels_table(found.eager, "eager"),
         compiled=duels_table(found.compiled, "torch.compile"),
+        watched=duels_table(found.watched, "ignore"),
         tokens=SMALL.samples * SMALL.sequence,
         layers=growth_table(found.layers, "layers", lambda one: one.size.layers),
         micro_batches=growth_table(

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,7 +42,7 @@ def batch_of(size: Size) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class Duel:
-    """Seconds of the same step on both sides, by round; `theirs` is eager or `torch.compile`.
+    """Seconds of the same step on both sides, by round; `theirs` is the rival's.
 
     `error` is the largest difference of a gradient, relative to its parameter's largest; `others`
     the share of the CPU that other processes took in the worst round.
@@ -87,18 +87,31 @@ class Side:
         return {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
 
+Rival = Literal["eager", "torch.compile", "unwatched"]
+
+
 def duel(
-    model: str, size: Size, *, micro_batches: int = 1, compiled: bool = False, rounds: int = 5
+    model: str, size: Size, *, micro_batches: int = 1, rival: Rival = "eager", rounds: int = 5
 ) -> Duel:
-    """Our step against eager PyTorch's, or with `compiled` against `torch.compile`'s."""
+    """Our step against eager PyTorch's, `torch.compile`'s, or our own that looks for nothing that
+    is not finite ("unwatched").
+    """
     batch = batch_of(size)
     plain = build(model, size).train()
-    call = torch.compile(plain) if compiled else plain
-    theirs = Side(plain, batch, micro_batches, call)
-    parallel = merakc.auto_parallel(
-        build(model, size).train(), batch, micro_batches=micro_batches, compile=compiled
-    )
-    ours = Side(parallel, batch, 1, parallel)  # it splits the batch itself
+
+    def own(**options: Any) -> Side:
+        made = merakc.auto_parallel(
+            build(model, size).train(), batch, micro_batches=micro_batches,
+            compile=rival == "torch.compile", **options,
+        )  # fmt: skip
+        return Side(made, batch, 1, made)  # it splits the batch itself
+
+    if rival == "unwatched":
+        theirs = own(on_nonfinite="ignore")
+    else:
+        call = torch.compile(plain) if rival == "torch.compile" else plain
+        theirs = Side(plain, batch, micro_batches, call)
+    ours = own()
     for side in (theirs, ours):
         for _ in range(WARM_UP):
             side.step()

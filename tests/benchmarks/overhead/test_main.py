@@ -25,7 +25,7 @@ GOOD = Duel("gpt2", SMALL, 1, (0.1, 0.2, 0.1), (0.08, 0.16, 0.09), 1e-6, 0.01)
 LARGE = replace(GOOD, size=LARGER[0], ours_s=(0.1, 0.19, 0.1))
 CROWDS = [Crowd(1, 0.5, 32), Crowd(4, 0.6, 224)]
 FIRSTS = [First(False, 1.0, 0.5, 4.0, 0.5), First(True, 1.0, 0.5, 2.0, 0.5)]
-FOUND = Found([GOOD, LARGE], [LARGE], [GOOD], [GOOD], CROWDS, FIRSTS)
+FOUND = Found([GOOD, LARGE], [LARGE], [GOOD], [GOOD], [GOOD], CROWDS, FIRSTS)
 
 
 def test_nothing_is_complained_of_where_all_is_met() -> None:
@@ -39,6 +39,7 @@ def test_nothing_is_complained_of_where_all_is_met() -> None:
         (replace(FOUND, eager=[replace(GOOD, ours_s=(0.1, 0.2, 0.1))]), "at most 0.9"),
         (replace(FOUND, eager=[replace(LARGE, ours_s=(0.11, 0.22, 0.11))]), "at most 1"),
         (replace(FOUND, compiled=[replace(GOOD, ours_s=(0.2,) * 3)]), "torch.compile's"),
+        (replace(FOUND, watched=[replace(GOOD, ours_s=(0.2,) * 3)]), "looks for nothing"),
         (replace(FOUND, layers=[replace(GOOD, error=float("nan"))]), "differ by nan"),
         (replace(FOUND, firsts=[replace(FIRSTS[0], plan_s=9.6)]), "without a plan: 10.1 s"),
         (replace(FOUND, firsts=[replace(FIRSTS[1], plan_s=2.6)]), "with a plan: 3.1 s"),
@@ -84,7 +85,9 @@ def test_everything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure(extent, told.append)
     assert [d.size.layers for d in found.layers] == [4, 8]
     assert [options.get("micro_batches") for *_, options in asked].count(2) == 1
-    assert sum(bool(options.get("compiled")) for *_, options in asked) == len(found.compiled) == 2
+    rivals = [options.get("rival") for *_, options in asked]
+    assert rivals.count("torch.compile") == len(found.compiled) == 2
+    assert rivals.count("unwatched") == len(found.watched) == 1 + len(extent.larger)
     assert [c.ranks for c in found.crowds] == [1, 2]
     assert [f.cached for f in found.firsts] == [False, True]
     assert len(found.eager) == 2 * (1 + len(extent.larger))

@@ -9,6 +9,7 @@ from benchmarks.overhead import runs as overhead_runs
 from benchmarks.overhead.runs import (
     Duel,
     First,
+    Rival,
     batch_of,
     crowd,
     difference,
@@ -22,10 +23,12 @@ from benchmarks.overlap_steps import Size
 TINY = Size(layers=2, hidden=64, sequence=16, samples=4)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_both_sides_take_the_same_step(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("micro_batches", "rival"), [(1, "eager"), (2, "eager"), (1, "unwatched")])
+def test_both_sides_take_the_same_step(
+    micro_batches: int, rival: Rival, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(overhead_runs, "repeats_for", lambda step: 1)
-    found = duel("gpt2", TINY, micro_batches=micro_batches, rounds=2)
+    found = duel("gpt2", TINY, micro_batches=micro_batches, rival=rival, rounds=2)
     assert len(found.theirs_s) == len(found.ours_s) == 2
     assert min(*found.theirs_s, *found.ours_s) > 0
     assert found.error < 1e-5
