@@ -119,7 +119,8 @@ class Mirror(nn.Module):
                 given[prefix + name] = tensor  # there is nothing to load
             elif tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
                 given[prefix + name] = local_of(tensor, given[prefix + name])
-        nn.Module._load_from_state_dict(self, given, prefix, *args)
+        with torch._C.DisableTorchFunctionSubclass():
+            nn.Module._load_from_state_dict(self, given, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or a part, or what the source holds that is neither."""

@@ -17,7 +17,8 @@ from merakc.runtime.part import place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
 from merakc.train.model import ParallelModel
-from merakc.train.parameters.places import elsewhere, tagged_state
+from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.states import tagged_state
 
 Tensors = dict[str, torch.Tensor]
 MEMBERS = ("params", "param_names")  # of a parameter group, beside its options
@@ -85,7 +86,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
             options = {k: v for k, v in group.items() if k not in MEMBERS}
             groups.append({"options": _plain(options, "param_groups"), "names": own})
             for name, p in zip(own, kept, strict=True):
-                for key, value in tagged_state(p, optimizer.state.get(p, {})).items():
+                for key, value in tagged_state(optimizer, p, optimizer.state.get(p, {})).items():
                     if isinstance(value, torch.Tensor):
                         tensors[f"{OPTIMIZER}state.{name}.{key}"] = value
                     else:

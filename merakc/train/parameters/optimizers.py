@@ -1,14 +1,15 @@
 """Whether an optimizer may update what a rank holds of a model.
 
 A rank's parts are updated as the whole would be where every element is updated from its own
-gradient and state alone; where it holds some of the parameters, and those whole, where every
-parameter is. That is tried before an optimizer's first step, not looked up: a copy of it updates
-small parameters, of as many dims as its own, and other copies update parts of them.
+gradient and state alone. Where every parameter is, by its own alone, tensors are brought together
+for the step (`matrices.py`). That is tried before an optimizer's first step, not looked up: a copy
+of it updates small parameters, of as many dims as its own, and other copies update parts of them.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError, failure
+from merakc.runtime.agreement import settings_of
 from merakc.runtime.part import place_of
+from merakc.train.parameters.matrices import Home, WholeTensors, exchange, exchange_back
 
 STEPS = 3
 # The second has more elements than optimizers that keep 8 bits leave in 32: 4,096.
@@ -38,6 +41,7 @@ _held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
 _tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
 _declared: set[type[Optimizer]] = set()
+_whole: WeakKeyDictionary[Optimizer, WholeTensors] = WeakKeyDictionary()  # of those that need them
 Values = list[list[torch.Tensor]]  # by parameter group
 View = Callable[[int, torch.Tensor], torch.Tensor | None]  # of the k-th parameter, on one rank
 
@@ -49,13 +53,14 @@ class Held:
     name: str
     is_part: bool
     are_some: bool
+    home: Home
 
 
-def hold(parameters: Mapping[str, torch.Tensor], *, are_some: bool) -> None:
-    """Remembers a rank's parameters. `are_some`: other ranks hold other ones."""
+def hold(parameters: Mapping[str, torch.Tensor], home: Home) -> None:
+    """Remembers a rank's parameters. Of a pipeline other ranks hold other ones."""
     for name, parameter in parameters.items():
         is_part = place_of(parameter) is not None
-        _held[parameter] = Held(name, is_part, are_some or is_part)
+        _held[parameter] = Held(name, is_part, is_part or home.groups.mesh.pp > 1, home)
     _watch()
 
 
@@ -80,8 +85,11 @@ def _watch() -> None:
 
 def check(optimizer: Optimizer) -> None:
     """Raises `ConfigError` for an optimizer of parameters that no step reads any more, and for one
-    that would train parts of parameters, or some of them, otherwise than the whole model.
+    that would train some of the parameters otherwise than the whole model; gives whole tensors to
+    one that needs them.
     """
+    if optimizer in _whole:
+        _whole[optimizer].ready(optimizer)
     if _tried.get(optimizer) == len(optimizer.param_groups):
         return
     groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
@@ -93,53 +101,80 @@ def check(optimizer: Optimizer) -> None:
                 "optimizer behind auto_parallel, of the model that it returns"
             )
     held = [_held[p] for group in groups for p in group if p in _held]
-    if any(h.are_some for h in held) and type(optimizer) not in _declared:
-        _try(optimizer, groups, held)
+    if optimizer in _whole:
+        _whole.pop(optimizer).close()
+    is_asked = any(h.are_some for h in held) and type(optimizer) not in _declared
+    if is_asked and not _is_elementwise(optimizer, groups, held):
+        homes = {p: _held[p].home for group in groups for p in group if p in _held}
+        _whole[optimizer] = WholeTensors(optimizer, homes)
     _tried[optimizer] = len(optimizer.param_groups)
 
 
-def _try(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], held: list[Held]) -> None:
+def updated_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
+    """The parameters that ranks hold parts of, and that the optimizer updates whole; whether this
+    rank does.
+    """
+    whole = _whole.get(optimizer)
+    if whole is None:
+        return {}
+    whole.restore(optimizer)
+    return {p: shared.is_owned for p, shared in whole.shared.items()}
+
+
+def _is_elementwise(
+    optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], held: list[Held]
+) -> bool:
+    """Whether it is; if not, it updates every parameter by itself."""
     kind = type(optimizer).__name__
-    ways: Sequence[Sequence[View]]
     part = next((h.name for h in held if h.is_part), None)
-    if part is None:
-        said, where, ways = "each parameter", "some of the parameters", (_BY_PARAMETER,)
-        remedy = "a plan with pp=1"
-    else:
-        said, where, ways = "every element", f"a part of '{part}'", _IN_PARTS
-        remedy = "a plan without parts (tp=1, state_shards='zero-0')"
+    where = f"a part of '{part}'" if part else "some of the parameters"
+    remedy = "(tp=1, state_shards='zero-0', pp=1)"
     told = (
-        f"this plan leaves a rank {where}, so that an optimizer must update {said} from its own "
-        f"gradient and state alone; use one that does, such as AdamW, or {remedy}"
+        f"this plan leaves a rank {where}, so that an optimizer must update every parameter from "
+        f"its own gradient and state alone; use one that does, such as AdamW, or a plan that "
+        f"leaves every rank the whole model {remedy}"
     )
     try:
-        difference = _difference(optimizer, groups, ways)
+        in_parts = _difference(optimizer, groups, _IN_PARTS)
+        difference = in_parts and _difference(optimizer, groups, (_BY_PARAMETER,), twins=True)
     except Exception as error:
         raise ConfigError(
             f"whether {kind} can update parts could not be tried ({failure(error)}): {told}; or, "
-            f"if it does, say so by merakc.declare_elementwise({kind})"
+            f"if it updates every element by itself, say so by merakc.declare_elementwise({kind})"
         ) from error
     if difference is not None:
+        by = f", by {difference:.1e} after {STEPS} steps" if math.isfinite(difference) else ""
         raise ConfigError(
-            f"{kind} updates small parameters otherwise in parts than whole, by {difference:.1e} "
-            f"after {STEPS} steps: {told}"
+            f"{kind} updates small parameters otherwise by themselves than together{by}: {told}"
         )
+    return in_parts is None
 
 
 def _difference(
-    optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], ways: Iterable[Sequence[View]]
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[torch.Tensor]],
+    ways: Iterable[Sequence[View]],
+    *,
+    twins: bool = False,
 ) -> float | None:
-    """How far parts come from what is updated whole, where that is beyond rounding."""
+    """How far parts come from what is updated whole, where that is beyond rounding; infinity where
+    the optimizer does not take parts.
+    """
     for dtype, bound in BOUNDS.items():
         values, gradients = _examples(groups, dtype)
         try:
-            whole = _updated(optimizer, values, gradients, [lambda _, t: t])
+            whole, told = _updated(optimizer, values, gradients, [lambda _, t: t])
         except Exception:
             if dtype == torch.float32:
                 raise
             continue
         for way in ways:
-            parts = _updated(optimizer, values, gradients, way)
+            try:
+                parts, own = _updated(optimizer, values, gradients, way, twins=twins)
+            except Exception:
+                return math.inf
+            if own != told:  # it adapts what it goes by to what it sees
+                return math.inf
             pairs = zip(chain(*whole), chain(*parts), strict=True)
             found = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
             if not found <= bound:  # nor where it is no number
@@ -172,9 +207,18 @@ def _examples(
 
 
 def _updated(
-    optimizer: Optimizer, values: Values, gradients: Sequence[Values], ranks: Sequence[View]
-) -> Values:
-    """The values after the steps, each rank's view of them updated by a copy of its own."""
+    optimizer: Optimizer,
+    values: Values,
+    gradients: Sequence[Values],
+    ranks: Sequence[View],
+    *,
+    twins: bool = False,
+) -> tuple[Values, set[str]]:
+    """The values after the steps, each rank's view of them updated by a copy of its own; with
+    `twins`, given others for its parameters in every step, as `WholeTensors` does. And the settings
+    that the copies have then.
+    """
+    settings = set()
     after = [[v.clone() for v in group] for group in values]
     numbers = iter(range(sum(map(len, values))))
     order = [[next(numbers) for _ in group] for group in values]
@@ -195,12 +239,19 @@ def _updated(
             torch.manual_seed(0)
             taken = _copied(optimizer, own)
             for step in range(STEPS):
+                others: dict[torch.Tensor, nn.Parameter | None] = {}
                 for parameter, _, own_gradients in targets:
-                    parameter.grad = own_gradients[step].clone()
+                    other = nn.Parameter(parameter.detach().clone()) if twins else parameter
+                    other.grad, others[parameter] = own_gradients[step].clone(), other
+                lists = exchange(taken, others)
                 _take_step(taken)
+                exchange_back(taken, others, lists)
+                for parameter, *_ in targets:
+                    parameter.data = others[parameter].data  # type: ignore[union-attr]
+        settings.add(settings_of(taken))
         for parameter, target, _ in targets:
             target.copy_(parameter.detach())
-    return after
+    return after, settings
 
 
 def _take_step(optimizer: Optimizer) -> None:

@@ -11,12 +11,16 @@ from torch import nn
 
 import merakc
 from merakc.errors import ConfigError
-from merakc.ir.layout import whole_layout
+from merakc.ir.layout import parse_layout
+from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.runtime.groups import Groups
 from merakc.runtime.part import Place, places
 from merakc.train.parameters import optimizers
+from merakc.train.parameters.matrices import Home
 from tests.train.parameters.test_norms import Tied, batch
 
+PIPELINE = Home(Groups(Mesh(1, 2, 2), 0), None)
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -66,27 +70,42 @@ class Failing(ByNorm):
         raise ValueError("too small")
 
 
+class Listing(ByRow):
+    """Keeps a list of its own of what it updates."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.own = list(parameters)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for p in self.own:
+            if p.grad is not None:
+                p.sub_(p.grad / (p.grad.abs().amax() + 1.0))
+
+
 O = torch.optim  # noqa: E741
-# By name: how it is made, and whether parts of parameters, and whole ones alone, may be updated.
-CASES: dict[str, tuple[Make, bool, bool]] = {
-    "AdamW": (lambda p: O.AdamW(p, amsgrad=True), True, True),
-    "fused": (lambda p: O.AdamW(p, fused=True), True, True),
-    "foreach": (lambda p: O.Adam(p, foreach=True), True, True),
-    "tensor lr": (lambda p: O.AdamW(p, lr=torch.tensor(0.1)), True, True),
-    "SGD": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), True, True),
-    "Rprop": (O.Rprop, True, True),
-    "RAdam": (O.RAdam, True, True),
-    "Adadelta": (O.Adadelta, True, True),
-    "two groups": (
-        lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), True, True),
-    "Adafactor": (O.Adafactor, False, True),
-    "Muon": (O.Muon, False, True),
-    "LBFGS": (O.LBFGS, False, False),
-    "by norm": (ByNorm, False, False),
-    "by row": (ByRow, False, True),
-    "wrapped AdamW": (lambda p: Wrapping(p, O.AdamW), True, True),
-    "wrapped Muon": (lambda p: Wrapping(p, O.Muon), False, True),
-    "failing": (Failing, False, False),
+# By name: how it is made, and what of: "parts" of parameters, or "whole" ones by themselves.
+CASES: dict[str, tuple[Make, str]] = {
+    "AdamW": (lambda p: O.AdamW(p, amsgrad=True), "parts"),
+    "fused": (lambda p: O.AdamW(p, fused=True), "parts"),
+    "foreach": (lambda p: O.Adam(p, foreach=True), "parts"),
+    "tensor lr": (lambda p: O.AdamW(p, lr=torch.tensor(0.1)), "parts"),
+    "SGD": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "parts"),
+    "Rprop": (O.Rprop, "parts"),
+    "RAdam": (O.RAdam, "parts"),
+    "Adadelta": (O.Adadelta, "parts"),
+    "two groups": (lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), "parts"),
+    "Adafactor": (O.Adafactor, "whole"),
+    "Muon": (O.Muon, "whole"),
+    "LBFGS": (O.LBFGS, "none"),
+    "by norm": (ByNorm, "none"),
+    "by row": (ByRow, "whole"),
+    "listing": (Listing, "none"),
+    "wrapped AdamW": (lambda p: Wrapping(p, O.AdamW), "parts"),
+    "wrapped Muon": (lambda p: Wrapping(p, O.Muon), "whole"),
+    "failing": (Failing, "none"),
 }  # fmt: skip
 
 
@@ -100,8 +119,8 @@ def parameters() -> Iterator[list[nn.Parameter]]:
         del optimizers._held[p]
 
 
-def may(make: Make, parameters: list[nn.Parameter]) -> bool:
-    """Whether it passes; it changes nothing."""
+def updates(make: Make, parameters: list[nn.Parameter]) -> str:
+    """What it may update; nothing is changed."""
     optimizer = make(parameters)
     before = [p.detach().clone() for p in parameters]
     random = torch.get_rng_state()
@@ -110,9 +129,9 @@ def may(make: Make, parameters: list[nn.Parameter]) -> bool:
     except ConfigError as error:
         assert type(optimizer).__name__ in str(error)  # noqa: PT017
         assert "'0'" in str(error) or "some of the parameters" in str(error)  # noqa: PT017
-        found = False
+        found = "none"
     else:
-        found = True
+        found = "whole" if optimizer in optimizers._whole else "parts"
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert not optimizer.state
     assert torch.equal(random, torch.get_rng_state())
@@ -121,27 +140,26 @@ def may(make: Make, parameters: list[nn.Parameter]) -> bool:
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_may_be_updated(name: str, parameters: list[nn.Parameter]) -> None:
-    make, parts, some = CASES[name]
+    make, wanted = CASES[name]
     named = {str(k): p for k, p in enumerate(parameters)}
-    optimizers.hold(named, are_some=False)
-    assert may(make, parameters) or name == "failing"
-    optimizers.hold(named, are_some=True)
-    assert may(make, parameters) is some
+    optimizers.hold(named, Home(Groups(Mesh(1, 1, 1), 0), None))
+    assert updates(make, parameters) == "parts"
+    optimizers.hold(named, PIPELINE)
+    assert updates(make, parameters) == wanted
     for key, p in named.items():
-        places[p] = Place(key, whole_layout((8, 6)), 1, 0, 0, 24)
-    optimizers.hold(named, are_some=False)
-    assert may(make, parameters) is parts
+        places[p] = Place(key, parse_layout("8* x 6"), 2, 0, 0, 24)
+    optimizers.hold(named, PIPELINE)
+    assert updates(make, parameters) == wanted
 
 
 def test_a_user_answers_for_a_class(parameters: list[nn.Parameter]) -> None:
     class Own(Failing):
         pass
 
-    optimizers.hold({"0": parameters[0]}, are_some=True)
-    assert not may(Own, parameters[:1])
+    optimizers.hold({str(k): p for k, p in enumerate(parameters)}, PIPELINE)
+    assert updates(Own, parameters[:1]) == "none"
     merakc.declare_elementwise(Own)
-    assert may(Own, parameters[:1])
-    optimizers.hold({str(k): p for k, p in enumerate(parameters)}, are_some=True)
+    assert updates(Own, parameters[:1]) == "parts"
 
 
 def test_an_optimizer_that_was_made_too_early() -> None:
