@@ -121,7 +121,7 @@ def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
         is_part = place_of(parameter) is not None or parameter in elsewhere
         source = Source(name, owners, tuple(whole), tuple(parameter.shape), is_part)
         if parameter.requires_grad:
-            parameter.register_hook(partial(_of, source))  # type: ignore[no-untyped-call]
+            parameter.register_hook(partial(_known, source))  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(_Tell(source))  # type: ignore[no-untyped-call]
         parameter.__class__ = HeldParameter
         parameter.source = source  # type: ignore[attr-defined]
@@ -144,6 +144,11 @@ def _of(source: Source, tensor: torch.Tensor) -> Elements:
     made = tensor.as_subclass(Elements)
     made.source = source
     return made
+
+
+def _known(source: Source, gradient: torch.Tensor | None) -> Elements | None:
+    """A hook's gradient: none of a step that was skipped, or where the loss does not see it."""
+    return None if gradient is None else _of(source, gradient)
 
 
 # ---------------------------------------------------------------------- calls
