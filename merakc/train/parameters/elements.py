@@ -2,13 +2,13 @@
 
 `p.numel()` and `p.shape`, `torch.nn.utils.clip_grad_norm_`, `p.grad.norm()`, `p.norm()` and sums
 that people write themselves are right on every plan. A number of one tensor is communicated when it
-is read; those of many that become one norm are communicated once. What would take a part for the
-whole is an error. Optimizers see plain tensors: nothing here stands in the way of a step.
+is read; those of many that become one norm are communicated once. What is not known to be right for
+parts is an error. Optimizers see plain tensors: nothing here stands in the way of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,26 +19,25 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 from merakc.errors import ConfigError
-from merakc.runtime.part import place_of, plain
-from merakc.train.parameters.norms import NOTHING, Owners
-from merakc.train.parameters.numbers import (
-    NORMS,
-    REDUCTIONS,
-    Kind,
-    Source,
-    Term,
-    kind_of,
-    total,
-    values_of,
-)
+from merakc.runtime.part import TensorPart, place_of, plain
+from merakc.train.parameters.norms import Owners
+from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
 from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.shares import Share, called, share_of
 from merakc.train.parameters.stepping import is_stepping, watch_optimizers
 
 # Calls whose result has the elements of their argument, in other memory or of another dtype.
 _COPIES = {
-    "clone", "to", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous", "type",
-    "type_as", "reshape", "flatten", "ravel", "pin_memory", "zeros_like", "ones_like", "empty_like",
-    "full_like",
+    "clone", "to", "_to_copy", "float", "double", "half", "bfloat16", "cpu", "cuda", "contiguous",
+    "type", "type_as", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like",
+    "new_empty_strided", "detach", "data", "alias", "positive",
+}  # fmt: skip
+# Those that have all elements, in another shape, and in which order they take them.
+_FLAT = {"flatten", "ravel"}
+_VIEWS = _FLAT | {
+    "view", "reshape", "view_as", "reshape_as", "_unsafe_view", "_reshape_alias", "unflatten",
+    "squeeze", "unsqueeze", "T", "mT", "H", "mH", "adjoint", "t", "transpose", "swapaxes",
+    "swapdims", "permute", "movedim", "moveaxis",
 }  # fmt: skip
 _WRITES = {"zero_", "fill_", "copy_", "requires_grad_", "detach_", "constant_"}
 # What is asked about a tensor and not of its elements: of the whole, and of any tensor.
@@ -48,67 +47,70 @@ _OF_ANY = {
     "requires_grad", "grad_fn", "data_ptr", "storage", "untyped_storage", "storage_offset",
     "stride", "get_device", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
     "retains_grad", "output_nr", "_version", "_backward_hooks", "_post_accumulate_grad_hooks",
-    "names", "__repr__", "__format__", "__hash__", "__reduce_ex__",
-    "_has_compatible_shallow_copy_type",
+    "names", "__format__", "__hash__", "_has_compatible_shallow_copy_type",
 }  # fmt: skip
+_OF_ELEMENTS = {"is_nonzero", "is_same_size"}
 _ACCESS = ("__get__", "__set__", "__delete__")
 _EQUAL = {"equal": torch.eq, "allclose": torch.isclose}
 # What differentiates, and gives gradients that say themselves what they are of; what users ask for
 # this rank's elements by; and what takes no more than a dtype and a device of a tensor.
 _AS_THEY_ARE = (
     torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward, torch.Tensor.as_subclass,
-    torch.Tensor.new_empty, torch.Tensor.new_zeros, torch.Tensor.new_ones, torch.Tensor.new_full,
-    torch.Tensor.new_tensor,
 )  # fmt: skip
-# What stays one rank's share of a number, or becomes several's.
-_CARRIES_SHARES = {"to", "clone", "detach", "stack", "float", "double", "cpu", "cuda", "view"}
+_FUSED = {"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"}
+_NEW = {"new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"}
 # Python's names of pointwise calls that are not those of torch's ops.
+_PYTHON_WRITES = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 _PYTHON = {"truediv": "div", "floordiv": "floor_divide", "and": "bitwise_and", "or": "bitwise_or"}
 
 
 class Elements(torch.Tensor):
     """What a rank has of a parameter's values or gradient, or of what was computed of it element by
-    element.
+    element; `views` are the calls that have changed their shape or order since.
     """
 
     source: Source
+    views: tuple[str, ...] = ()
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """See the module's text."""
+        kwargs = kwargs or {}
+        if not is_stepping() and any(
+            isinstance(x, Share) for x in pytree.tree_leaves((args, kwargs))
+        ):
+            return called(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
-            return _called(func, args, kwargs or {})
+            return _called(func, args, kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        """Of a part, as a state dict has it, which says so."""
+        return _told_apart(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        own = repr(plain(self).detach())
+        if not self.source.is_part:
+            return own
+        held, name = plain(self).numel(), self.source.name
+        return f"{own}\n({held} of {self.source.numel} elements of '{name}')"
 
 
 class HeldParameter(nn.Parameter):
     """A parameter, of which this rank has a part, all or nothing."""
 
     source: Source
+    views: tuple[str, ...] = ()
     __torch_function__ = Elements.__torch_function__
+    __reduce_ex__ = Elements.__reduce_ex__
+    __repr__ = Elements.__repr__  # type: ignore[assignment]
 
 
 Known = (Elements, HeldParameter)
-
-
-class Share(torch.Tensor):
-    """One rank's shares of numbers: a scalar of one, or a row of several. What reads their values
-    communicates, so that every rank must read them.
-    """
-
-    terms: tuple[Term, ...]
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
-        """See the module's text."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return _called(func, args, kwargs or {})
 
 
 def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
@@ -118,8 +120,9 @@ def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
     watch_optimizers()
     for name, parameter in parameters.items():
         whole = owners.placements[name].layout.shape
-        is_part = place_of(parameter) is not None or parameter in elsewhere
-        source = Source(name, owners, tuple(whole), tuple(parameter.shape), is_part)
+        place = place_of(parameter)
+        is_part = place is not None or parameter in elsewhere
+        source = Source(name, owners, tuple(whole), tuple(parameter.shape), is_part, place)
         if parameter.requires_grad:
             parameter.register_hook(partial(_known, source))  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(_Tell(source))  # type: ignore[no-untyped-call]
@@ -140,9 +143,9 @@ class _Tell:
         return self
 
 
-def _of(source: Source, tensor: torch.Tensor) -> Elements:
+def _of(source: Source, tensor: torch.Tensor, views: tuple[str, ...] = ()) -> Elements:
     made = tensor.as_subclass(Elements)
-    made.source = source
+    made.source, made.views = source, views
     return made
 
 
@@ -151,41 +154,44 @@ def _known(source: Source, gradient: torch.Tensor | None) -> Elements | None:
     return None if gradient is None else _of(source, gradient)
 
 
+def _told_apart(of: Any) -> torch.Tensor:
+    """What stands for elements outside this process."""
+    source = of.source
+    if not source.is_part:
+        own = plain(of)
+        return nn.Parameter(own.detach(), of.requires_grad) if of.is_leaf else own
+    if source.place is None or of.views:
+        raise _refusal("pickle", of)
+    return TensorPart(plain(of).detach(), source.place)
+
+
 # ---------------------------------------------------------------------- calls
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A call of torch's with elements or shares among its arguments."""
+    """A call of torch's with elements among its arguments."""
     if is_stepping() or func in _AS_THEY_ARE:
         return func(*args, **kwargs)
-    name = func.__name__
-    leaves = pytree.tree_leaves((args, kwargs))
-    shares = [x for x in leaves if isinstance(x, Share)]
-    if shares:
-        found = _of_shares(func, name, args, kwargs, shares)
-        if found is not None:
-            return found
-        args, kwargs = pytree.tree_map_only(Share, _value, (tuple(args), kwargs))
-    known = [x for x in leaves if isinstance(x, Known)]
-    if not known:
+    packet = getattr(func, "overloadpacket", func)  # an op of a mode's, below
+    name = func.__self__.__name__ if func.__name__ in _ACCESS else packet.__name__
+    known = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Known)]
+    if name in _NEW and len(known) == 1 and known[0] is args[0]:
         return func(*args, **kwargs)
-    if name.startswith(("_foreach_", "_fused_", "_amp_foreach_")):
-        return _of_lists(func, name, args, kwargs, known)
-    if name in _ACCESS:
+    if name.startswith(("_foreach_", "_amp_foreach_")) or name in _FUSED:
+        return _of_lists(func, name, args, kwargs)
+    if func.__name__ in _ACCESS and (func.__name__ != "__get__" or name == "grad"):
         return _accessed(func, name, args)
     first = known[0]
     if name == "__deepcopy__":
-        made = args[1][id(first)] = _of(first.source, plain(first).detach().clone())
+        made = args[1][id(first)] = _of(first.source, plain(first).detach().clone(), first.views)
         return made.requires_grad_(first.requires_grad and first.is_leaf)
-    if name in _EQUAL and all(x.source is first.source for x in known):
-        alike = _by_elements(_EQUAL[name], name, args, kwargs, known)
-        return bool(_value(_shared(alike, *_kind("all", alike, (), {}))))
+    if name in _EQUAL and len(known) > 1 and all(x.source is first.source for x in known):
+        same = _by_elements(_EQUAL[name], "eq", args, kwargs, known)
+        return bool(share_of(same, _kind("all", same, (), {})))
     if name in NORMS | REDUCTIONS and args and args[0] is first and not _is_pair(args):
         kind = _kind(name, first, args[1:], kwargs)
         if kind is not None:
-            return _shared(first, *kind)
-        if first.source.is_part:
-            raise _refusal(name, first)
+            return share_of(first, kind, kwargs.get("dtype"))
     return _by_elements(func, name, args, kwargs, known)
 
 
@@ -193,16 +199,19 @@ def _kind(name: str, of: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return kind_of(name, of, of.source.numel, rest, kwargs)
 
 
-def _accessed(func: Any, access: str, args: Sequence[Any]) -> Any:
-    """An attribute that is read or set."""
-    name, of = func.__self__.__name__, args[0]
-    if access != "__get__":
-        if name == "grad" and type(args[-1]) is torch.Tensor:
-            args = of, _of(of.source, args[1])
-        return func(*args)
-    if name == "grad":
-        return func(*args)
-    return _by_elements(func, name, args, {}, [of])
+def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
+    """A gradient that is read, or an attribute that is set."""
+    of, value = args[0], args[-1]
+    if name == "grad" and func.__name__ == "__set__" and isinstance(value, torch.Tensor):
+        if isinstance(value, Known) and not _is_alike(of, value):
+            raise _refusal("grad", of)
+        args = of, _of(of.source, plain(value))
+    return func(*args)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether elements of both meet as those of the wholes would."""
+    return one.source is other.source and one.views == other.views
 
 
 def _by_elements(
@@ -210,61 +219,74 @@ def _by_elements(
 ) -> Any:
     """A call that keeps elements where they are, or one on whole tensors."""
     first = next((x for x in known if x.source.is_part), known[0])
-    is_part, alike = first.source.is_part, all(x.source is first.source for x in known)
-    if is_part and not _fits(first, args, kwargs):
+    is_part, alike = first.source.is_part, all(_is_alike(x, first) for x in known)
+    keeps = _is_pointwise(name) or name in _WRITES | _COPIES | _VIEWS
+    if is_part and not keeps:
+        return _answer(func, name, args, kwargs, first)
+    out = kwargs.get("out")
+    writes = (name.endswith("_") and name[:2] != "__") or name in _PYTHON_WRITES
+    target = out if out is not None else [*args, *kwargs.values()][0] if writes else first
+    if is_part and not (alike and isinstance(target, Known) and _fits(first, (args, kwargs))):
         raise _refusal(name, first)
-    pointwise = _is_pointwise(name)
-    if name.endswith("_") and not name.startswith("__"):
-        if is_part and not (alike and (pointwise or name in _WRITES)):
-            raise _refusal(name, first)
-        return func(*args, **kwargs)
     try:
         result = func(*args, **kwargs)
     except RuntimeError as error:
         if is_part:
             raise _refusal(name, first) from error
         raise
-    if not isinstance(result, torch.Tensor):
-        return _answer(func, name, args, kwargs, first, result) if is_part else result
-    same = result.numel() == first.numel()
-    keeps = pointwise or name in _COPIES or name in _EQUAL or _is_view(name, result, first)
-    if is_part and not (alike and same and keeps):
+    if isinstance(result, Known) or not isinstance(result, torch.Tensor):
+        if is_part and not isinstance(result, (Known, str)):
+            raise _refusal(name, first)
+        return result  # what was written, or the name of a type
+    if keeps and alike and result.numel() == first.numel():
+        return _of(first.source, result, _views(name, args, kwargs, first, result))
+    if is_part:
         raise _refusal(name, first)
-    return _of(first.source, result) if same and alike else result
+    return result
 
 
-def _fits(first: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _views(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], of: Any, result: torch.Tensor
+) -> tuple[str, ...]:
+    """How the result of a call stands to what the rank holds."""
+    if name not in _VIEWS or name in ("view_as", "reshape_as"):  # which is of just such
+        return of.views  # type: ignore[no-any-return]
+    if result.dim() == 1 and (name in _FLAT or tuple(args[1:]) in ((-1,), ((-1,),))):
+        return of.views if of.dim() == 1 else (*of.views, "flat")
+    return (*of.views, f"{name}{args[1:]}{kwargs}")
+
+
+def _fits(first: Any, given: Any) -> bool:
     """Whether other tensors of a call are numbers, or of just the elements that the rank holds:
     others would meet other elements than they would of the whole.
     """
     return all(
-        isinstance(x, Known) or x.numel() == 1 or x.shape == first.shape
-        for x in pytree.tree_leaves((args, kwargs))
+        isinstance(x, Known)
+        or (x.numel() == 1 and x.dim() <= first.dim())
+        or (x.shape == first.shape and not first.views and not _spreads(x, first.source.shape))
+        for x in pytree.tree_leaves(given)
         if isinstance(x, torch.Tensor)
     )
 
 
-def _answer(
-    func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], of: Any, result: Any
-) -> Any:
-    """What is no tensor, of a part: the whole's, or what is the same of any tensor."""
+def _spreads(tensor: torch.Tensor, whole: tuple[int, ...]) -> bool:
+    """Whether it would be broadcast with the whole."""
+    try:
+        return bool(torch.broadcast_shapes(tensor.shape, whole))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return False
+
+
+def _answer(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], of: Any) -> Any:
+    """What is asked of a part: the whole's, or what is the same of any tensor."""
     if name in ("numel", "nelement"):
         return of.source.numel
-    if name in _SIZES and tuple(of.shape) == of.source.held:
+    if name in _SIZES and not of.views:
         whole = torch.empty(of.source.shape, dtype=of.dtype, device="meta")
         return func(whole, *args[1:], **kwargs)
-    several = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
-    if not several and (name in _OF_ANY or (name.startswith("is_") and name != "is_nonzero")):
-        return result
+    if name in _OF_ANY or (name.lstrip("_").startswith("is_") and name not in _OF_ELEMENTS):
+        return func(*args, **kwargs)
     raise _refusal(name, of)
-
-
-def _is_view(name: str, result: torch.Tensor, of: torch.Tensor) -> bool:
-    if of.numel():
-        return result.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
-    packet: Any = getattr(torch.ops.aten, name, None)
-    first = getattr(packet, packet.overloads()[0]) if hasattr(packet, "overloads") else None
-    return name in ("data", "T", "mT") or (first is not None and first.is_view)
 
 
 def _is_pair(args: Sequence[Any]) -> bool:
@@ -275,42 +297,64 @@ def _is_pair(args: Sequence[Any]) -> bool:
 @cache
 def _is_pointwise(name: str) -> bool:
     """Whether torch says of an op of this name that it computes element by element."""
-    name = name.strip("_") if name.startswith("__") else name
-    for known in (name, name[1:] if name[:1] in "ri" else name):
+    names = [name]
+    if name.startswith("__"):
+        name = name.strip("_")
+        names = [name, name[1:]] if name[:1] in "ri" else [name]
+    for known in names:
         packet = getattr(torch.ops.aten, _PYTHON.get(known, known), None)
         if packet is not None and hasattr(packet, "overloads"):
-            first = getattr(packet, packet.overloads()[0])
-            if torch.Tag.pointwise in first.tags:
-                return torch.Tag.nondeterministic_seeded not in first.tags
+            tags = getattr(packet, packet.overloads()[0]).tags
+            if torch.Tag.pointwise in tags:
+                return torch.Tag.nondeterministic_seeded not in tags
     return False
 
 
-def _of_lists(
-    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], known: list[Any]
-) -> Any:
+def _of_lists(func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A call on lists of tensors: element by element, but for norms and the search for infinity."""
     if name == "_foreach_norm":
         order = kwargs.get("ord", args[1] if len(args) > 1 else 2)
-        found = []
-        for tensor in args[0]:
-            if isinstance(tensor, Known):
-                kind = _kind("norm", tensor, (order,), {})
-                assert kind is not None
-                found.append(_shared(tensor, *kind))
-            else:
-                found.append(torch.linalg.vector_norm(tensor, order))
-        return found
-    if name == "_foreach_max":
-        raise _refusal(name, known[0])
+        dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
+        return [
+            share_of(t, _kind("norm", t, (order,), {}), dtype)
+            if isinstance(t, Known)
+            else torch.linalg.vector_norm(t, order, dtype=dtype)
+            for t in args[0]
+        ]
+    given = (*args, *kwargs.values())
+    rows = [*zip(*(x for x in given if isinstance(x, (list, tuple))), strict=False)]
+    single = [x for x in given if isinstance(x, torch.Tensor)]
+    firsts = [_checked(name, row, single) for row in rows]
     result = func(*args, **kwargs)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
-        found_inf, owners = args[1], known[0].source.owners
+        found_inf, owners = args[1], next(x for x in firsts if x is not None).source.owners
         every = owners.total(dict.fromkeys(owners.place, found_inf), "max")
         found_inf.copy_(every.clamp(min=0.0))
-    if isinstance(result, (tuple, list)) and len(result) == len(args[0]):
-        pairs = zip(result, args[0], strict=True)
-        return [_of(g.source, r) if isinstance(g, Known) else r for r, g in pairs]
+    if isinstance(result, (tuple, list)) and len(result) == len(rows):
+        pairs = zip(result, firsts, strict=True)
+        return [
+            r if x is None or r.shape != x.shape else _of(x.source, r, x.views) for r, x in pairs
+        ]
     return result
+
+
+def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> Any:
+    """Of what such a call has of one tensor, that whose elements its result has, if one is known.
+    Raises `ConfigError` where parts are taken for wholes.
+    """
+    known = [x for x in row if isinstance(x, Known)]
+    first = next((x for x in known if x.source.is_part), known[0] if known else None)
+    alike = all(_is_alike(x, first) for x in known)
+    if first is None or not first.source.is_part:
+        return first if alike else None
+    plainly = name.removeprefix("_foreach_")
+    keeps = (
+        _is_pointwise(plainly) or plainly in _WRITES | _COPIES or not name.startswith("_foreach_")
+    )
+    target = row[0] if name.endswith("_") else first
+    if not (keeps and alike and isinstance(target, Known) and _fits(first, (row, single))):
+        raise _refusal(name, first)
+    return first
 
 
 def _refusal(name: str, of: Any) -> ConfigError:
@@ -322,51 +366,3 @@ def _refusal(name: str, of: Any) -> ConfigError:
         "by element is right; model.full_state_dict() and model.full_gradients() give whole "
         "tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
     )
-
-
-# ---------------------------------------------------------------------- numbers
-
-
-def _shared(of: Any, kind: Kind, number: Callable[[torch.Tensor], torch.Tensor]) -> Share:
-    """This rank's share of a number of a parameter or a gradient."""
-    values = plain(of)
-    if values.numel():
-        result = number(values)
-        dtype, own = result.dtype, result.double()
-    else:  # of another rank's parameter, or an empty part
-        dtype, own = number(values.new_ones(1)).dtype, values.new_full((), NOTHING[kind.combine])
-    if kind.root != 1.0 or kind.divisor > 1:
-        dtype = values.dtype
-    return _share((Term(of.source, own.double(), kind, dtype),), ())
-
-
-def _share(terms: tuple[Term, ...], shape: tuple[int, ...]) -> Share:
-    first = terms[0]
-    made = torch.zeros(shape, dtype=first.dtype, device=first.own.device).as_subclass(Share)
-    made.terms = terms
-    return made
-
-
-def _of_shares(
-    func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], shares: Sequence[Share]
-) -> Any:
-    """What shares become that need no values yet, or one norm of many; None for other calls."""
-    if name == "stack" and len(shares) == len(args[0]) and not any(s.dim() for s in shares):
-        return _share(tuple(t for s in shares for t in s.terms), (len(shares),))
-    first = shares[0]
-    if name in _CARRIES_SHARES - {"stack"} and args[0] is first and len(shares) == 1:
-        result = func(*args, **kwargs)
-        if result.shape == first.shape:
-            terms = (Term(t.source, t.own.to(result.device), t.kind, result.dtype)
-                     for t in first.terms)  # fmt: skip
-            return _share(tuple(terms), tuple(first.shape))
-    if name in NORMS and args[0] is first and first.dim() == 1:
-        kind = kind_of(name, first, 1, args[1:], kwargs)
-        if kind is not None and all(t.kind == kind[0] for t in first.terms):
-            return total(first.terms, kind[0])
-    return None
-
-
-def _value(share: Share) -> torch.Tensor:
-    """The numbers of the whole, of which these are the shares."""
-    return torch.stack(values_of(share.terms)).view(share.shape)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from merakc.errors import ConfigError
+from merakc.runtime.part import Place
 from merakc.train.parameters.norms import INFINITE, Owners
 
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "vector_norm"}
@@ -19,7 +20,7 @@ REDUCTIONS = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_
 @dataclass(frozen=True, eq=False)
 class Source:
     """A parameter: the shape of the whole, and of what this rank has; `is_part` where that is not
-    all of it.
+    all of it, and then its place, unless other pipeline ranks hold it.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Source:
     shape: tuple[int, ...]
     held: tuple[int, ...]
     is_part: bool
+    place: Place | None = None
 
     @property
     def numel(self) -> int:
@@ -75,11 +77,11 @@ def kind_of(
         order = given.pop("ord", given.pop("p", None))
         if rest:
             order, rest = rest[0], [x for x in rest[1:] if x is not None and x is not False]
+        is_matrix = name == "linalg_norm" and order not in (None, "fro") and gradient.dim() > 1
         order, norm = 2 if order in (None, "fro") else order, torch.linalg.vector_norm
-        if given or rest or not isinstance(order, (int, float)) or gradient.is_complex():
+        is_number = isinstance(order, (int, float))
+        if given or rest or is_matrix or not is_number or gradient.is_complex():
             return None
-        if name == "linalg_norm" and order != 2 and gradient.dim() > 1:
-            return None  # of a matrix
         order = float(order)
         if abs(order) == INFINITE:
             return Kind("max" if order > 0 else "min"), lambda g: norm(g, order)
