@@ -347,10 +347,9 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
     alike = all(_is_alike(x, first) for x in known)
     if first is None or not first.source.is_part:
         return first if alike else None
-    plainly = name.removeprefix("_foreach_")
-    keeps = (
-        _is_pointwise(plainly) or plainly in _WRITES | _COPIES or not name.startswith("_foreach_")
-    )
+    op = name.removeprefix("_foreach_")
+    pointwise = _is_pointwise(op) and op not in REDUCTIONS
+    keeps = op == name or op in _WRITES | _COPIES or pointwise
     target = row[0] if name.endswith("_") else first
     if not (keeps and alike and isinstance(target, Known) and _fits(first, (row, single))):
         raise _refusal(name, first)

@@ -111,6 +111,41 @@ def differentiated(model: Any) -> float:
     return float(sum(g.norm() ** 2 for g in found))
 
 
+def in_place(model: Any) -> float:
+    """A number that is changed where it lies, and read then."""
+    found = next(iter(model.parameters())).detach().norm()
+    found.clamp_(min=100.0)
+    return float(found)
+
+
+def clipped_by_hook(model: Any) -> float:
+    """A user's hook before the step is none of it."""
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(clip)
+    return trained(model, optimizer)
+
+
+def clipped_by_closure(model: Any) -> float:
+    """Nor is what it calls back."""
+
+    def closure() -> float:
+        model.zero_grad()
+        loss = loss_of(model) + sum(p.norm() for p in model.parameters())
+        loss.backward()
+        return float(loss.detach() + torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+
+    optimizer = sgd(model)
+    return sum(float(optimizer.step(closure)) for _ in range(3))  # type: ignore[arg-type]
+
+
+def matrices(model: Any) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
 RIGHT: dict[str, Callable[[Any], float]] = {
     "count": lambda m: sum(p.numel() for p in m.parameters()),
     "shapes": lambda m: sum(p.shape.numel() / p.shape[-1] for p in m.parameters()),
@@ -133,6 +168,19 @@ RIGHT: dict[str, Callable[[Any], float]] = {
     "averages": averaged,
     "constant": constant,
     "moved": lambda m: trained(m.to("cpu:0").double(), sgd(m)),
+    "numbers of numbers": lambda m: float(
+        sum(torch.tensor([p.detach().norm() for p in m.parameters()]))),
+    "a copied number": lambda m: float(
+        torch.as_tensor(matrices(m)[-1].detach().norm(), dtype=torch.float32)),
+    "a number in place": in_place,
+    "closures": clipped_by_closure,
+    "hooks of steps": clipped_by_hook,
+    "Frobenius": lambda m: sum(float(torch.linalg.norm(p.detach().T)) for p in matrices(m)),
+    "sums of float32": lambda m: sum(
+        p.detach().float().sum(dtype=torch.float64).item() for p in m.parameters()),
+    "flat": lambda m: sum(float((p.view(-1) * p.flatten()).detach().sum()) for p in m.parameters()),
+    "lists": lambda m: sum(
+        float(p.detach().norm()) for p in torch._foreach_mul([*m.parameters()], [*m.parameters()])),
     "hooks": hooked,  # these stay
 }  # fmt: skip
 
@@ -163,6 +211,17 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "rows": lambda m: trained(m, update=lambda p: p.copy_(p / p.norm(dim=-1, keepdim=True))),
     "a vector of columns": lambda m: trained(m, update=lambda p: p.mul_(torch.ones(p.shape[-1]))),
     "elements": lambda m: [p.tolist() for p in m.parameters()],
+    "a row": lambda m: [p[0].norm() for p in m.parameters()],
+    "some rows": lambda m: [p[: p.shape[0] // 2].norm() for p in m.parameters()],
+    "one column": lambda m: [p.narrow(-1, 0, 1).norm() for p in m.parameters()],
+    "spectral": lambda m: [torch.linalg.norm(p, 2) for p in matrices(m)],
+    "itself turned": lambda m: [p.flatten() + p.T.flatten() for p in matrices(m)],
+    "lists of columns": lambda m: torch._foreach_mul(
+        matrices(m), [torch.ones(p.shape[-1]).double() for p in matrices(m)]),
+    "largest of lists": lambda m: torch._foreach_max([*m.parameters()]),
+    "into another": lambda m: [
+        torch.add(p.detach(), 1, out=torch.zeros(p.shape).double()) for p in m.parameters()],
+    "below": lambda m: [torch.ops.aten.mm.default(p, p.T) for p in matrices(m)],
     "noise": noisy,
     "random": lambda m: [nn.init.normal_(p) for p in m.parameters()],
     "fan": lambda m: [nn.init.xavier_uniform_(p) for p in m.parameters() if p.dim() == 2],
