@@ -17,6 +17,7 @@ from merakc.runtime.part import place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
 from merakc.train.model import ParallelModel
+from merakc.train.parameters.optimizers import is_together
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.states import tagged_state
 
@@ -80,6 +81,11 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
     for optimizer in optimizers:
         scalars: dict[str, Any] = {}
         groups = []
+        if is_together(optimizer):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} updates all parameters together, so that its state "
+                "is of none by itself: save the model alone, and begin its state again"
+            )
         for group in optimizer.param_groups:
             kept = [p for p in group["params"] if p not in elsewhere]
             own = [first_name(model, names, p) for p in kept]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from merakc.errors import ConfigError
 from merakc.ir.layout import Layout
 from merakc.runtime.groups import Groups
 from merakc.runtime.health.job import call
@@ -26,6 +25,7 @@ from merakc.runtime.part import Place, place_of, plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
 from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.stepping import is_closure
 
 CALL = "an optimizer's step on whole tensors"
 Pieces = list[list[torch.Tensor]]  # by rank of a group
@@ -90,27 +90,27 @@ class Shared:
 
 
 Others = Mapping[torch.Tensor, nn.Parameter | None]
-Lists = list[tuple[dict[str, Any], list[torch.Tensor]]]  # parameter groups, and what is in them
+Lists = list[tuple[list[torch.Tensor], list[torch.Tensor]]]  # of parameter groups: now, before
 
 
 def exchange(optimizer: Optimizer, others: Others) -> Lists:
-    """Gives an optimizer, and those that it wraps, others for its parameters, or none, with the
-    state that it has of them; returns its own lists.
+    """Puts others into an optimizer's lists of parameters, and those that it wraps have, or takes
+    some out, with the state that it has of them; returns what was in the lists.
     """
     every = _with_wrapped(optimizer)
-    groups = {id(group): group for one in every for group in one.param_groups}
-    own = [(group, group["params"]) for group in groups.values()]
-    for group, parameters in own:
-        given = (others.get(p, p) for p in parameters)
-        group["params"] = [p for p in given if p is not None]
+    lists = [group["params"] for one in every for group in one.param_groups]
+    own = [(now, [*now]) for now in {id(now): now for now in lists}.values()]
+    for now, before in own:
+        given = (others.get(p, p) for p in before)
+        now[:] = [p for p in given if p is not None]
     _rename(every, {p: q for p, q in others.items() if q is not None})
     return own
 
 
 def exchange_back(optimizer: Optimizer, others: Others, own: Lists) -> None:
-    """Gives it its own lists again, with the state of the others."""
-    for group, parameters in own:
-        group["params"] = parameters
+    """Fills its lists as they were, with the state of the others."""
+    for now, before in own:
+        now[:] = before
     _rename(_with_wrapped(optimizer), {q: p for p, q in others.items() if q is not None})
 
 
@@ -126,32 +126,109 @@ def _rename(every: list[Optimizer], names: Mapping[torch.Tensor, torch.Tensor]) 
                 state[new] = state.pop(old)
 
 
-class WholeTensors:
-    """Gives an optimizer whole tensors in its steps."""
+class Bringing:
+    """Brings an optimizer other tensors than a rank's own parameters in its steps, `others`: before
+    a step, and again behind whatever it calls back, which sees the parameters.
+    """
 
-    def __init__(self, optimizer: Optimizer, home: Mapping[torch.Tensor, Home]) -> None:
-        self.shared: dict[torch.Tensor, Shared] = {}
-        empty: list[torch.Tensor] = []  # of other pipeline ranks
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            place = place_of(p)
-            if p in elsewhere:
-                empty.append(p)
-            elif place is not None and p in home:
-                self.shared[p] = Shared(p, place, home[p])
-        self._deal()
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.others: dict[torch.Tensor, nn.Parameter | None] = {}
         self.lists: Lists | None = None  # the optimizer's own, in a step
-        self.others: dict[torch.Tensor, nn.Parameter | None] = {
-            p: s.whole if s.is_owned else None for p, s in self.shared.items()
-        } | dict.fromkeys(empty)
+        self.within = 0  # steps of its class's bases, which its own calls
         before = optimizer.register_step_pre_hook(self._begin)
         behind = optimizer.register_step_post_hook(self._end)
         self.hooks = before, behind
         optimizer._optimizer_step_post_hooks.move_to_end(behind.id, last=False)  # type: ignore[attr-defined]
 
+    def bring(self) -> None:
+        """Fills the others."""
+        raise NotImplementedError
+
+    def send_back(self) -> None:
+        """Fills the parameters of what the others are now."""
+        raise NotImplementedError
+
+    @property
+    def updates(self) -> dict[torch.Tensor, bool]:
+        """The parameters that ranks hold parts of; whether this rank updates each, whole."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Does nothing any more."""
         for hook in self.hooks:
             hook.remove()
+
+    def ready(self, optimizer: Optimizer) -> None:
+        """Puts its own lists back where a step has ended in an error, and has this rank's part of a
+        step begin behind all that others do before it.
+        """
+        self.restore(optimizer)
+        self.within = 0
+        optimizer._optimizer_step_pre_hooks.move_to_end(self.hooks[0].id)  # type: ignore[attr-defined]
+
+    def restore(self, optimizer: Optimizer) -> None:
+        """Puts the optimizer's own lists of parameters back."""
+        if self.lists is None:
+            return
+        exchange_back(optimizer, self.others, self.lists)
+        self.lists = None
+        for other in self.others.values():
+            if other is not None:
+                other.grad = None
+                other.data = other.data.new_empty(0)
+
+    def _begin(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self.within += 1
+        if self.within > 1:
+            return None
+        self.bring()
+        self.lists = exchange(optimizer, self.others)
+        given = {name: self._around(optimizer, value) for name, value in kwargs.items()}
+        return (args[0], *(self._around(optimizer, value) for value in args[1:])), given
+
+    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+        self.within -= 1
+        if not self.within:
+            self.send_back()
+            self.restore(optimizer)
+
+    def _around(self, optimizer: Optimizer, closure: Any) -> Any:
+        if not is_closure(closure):
+            return closure
+
+        @wraps(closure)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.send_back()
+            self.restore(optimizer)
+            found = closure(*args, **kwargs)
+            self.bring()
+            self.lists = exchange(optimizer, self.others)
+            return found
+
+        return run
+
+
+class WholeTensors(Bringing):
+    """Gives an optimizer whole tensors in its steps, each on one of its ranks."""
+
+    def __init__(self, optimizer: Optimizer, home: Mapping[torch.Tensor, Home]) -> None:
+        super().__init__(optimizer)
+        self.shared: dict[torch.Tensor, Shared] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            place = place_of(p)
+            if p in elsewhere:
+                self.others[p] = None
+            elif place is not None and p in home:
+                self.shared[p] = Shared(p, place, home[p])
+        self._deal()
+        self.others |= {p: s.whole if s.is_owned else None for p, s in self.shared.items()}
+
+    @property
+    def updates(self) -> dict[torch.Tensor, bool]:
+        """The parameters that it updates whole; whether this rank does."""
+        return {p: shared.is_owned for p, shared in self.shared.items()}
 
     def _deal(self) -> None:
         """Gives every tensor an owner, the same on all its ranks."""
@@ -164,30 +241,9 @@ class WholeTensors:
             shared.owner = min(slots, key=lambda slot: loads.get(slot, 0))
             loads[shared.owner] = loads.get(shared.owner, 0) + _work(shared.layout)
 
-    def ready(self, optimizer: Optimizer) -> None:
-        """Puts its own lists back where a step has ended in an error, and has this rank's part of a
-        step begin behind all that others do before it.
-        """
-        self.restore(optimizer)
-        optimizer._optimizer_step_pre_hooks.move_to_end(self.hooks[0].id)  # type: ignore[attr-defined]
-
-    def restore(self, optimizer: Optimizer) -> None:
-        """Puts the optimizer's own lists of parameters back."""
-        if self.lists is None:
-            return
-        exchange_back(optimizer, self.others, self.lists)
-        self.lists = None
-        for shared in self.shared.values():
-            shared.whole.grad = None
-            shared.whole.data = shared.whole.data.new_empty(0)
-
     @torch.no_grad()
-    def _begin(self, optimizer: Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        if any(x is not None for x in (*args[1:], *kwargs.values())):
-            raise ConfigError(
-                f"{type(optimizer).__name__}.step is called with a closure, and needs whole "
-                "tensors of which this rank holds parts: call the closure before, and step() then"
-            )
+    def bring(self) -> None:
+        """Gives values and gradients to owners."""
         now = self._now()
         with call(CALL):
             values = _to_owners(now, [plain(s.parameter) for s in now])
@@ -195,17 +251,16 @@ class WholeTensors:
         for shared, value, gradient in zip(now, values, gradients, strict=True):
             if value is not None:
                 shared.whole.data, shared.whole.grad = value, gradient
-        self.lists = exchange(optimizer, self.others)
 
     @torch.no_grad()
-    def _end(self, optimizer: Optimizer, *_: Any) -> None:
+    def send_back(self) -> None:
+        """Gives every rank its parts of owners' values."""
         now = self._now()
         with call(CALL):
             found = _from_owners(now)
         for shared, values in zip(now, found, strict=True):
             own = plain(shared.parameter)
             own.copy_(values.view(own.shape))
-        self.restore(optimizer)
 
     def _now(self) -> list[Shared]:
         """What has gradients: of each parameter all ranks or none have them."""

@@ -1,9 +1,10 @@
-"""Whether an optimizer may update what a rank holds of a model.
+"""What an optimizer may update of what a rank holds of a model.
 
 A rank's parts are updated as the whole would be where every element is updated from its own
-gradient and state alone. Where every parameter is, by its own alone, tensors are brought together
-for the step (`matrices.py`). That is tried before an optimizer's first step, not looked up: a copy
-of it updates small parameters, of as many dims as its own, and other copies update parts of them.
+gradient and state alone. Where every parameter is, by its own alone, each is brought to one rank
+for the step (`matrices.py`), otherwise all are brought to every rank (`together.py`). Which it is
+is tried before an optimizer's first step, not looked up: a copy of it updates small parameters, of
+as many dims as its own, and other copies update parts of them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,9 +27,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from merakc.errors import ConfigError, failure
 from merakc.runtime.agreement import settings_of
 from merakc.runtime.part import place_of
-from merakc.train.parameters.matrices import Home, WholeTensors, exchange, exchange_back
+from merakc.train.parameters.matrices import (
+    Bringing,
+    Home,
+    Others,
+    WholeTensors,
+    exchange,
+    exchange_back,
+)
+from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.stepping import is_stepping
+from merakc.train.parameters.together import Together
 
 STEPS = 3
+RATE = 0.1  # at which examples change by much more than rounding
 # The second has more elements than optimizers that keep 8 bits leave in 32: 4,096.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()), 1: ((24,), (10,)), 2: ((8, 6), (96, 80), (4, 12)),
@@ -41,8 +53,9 @@ _held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
 _tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
 _declared: set[type[Optimizer]] = set()
-_whole: WeakKeyDictionary[Optimizer, WholeTensors] = WeakKeyDictionary()  # of those that need them
+_brought: WeakKeyDictionary[Optimizer, Bringing] = WeakKeyDictionary()  # to those that need it
 Values = list[list[torch.Tensor]]  # by parameter group
+_Target = tuple[nn.Parameter, torch.Tensor, list[torch.Tensor]]  # its value behind, its gradients
 View = Callable[[int, torch.Tensor], torch.Tensor | None]  # of the k-th parameter, on one rank
 
 
@@ -88,8 +101,10 @@ def check(optimizer: Optimizer) -> None:
     that would train some of the parameters otherwise than the whole model; gives whole tensors to
     one that needs them.
     """
-    if optimizer in _whole:
-        _whole[optimizer].ready(optimizer)
+    if is_stepping():  # one that it wraps, or its class's base
+        return
+    if optimizer in _brought:
+        _brought[optimizer].ready(optimizer)
     if _tried.get(optimizer) == len(optimizer.param_groups):
         return
     groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
@@ -101,12 +116,16 @@ def check(optimizer: Optimizer) -> None:
                 "optimizer behind auto_parallel, of the model that it returns"
             )
     held = [_held[p] for group in groups for p in group if p in _held]
-    if optimizer in _whole:
-        _whole.pop(optimizer).close()
-    is_asked = any(h.are_some for h in held) and type(optimizer) not in _declared
-    if is_asked and not _is_elementwise(optimizer, groups, held):
-        homes = {p: _held[p].home for group in groups for p in group if p in _held}
-        _whole[optimizer] = WholeTensors(optimizer, homes)
+    if optimizer in _brought:
+        _brought.pop(optimizer).close()
+    is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
+    if is_asked and type(optimizer) not in _declared:
+        needed = _needed(optimizer, groups, held)
+        if needed is WholeTensors:
+            homes = {p: _held[p].home for group in groups for p in group if p in _held}
+            _brought[optimizer] = WholeTensors(optimizer, homes)
+        elif needed is Together:
+            _brought[optimizer] = Together(optimizer)
     _tried[optimizer] = len(optimizer.param_groups)
 
 
@@ -114,29 +133,37 @@ def updated_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
     """The parameters that ranks hold parts of, and that the optimizer updates whole; whether this
     rank does.
     """
-    whole = _whole.get(optimizer)
-    if whole is None:
+    brought = _brought.get(optimizer)
+    if brought is None:
         return {}
-    whole.restore(optimizer)
-    return {p: shared.is_owned for p, shared in whole.shared.items()}
+    brought.restore(optimizer)
+    return brought.updates
 
 
-def _is_elementwise(
+def is_together(optimizer: Optimizer) -> bool:
+    """Whether it updates all parameters together, so that every rank has all of its state."""
+    return isinstance(_brought.get(optimizer), Together)
+
+
+def _needed(
     optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], held: list[Held]
-) -> bool:
-    """Whether it is; if not, it updates every parameter by itself."""
+) -> type[Bringing] | None:
+    """What brings it what it needs; None where it updates every element by itself."""
     kind = type(optimizer).__name__
     part = next((h.name for h in held if h.is_part), None)
     where = f"a part of '{part}'" if part else "some of the parameters"
     remedy = "(tp=1, state_shards='zero-0', pp=1)"
     told = (
-        f"this plan leaves a rank {where}, so that an optimizer must update every parameter from "
-        f"its own gradient and state alone; use one that does, such as AdamW, or a plan that "
-        f"leaves every rank the whole model {remedy}"
+        f"this plan leaves a rank {where}, and what it needs of the others cannot be known; use "
+        f"one that updates every element by itself, such as AdamW, or a plan that leaves every "
+        f"rank the whole model {remedy}"
     )
     try:
-        in_parts = _difference(optimizer, groups, _IN_PARTS)
-        difference = in_parts and _difference(optimizer, groups, (_BY_PARAMETER,), twins=True)
+        if _difference(optimizer, groups, _IN_PARTS) is None:
+            return None
+        if _difference(optimizer, groups, (_BY_PARAMETER,), twins=True) is None:
+            return WholeTensors
+        difference = _difference(optimizer, groups, (_ALL,), twins=True)
     except Exception as error:
         raise ConfigError(
             f"whether {kind} can update parts could not be tried ({failure(error)}): {told}; or, "
@@ -145,9 +172,10 @@ def _is_elementwise(
     if difference is not None:
         by = f", by {difference:.1e} after {STEPS} steps" if math.isfinite(difference) else ""
         raise ConfigError(
-            f"{kind} updates small parameters otherwise by themselves than together{by}: {told}"
+            f"{kind} updates small parameters otherwise when they are given to it for a step{by}: "
+            f"{told}"
         )
-    return in_parts is None
+    return Together
 
 
 def _difference(
@@ -168,6 +196,7 @@ def _difference(
             if dtype == torch.float32:
                 raise
             continue
+        _check_moved(values, whole, 1e3 * bound)
         for way in ways:
             try:
                 parts, own = _updated(optimizer, values, gradients, way, twins=twins)
@@ -181,6 +210,17 @@ def _difference(
                 return found
         return None
     raise AssertionError("the last dtype raises")
+
+
+def _check_moved(before: Values, after: Values, least: float) -> None:
+    """Raises `ValueError` for a trial that would show nothing."""
+    for k, (group, moved) in enumerate(zip(before, after, strict=True)):
+        if (
+            group
+            and not max(float((a - b).abs().max()) for a, b in zip(group, moved, strict=True))
+            >= least
+        ):
+            raise ValueError(f"in {STEPS} steps it hardly changes small parameters of group {k}")
 
 
 def _examples(
@@ -224,7 +264,7 @@ def _updated(
     order = [[next(numbers) for _ in group] for group in values]
     for view in ranks:
         own: list[list[nn.Parameter]] = []
-        targets: list[tuple[nn.Parameter, torch.Tensor, list[torch.Tensor]]] = []
+        targets: list[_Target] = []
         for g, group in enumerate(after):
             own.append([])
             for k, value in enumerate(group):
@@ -238,13 +278,14 @@ def _updated(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             taken = _copied(optimizer, own)
+            _quicken(taken)
             for step in range(STEPS):
                 others: dict[torch.Tensor, nn.Parameter | None] = {}
                 for parameter, _, own_gradients in targets:
                     other = nn.Parameter(parameter.detach().clone()) if twins else parameter
                     other.grad, others[parameter] = own_gradients[step].clone(), other
                 lists = exchange(taken, others)
-                _take_step(taken)
+                _take_step(taken, partial(_loss, targets, others, step))
                 exchange_back(taken, others, lists)
                 for parameter, *_ in targets:
                     parameter.data = others[parameter].data  # type: ignore[union-attr]
@@ -254,11 +295,33 @@ def _updated(
     return after, settings
 
 
-def _take_step(optimizer: Optimizer) -> None:
+def _quicken(optimizer: Optimizer) -> None:
+    """Sets rates by which differences show: a schedule may begin at none."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            rate.fill_(RATE)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = RATE
+
+
+def _loss(targets: Sequence[_Target], others: Others, step: int) -> torch.Tensor:
+    """A quadratic loss, whose gradients it accumulates."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter, _, gradients in targets:
+        now = others[parameter]
+        assert now is not None
+        own = now.detach()
+        now.grad = own + gradients[step]
+        total += (own * (own / 2 + gradients[step])).sum().cpu()
+    return total
+
+
+def _take_step(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
     try:
         optimizer.step()
     except TypeError:  # it asks for a closure
-        optimizer.step(lambda: torch.ones((), requires_grad=True))  # type: ignore[arg-type, return-value]
+        optimizer.step(closure)
 
 
 def _copied(
@@ -278,10 +341,11 @@ def _copied(
     if not made.param_groups:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             stand_ins = own or [nn.Parameter(torch.zeros(0))]
+            now = memo[id(group["params"])] = [*own]
             memo |= {id(p): stand_ins[k % len(stand_ins)] for k, p in enumerate(group["params"])}
             options = {k: v for k, v in group.items() if k != "params"}
             if id(group) not in memo:
-                memo[id(group)] = copy.deepcopy(options, memo) | {"params": [*own]}
+                memo[id(group)] = copy.deepcopy(options, memo) | {"params": now}
             made.param_groups.append(memo[id(group)])
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -317,6 +381,7 @@ def _flat(rank: int) -> View:
 _IN_PARTS: tuple[Sequence[View], ...] = (
     (_along(0, 0), _along(0, 1)), (_along(-1, 0), _along(-1, 1)), (_flat(0), _flat(1)),
 )  # fmt: skip
+_ALL: Sequence[View] = (lambda _, t: t,)
 _BY_PARAMETER: Sequence[View] = (
     lambda k, t: t if k % 2 == 0 else None,
     lambda k, t: t if k % 2 else None,

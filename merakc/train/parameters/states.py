@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import TensorPart, local_of, place_of, plain
-from merakc.train.parameters.optimizers import check, updated_whole
+from merakc.train.parameters.optimizers import check, is_together, updated_whole
 from merakc.train.parameters.places import elsewhere
 
 
@@ -31,7 +31,9 @@ def _saying_parts(original: Callable[..., Any]) -> Callable[..., Any]:
     def state_dict(self: Optimizer) -> Any:
         found = original(self)
         parameters = _parameters(self)
-        if any(place_of(p) is not None or p in elsewhere for p in parameters):
+        if not is_together(self) and any(
+            place_of(p) is not None or p in elsewhere for p in parameters
+        ):
             found["state"] = {
                 k: tagged_state(self, parameters[k], s)
                 for k, s in found["state"].items()
@@ -48,6 +50,8 @@ def _taking_parts(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = _parameters(self)
         if any(place_of(p) is not None or p in elsewhere for p in parameters):
             check(self)
+            if is_together(self):
+                return original(self, state_dict)
             whole = updated_whole(self)
             keys = [k for group in state_dict["param_groups"] for k in group["params"]]
             owner = dict(zip(keys, parameters, strict=False))

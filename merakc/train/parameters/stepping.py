@@ -34,9 +34,14 @@ def is_stepping() -> bool:
     return False
 
 
+def is_closure(given: Any) -> bool:
+    """Whether an argument of a step is what it calls back."""
+    return callable(given) and not isinstance(given, (torch.Tensor, torch.nn.Module))
+
+
 def _aside(closure: Any) -> Any:
     """What a step calls back: what it does with parameters is no part of the step."""
-    if not callable(closure) or isinstance(closure, (torch.Tensor, torch.nn.Module)):
+    if not is_closure(closure):
         return closure
 
     @wraps(closure)

@@ -17,7 +17,8 @@ from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.groups import Groups
 from merakc.runtime.part import Place, places
 from merakc.train.parameters import optimizers
-from merakc.train.parameters.matrices import Home
+from merakc.train.parameters.matrices import Home, WholeTensors
+from merakc.train.parameters.together import Together
 from tests.train.parameters.test_norms import Tied, batch
 
 PIPELINE = Home(Groups(Mesh(1, 2, 2), 0), None)
@@ -86,7 +87,8 @@ class Listing(ByRow):
 
 
 O = torch.optim  # noqa: E741
-# By name: how it is made, and what of: "parts" of parameters, or "whole" ones by themselves.
+# By name: how it is made, and what of: "parts" of parameters, "whole" ones by
+# themselves, or all "together".
 CASES: dict[str, tuple[Make, str]] = {
     "AdamW": (lambda p: O.AdamW(p, amsgrad=True), "parts"),
     "fused": (lambda p: O.AdamW(p, fused=True), "parts"),
@@ -99,8 +101,8 @@ CASES: dict[str, tuple[Make, str]] = {
     "two groups": (lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), "parts"),
     "Adafactor": (O.Adafactor, "whole"),
     "Muon": (O.Muon, "whole"),
-    "LBFGS": (O.LBFGS, "none"),
-    "by norm": (ByNorm, "none"),
+    "LBFGS": (O.LBFGS, "together"),
+    "by norm": (ByNorm, "together"),
     "by row": (ByRow, "whole"),
     "listing": (Listing, "none"),
     "wrapped AdamW": (lambda p: Wrapping(p, O.AdamW), "parts"),
@@ -131,13 +133,15 @@ def updates(make: Make, parameters: list[nn.Parameter]) -> str:
         assert "'0'" in str(error) or "some of the parameters" in str(error)  # noqa: PT017
         found = "none"
     else:
-        found = "whole" if optimizer in optimizers._whole else "parts"
+        brought = optimizers._brought.get(optimizer)
+        found = {WholeTensors: "whole", Together: "together"}.get(type(brought), "parts")
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert not optimizer.state
     assert torch.equal(random, torch.get_rng_state())
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*updates all parameters together")
 @pytest.mark.parametrize("name", CASES)
 def test_what_may_be_updated(name: str, parameters: list[nn.Parameter]) -> None:
     make, wanted = CASES[name]
