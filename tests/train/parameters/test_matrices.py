@@ -30,6 +30,9 @@ MAKE: dict[str, Any] = {
     "Adafactor": lambda m: [O.Adafactor(m.parameters(), lr=0.05)],
     "transformers' Adafactor": lambda m: [Adafactor(m.parameters())],
     "Shampoo": lambda m: [Shampoo(m.parameters(), lr=0.01)],
+    "SGD": lambda m: [O.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True)],
+    "AdamW": lambda m: [O.AdamW(m.parameters(), lr=0.02)],
+    "fused Adam": lambda m: [O.Adam(m.parameters(), lr=0.02, fused=True)],
     "Lion": lambda m: [Lion(m.parameters(), lr=0.01)],
 }
 UNSAVED = {"Shampoo"}  # lists of tensors, which checkpoints refuse
@@ -59,6 +62,7 @@ def on_ranks(layout: dict[str, Any], folder: Path) -> dict[str, Any]:
     found, model = {}, built(layout)
     for name, make in MAKE.items():
         model.load_state_dict(Net().state_dict())
+        model.zero_grad()
         optimizers = make(model)
         losses = trained(model, optimizers, 2)
         if name not in UNSAVED:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import SOAP
 from torch import nn
 
 import merakc
@@ -71,6 +72,13 @@ class Failing(ByNorm):
         raise ValueError("too small")
 
 
+class Without(ByNorm):
+    """Changes nothing, as a trial sees it."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
 class Listing(ByRow):
     """Keeps a list of its own of what it updates."""
 
@@ -101,6 +109,10 @@ CASES: dict[str, tuple[Make, str]] = {
     "two groups": (lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), "parts"),
     "Adafactor": (O.Adafactor, "whole"),
     "Muon": (O.Muon, "whole"),
+    "SOAP": (SOAP, "whole"),  # rounding decides its bases, so that steps cannot be compared
+    "no rate yet": (lambda p: O.Muon(p, lr=0.0), "whole"),
+    "hardly any": (lambda p: O.Muon(p, lr=torch.tensor(1e-12)), "whole"),
+    "without effect": (lambda p: Without(p), "none"),
     "LBFGS": (O.LBFGS, "together"),
     "by norm": (ByNorm, "together"),
     "by row": (ByRow, "whole"),
