@@ -285,7 +285,11 @@ def _sample(tensor: torch.Tensor, step: int) -> Any:
 def settings_of(optimizer: Optimizer) -> str:
     """The numbers that an optimizer works with, group by group."""
     told = [
-        ", ".join(f"{k}={_number(v)}" for k, v in sorted(g.items()) if _number(v) is not None)
+        ", ".join(
+            f"{k}={_number(v)}"
+            for k, v in sorted(g.items())
+            if k != "params" and _number(v) is not None
+        )
         for g in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__}({' | '.join(dict.fromkeys(told))})"
