@@ -59,7 +59,7 @@ from merakc.train.parameters.optimizers import leave
 from merakc.train.starting import living, nominal, started
 from merakc.train.steps import Steps
 from merakc.train.told import begin, tell, telling, warn_of
-from merakc.train.weights import allocate, find_placements, opened, take_over
+from merakc.train.weights import allocate, check_is_plain, find_placements, opened, take_over
 from merakc.version import __version__
 
 
@@ -155,6 +155,7 @@ def plan_for(model: nn.Module, batch: Any, **options: Any) -> Plan:
 def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed: str) -> _Decision:
     """What all ranks do about the arguments of `auto_parallel`."""
     open_dataclasses(asked["batch"])
+    check_is_plain(asked["model"])
     names = "micro_batches", "recompute", "sequence_parallel", "state_shards", "overlap"
     request = Request(
         world, 0, asked["dp"], asked["tp"], asked["pp"], schedule=str(asked["schedule"]),

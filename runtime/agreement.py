@@ -80,7 +80,7 @@ class Agreement:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._ours[optimizer] = not own.isdisjoint(held)
         if self._ours[optimizer]:
-            self.settings[id(optimizer)] = _settings(optimizer)
+            self.settings[id(optimizer)] = settings_of(optimizer)
 
     def given(self, leaves: Sequence[Any]) -> None:
         """Notes the batch that runs next; the first one is compared at once, lest ranks that are
@@ -282,10 +282,14 @@ def _sample(tensor: torch.Tensor, step: int) -> Any:
     return flat.cpu().contiguous().view(torch.uint8).numpy()
 
 
-def _settings(optimizer: Optimizer) -> str:
+def settings_of(optimizer: Optimizer) -> str:
     """The numbers that an optimizer works with, group by group."""
     told = [
-        ", ".join(f"{k}={_number(v)}" for k, v in sorted(g.items()) if _number(v) is not None)
+        ", ".join(
+            f"{k}={_number(v)}"
+            for k, v in sorted(g.items())
+            if k != "params" and _number(v) is not None
+        )
         for g in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__}({' | '.join(dict.fromkeys(told))})"

@@ -24,6 +24,7 @@ from merakc.runtime.fused import Fuser
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.health.job import TIMEOUT_S, at_work
 from merakc.runtime.messages import Channels, Messages
+from merakc.runtime.part import plain
 from merakc.runtime.pieces import Compiler, Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.watch import Clock, Moment, Watch
@@ -304,7 +305,7 @@ class Step:
         """The inputs of a piece; what no later one reads is held by nobody else from here on."""
         state, values = self.of.state, live.values
         given = [
-            state[name]
+            plain(state[name]).detach()
             if name is not None
             else values[key]
             if key in values
@@ -323,7 +324,7 @@ class Step:
         for values in (live.values, live.inputs, stage.constants):
             if name in values:
                 return values[name]
-        return self.of.state[stage.targets[name] or name]
+        return plain(self.of.state[stage.targets[name] or name]).detach()
 
     def _tangent(self, stage: Stage, item: Input) -> torch.Tensor:
         # The loss counts once; what is handed on and no one differentiates counts nothing.

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -81,6 +82,14 @@ def _boxes(layout: Layout, tp: int, tp_rank: int, start: int, stop: int) -> tupl
     return part_boxes(layout, tp, tp_rank, start, stop)
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, as what this rank holds: of no type that speaks for the whole."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return tensor
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.as_subclass(torch.Tensor)
+
+
 places: WeakIdKeyDictionary = (
     WeakIdKeyDictionary()
 )  # of the parameters and buffers of living models
@@ -104,6 +113,7 @@ class TensorPart(torch.Tensor):
     @staticmethod
     def __new__(cls: type[TensorPart], local: torch.Tensor, place: Place) -> TensorPart:
         """A part that shares the memory of `local`."""
+        local = plain(local)
         made: TensorPart = torch.Tensor._make_wrapper_subclass(
             cls, place.shape, dtype=local.dtype, device=local.device
         )
@@ -218,7 +228,7 @@ torch.serialization.add_safe_globals([rebuild])
 def tagged(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a parameter or buffer in a state dict."""
     place = place_of(tensor)
-    return tensor if place is None else TensorPart(tensor.detach(), place)
+    return plain(tensor) if place is None else TensorPart(tensor.detach(), place)
 
 
 def local_of(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
@@ -226,7 +236,7 @@ def local_of(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
 
     Raises `ConfigError` for the part of another rank or plan, and for other shapes.
     """
-    place = place_of(own)
+    place, own = place_of(own), plain(own)
     if isinstance(given, TensorPart):
         if place is None:
             raise ConfigError(

@@ -63,13 +63,18 @@ class ShardGroups:
         self.dp = groups.coordinates[0]
         within = self.dp % shards.optimizer
         self.parameter_index = within % shards.parameters
-        inner = shards.optimizer // shards.parameters
-        self.owned_index = self.parameter_index * inner + within // shards.parameters
+        self.owned_index = self.index_of(within)
         s_p, s_os = shards.parameters, shards.optimizer
         self.gather = self._make(lambda dp: (dp // s_p,))
         self.refresh = self._make(lambda dp: (dp // s_os, dp % s_p))
         self.block = self._make(lambda dp: (dp // s_os,))
         self.replicas = self._make(lambda dp: (dp % s_os,))
+
+    def index_of(self, within: int) -> int:
+        """Which shard of the optimizer's a rank of a block has."""
+        parameters = self.shards.parameters
+        inner = self.shards.optimizer // parameters
+        return within % parameters * inner + within // parameters
 
     def _make(self, key: Callable[[int], tuple[int, ...]]) -> dist.ProcessGroup | None:
         """The groups of dp ranks that share a key, along every other axis of the mesh."""
@@ -229,6 +234,15 @@ class Bucket:
         """Fills `whole` with the parameters of all shards."""
         if self.groups.gather is not None:
             yield all_gather(whole, self.kept, self.groups.gather)
+
+    def bounds(self, name: str, index: int) -> tuple[int, int]:
+        """The elements of a parameter that shard `index` of the optimizer's has."""
+        member, first = self.members[name], index * self.owned_size
+        start, stop = (
+            min(max(at, member.start), member.stop) - member.start
+            for at in (first, first + self.owned_size)
+        )
+        return start, stop
 
     def views(self, whole: torch.Tensor) -> Tensors:
         """The parameters in the whole bucket."""

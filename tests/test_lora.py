@@ -28,6 +28,7 @@ from benchmarks.reference import (
 from merakc.costs.work.sharded import OPTIMIZER_STATES
 from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.runtime.part import plain as held_part
 from merakc.runtime.shards import Bucket
 
 # peft asks transformers by a name that transformers will drop.
@@ -138,8 +139,8 @@ def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
     assert parallel.plan.prediction is not None
     return _Held(
         (dp, stage, tp),
-        sum(p.numel() for p in held.values() if p.requires_grad),
-        sum(p.numel() for p in held.values() if not p.requires_grad),
+        sum(held_part(p).numel() for p in held.values() if p.requires_grad),
+        sum(held_part(p).numel() for p in held.values() if not p.requires_grad),
         {n for n, p in held.items() if p.grad is not None},
         {n for n, p in held.items() if p in optimizer.state},
         {n for n, p in held.items() if p.requires_grad},

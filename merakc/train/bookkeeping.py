@@ -38,6 +38,7 @@ from merakc.machines.cluster import Cluster
 from merakc.runtime.executor import StepResult
 from merakc.runtime.groups import from_rank_0, together
 from merakc.runtime.live_bytes import LiveBytes
+from merakc.runtime.part import plain
 from merakc.simulation.simulate import Simulation
 from merakc.train.steps import Steps
 from merakc.version import __version__
@@ -159,9 +160,9 @@ class Bookkeeper:
         """What a step finds alive: the state, its gradients, buckets, and the optimizers' own."""
         steps = self.steps
         for tensor in steps.state.values():
-            yield tensor
+            yield plain(tensor)
             if tensor.grad is not None:
-                yield tensor.grad
+                yield plain(tensor.grad)
         for step in steps.compiled.values():
             for stage in step.executor.stages.values():
                 yield from stage.constants.values()

@@ -23,6 +23,7 @@ from merakc.errors import ConfigError, MerakWarning
 from merakc.runtime.part import local_of, place_of, tagged
 from merakc.train.parameters.guard import guarded, unguarded
 from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.resetting import RESETS, reset
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # What every module has, and a mirror has for itself.
@@ -119,7 +120,8 @@ class Mirror(nn.Module):
                 given[prefix + name] = tensor  # there is nothing to load
             elif tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
                 given[prefix + name] = local_of(tensor, given[prefix + name])
-        nn.Module._load_from_state_dict(self, given, prefix, *args)
+        with torch._C.DisableTorchFunctionSubclass():
+            nn.Module._load_from_state_dict(self, given, prefix, *args)
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or a part, or what the source holds that is neither."""
@@ -173,10 +175,32 @@ class Part(Mirror):
 
 
 class _Withheld:
-    """A method or property of a user's class: it would take a rank's part of weights for all."""
+    """A method or property of a user's class: it would take a rank's part of weights for all. A
+    method is there, lest code that looks for it passes over it in silence, and refuses.
+    """
 
-    def __get__(self, part: object, _: type | None = None) -> Never:
-        raise AttributeError  # and so `Part.__getattr__` is asked
+    def __init__(self, value: Any = None) -> None:
+        self.method = value if isinstance(value, FunctionType) else None
+
+    def __get__(self, part: Part | None, _: type | None = None) -> Any:
+        if part is None or self.method is None:
+            raise AttributeError  # and so `Part.__getattr__` is asked
+        return MethodType(self, part)
+
+    def __call__(self, part: Part, *_: Any, **__: Any) -> Never:
+        assert self.method is not None
+        raise ConfigError(
+            f"{type(part).__name__}.{self.method.__name__} is called after auto_parallel, and this "
+            "rank may hold a part of the module's weights; call it before, or inside the model's "
+            "forward"
+        )
+
+
+def _resetting(method: str) -> Any:
+    def run(part: Part) -> None:
+        reset(part, part.__dict__["_source"], method)
+
+    return unguarded(run)
 
 
 def _code(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
@@ -204,8 +228,8 @@ def _made(kind: type[nn.Module], base: type[Mirror], names: dict[str, Any]) -> A
 @cache
 def part_type(kind: type[nn.Module]) -> type[Part]:
     """The parts that stand for modules of a class: `isinstance` takes them for such modules, by
-    which people group parameters, and lists of modules can be walked. None of the class's own
-    methods is there.
+    which people group parameters, and lists of modules can be walked. Of the class's own methods
+    those that initialise are there; the others refuse.
     """
     if kind is nn.Module or issubclass(kind, torch.jit.ScriptModule):
         return Part
@@ -213,7 +237,8 @@ def part_type(kind: type[nn.Module]) -> type[Part]:
     for name, value in _code(kind):
         own = getattr_static(Part, name, None)  # what a part does in place of it
         walks = name.startswith("__") and isinstance(value, FunctionType)  # `len(part)`, `part[0]`
-        withheld = guarded(value) if walks else _Withheld()
+        withheld = guarded(value) if walks else _Withheld(value)
+        withheld = _resetting(name) if name in RESETS else withheld
         names.setdefault(name, withheld if own is None else own)
     names["forward"] = wraps(kind.forward)(unguarded(Part.forward))  # with their signature
     return _made(kind, Part, names)  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from merakc.frontend.calls.around import check_around
 from merakc.ir.plan import Plan
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
-from merakc.runtime.part import Place, TensorPart, place_of
+from merakc.runtime.part import Place, TensorPart, place_of, plain
 from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
@@ -28,8 +28,9 @@ from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.results import share_results
-from merakc.train.parameters.gradients import follow, plain
+from merakc.train.parameters.elements import follow
 from merakc.train.parameters.guard import refuse_in_methods
+from merakc.train.parameters.matrices import Home
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
@@ -56,13 +57,10 @@ class ParallelModel(Mirror):
     ) -> None:
         super().__init__(steps.source)
         keep = object.__setattr__  # nothing of ours may look like a child of the model
-        keep(self, "_steps", steps)
-        keep(self, "_aliases", dict(aliases))
-        keep(self, "_simulation", simulation)
-        keep(self, "_book", book)
-        keep(self, "_last_events", ())
-        keep(self, "_last_collectives", ())
-        keep(self, "_reads_whole", False)
+        own = {"_steps": steps, "_aliases": dict(aliases), "_simulation": simulation, "_book": book}
+        own |= {"_last_events": (), "_last_collectives": (), "_reads_whole": False}
+        for name, value in own.items():
+            keep(self, name, value)
         parts = any(place_of(t) is not None for t in steps.state.values())
         keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
@@ -81,12 +79,12 @@ class ParallelModel(Mirror):
                 self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
         keep(self, "_memory", Memory(partial(part_at, self), steps.state, steps.sharded))
-        trained = {n: p for n, p in shown.items() if p.requires_grad}
-        keep(self, "_empty", {n: p for n, p in trained.items() if n not in steps.state})
+        absent = {n: p for n, p in shown.items() if p.requires_grad and n not in steps.state}
+        keep(self, "_empty", absent)
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
-        if steps.groups.axis("model") is not None or any(place_of(p) for p in trained.values()):
-            follow(trained, self._owners)
-        hold(parameters, are_some=steps.groups.mesh.pp > 1)
+        hold(parameters, Home(steps.groups, steps.sharded))
+        if steps.groups.axis("model") is not None or parts:
+            follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
 
     @property
     def plan(self) -> Plan:
@@ -376,7 +374,7 @@ class ParallelModel(Mirror):
         """
         steps = self._own("_steps")
         with call("model.full_state_dict"):
-            full = self._gathered(steps.state)
+            full = self._gathered({n: plain(t) for n, t in steps.state.items()})
         if self.rank:
             return {}
         full |= {alias: full[name] for alias, name in self._own("_aliases").items()}

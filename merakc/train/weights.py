@@ -24,9 +24,11 @@ from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
+from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
 from merakc.train.parameters.places import register_places
+from merakc.train.parameters.states import tag_optimizers
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.
@@ -84,6 +86,17 @@ def _check_has_weights(model: nn.Module) -> None:
             )
 
 
+def check_is_plain(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model that `auto_parallel` has returned, or one around it."""
+    for name, module in model.named_modules():
+        if isinstance(module, Mirror):
+            where = f"module '{name}' of the model" if name else "the model"
+            raise ConfigError(
+                f"{where} is one that auto_parallel has returned: train with that as it is, or "
+                "build the model again and give auto_parallel all that is to be trained"
+            )
+
+
 def opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
     """The files that weights are read from; None for a model that has them. Every rank must call
     it. Raises `CheckpointError` as `open_weights` does, and `ConfigError` for neither.
@@ -121,6 +134,7 @@ def allocate(
             is_parameter = isinstance(tensor, nn.Parameter)
             state[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
     register_places(state, placements, groups, sharded)
+    tag_optimizers()
     return state, sharded
 
 

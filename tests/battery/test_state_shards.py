@@ -76,7 +76,8 @@ def trained(**options: object) -> dict[str, object]:
         optimizer.zero_grad()
     with torch.no_grad():
         shown = float(model(x=batch(model.data_parallel_rank))["loss"])
-    local = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    own = {n: p.detach().as_subclass(torch.Tensor) for n, p in model.named_parameters()}
+    local = {name: tuple(p.shape) for name, p in own.items()}
     return {
         "norms": norms, "shown": shown, "local": local, "plan": model.plan,
         "full": model.full_state_dict(),

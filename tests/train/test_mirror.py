@@ -30,6 +30,15 @@ class Inner(nn.Module):
         self.activation = torch.sin
         self.drop = nn.Dropout(0.5)
 
+    def scaled(self) -> torch.Tensor:
+        """Takes its own weight for all."""
+        return self.layer.weight * self.factor
+
+    @property
+    def width(self) -> int:
+        """As it counts its own weight."""
+        return len(self.layer.weight)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """A loss."""
         y = self.drop(self.layer(x)) if self.training else self.layer(x)
@@ -169,6 +178,8 @@ def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
     assert model.scales[0].shape == (1,)
     with pytest.raises(ConfigError, match="Linear is called by itself"):
         model.layers[0].layer(batch)
-    with pytest.raises(AttributeError, match=r"Linear\.reset_parameters is not there"):
-        model.layers[0].layer.reset_parameters()
-    assert not hasattr(model.norm, "reset_parameters")
+    with pytest.raises(ConfigError, match=r"Inner\.scaled is called after auto_parallel"):
+        model.layers[0].scaled()
+    with pytest.raises(AttributeError, match=r"Inner\.width is not there after auto_parallel"):
+        model.layers[0].width  # noqa: B018
+    assert not hasattr(type(model.layers[0]), "scaled")

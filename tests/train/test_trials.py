@@ -54,7 +54,7 @@ def train(plan: Plan, tries: bool) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
         found.append(loss.detach())
-    return found + [p.detach() for p in model.parameters()]
+    return found + [p.detach().as_subclass(torch.Tensor) for p in model.parameters()]
 
 
 def both(plan: Plan) -> bool:

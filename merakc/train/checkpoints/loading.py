@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import agree, together
 from merakc.runtime.health.job import all_ranks, call
-from merakc.runtime.part import TensorPart, place_of
+from merakc.runtime.part import TensorPart, place_of, plain
 from merakc.train.checkpoints.codec import decode
 from merakc.train.checkpoints.manifest import (
     EXTRA,
@@ -42,6 +42,7 @@ from merakc.train.checkpoints.run_state import (
 from merakc.train.checkpoints.saving import as_merak_error, checkpoints_in
 from merakc.train.checkpoints.storage import Reader
 from merakc.train.model import ParallelModel
+from merakc.train.parameters.optimizers import check, updated_whole
 from merakc.train.parameters.places import elsewhere
 
 
@@ -217,12 +218,15 @@ def _states(
             raise CheckpointError(f"the optimizer is a {kind}, and a {record['kind']} was saved")
         state: dict[int, Any] = {}
         groups, number = [], 0
+        check(optimizer)
+        whole = updated_whole(optimizer)
         for k, group in enumerate(optimizer.param_groups):
             own = []
             for p in group["params"]:
                 if p not in elsewhere:
                     name = first_name(model, names, p)
                     own.append(name)
+                if p not in elsewhere and whole.get(p, True):
                     state[number] = _state(name, p, optimizer, keys, manifest, tensors)
                     state[number] |= decode(record["scalars"].get(name, {}), {})
                 number += 1
@@ -244,8 +248,12 @@ def _state(
 ) -> dict[str, Any]:
     """One parameter's state, in memory that it has already where it has any."""
     found: dict[str, Any] = {}
-    place, before = place_of(p), optimizer.state.get(p, {})
-    whole = place.shape if place else tuple(p.shape)
+    place, before, parameter = place_of(p), optimizer.state.get(p, {}), plain(p)
+    whole = shape_here = tuple(parameter.shape)
+    if place is not None:
+        whole = place.shape
+        if p in updated_whole(optimizer):  # by this rank
+            shape_here, place = whole, None
     for key in keys.get(name, ()):
         full = f"{OPTIMIZER}state.{name}.{key}"
         stored = manifest.tensors[full]
@@ -259,8 +267,8 @@ def _state(
         dtype = (
             p.dtype if elementwise and stored.torch_dtype.is_floating_point else stored.torch_dtype
         )
-        shape = tuple(p.shape) if elementwise else stored.shape
-        own, old = p.detach().new_empty(shape, dtype=dtype), before.get(key)
+        shape = shape_here if elementwise else stored.shape
+        own, old = parameter.detach().new_empty(shape, dtype=dtype), before.get(key)
         if isinstance(old, torch.Tensor) and old.shape == own.shape and old.dtype == dtype:
             own = old
         elif not elementwise and not stored.shape:

@@ -17,7 +17,9 @@ from merakc.runtime.part import place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
 from merakc.train.model import ParallelModel
-from merakc.train.parameters.places import elsewhere, tagged_state
+from merakc.train.parameters.optimizers import is_together
+from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.states import tagged_state
 
 Tensors = dict[str, torch.Tensor]
 MEMBERS = ("params", "param_names")  # of a parameter group, beside its options
@@ -79,13 +81,18 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
     for optimizer in optimizers:
         scalars: dict[str, Any] = {}
         groups = []
+        if is_together(optimizer):
+            raise CheckpointError(
+                f"{type(optimizer).__name__} updates all parameters together, so that its state "
+                "is of none by itself: save the model alone, and begin its state again"
+            )
         for group in optimizer.param_groups:
             kept = [p for p in group["params"] if p not in elsewhere]
             own = [first_name(model, names, p) for p in kept]
             options = {k: v for k, v in group.items() if k not in MEMBERS}
             groups.append({"options": _plain(options, "param_groups"), "names": own})
             for name, p in zip(own, kept, strict=True):
-                for key, value in tagged_state(p, optimizer.state.get(p, {})).items():
+                for key, value in tagged_state(optimizer, p, optimizer.state.get(p, {})).items():
                     if isinstance(value, torch.Tensor):
                         tensors[f"{OPTIMIZER}state.{name}.{key}"] = value
                     else:

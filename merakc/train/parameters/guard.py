@@ -23,6 +23,7 @@ from torch.overrides import (
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import place_of
+from merakc.train.parameters.elements import Known
 from merakc.train.parameters.places import elsewhere
 
 REMEDY = (
@@ -62,6 +63,7 @@ class Guard(TorchFunctionMode):
         kwargs = kwargs or {}
         for leaf in pytree.tree_leaves((args, kwargs)):
             shape = _whole_shape(leaf) if isinstance(leaf, torch.Tensor) else None
+            shape = None if isinstance(leaf, Known) else shape
             if shape is None:
                 continue
             access = func.__name__ in _ACCESS

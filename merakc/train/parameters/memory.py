@@ -49,6 +49,10 @@ class Memory:
         for, and where only some parameters of a bucket were given other memory while something
         else holds the old: what is written there later would be lost.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            self._settle()
+
+    def _settle(self) -> None:
         for name, held, leaf, tensor in self.owners:
             if held.get(leaf) is not tensor:
                 raise ConfigError(

@@ -30,10 +30,11 @@ class Owners:
         sharded: ShardedState | None,
         device: torch.device,
     ) -> None:
-        self.groups, self.device = groups, device
+        self.groups, self.device, self.sharded = groups, device, sharded
         self.placements = {n: p for n, p in placements.items() if p.is_parameter}
         self.place = {name: k for k, name in enumerate(self.placements)}
         _, pipeline_rank, tp = groups.coordinates
+        self.held = {n for n, p in self.placements.items() if pipeline_rank in p.ranks}
         self.counted: dict[ShardGroups | None, list[str]] = {}
         if sharded is not None:
             self.counted = {bucket.groups: [] for bucket in sharded.buckets}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from merakc.errors import ConfigError
+from merakc.runtime.part import Place
 from merakc.train.parameters.norms import INFINITE, Owners
 
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "vector_norm"}
@@ -16,12 +19,21 @@ REDUCTIONS = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The parameter that a gradient is of; `is_part` where this rank holds not all of it."""
+    """A parameter: the shape of the whole, and of what this rank has; `is_part` where that is not
+    all of it, and then its place, unless other pipeline ranks hold it.
+    """
 
     name: str
     owners: Owners
-    numel: int  # of the whole
+    shape: tuple[int, ...]
+    held: tuple[int, ...]
     is_part: bool
+    place: Place | None = None
+
+    @property
+    def numel(self) -> int:
+        """The elements of the whole."""
+        return math.prod(self.shape)
 
     def __deepcopy__(self, _: object) -> Source:
         return self
@@ -38,7 +50,10 @@ class Kind:
     def finish(self, value: torch.Tensor) -> torch.Tensor:
         """The number of the whole."""
         value = value / self.divisor if self.divisor > 1 else value
-        return value if self.root == 1.0 else value.pow(1 / self.root)
+        if self.root == 1.0:
+            return value
+        positive = value > 0  # where it is zero no gradient goes through, as in torch
+        return torch.where(positive, torch.where(positive, value, 1.0).pow(1 / self.root), value)
 
 
 @dataclass(frozen=True)
@@ -62,11 +77,11 @@ def kind_of(
         order = given.pop("ord", given.pop("p", None))
         if rest:
             order, rest = rest[0], [x for x in rest[1:] if x is not None and x is not False]
+        is_matrix = name == "linalg_norm" and order not in (None, "fro") and gradient.dim() > 1
         order, norm = 2 if order in (None, "fro") else order, torch.linalg.vector_norm
-        if given or rest or not isinstance(order, (int, float)) or gradient.is_complex():
+        is_number = isinstance(order, (int, float))
+        if given or rest or is_matrix or not is_number or gradient.is_complex():
             return None
-        if name == "linalg_norm" and order != 2 and gradient.dim() > 1:
-            return None  # of a matrix
         order = float(order)
         if abs(order) == INFINITE:
             return Kind("max" if order > 0 else "min"), lambda g: norm(g, order)
@@ -100,7 +115,9 @@ def total(terms: Iterable[Term], kind: Kind) -> torch.Tensor:
             else:
                 pair = torch.stack([before, t.own])
                 own[name] = pair.sum() if kind.combine == "sum" else getattr(pair, kind.combine)()
-        values.append(owners.total(own, kind.combine))
+        values.append(
+            _with_gradient(owners.total(_detached(own), kind.combine), own.values(), kind)
+        )
     joined = torch.stack(values)
     found = joined.sum() if kind.combine == "sum" else getattr(joined, kind.combine)()
     return kind.finish(found).to(terms[0].dtype)
@@ -117,10 +134,45 @@ def values_of(terms: Sequence[Term]) -> list[torch.Tensor]:
             if t.source.owners is first.source.owners and t.kind.combine == first.kind.combine:
                 taken.setdefault(t.source.name, k)
         own = {name: terms[k].own for name, k in taken.items()}
-        every = first.source.owners.each(own, first.kind.combine)
+        every = first.source.owners.each(_detached(own), first.kind.combine)
         for name, k in taken.items():
             term = terms[k]
             value = every[first.source.owners.place[name]]
+            value = _with_gradient(value, [term.own], term.kind)
             found[k] = term.kind.finish(value).to(term.dtype)
         left = [(k, t) for k, t in left if k not in found]
     return [found[k] for k in range(len(terms))]
+
+
+def _detached(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in own.items()}
+
+
+def _with_gradient(value: torch.Tensor, own: Iterable[torch.Tensor], kind: Kind) -> torch.Tensor:
+    """The number of all ranks, whose gradient goes to this rank's elements: to those that others
+    hold too as well, so that all copies get the same.
+    """
+    held = [x for x in own if x.requires_grad]
+    if not held:
+        return value
+    if kind.combine != "sum":
+        return _Extreme.apply(value, *held)  # type: ignore[no-untyped-call, no-any-return]
+    local = torch.stack(held).sum()
+    return local + (value - local).detach()
+
+
+class _Extreme(torch.autograd.Function):
+    """A largest or smallest element, of which no rank knows whether it is its own."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Refuses."""
+        raise ConfigError(
+            "a loss has a largest or smallest element of parameters that ranks hold parts of, "
+            "which no gradient goes through; use a norm or a sum"
+        )

@@ -1,18 +1,20 @@
-"""Whether an optimizer may update what a rank holds of a model.
+"""What an optimizer may update of what a rank holds of a model.
 
 A rank's parts are updated as the whole would be where every element is updated from its own
-gradient and state alone; where it holds some of the parameters, and those whole, where every
-parameter is. That is tried before an optimizer's first step, not looked up: a copy of it updates
-small parameters, of as many dims as its own, and other copies update parts of them.
+gradient and state alone. Where every parameter is, by its own alone, each is brought to one rank
+for the step (`matrices.py`), otherwise all are brought to every rank (`together.py`). Which it is
+is tried before an optimizer's first step, not looked up: a copy of it updates small parameters, of
+as many dims as its own, and other copies update parts of them.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,9 +25,22 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from merakc.errors import ConfigError, failure
+from merakc.runtime.agreement import settings_of
 from merakc.runtime.part import place_of
+from merakc.train.parameters.matrices import (
+    Bringing,
+    Home,
+    Others,
+    WholeTensors,
+    exchange,
+    exchange_back,
+)
+from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.stepping import is_stepping
+from merakc.train.parameters.together import Together
 
 STEPS = 3
+RATE = 0.1  # at which examples change by much more than rounding
 # The second has more elements than optimizers that keep 8 bits leave in 32: 4,096.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
     0: ((), ()), 1: ((24,), (10,)), 2: ((8, 6), (96, 80), (4, 12)),
@@ -38,7 +53,9 @@ _held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
 _tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
 _declared: set[type[Optimizer]] = set()
+_brought: WeakKeyDictionary[Optimizer, Bringing] = WeakKeyDictionary()  # to those that need it
 Values = list[list[torch.Tensor]]  # by parameter group
+_Target = tuple[nn.Parameter, torch.Tensor, list[torch.Tensor]]  # its value behind, its gradients
 View = Callable[[int, torch.Tensor], torch.Tensor | None]  # of the k-th parameter, on one rank
 
 
@@ -49,13 +66,14 @@ class Held:
     name: str
     is_part: bool
     are_some: bool
+    home: Home
 
 
-def hold(parameters: Mapping[str, torch.Tensor], *, are_some: bool) -> None:
-    """Remembers a rank's parameters. `are_some`: other ranks hold other ones."""
+def hold(parameters: Mapping[str, torch.Tensor], home: Home) -> None:
+    """Remembers a rank's parameters. Of a pipeline other ranks hold other ones."""
     for name, parameter in parameters.items():
         is_part = place_of(parameter) is not None
-        _held[parameter] = Held(name, is_part, are_some or is_part)
+        _held[parameter] = Held(name, is_part, is_part or home.groups.mesh.pp > 1, home)
     _watch()
 
 
@@ -80,8 +98,13 @@ def _watch() -> None:
 
 def check(optimizer: Optimizer) -> None:
     """Raises `ConfigError` for an optimizer of parameters that no step reads any more, and for one
-    that would train parts of parameters, or some of them, otherwise than the whole model.
+    that would train some of the parameters otherwise than the whole model; gives whole tensors to
+    one that needs them.
     """
+    if is_stepping():  # one that it wraps, or its class's base
+        return
+    if optimizer in _brought:
+        _brought[optimizer].ready(optimizer)
     if _tried.get(optimizer) == len(optimizer.param_groups):
         return
     groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
@@ -93,59 +116,111 @@ def check(optimizer: Optimizer) -> None:
                 "optimizer behind auto_parallel, of the model that it returns"
             )
     held = [_held[p] for group in groups for p in group if p in _held]
-    if any(h.are_some for h in held) and type(optimizer) not in _declared:
-        _try(optimizer, groups, held)
+    if optimizer in _brought:
+        _brought.pop(optimizer).close()
+    is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
+    if is_asked and type(optimizer) not in _declared:
+        needed = _needed(optimizer, groups, held)
+        if needed is WholeTensors:
+            homes = {p: _held[p].home for group in groups for p in group if p in _held}
+            _brought[optimizer] = WholeTensors(optimizer, homes)
+        elif needed is Together:
+            _brought[optimizer] = Together(optimizer)
     _tried[optimizer] = len(optimizer.param_groups)
 
 
-def _try(optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], held: list[Held]) -> None:
+def updated_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
+    """The parameters that ranks hold parts of, and that the optimizer updates whole; whether this
+    rank does.
+    """
+    brought = _brought.get(optimizer)
+    if brought is None:
+        return {}
+    brought.restore(optimizer)
+    return brought.updates
+
+
+def is_together(optimizer: Optimizer) -> bool:
+    """Whether it updates all parameters together, so that every rank has all of its state."""
+    return isinstance(_brought.get(optimizer), Together)
+
+
+def _needed(
+    optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], held: list[Held]
+) -> type[Bringing] | None:
+    """What brings it what it needs; None where it updates every element by itself."""
     kind = type(optimizer).__name__
-    ways: Sequence[Sequence[View]]
     part = next((h.name for h in held if h.is_part), None)
-    if part is None:
-        said, where, ways = "each parameter", "some of the parameters", (_BY_PARAMETER,)
-        remedy = "a plan with pp=1"
-    else:
-        said, where, ways = "every element", f"a part of '{part}'", _IN_PARTS
-        remedy = "a plan without parts (tp=1, state_shards='zero-0')"
+    where = f"a part of '{part}'" if part else "some of the parameters"
+    remedy = "(tp=1, state_shards='zero-0', pp=1)"
     told = (
-        f"this plan leaves a rank {where}, so that an optimizer must update {said} from its own "
-        f"gradient and state alone; use one that does, such as AdamW, or {remedy}"
+        f"this plan leaves a rank {where}, and what it needs of the others cannot be known; use "
+        f"one that updates every element by itself, such as AdamW, or a plan that leaves every "
+        f"rank the whole model {remedy}"
     )
     try:
-        difference = _difference(optimizer, groups, ways)
+        if _difference(optimizer, groups, _IN_PARTS) is None:
+            return None
+        if _difference(optimizer, groups, (_BY_PARAMETER,), twins=True) is None:
+            return WholeTensors
+        difference = _difference(optimizer, groups, (_ALL,), twins=True)
     except Exception as error:
         raise ConfigError(
             f"whether {kind} can update parts could not be tried ({failure(error)}): {told}; or, "
-            f"if it does, say so by merakc.declare_elementwise({kind})"
+            f"if it updates every element by itself, say so by merakc.declare_elementwise({kind})"
         ) from error
     if difference is not None:
+        by = f", by {difference:.1e} after {STEPS} steps" if math.isfinite(difference) else ""
         raise ConfigError(
-            f"{kind} updates small parameters otherwise in parts than whole, by {difference:.1e} "
-            f"after {STEPS} steps: {told}"
+            f"{kind} updates small parameters otherwise when they are given to it for a step{by}: "
+            f"{told}"
         )
+    return Together
 
 
 def _difference(
-    optimizer: Optimizer, groups: Sequence[Sequence[torch.Tensor]], ways: Iterable[Sequence[View]]
+    optimizer: Optimizer,
+    groups: Sequence[Sequence[torch.Tensor]],
+    ways: Iterable[Sequence[View]],
+    *,
+    twins: bool = False,
 ) -> float | None:
-    """How far parts come from what is updated whole, where that is beyond rounding."""
+    """How far parts come from what is updated whole, where that is beyond rounding; infinity where
+    the optimizer does not take parts.
+    """
     for dtype, bound in BOUNDS.items():
         values, gradients = _examples(groups, dtype)
         try:
-            whole = _updated(optimizer, values, gradients, [lambda _, t: t])
+            whole, told = _updated(optimizer, values, gradients, [lambda _, t: t])
         except Exception:
             if dtype == torch.float32:
                 raise
             continue
+        _check_moved(values, whole, 1e3 * bound)
         for way in ways:
-            parts = _updated(optimizer, values, gradients, way)
+            try:
+                parts, own = _updated(optimizer, values, gradients, way, twins=twins)
+            except Exception:
+                return math.inf
+            if own != told:  # it adapts what it goes by to what it sees
+                return math.inf
             pairs = zip(chain(*whole), chain(*parts), strict=True)
             found = max((float((a - b).abs().max()) for a, b in pairs), default=0.0)
             if not found <= bound:  # nor where it is no number
                 return found
         return None
     raise AssertionError("the last dtype raises")
+
+
+def _check_moved(before: Values, after: Values, least: float) -> None:
+    """Raises `ValueError` for a trial that would show nothing."""
+    for k, (group, moved) in enumerate(zip(before, after, strict=True)):
+        if (
+            group
+            and not max(float((a - b).abs().max()) for a, b in zip(group, moved, strict=True))
+            >= least
+        ):
+            raise ValueError(f"in {STEPS} steps it hardly changes small parameters of group {k}")
 
 
 def _examples(
@@ -172,15 +247,24 @@ def _examples(
 
 
 def _updated(
-    optimizer: Optimizer, values: Values, gradients: Sequence[Values], ranks: Sequence[View]
-) -> Values:
-    """The values after the steps, each rank's view of them updated by a copy of its own."""
+    optimizer: Optimizer,
+    values: Values,
+    gradients: Sequence[Values],
+    ranks: Sequence[View],
+    *,
+    twins: bool = False,
+) -> tuple[Values, set[str]]:
+    """The values after the steps, each rank's view of them updated by a copy of its own; with
+    `twins`, given others for its parameters in every step, as `WholeTensors` does. And the settings
+    that the copies have then.
+    """
+    settings = set()
     after = [[v.clone() for v in group] for group in values]
     numbers = iter(range(sum(map(len, values))))
     order = [[next(numbers) for _ in group] for group in values]
     for view in ranks:
         own: list[list[nn.Parameter]] = []
-        targets: list[tuple[nn.Parameter, torch.Tensor, list[torch.Tensor]]] = []
+        targets: list[_Target] = []
         for g, group in enumerate(after):
             own.append([])
             for k, value in enumerate(group):
@@ -194,20 +278,50 @@ def _updated(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             torch.manual_seed(0)
             taken = _copied(optimizer, own)
+            _quicken(taken)
             for step in range(STEPS):
+                others: dict[torch.Tensor, nn.Parameter | None] = {}
                 for parameter, _, own_gradients in targets:
-                    parameter.grad = own_gradients[step].clone()
-                _take_step(taken)
+                    other = nn.Parameter(parameter.detach().clone()) if twins else parameter
+                    other.grad, others[parameter] = own_gradients[step].clone(), other
+                lists = exchange(taken, others)
+                _take_step(taken, partial(_loss, targets, others, step))
+                exchange_back(taken, others, lists)
+                for parameter, *_ in targets:
+                    parameter.data = others[parameter].data  # type: ignore[union-attr]
+        settings.add(settings_of(taken))
         for parameter, target, _ in targets:
             target.copy_(parameter.detach())
-    return after
+    return after, settings
 
 
-def _take_step(optimizer: Optimizer) -> None:
+def _quicken(optimizer: Optimizer) -> None:
+    """Sets rates by which differences show: a schedule may begin at none."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, torch.Tensor):
+            rate.fill_(RATE)
+        elif isinstance(rate, (int, float)):
+            group["lr"] = RATE
+
+
+def _loss(targets: Sequence[_Target], others: Others, step: int) -> torch.Tensor:
+    """A quadratic loss, whose gradients it accumulates."""
+    total = torch.zeros((), dtype=torch.float64)
+    for parameter, _, gradients in targets:
+        now = others[parameter]
+        assert now is not None
+        own = now.detach()
+        now.grad = own + gradients[step]
+        total += (own * (own / 2 + gradients[step])).sum().cpu()
+    return total
+
+
+def _take_step(optimizer: Optimizer, closure: Callable[[], Any]) -> None:
     try:
         optimizer.step()
     except TypeError:  # it asks for a closure
-        optimizer.step(lambda: torch.ones((), requires_grad=True))  # type: ignore[arg-type, return-value]
+        optimizer.step(closure)
 
 
 def _copied(
@@ -227,10 +341,11 @@ def _copied(
     if not made.param_groups:
         for group, own in zip(optimizer.param_groups, parameters, strict=True):
             stand_ins = own or [nn.Parameter(torch.zeros(0))]
+            now = memo[id(group["params"])] = [*own]
             memo |= {id(p): stand_ins[k % len(stand_ins)] for k, p in enumerate(group["params"])}
             options = {k: v for k, v in group.items() if k != "params"}
             if id(group) not in memo:
-                memo[id(group)] = copy.deepcopy(options, memo) | {"params": [*own]}
+                memo[id(group)] = copy.deepcopy(options, memo) | {"params": now}
             made.param_groups.append(memo[id(group)])
     for key, value in vars(optimizer).items():
         if key.endswith("_hooks"):
@@ -266,6 +381,7 @@ def _flat(rank: int) -> View:
 _IN_PARTS: tuple[Sequence[View], ...] = (
     (_along(0, 0), _along(0, 1)), (_along(-1, 0), _along(-1, 1)), (_flat(0), _flat(1)),
 )  # fmt: skip
+_ALL: Sequence[View] = (lambda _, t: t,)
 _BY_PARAMETER: Sequence[View] = (
     lambda k, t: t if k % 2 == 0 else None,
     lambda k, t: t if k % 2 else None,

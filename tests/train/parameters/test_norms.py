@@ -11,7 +11,7 @@ from torch import nn
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.parameters.gradients import plain
+from merakc.runtime.part import plain
 from merakc.train.parameters.norms import total_norm
 
 KINDS = (1.0, 2.0, float("inf"))

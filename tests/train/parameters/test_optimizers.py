@@ -7,16 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_optimizer import SOAP
 from torch import nn
 
 import merakc
 from merakc.errors import ConfigError
-from merakc.ir.layout import whole_layout
+from merakc.ir.layout import parse_layout
+from merakc.ir.program import Mesh
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.runtime.groups import Groups
 from merakc.runtime.part import Place, places
 from merakc.train.parameters import optimizers
+from merakc.train.parameters.matrices import Home, WholeTensors
+from merakc.train.parameters.together import Together
 from tests.train.parameters.test_norms import Tied, batch
 
+PIPELINE = Home(Groups(Mesh(1, 2, 2), 0), None)
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -66,27 +72,54 @@ class Failing(ByNorm):
         raise ValueError("too small")
 
 
+class Without(ByNorm):
+    """Changes nothing, as a trial sees it."""
+
+    def step(self, closure: Any = None) -> None:
+        pass
+
+
+class Listing(ByRow):
+    """Keeps a list of its own of what it updates."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self.own = list(parameters)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        del closure
+        for p in self.own:
+            if p.grad is not None:
+                p.sub_(p.grad / (p.grad.abs().amax() + 1.0))
+
+
 O = torch.optim  # noqa: E741
-# By name: how it is made, and whether parts of parameters, and whole ones alone, may be updated.
-CASES: dict[str, tuple[Make, bool, bool]] = {
-    "AdamW": (lambda p: O.AdamW(p, amsgrad=True), True, True),
-    "fused": (lambda p: O.AdamW(p, fused=True), True, True),
-    "foreach": (lambda p: O.Adam(p, foreach=True), True, True),
-    "tensor lr": (lambda p: O.AdamW(p, lr=torch.tensor(0.1)), True, True),
-    "SGD": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), True, True),
-    "Rprop": (O.Rprop, True, True),
-    "RAdam": (O.RAdam, True, True),
-    "Adadelta": (O.Adadelta, True, True),
-    "two groups": (
-        lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), True, True),
-    "Adafactor": (O.Adafactor, False, True),
-    "Muon": (O.Muon, False, True),
-    "LBFGS": (O.LBFGS, False, False),
-    "by norm": (ByNorm, False, False),
-    "by row": (ByRow, False, True),
-    "wrapped AdamW": (lambda p: Wrapping(p, O.AdamW), True, True),
-    "wrapped Muon": (lambda p: Wrapping(p, O.Muon), False, True),
-    "failing": (Failing, False, False),
+# By name: how it is made, and what of: "parts" of parameters, "whole" ones by
+# themselves, or all "together".
+CASES: dict[str, tuple[Make, str]] = {
+    "AdamW": (lambda p: O.AdamW(p, amsgrad=True), "parts"),
+    "fused": (lambda p: O.AdamW(p, fused=True), "parts"),
+    "foreach": (lambda p: O.Adam(p, foreach=True), "parts"),
+    "tensor lr": (lambda p: O.AdamW(p, lr=torch.tensor(0.1)), "parts"),
+    "SGD": (lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True), "parts"),
+    "Rprop": (O.Rprop, "parts"),
+    "RAdam": (O.RAdam, "parts"),
+    "Adadelta": (O.Adadelta, "parts"),
+    "two groups": (lambda p: O.AdamW([{"params": p[:1]}, {"params": p[1:], "lr": 1.0}]), "parts"),
+    "Adafactor": (O.Adafactor, "whole"),
+    "Muon": (O.Muon, "whole"),
+    "SOAP": (SOAP, "whole"),  # rounding decides its bases, so that steps cannot be compared
+    "no rate yet": (lambda p: O.Muon(p, lr=0.0), "whole"),
+    "hardly any": (lambda p: O.Muon(p, lr=torch.tensor(1e-12)), "whole"),
+    "without effect": (lambda p: Without(p), "none"),
+    "LBFGS": (O.LBFGS, "together"),
+    "by norm": (ByNorm, "together"),
+    "by row": (ByRow, "whole"),
+    "listing": (Listing, "none"),
+    "wrapped AdamW": (lambda p: Wrapping(p, O.AdamW), "parts"),
+    "wrapped Muon": (lambda p: Wrapping(p, O.Muon), "whole"),
+    "failing": (Failing, "none"),
 }  # fmt: skip
 
 
@@ -100,8 +133,8 @@ def parameters() -> Iterator[list[nn.Parameter]]:
         del optimizers._held[p]
 
 
-def may(make: Make, parameters: list[nn.Parameter]) -> bool:
-    """Whether it passes; it changes nothing."""
+def updates(make: Make, parameters: list[nn.Parameter]) -> str:
+    """What it may update; nothing is changed."""
     optimizer = make(parameters)
     before = [p.detach().clone() for p in parameters]
     random = torch.get_rng_state()
@@ -110,38 +143,39 @@ def may(make: Make, parameters: list[nn.Parameter]) -> bool:
     except ConfigError as error:
         assert type(optimizer).__name__ in str(error)  # noqa: PT017
         assert "'0'" in str(error) or "some of the parameters" in str(error)  # noqa: PT017
-        found = False
+        found = "none"
     else:
-        found = True
+        brought = optimizers._brought.get(optimizer)
+        found = {WholeTensors: "whole", Together: "together"}.get(type(brought), "parts")
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert not optimizer.state
     assert torch.equal(random, torch.get_rng_state())
     return found
 
 
+@pytest.mark.filterwarnings("ignore:.*updates all parameters together")
 @pytest.mark.parametrize("name", CASES)
 def test_what_may_be_updated(name: str, parameters: list[nn.Parameter]) -> None:
-    make, parts, some = CASES[name]
+    make, wanted = CASES[name]
     named = {str(k): p for k, p in enumerate(parameters)}
-    optimizers.hold(named, are_some=False)
-    assert may(make, parameters) or name == "failing"
-    optimizers.hold(named, are_some=True)
-    assert may(make, parameters) is some
+    optimizers.hold(named, Home(Groups(Mesh(1, 1, 1), 0), None))
+    assert updates(make, parameters) == "parts"
+    optimizers.hold(named, PIPELINE)
+    assert updates(make, parameters) == wanted
     for key, p in named.items():
-        places[p] = Place(key, whole_layout((8, 6)), 1, 0, 0, 24)
-    optimizers.hold(named, are_some=False)
-    assert may(make, parameters) is parts
+        places[p] = Place(key, parse_layout("8* x 6"), 2, 0, 0, 24)
+    optimizers.hold(named, PIPELINE)
+    assert updates(make, parameters) == wanted
 
 
 def test_a_user_answers_for_a_class(parameters: list[nn.Parameter]) -> None:
     class Own(Failing):
         pass
 
-    optimizers.hold({"0": parameters[0]}, are_some=True)
-    assert not may(Own, parameters[:1])
+    optimizers.hold({str(k): p for k, p in enumerate(parameters)}, PIPELINE)
+    assert updates(Own, parameters[:1]) == "none"
     merakc.declare_elementwise(Own)
-    assert may(Own, parameters[:1])
-    optimizers.hold({str(k): p for k, p in enumerate(parameters)}, are_some=True)
+    assert updates(Own, parameters[:1]) == "parts"
 
 
 def test_an_optimizer_that_was_made_too_early() -> None:

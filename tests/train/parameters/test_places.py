@@ -94,20 +94,6 @@ def test_each_rank_may_keep_a_file_of_its_own() -> None:
     run_ranks(2, own_files)
 
 
-def factored() -> None:
-    model = parallel(partial(Words), words(0), tp=2)
-    merakc.declare_elementwise(torch.optim.Adafactor)  # which is not so
-    optimizer = torch.optim.Adafactor(model.parameters())
-    model(**words(0))["loss"].backward()
-    optimizer.step()
-    optimizer.state_dict()
-
-
-def test_state_of_no_elements_is_refused() -> None:
-    with pytest.raises(RankError, match=r"'row_var' of '.*' is .*, not as the parameter's part"):
-        run_ranks(2, factored)
-
-
 def test_state_dicts_need_no_gradient() -> None:
     model = parallel(partial(Words), words(0))
     assert not any(v.requires_grad for v in model.state_dict().values())

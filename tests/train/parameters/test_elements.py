@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +15,8 @@ import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.parameters.gradients import Gradient, plain
+from merakc.runtime.part import TensorPart, plain
+from merakc.train.parameters.elements import Elements
 from tests.train.parameters.test_norms import Tied, batch
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -131,15 +133,15 @@ def kinds() -> tuple[set[type], str, bool]:
     with pytest.raises(ConfigError) as told:
         gradient.sum(0)
     for call in (torch.sort, torch.std_mean, torch.std, lambda g: g.flatten().topk(2)):
-        with pytest.raises(ConfigError, match="is called on the gradient"):
+        with pytest.raises(ConfigError, match="is called on"):
             call(gradient)
     return {type(gradient), *seen}, str(told.value), bool(torch.equal(again, whole))
 
 
 def test_a_step_sees_plain_tensors_and_an_error_in_it_leaves_no_trace() -> None:
     for types, text, same in run_ranks(2, kinds):
-        assert types == {Gradient, torch.Tensor}
-        assert "torch.sum is called on the gradient of 'a.weight', of which this rank holds" in text
+        assert types == {Elements, torch.Tensor}
+        assert "torch.sum is called on 'a.weight' or its gradient, of which this rank holds" in text
         assert same
 
 
@@ -155,3 +157,26 @@ def with_nan() -> list[float]:
 def test_one_ranks_nan_is_in_every_norm() -> None:
     for found in run_ranks(2, with_nan):
         assert all(value != value for value in found)
+
+
+def outside() -> tuple[type, type, str, str]:
+    """What a part is where it leaves the process, and how it is shown."""
+    model = merakc.auto_parallel(Tied(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
+    model(batch(0, 1))["loss"].backward()
+    part = model.get_parameter("a.weight")
+    with pytest.raises(ConfigError, match=r"torch\.pickle is called on 'a\.weight'"):
+        pickle.dumps(part.T)
+    copies = [pickle.loads(pickle.dumps(x)) for x in (part, part.grad)]
+    assert all(c.shape == part.shape and c.place.name == "a.weight" for c in copies)
+    with torch.no_grad():
+        part.zero_()
+    model.load_state_dict({**model.state_dict(), "a.weight": copies[0]})
+    assert torch.equal(plain(part), copies[0].to_local())
+    return type(copies[0]), type(copies[1]), repr(part), f"{part.grad}"
+
+
+def test_a_part_says_so_outside_the_process() -> None:
+    for parameter, gradient, shown, gradient_shown in run_ranks(2, outside):
+        assert parameter is gradient is TensorPart
+        assert " elements of 'a.weight')" in shown
+        assert " elements of 'a.weight')" in gradient_shown

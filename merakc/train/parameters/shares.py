@@ -1,0 +1,124 @@
+"""Numbers of parameters and gradients that ranks hold parts of: a rank's shares of them, until they
+are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+from merakc.runtime.part import plain
+from merakc.train.parameters.norms import NOTHING
+from merakc.train.parameters.numbers import NORMS, Kind, Term, kind_of, total, values_of
+
+# What stays one rank's share of a number.
+_CARRIES = {"to", "clone", "detach", "float", "double", "cpu", "cuda"}
+
+_SIZES = {"shape", "size", "dim", "ndim", "numel", "dtype", "device", "is_floating_point"}
+
+
+class Share(torch.Tensor):
+    """One rank's shares of numbers: a scalar of one, or a row of several. What reads their values
+    communicates, so that every rank must read them; `found` are these, from then on.
+
+    It has no memory: what torch reads without asking Python's functions is answered, too.
+    """
+
+    terms: tuple[Term, ...]
+    found: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls: type[Share], terms: tuple[Term, ...], shape: tuple[int, ...]) -> Share:
+        """Of the dtype and on the device of the first."""
+        first = terms[0]
+        made: Share = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=first.dtype, device=first.own.device
+        )
+        made.terms, made.found = terms, None
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """A call with shares among its arguments."""
+        return called(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """A call of torch's own, below."""
+        args, kwargs = pytree.tree_map_only(Share, _values, (tuple(args), kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def share_of(
+    of: Any,
+    made: tuple[Kind, Callable[[torch.Tensor], torch.Tensor]],
+    dtype: torch.dtype | None = None,
+) -> Share:
+    """This rank's share of a number of a parameter or a gradient, made as `kind_of` says, of the
+    elements in that dtype.
+    """
+    kind, number = made
+    values = plain(of) if dtype is None else plain(of).to(dtype)
+    if values.numel():
+        result = number(values)
+        dtype, own = result.dtype, result.double()
+    else:  # of another rank's parameter, or an empty part
+        dtype, own = number(values.new_ones(1)).dtype, values.new_full((), NOTHING[kind.combine])
+    if kind.root != 1.0 or kind.divisor > 1:
+        dtype = values.dtype
+    return Share((Term(of.source, own.double(), kind, dtype),), ())
+
+
+def called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What becomes of shares: others that need no values yet, one norm of many, or values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        name = func.__name__
+        leaves = pytree.tree_leaves((args, kwargs))
+        if not any(x.found is not None for x in leaves if isinstance(x, Share)):
+            found = _unread(func, name, args, kwargs)
+            if found is not None:
+                return found
+        args, kwargs = pytree.tree_map_only(Share, _values, (tuple(args), kwargs))
+    return func(*args, **kwargs)
+
+
+def _unread(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if not args:
+        return None
+    first = args[0]
+    if name == "stack" and isinstance(first, (list, tuple)) and not kwargs and len(args) == 1:
+        if all(isinstance(s, Share) and not s.dim() for s in first):
+            return Share(tuple(t for s in first for t in s.terms), (len(first),))
+        return None
+    if not isinstance(first, Share):
+        return None
+    others = pytree.tree_leaves((args[1:], kwargs))
+    if name in _SIZES or (name == "__get__" and func.__self__.__name__ in _SIZES):
+        return func(_empty(first), *args[1:], **kwargs)
+    if name in _CARRIES and not any(isinstance(x, Share) for x in others):
+        like = func(_empty(first), *args[1:], **kwargs)
+        terms = (Term(t.source, t.own.to(like.device), t.kind, like.dtype) for t in first.terms)
+        return Share(tuple(terms), tuple(first.shape))
+    if name in NORMS and first.dim() == 1:
+        kind = kind_of(name, first, 1, args[1:], kwargs)
+        if kind is not None and all(t.kind == kind[0] for t in first.terms):
+            return total(first.terms, kind[0])
+    return None
+
+
+def _empty(share: Share) -> torch.Tensor:
+    return torch.empty(tuple(share.shape), dtype=share.dtype, device=share.device)
+
+
+def _values(share: Share) -> torch.Tensor:
+    """The numbers of the whole, of which these are the shares."""
+    if share.found is None:
+        share.found = torch.stack(values_of(share.terms)).view(tuple(share.shape))
+    return share.found

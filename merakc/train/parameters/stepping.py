@@ -1,0 +1,93 @@
+"""Whether an optimizer's step runs: within one, what a rank holds is updated as plain tensors."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache, wraps
+from types import FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+
+class _State:
+    """The frame of the optimizer's step that runs, if one does."""
+
+    frame: FrameType | None = None
+
+
+_state = _State()
+
+
+def is_stepping() -> bool:
+    """Whether a step runs; one that ended in an error has left its frame here."""
+    if _state.frame is None:
+        return False
+    try:
+        _state.frame.clear()
+    except RuntimeError:  # it is executing
+        return True
+    _state.frame = None
+    return False
+
+
+def is_closure(given: Any) -> bool:
+    """Whether an argument of a step is what it calls back."""
+    return callable(given) and not isinstance(given, (torch.Tensor, torch.nn.Module))
+
+
+def _aside(closure: Any) -> Any:
+    """What a step calls back: what it does with parameters is no part of the step."""
+    if not is_closure(closure):
+        return closure
+
+    @wraps(closure)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        frame, _state.frame = _state.frame, None
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            _state.frame = frame
+
+    return run
+
+
+@cache
+def watch_optimizers() -> None:
+    """Has steps noted from here on, without what users' own hooks do before and behind them.
+    Whether an optimizer may update what a rank holds is tried before its first.
+    """
+    register_optimizer_step_pre_hook(_note)
+
+
+_hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]]
+_hooks = WeakKeyDictionary()
+
+
+def _note(optimizer: Optimizer, *_: Any) -> None:
+    """Puts its own hooks nearest to the step."""
+    every: Any = optimizer._optimizer_step_pre_hooks  # ordered
+    behind: Any = optimizer._optimizer_step_post_hooks
+    own = _hooks.get(optimizer)
+    if own is None or own[0].id not in every or own[1].id not in behind:
+        first = optimizer.register_step_pre_hook(_begin)
+        own = _hooks[optimizer] = first, optimizer.register_step_post_hook(_end)
+    every.move_to_end(own[0].id)
+    behind.move_to_end(own[1].id, last=False)
+
+
+def _begin(
+    _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if not is_stepping():
+        _state.frame = sys._getframe(1)
+    given = {name: _aside(value) for name, value in kwargs.items()}
+    return (args[0], *(_aside(value) for value in args[1:])), given
+
+
+def _end(*_: Any) -> None:
+    if _state.frame is sys._getframe(1):
+        _state.frame = None

@@ -1,0 +1,268 @@
+"""What people do with parameters between steps: as in one process, or refused, on every plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from merakc.equality.ranks import run_ranks
+from merakc.errors import ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
+
+
+class Net(nn.Module):
+    """Linear layers and a norm, of which tp splits some parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+        self.c, self.d = nn.Linear(8, 12), nn.Linear(12, 4)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A loss."""
+        h = torch.tanh(self.b(torch.tanh(self.norm(self.a(x)))))
+        return {"loss": self.d(torch.tanh(self.c(h))).square().mean()}
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    x = torch.linspace(-1, 2, 64, dtype=torch.float64).view(8, 8)
+    rank, size = getattr(model, "data_parallel_rank", 0), getattr(model, "data_parallel_size", 1)
+    return model(x.chunk(size)[rank])["loss"]  # type: ignore[no-any-return]
+
+
+def trained(
+    model: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    penalty: Callable[[], Any] = lambda: 0.0,
+    update: Callable[[nn.Parameter], object] | None = None,
+) -> float:
+    """The loss after three steps, of an optimizer or by hand."""
+    for _ in range(3):
+        (loss_of(model) + penalty()).backward()
+        if optimizer is not None:
+            optimizer.step()
+        for p in model.parameters() if update is not None else ():
+            with torch.no_grad():
+                update(p)
+        model.zero_grad()
+    return loss_of(model).item()
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adamw(groups: list[tuple[list[nn.Parameter], dict[str, float]]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": p, **o} for p, o in groups if p], lr=0.05)
+
+
+def by_type(model: Any) -> float:
+    decayed = {m.weight for m in model.modules() if isinstance(m, nn.Linear)}
+    rest = [p for p in model.parameters() if p not in decayed]
+    first = [p for p in model.parameters() if p in decayed]
+    return trained(model, adamw([(first, {"weight_decay": 0.5}), (rest, {"weight_decay": 0.0})]))
+
+
+def by_size(model: Any) -> float:
+    every = list(model.parameters())
+    large = [p for p in every if p.numel() > 100]
+    small = [p for p in every if p.numel() <= 100]
+    return trained(model, adamw([(large, {"weight_decay": 0.5}), (small, {"weight_decay": 0.0})]))
+
+
+def averaged(model: Any) -> float:
+    """Evaluates with an average of the weights, whose memory takes the place of theirs."""
+    averages = [p.detach().clone() for p in model.parameters()]
+
+    def add(p: nn.Parameter) -> None:
+        k = next(k for k, q in enumerate(model.parameters()) if q is p)
+        p.sub_(0.1 * p.grad)
+        averages[k].lerp_(p.detach(), 0.1)
+
+    trained(model, update=add)
+    for p, average in zip(model.parameters(), averages, strict=True):
+        p.data = average
+    return loss_of(model).item()
+
+
+def hooked(model: Any) -> float:
+    for p in model.parameters():
+        p.register_hook(lambda g: g / (g.norm() + 1))
+    return trained(model, sgd(model))
+
+
+def constant(model: Any) -> float:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.01)
+    return trained(model, sgd(model))
+
+
+def differentiated(model: Any) -> float:
+    found = torch.autograd.grad(loss_of(model), list(model.parameters()))
+    return float(sum(g.norm() ** 2 for g in found))
+
+
+def in_place(model: Any) -> float:
+    """A number that is changed where it lies, and read then."""
+    found = next(iter(model.parameters())).detach().norm()
+    found.clamp_(min=100.0)
+    return float(found)
+
+
+def clipped_by_hook(model: Any) -> float:
+    """A user's hook before the step is none of it."""
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    optimizer = sgd(model)
+    optimizer.register_step_pre_hook(clip)
+    return trained(model, optimizer)
+
+
+def clipped_by_closure(model: Any) -> float:
+    """Nor is what it calls back."""
+
+    def closure() -> float:
+        model.zero_grad()
+        loss = loss_of(model) + sum(p.norm() for p in model.parameters())
+        loss.backward()
+        return float(loss.detach() + torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+
+    optimizer = sgd(model)
+    return sum(float(optimizer.step(closure)) for _ in range(3))  # type: ignore[arg-type]
+
+
+def matrices(model: Any) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.dim() == 2]
+
+
+RIGHT: dict[str, Callable[[Any], float]] = {
+    "count": lambda m: sum(p.numel() for p in m.parameters()),
+    "shapes": lambda m: sum(p.shape.numel() / p.shape[-1] for p in m.parameters()),
+    "norm": lambda m: float(torch.norm(torch.stack([p.detach().norm() for p in m.parameters()]))),
+    "total norm": lambda m: float(torch.nn.utils.get_total_norm(list(m.parameters()))),
+    "largest": lambda m: max(p.abs().max().item() for p in m.parameters()),
+    "equal": lambda m: all(torch.equal(p, p.detach().clone()) for p in m.parameters()),
+    "differentiated": differentiated,
+    "penalty": lambda m: trained(
+        m, sgd(m), lambda: 0.1 * sum(p.pow(2).sum() for p in m.parameters())),
+    "penalty of norms": lambda m: trained(
+        m, sgd(m), lambda: 0.1 * sum(p.norm() for p in m.parameters())),
+    "by hand": lambda m: trained(m, update=lambda p: p.sub_(0.1 * p.grad)),
+    "LARS by hand": lambda m: trained(
+        m, update=lambda p: p.sub_(0.1 * p.norm() * p.grad / p.grad.norm())),  # type: ignore[union-attr]
+    "rates by width": lambda m: trained(
+        m, adamw([([p], {"lr": 0.1 / p.shape[-1]}) for p in m.parameters()])),
+    "decay by type": by_type,
+    "decay by size": by_size,
+    "averages": averaged,
+    "constant": constant,
+    "moved": lambda m: trained(m.to("cpu:0").double(), sgd(m)),
+    "numbers of numbers": lambda m: float(
+        sum(torch.tensor([p.detach().norm() for p in m.parameters()]))),
+    "a copied number": lambda m: float(
+        torch.as_tensor(matrices(m)[-1].detach().norm(), dtype=torch.float32)),
+    "a number in place": in_place,
+    "closures": clipped_by_closure,
+    "hooks of steps": clipped_by_hook,
+    "Frobenius": lambda m: sum(float(torch.linalg.norm(p.detach().T)) for p in matrices(m)),
+    "sums of float32": lambda m: sum(
+        p.detach().float().sum(dtype=torch.float64).item() for p in m.parameters()),
+    "flat": lambda m: sum(float((p.view(-1) * p.flatten()).detach().sum()) for p in m.parameters()),
+    "lists": lambda m: sum(
+        float(p.detach().norm()) for p in torch._foreach_mul([*m.parameters()], [*m.parameters()])),
+    "hooks": hooked,  # these stay
+}  # fmt: skip
+
+
+def noisy(model: Any) -> float:
+    return trained(model, update=lambda p: p.sub_(0.1 * torch.randn_like(p)))
+
+
+def vector(model: Any) -> object:
+    return torch.nn.utils.parameters_to_vector(model.parameters())
+
+
+def from_vector(model: Any) -> None:
+    values = torch.zeros(sum(p.numel() for p in model.parameters())).double()
+    torch.nn.utils.vector_to_parameters(values, model.parameters())
+
+
+def joined(model: Any) -> object:
+    loss_of(model).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+REFUSED: dict[str, Callable[[Any], object]] = {
+    "vector": vector,
+    "from a vector": from_vector,
+    "joined gradients": joined,
+    "spectral norm": lambda m: [torch.linalg.svdvals(p) for p in m.parameters() if p.dim() == 2],
+    "rows": lambda m: trained(m, update=lambda p: p.copy_(p / p.norm(dim=-1, keepdim=True))),
+    "a vector of columns": lambda m: trained(m, update=lambda p: p.mul_(torch.ones(p.shape[-1]))),
+    "elements": lambda m: [p.tolist() for p in m.parameters()],
+    "a row": lambda m: [p[0].norm() for p in m.parameters()],
+    "some rows": lambda m: [p[: p.shape[0] // 2].norm() for p in m.parameters()],
+    "one column": lambda m: [p.narrow(-1, 0, 1).norm() for p in m.parameters()],
+    "spectral": lambda m: [torch.linalg.norm(p, 2) for p in matrices(m)],
+    "itself turned": lambda m: [p.flatten() + p.T.flatten() for p in matrices(m)],
+    "lists of columns": lambda m: torch._foreach_mul(
+        matrices(m), [torch.ones(p.shape[-1]).double() for p in matrices(m)]),
+    "largest of lists": lambda m: torch._foreach_max([*m.parameters()]),
+    "into another": lambda m: [
+        torch.add(p.detach(), 1, out=torch.zeros(p.shape).double()) for p in m.parameters()],
+    "below": lambda m: [torch.ops.aten.mm.default(p, p.T) for p in matrices(m)],
+    "noise": noisy,
+    "random": lambda m: [nn.init.normal_(p) for p in m.parameters()],
+    "fan": lambda m: [nn.init.xavier_uniform_(p) for p in m.parameters() if p.dim() == 2],
+    "again": lambda m: merakc.auto_parallel(m, torch.ones(8, 8).double()),
+    "within": lambda m: merakc.auto_parallel(nn.Sequential(m), torch.ones(8, 8).double()),
+    "FSDP": lambda m: torch.distributed.fsdp.fully_shard(m),
+    "half": lambda m: loss_of(m.half()),
+}  # fmt: skip
+
+
+def built(layout: dict[str, Any]) -> Any:
+    batch = torch.ones(8 // layout.get("dp", 1), 8).double()
+    return merakc.auto_parallel(Net(), batch, micro_batches=2, cluster=NOMINAL_CPU, **layout)
+
+
+def idioms(layout: dict[str, Any]) -> dict[str, float | str]:
+    found: dict[str, float | str] = {}
+    model, start = built(layout), Net().state_dict()
+    for name, act in RIGHT.items():
+        model.load_state_dict(start)
+        model.zero_grad()
+        found[name] = act(model)
+    for name, act in REFUSED.items():
+        model.load_state_dict(start)
+        try:
+            act(model)
+        except ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-1"}, {"dp": 2, "state_shards": "zero-3"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_idioms(layout: dict[str, Any]) -> None:
+    wanted = {name: act(Net()) for name, act in RIGHT.items()}
+    for found in run_ranks(2, partial(idioms, layout)):
+        told = {name: found.pop(name, None) for name in REFUSED}
+        assert found == pytest.approx(wanted, rel=1e-10)
+        assert [name for name, text in told.items() if text is None] == []
+        assert "is one that auto_parallel has returned" in str(told["again"])

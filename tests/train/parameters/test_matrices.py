@@ -1,0 +1,109 @@
+"""Optimizers that need whole tensors train as in one process on every plan, and go on on others."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_optimizer import Lion, Shampoo
+from transformers.optimization import Adafactor
+
+import merakc
+from merakc.equality.ranks import run_ranks
+from tests.train.parameters.test_idioms import Net, built, loss_of
+
+O = torch.optim  # noqa: E741
+
+
+def muon(model: Any) -> list[O.Optimizer]:
+    """As people use it: matrices by Muon, the rest by AdamW."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if p.ndim != 2]
+    return [O.Muon(matrices, lr=0.02), O.AdamW(rest, lr=0.02)]
+
+
+MAKE: dict[str, Any] = {
+    "Muon": muon,
+    "Adafactor": lambda m: [O.Adafactor(m.parameters(), lr=0.05)],
+    "transformers' Adafactor": lambda m: [Adafactor(m.parameters())],
+    "Shampoo": lambda m: [Shampoo(m.parameters(), lr=0.01)],
+    "SGD": lambda m: [O.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True)],
+    "AdamW": lambda m: [O.AdamW(m.parameters(), lr=0.02)],
+    "fused Adam": lambda m: [O.Adam(m.parameters(), lr=0.02, fused=True)],
+    "Lion": lambda m: [Lion(m.parameters(), lr=0.01)],
+}
+UNSAVED = {"Shampoo"}  # lists of tensors, which checkpoints refuse
+
+
+def trained(model: Any, optimizers: list[O.Optimizer], steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(model)
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def elements(optimizers: list[O.Optimizer]) -> int:
+    """Of all that they keep."""
+    states = [s for o in optimizers for s in o.state.values()]
+    tensors = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
+    return sum(v.numel() for v in tensors)
+
+
+def on_ranks(layout: dict[str, Any], folder: Path) -> dict[str, Any]:
+    found, model = {}, built(layout)
+    for name, make in MAKE.items():
+        model.load_state_dict(Net().state_dict())
+        model.zero_grad()
+        optimizers = make(model)
+        losses = trained(model, optimizers, 2)
+        if name not in UNSAVED:
+            merakc.save(folder / name, model, optimizers)
+        losses += trained(model, optimizers, 2)
+        found[name] = losses, model.full_state_dict(), elements(optimizers)
+    return found
+
+
+def resumed(layout: dict[str, Any], folder: Path) -> dict[str, list[float]]:
+    found, model = {}, built(layout) if layout else Net()
+    for name in sorted(MAKE.keys() - UNSAVED):
+        optimizers = MAKE[name](model)
+        merakc.load(folder / name, model, optimizers)
+        for optimizer in optimizers:  # what a rank keeps for itself comes back, too
+            optimizer.load_state_dict(optimizer.state_dict())
+        found[name] = trained(model, optimizers, 2)
+    return found
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {"tp": 2}, {"pp": 2}, {"dp": 2, "state_shards": "zero-1"},
+    {"dp": 2, "tp": 2, "state_shards": "zero-3"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", range(len(LAYOUTS)))
+def test_optimizers(at: int, tmp_path: Path) -> None:
+    layout, other = LAYOUTS[at], ({}, *LAYOUTS)[at]
+    sizes = [of.get("dp", 1) * of.get("tp", 1) * of.get("pp", 1) for of in (layout, other)]
+    everyone = run_ranks(sizes[0], partial(on_ranks, layout, tmp_path))
+    after = run_ranks(sizes[1], partial(resumed, other, tmp_path))
+    for name, make in MAKE.items():
+        plain = Net()
+        optimizers = make(plain)
+        wanted = trained(plain, optimizers, 4)
+        for found in everyone:
+            assert found[name][0] == pytest.approx(wanted, rel=1e-10), name
+            if "state_shards" in layout:  # each tensor's is on one of its ranks
+                assert found[name][2] < 0.75 * elements(optimizers)
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(everyone[0][name][1][key], value, rtol=1e-10, atol=1e-12)
+        for of_rank in after if name not in UNSAVED else ():
+            assert of_rank[name] == pytest.approx(wanted[2:], rel=1e-10), name
