@@ -26,6 +26,7 @@ from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror, grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
+from merakc.train.outside.caches import cache_in, give_room, with_cache
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.results import share_results
 from merakc.train.parameters.gradients import follow, plain
@@ -186,6 +187,8 @@ class ParallelModel(Mirror):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        if not train and cache_in(kwargs) is not None:
+            return self._predicted(args, kwargs)
         args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
         if not step.has_loss:
@@ -250,17 +253,37 @@ class ParallelModel(Mirror):
         """Everything that the model's forward returns, whole, on every rank of this dp replica.
 
         Tensors with a batch dim are joined over the micro-batches; the loss is that of the whole
-        batch. Nothing is differentiated. Values that are no tensors and no plain data (caches of
-        keys and values) are None.
+        batch. Nothing is differentiated. Values that are no tensors and no plain data are None, but
+        for a cache of keys and values that is given: it gets the new ones.
         """
         check_around("the model")
         self._own("_memory").settle()
         steps = self._own("_steps")
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
-            args, kwargs = self._given(args, kwargs)
-            form = Form(train=False, results=True, module=steps.forward_alone)
-            step = steps.compile(args, kwargs, form)
-            return self._results(step, args, kwargs)
+            return self._predicted(args, kwargs)
+
+    def _predicted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Everything that the forward returns; a cache that it is given gets what is new."""
+        steps, run = self._own("_steps"), partial(self._outputs, args)
+        if (cache := cache_in(kwargs)) is not None:
+            return with_cache(steps.source, cache, kwargs, run)
+        return run(kwargs, steps.forward_alone)
+
+    @torch.no_grad()
+    def _outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any = None
+    ) -> Any:
+        args, kwargs = self._given(args, kwargs)
+        form = Form(train=False, results=True, mark=mark, module=module)
+        return self._results(self._own("_steps").compile(args, kwargs, form), args, kwargs)
+
+    def _prepare_cache_for_generation(
+        self, config: Any, kwargs: dict[str, Any], mode: str, samples: int, longest: int
+    ) -> None:
+        """What transformers' `generate` asks for a cache."""
+        give_room(self, config, kwargs, mode, longest)
+        prepare: Any = type(self._own("_steps").source)._prepare_cache_for_generation
+        prepare(self, config, kwargs, mode, samples, longest)
 
     @torch.no_grad()
     def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
