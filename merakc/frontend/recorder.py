@@ -157,7 +157,11 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
     # ------------------------------------------------------------------ calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE and type(args[0]) is FakeTensor and not self.fake_mode.in_kernel_invocation:
+        if (
+            func is DEVICE
+            and type(args[0]) is FakeTensor
+            and not self.fake_mode.in_kernel_invocation
+        ):
             return args[0].fake_device
         try:
             return self._dispatch(func, args, kwargs or {})

@@ -66,8 +66,9 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls with `shared` in common record no form of batch twice, those
-    with `compared` compare no second forward where they need not. It raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. Calls with `shared` in common record no form of batch twice;
+    forwards that others which were `compared` explain are recorded once. It raises `RecordError` as
+    `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(

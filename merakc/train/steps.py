@@ -190,11 +190,9 @@ class Steps:
         plan = self.planned.plan
         dims = plan.batch_dims if form.dims is None else form.dims
         layout = self.layout(args, kwargs, dims)
-        key, self.alike, m = (
-            self.key(args, kwargs, layout, form),
-            layout.alike,
-            layout.micro_batches,
-        )
+        layout = replace(layout, micro_batches=1) if form.undivided else layout
+        key, self.alike = self.key(args, kwargs, layout, form), layout.alike
+        m = layout.micro_batches
         known = self.reads.key(
             key, lambda parts: micro_batches_of(args, kwargs, plan, dims, parts or m)
         )

@@ -189,7 +189,7 @@ def is_plain_fake(x: torch.Tensor) -> bool:
 
 
 def _is_empty(x: torch.Tensor) -> bool:
-    """Whether a tensor is fake, of the CPU, and of a known value, which is none: caches begin so."""
+    """Whether a tensor is fake, of the CPU, and known, and holds nothing: caches begin so."""
     if type(x) is not FakeTensor or x.fake_device != CPU or x.constant is None:
         return False
     return x.numel() == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()

@@ -7,7 +7,7 @@ then the cache itself is updated with that, by its own code, the same on every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -33,12 +33,13 @@ def cache_in(kwargs: Mapping[str, Any]) -> Any | None:
     cache = kwargs.get(CACHE)
     layers = getattr(cache, "layers", None)
     known = isinstance(layers, list) and all(callable(getattr(x, "update", None)) for x in layers)
-    return cache if known and layers and not any(map(_has_more, layers)) else None
+    return cache if known and layers and not _has_more(layers) else None
 
 
-def _has_more(layer: Any) -> bool:
-    """Whether a layer keeps other states too, that other methods write."""
-    return any(name.startswith("update_") for name in dir(layer))
+def _has_more(layers: Sequence[Any]) -> bool:
+    """Whether some layers keep other states too, that other methods write."""
+    kinds = {type(layer) for layer in layers}
+    return any(name.startswith("update_") for kind in kinds for name in dir(kind))
 
 
 class WithCache(WithLoss):
@@ -107,7 +108,7 @@ def give_room(model: Any, config: Any, kwargs: dict[str, Any], mode: str, longes
 
     rounded = -(-longest // ROOM) * ROOM
     made = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=rounded)
-    if not any(map(_has_more, made.layers)):
+    if not _has_more(made.layers):
         kwargs[CACHE], config.disable_compile = made, True  # torch would compile what is compiled
 
 
