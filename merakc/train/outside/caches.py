@@ -90,7 +90,7 @@ def with_cache(model: nn.Module, cache: Any, kwargs: Mapping[str, Any], run: Run
     outputs, new = run({**rest, TENSORS: tensors}, module, module.mark)
     for number, states in new.items():
         cache.layers[int(number)].update(*states)
-    if isinstance(outputs, dict) and outputs.get(CACHE, cache) is None:
+    if isinstance(outputs, dict) and getattr(outputs, CACHE, cache) is None:
         outputs[CACHE] = cache
     return outputs
 
@@ -104,11 +104,13 @@ def give_room(model: Any, config: Any, kwargs: dict[str, Any], mode: str, longes
         return
     if model.config.is_encoder_decoder or not model._supports_default_dynamic_cache():
         return
-    from transformers.cache_utils import StaticCache
+    from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     rounded = -(-longest // ROOM) * ROOM
     made = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=rounded)
-    if not _has_more(made.layers):
+    # Those of a window count in Python how far it has slid: masks alone will say it.
+    if all(type(layer) in (StaticLayer, StaticSlidingWindowLayer) for layer in made.layers):
+        made.layers = [StaticLayer(rounded) for _ in made.layers]
         kwargs[CACHE], config.disable_compile = made, True  # torch would compile what is compiled
 
 
