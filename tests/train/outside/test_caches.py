@@ -173,12 +173,26 @@ class Twice(nn.Module):
         return y
 
 
-def test_what_cannot_be_followed_is_refused() -> None:
+class Grows(Twice):
+    """Makes room for one layer more."""
+
+    def forward(self, x: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
+        """Of `[n, s, 4]`."""
+        if past_key_values is not None:
+            past_key_values.layers.append(past_key_values.layers[0])
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [(Twice, "updates a layer of its cache twice"), (Grows, "adds layers to the DynamicCache")],
+)
+def test_what_cannot_be_followed_is_refused(kind: type[Twice], told: str) -> None:
     x = torch.zeros(2, 3, 4)
     model = merakc.auto_parallel(
-        build(Twice), {"x": x}, loss=lambda out, _: out.sum(), cluster=NOMINAL_CPU
+        build(kind), {"x": x}, loss=lambda out, _: out.sum(), cluster=NOMINAL_CPU
     ).eval()
-    with pytest.raises(ConfigError, match="updates a layer of its cache twice"):
+    with pytest.raises(ConfigError, match=told):
         model(x=x, past_key_values=DynamicCache(config=build(llama).config))
     with pytest.raises(RecordError, match="is of type DynamicCache"):
         model(x=x, past_key_values=DynamicCache())  # of how many layers, nobody knows yet
