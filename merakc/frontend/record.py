@@ -26,6 +26,7 @@ from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.values.outside import LossAndOutputs
 from merakc.frontend.values.reads import Reads, ValuesNeededError
@@ -90,11 +91,12 @@ def record(
     *,
     settling: bool = False,
     repeated: bool = True,
+    compared: Compared | None = None,
 ) -> Recording:
     """Records `model(*args, **kwargs)`, in the mode (train or eval) that the model is in.
 
     A second forward has to be the same. One that changes nothing in Python need not be `repeated`
-    where it was for another batch.
+    where it was for another batch, or where others that were `compared` explain it.
 
     Its floating parameters are recorded in `parameter_dtype`, if one is given. What the forward
     reads of a batch without values it is `told`, in the order in which it asks. With `settling`,
@@ -106,7 +108,8 @@ def record(
     check_around("auto_parallel")
     check_modules(model)
     fallbacks = Fallbacks(dict(model.named_modules()))
-    how = _How(fallbacks, parameter_dtype, tuple(told), repeated, settling=settling)
+    compared = Compared() if compared is None else compared
+    how = _How(fallbacks, parameter_dtype, tuple(told), repeated, compared, settling=settling)
     while True:
         try:
             return _less_opaque(_record(model, args, kwargs, how), model, args, kwargs, how)
@@ -162,6 +165,7 @@ class _How:
     parameter_dtype: torch.dtype | None
     told: tuple[Answer, ...]
     repeated: bool
+    compared: Compared
     watched: bool = False
     exported: bool = False
     reading: bool = False
@@ -209,7 +213,7 @@ def _record(
         graph = first.graph().pruned()
         changes = state.changes()
         left = left_by(changes)
-        if changes or how.repeated:
+        if changes or (how.repeated and not how.compared.explain(graph)):
             leftovers = Leftovers(changes, first)
             torch.clear_autocast_cache()
             second.leftovers, second.was_constant = leftovers.tensors, leftovers.is_constant
@@ -218,6 +222,7 @@ def _record(
                 _run(second, model, slots, args, kwargs, fallbacks)
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
+            how.compared.add(graph)
     aliases = _aliases(model)
     graph.verify()
     return Recording(

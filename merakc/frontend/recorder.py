@@ -31,7 +31,7 @@ from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
 from merakc.frontend.calls.communication import check_call, no_objects_sent
 from merakc.frontend.calls.draws import ASKED, Draws
-from merakc.frontend.calls.forms import Forms, is_plain_fake, make_fake, run_bare
+from merakc.frontend.calls.forms import Forms, is_plain_fake, make_fake, run_bare, tensors_of
 from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.calls.strides import by_dims
 from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
@@ -65,6 +65,7 @@ WRITTEN_OTHERWISE = {
     "aten.scaled_dot_product_attention.default": "_attention",
 }
 # Calls that only ask about a tensor.
+DEVICE = torch.ops.prim.device.default
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
 
 
@@ -156,6 +157,12 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
     # ------------------------------------------------------------------ calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (
+            func is DEVICE
+            and type(args[0]) is FakeTensor
+            and not self.fake_mode.in_kernel_invocation
+        ):
+            return args[0].fake_device
         try:
             return self._dispatch(func, args, kwargs or {})
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -264,7 +271,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             self.draws.prepare(self._scalar)
             with self:
                 return self.draws.call(func, args, kwargs)
-        targets = pytree.tree_leaves(written(func, args, kwargs))
+        targets = pytree.tree_leaves(found) if (found := written(func, args, kwargs)) else []
         if any(not isinstance(t, FakeTensor) for t in targets):
             raise self._error(
                 f"in-place call {func} on a tensor that is no part of the model",
@@ -284,7 +291,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         if targets:
             self._write(func, args, kwargs, targets)
             return out
-        tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
+        tensors = tensors_of((args, tuple(kwargs.values())))
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         if isinstance(out, SYMBOLIC):
             self._name_symbols(out.node.expr, self._add(ITEM, (self._ref(args[0]),), {}, (None,)))

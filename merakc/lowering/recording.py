@@ -22,6 +22,7 @@ from merakc.batches.split import (
     taken_dims,
 )
 from merakc.errors import ConfigError, ForwardError, OtherSizeError, RecordError, failure
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording, record, without_aside
 from merakc.frontend.regions import WHY
 from merakc.frontend.values.reads import Read, Reads
@@ -57,6 +58,7 @@ def record_part(
     dims: BatchDims = BY_SIZE,
     divided: bool = False,
     shared: Shared | None = None,
+    compared: Compared | None = None,
 ) -> BatchRecording:
     """Records the first part of this dp rank's batch, under the autocast that is on for `device`.
 
@@ -64,13 +66,14 @@ def record_part(
     make of every value. `couplings` says which samples are coupled, where any are; `dims` where
     they stand in the batch; `divided` that one part alone may be divided further. Random draws are
     keyed by the samples. With a `precision` the parameters and the batch's floating tensors are of
-    the dtype that it computes in. Calls with `shared` in common record no form of batch twice. It
-    raises `RecordError` as `record` and `analyse` do.
+    the dtype that it computes in. Calls with `shared` in common record no form of batch twice;
+    forwards that others which were `compared` explain are recorded once. It raises `RecordError` as
+    `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
     forward = _Forward(
         model, *cast_floats(args, kwargs, dtype), layout, device,
-        dtype=dtype, dims=dims, shared={} if shared is None else shared,
+        dtype=dtype, dims=dims, shared={} if shared is None else shared, compared=compared,
     )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 
@@ -170,8 +173,10 @@ class _Forward:
         dtype: torch.dtype | None,
         dims: BatchDims,
         shared: Shared,
+        compared: Compared | None,
     ) -> None:
-        self.model, self.args, self.kwargs, self.shared = model, args, kwargs, shared
+        self.model, self.args, self.kwargs = model, args, kwargs
+        self.shared, self.compared = shared, compared
         self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
         self.sampled = sample_rows(args, kwargs, dims)
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
@@ -264,7 +269,7 @@ class _Forward:
                 told = self.sized(layout.each).reads if samples != layout.each else None
                 made = record(
                     self.model, args, kwargs, self.dtype, told.answers if told else (),
-                    settling=self.settling, repeated=repeated,
+                    settling=self.settling, repeated=repeated, compared=self.compared,
                 )  # fmt: skip
             except ForwardError as error:
                 if samples == layout.own or self._fails():

@@ -31,7 +31,8 @@ Tensors = dict[str, torch.Tensor]
 @dataclass(frozen=True)
 class Form:
     """What a compiled step gives beside the loss: nothing, the results that are `kept`, all of them
-    where that is None; or, with `results`, everything that the forward returns, untrained.
+    where that is None; or, with `results`, everything that the forward returns, untrained, of all
+    samples at once where it is `undivided`.
 
     `module` is recorded in place of the model, `mark` tells such modules apart; `dims` says where
     samples stand in its batch, where the plan does not.
@@ -39,6 +40,7 @@ class Form:
 
     train: bool
     results: bool = False
+    undivided: bool = False
     kept: frozenset[str] | None = frozenset()
     mark: Hashable = None
     module: nn.Module | None = field(default=None, compare=False)

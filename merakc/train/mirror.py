@@ -28,6 +28,8 @@ from merakc.train.parameters.resetting import RESETS, reset
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # What every module has, and a mirror has for itself.
 _OF_MODULES = frozenset({*vars(nn.Module), *vars(nn.Module())})
+# Methods of ours that call those of a user's class.
+_CALLING_THEIRS = {"_prepare_cache_for_generation"}
 # Their own methods look at modules and parameters one by one, and compute nothing.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -262,7 +264,7 @@ def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
     for name, value in _code(kind):
         if name in ours or name in vars(object) or name == "__call__":
             names.setdefault(name, getattr_static(base, name))
-            hidden |= {name} - _OF_MODULES - vars(object).keys()
+            hidden |= {name} - _OF_MODULES - _CALLING_THEIRS - vars(object).keys()
         else:
             names.setdefault(name, _as_guarded(value, kind))
     if hidden:

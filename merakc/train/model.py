@@ -22,12 +22,12 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
-from merakc.train.data.whole import own_part
-from merakc.train.mirror import Mirror, grow, part_at
+from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
-from merakc.train.outputs import HandOut, check_finite, loss_name, outputs_of
+from merakc.train.outputs import HandOut, check_finite, loss_name
+from merakc.train.outside.caches import cache_in
+from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
-from merakc.train.outside.results import share_results
 from merakc.train.parameters.elements import follow
 from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.matrices import Home
@@ -40,7 +40,7 @@ from merakc.train.steps import Steps
 Tensors = dict[str, torch.Tensor]
 
 
-class ParallelModel(Mirror):
+class ParallelModel(Forwards):
     """One rank's part of a model under a plan.
 
     `parameters()`, `named_parameters()` and `state_dict()` are of this rank's shards, under the
@@ -145,9 +145,6 @@ class ParallelModel(Mirror):
         said = own if mesh.world_size > 1 else ""
         return "; ".join(x for x in (said, super().extra_repr()) if x)
 
-    def _own(self, name: str) -> Any:
-        return object.__getattribute__(self, name)
-
     def _adopt(self, name: str, tensor: torch.Tensor) -> None:
         """Registers a tensor under a dotted name."""
         path, _, leaf = name.rpartition(".")
@@ -158,13 +155,6 @@ class ParallelModel(Mirror):
             module._buffers[leaf] = tensor
             if leaf in source._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
-
-    def read_whole_batches(self, on: bool = True) -> None:
-        """Lets calls take the whole job's batch, the same on every rank, as one process would:
-        each dp rank trains on its own samples of it, and `predict` gives those of all.
-        """
-        object.__setattr__(self, "_reads_whole", on)
-        self._own("_steps").whole = {}
 
     # ------------------------------------------------------------------ calls
 
@@ -184,6 +174,8 @@ class ParallelModel(Mirror):
     def _forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         steps = self._own("_steps")
         train = self.training and torch.is_grad_enabled()
+        if not train and cache_in(kwargs) is not None:
+            return self._predicted(args, kwargs)
         args, kwargs = self._given(args, kwargs)
         step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
         if not step.has_loss:
@@ -218,11 +210,6 @@ class ParallelModel(Mirror):
             loss, handed = self._with_gradients(loss, found, skipped=not finite)
         return loss, replace(result, gradients={}), handed  # which nobody else may hold
 
-    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """This dp rank's batch, of what a call is given."""
-        whole = self._own("_reads_whole")
-        return own_part(self._own("_steps"), args, kwargs) if whole else (args, kwargs)
-
     def _with_gradients(
         self, loss: torch.Tensor, gradients: Tensors, *, skipped: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -242,41 +229,6 @@ class ParallelModel(Mirror):
         if not wanted:
             return loss.requires_grad_(), found
         return HandOut.apply(loss, found, *wanted.values()), found  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Everything that the model's forward returns, whole, on every rank of this dp replica.
-
-        Tensors with a batch dim are joined over the micro-batches; the loss is that of the whole
-        batch. Nothing is differentiated. Values that are no tensors and no plain data (caches of
-        keys and values) are None.
-        """
-        check_around("the model")
-        self._own("_memory").settle()
-        steps = self._own("_steps")
-        with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
-            args, kwargs = self._given(args, kwargs)
-            form = Form(train=False, results=True, module=steps.forward_alone)
-            step = steps.compile(args, kwargs, form)
-            return self._results(step, args, kwargs)
-
-    @torch.no_grad()
-    def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        steps = self._own("_steps")
-        result = steps.run(step, args, kwargs)
-        found = share_results(steps, step, result)
-        if step.has_loss:
-            loss, _ = steps.share_loss(step, result)
-            found[loss_name(step.recording)] = loss
-            check_finite(step.recording, loss)
-        return outputs_of(step.recording, found, str)
-
-    def keep_outputs(self, *names: str) -> None:
-        """Has training steps keep these of the model's outputs, by the names that errors tell, to
-        be read after `loss.backward()` too. One that is read before is kept from then on.
-        """
-        steps = self._own("_steps")
-        steps.wanted = steps.wanted.union(names)
 
     def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
         """The first module of which the next step, on this batch, makes something that is not

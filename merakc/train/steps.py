@@ -17,6 +17,7 @@ from torch import nn
 from merakc.batches.objects import check_objects
 from merakc.batches.split import signature
 from merakc.errors import MerakError, PlanError
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, Rows, ShareKind
@@ -90,6 +91,7 @@ class Steps:
     whole: Tensors = field(default_factory=dict)  # the batch, where ranks are given the job's
     alike: bool = True  # whether the batches of dp ranks that run differ in their samples alone
     loss: LossFunction | None = None  # of the model's outputs, where it is computed outside
+    compared: Compared = field(default_factory=Compared)  # forwards of any shape of batch
     wanted: frozenset[str] = frozenset()  # results that training steps keep
     roots: set[Hashable] = field(default_factory=set)  # marks of losses made outside
     # Where the samples stand in batches with what such losses read, by mark.
@@ -188,11 +190,9 @@ class Steps:
         plan = self.planned.plan
         dims = plan.batch_dims if form.dims is None else form.dims
         layout = self.layout(args, kwargs, dims)
-        key, self.alike, m = (
-            self.key(args, kwargs, layout, form),
-            layout.alike,
-            layout.micro_batches,
-        )
+        layout = replace(layout, micro_batches=1) if form.undivided else layout
+        key, self.alike = self.key(args, kwargs, layout, form), layout.alike
+        m = layout.micro_batches
         known = self.reads.key(
             key, lambda parts: micro_batches_of(args, kwargs, plan, dims, parts or m)
         )
@@ -236,7 +236,7 @@ class Steps:
                 form.module or self.forward, args, kwargs,
                 replace(layout, micro_batches=micro_batches),
                 self.device, plan.precision, couplings=plan.couplings, dims=dims,
-                divided=bool(plan.sub_batches),
+                divided=bool(plan.sub_batches), compared=self.compared,
             )  # fmt: skip
 
         recording, plan = recorded(layout.micro_batches), with_fewer(plan, layout.micro_batches)

@@ -36,10 +36,11 @@ FOLLOWING = frozenset(
     for name in (
         "add.Tensor", "addmm.default", "bmm.default", "cat.default", "cross_entropy_loss.default",
         "div.Tensor", "embedding.default", "expand.default", "gelu.default", "layer_norm.default",
-        "linear.default", "matmul.default", "mean.dim", "mm.default", "mul.Tensor", "neg.default",
-        "permute.default", "pow.Tensor_Scalar", "relu.default", "rsqrt.default", "silu.default",
-        "slice.Tensor", "softmax.int", "split.Tensor", "sub.Tensor", "tanh.default",
-        "transpose.int", "unsqueeze.default",
+        "linear.default", "masked_fill.Scalar", "matmul.default", "mean.dim", "mm.default",
+        "mul.Tensor", "neg.default", "permute.default", "pow.Tensor_Scalar", "relu.default",
+        "reshape.default", "rsqrt.default", "silu.default", "slice.Tensor", "softmax.int",
+        "split.Tensor", "sub.Tensor", "tanh.default", "transpose.int", "tril.default",
+        "unsqueeze.default", "view.default",
     )
 )  # fmt: skip
 
@@ -146,6 +147,8 @@ class Forms:
             if self._plain(arg):
                 form = tuple(arg.shape), arg.stride(), arg.storage_offset(), arg.dtype
                 return *form, arg.is_conj(), arg.is_neg()
+            if _is_empty(arg):
+                return tuple(arg.shape), arg.dtype, "of no elements"
             self._others.append(arg)
             return id(arg)
         if isinstance(arg, (list, tuple)):
@@ -185,14 +188,22 @@ def is_plain_fake(x: torch.Tensor) -> bool:
     return type(x) is FakeTensor and x.fake_device == CPU and x.constant is None
 
 
+def _is_empty(x: torch.Tensor) -> bool:
+    """Whether a tensor is fake, of the CPU, and known, and holds nothing: caches begin so."""
+    if type(x) is not FakeTensor or x.fake_device != CPU or x.constant is None:
+        return False
+    return x.numel() == 0 and x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
 def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    return _tensors((args, tuple(kwargs.values())))
+    return tensors_of((args, tuple(kwargs.values())))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors in a nest of lists and tuples."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+    return [t for v in value for t in tensors_of(v)] if isinstance(value, (list, tuple)) else []
 
 
 def _unkeyed(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

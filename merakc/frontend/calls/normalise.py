@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ def recorded_name(func: Any, args: Sequence[Any]) -> str:
     return RENAMED.get(str(func), str(func))
 
 
+@cache
 def decomposes(func: Any) -> bool:
     """Whether an op is recorded as the ops that it is made of."""
     return str(func) not in KEPT and bool(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,13 +15,21 @@ REVIEWS = ("squeeze_", "unsqueeze_", "t_", "transpose_", "detach_")
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that the op's schema says it writes to."""
     found = []
-    for k, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            if k < len(args):
-                found.append(args[k])
-            elif kwargs.get(argument.name) is not None:
-                found.append(kwargs[argument.name])
+    for k, name in _written_places(func):
+        if k < len(args):
+            found.append(args[k])
+        elif kwargs.get(name) is not None:
+            found.append(kwargs[name])
     return found
+
+
+@cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (k, argument.name)
+        for k, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def functional(func: Any) -> Any | None:

@@ -28,6 +28,13 @@ from merakc.passes.sharding.rules import is_registered, row_of
 from merakc.passes.sharding.view_rules import VIEW_RULES
 
 WHOLE = "!"
+COPY = "aten.clone.default"
+
+
+def copies(graph: Graph) -> frozenset[str]:
+    """The nodes that copy a tensor of the batch, which all ranks have: each may copy a part."""
+    batch = {Ref(i.name) for i in graph.inputs if i.kind is InputKind.BATCH}
+    return frozenset(n.name for n in graph.nodes if n.op == COPY and n.args[0] in batch)
 
 
 def propagate(graph: Graph) -> Dims:
@@ -40,7 +47,9 @@ def propagate(graph: Graph) -> Dims:
         dims.fresh(Ref(item.name), whole)
     for node in graph.nodes:
         row = row_of(node.op)
-        if row is None:
+        if node.name in graph.told(copies):
+            dims.fresh(Ref(node.name))
+        elif row is None:
             dims.opaque.append(node)
             opaque(dims, node)
         elif is_registered(node.op):

@@ -28,6 +28,7 @@ from merakc.ir.graph import (
 )
 from merakc.ir.layout import Layout
 from merakc.passes.sharding.layouts import SequenceSplit, Sharding
+from merakc.passes.sharding.propagate import copies
 from merakc.passes.sharding.rules import GATHERED
 from merakc.passes.sharding.spmd_ops import SPECIAL
 
@@ -131,7 +132,10 @@ class SpmdPartitioner:
             self.add(node, map_refs(node.args, self.read))
             return
         special = SPECIAL.get(node.op)
-        if special is not None:
+        if node.name in self.graph.told(copies):
+            lay = self.sharding.layouts[outs[0]]
+            self.now[outs[0]] = self.move(node.args[0], lay, "scatter")
+        elif special is not None:
             special(self, node)
         else:
             args = map_refs(node.args, self.enter)

@@ -146,6 +146,17 @@ def test_a_tensor_with_a_value_counts_as_itself() -> None:
     assert known.times == 2
 
 
+def test_known_tensors_of_no_elements_are_alike(mode: FakeTensorMode) -> None:
+    call, forms, x = Counted(aten.cat.default), forms_of(mode), torch.ones(2, 3)
+    for dtype in (torch.float32, torch.float32, torch.float64):
+        empty = torch.tensor([], dtype=dtype)
+        assert isinstance(empty, FakeTensor)
+        assert empty.constant is not None
+        found = forms.run(call, ([empty, x], -1), {})
+        assert looks(found) == looks(torch.cat([empty, x], -1))
+    assert call.times == 2
+
+
 def test_a_made_tensor_is_fake() -> None:
     found = make_fake(FakeTensorMode(), ((2, 3), (1, 2), 0, torch.float64))
     assert isinstance(found, FakeTensor)
@@ -177,16 +188,21 @@ CALLS: dict[str, list[Any]] = {
     "layer_norm.default": [lambda: (wide(), [8], torch.ones(8), torch.ones(8))],
     "linear.default": [lambda: (wide(), torch.ones(3, 8)),
                        lambda: (torch.ones(2, 4, 8), torch.ones(3, 8), torch.ones(3))],
+    "masked_fill.Scalar": [lambda: (wide(), torch.ones(1, 6, 4, 1, dtype=torch.bool), 0.0),
+                           lambda: (torch.ones(8), wide() > 0, -1.5)],
     "matmul.default": [lambda: (wide(), torch.ones(1, 6, 8, 4)), lambda: (wide(), flat().t())],
     "mean.dim": [lambda: (wide(), [-1], True), lambda: (wide(), [1])],
     "mm.default": [lambda: (flat(), flat().t())],
     "permute.default": [lambda: (wide(), [0, 2, 1, 3])],
     "pow.Tensor_Scalar": [lambda: (wide(), 3.0)],
+    "reshape.default": [lambda: (wide(), [6, -1]), lambda: (flat(), [4, 12])],
     "slice.Tensor": [lambda: (wide(), 3, 1, 5), lambda: (wide(), 0, 0, 2**62)],
     "softmax.int": [lambda: (wide(), -1), lambda: (wide(), -1, torch.float64)],
     "split.Tensor": [lambda: (wide(), 3, -1)],
     "transpose.int": [lambda: (wide(), 0, 1)],
+    "tril.default": [lambda: (wide(),), lambda: (flat().t(), 1)],
     "unsqueeze.default": [lambda: (wide(), 0), lambda: (wide(), -1)],
+    "view.default": [lambda: (wide(), [6, 4, 2, 4]), lambda: (flat().t(), [2, 4, 6])],
 }  # fmt: skip
 
 

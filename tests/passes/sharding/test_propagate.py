@@ -11,7 +11,7 @@ from merakc.frontend.record import record
 from merakc.ir.graph import Ref
 from merakc.passes.sharding.dims import Dims
 from merakc.passes.sharding.factors import leaves
-from merakc.passes.sharding.propagate import propagate
+from merakc.passes.sharding.propagate import copies, propagate
 from tests.passes.whole_models import eager
 
 
@@ -72,3 +72,25 @@ def test_an_op_without_a_row_is_whole_and_named() -> None:
     )
     assert why[0].blocked.startswith("aten.renorm.default at ")
     assert "test_propagate.py" in why[0].blocked
+
+
+def test_a_copy_of_the_batch_may_be_of_a_part() -> None:
+    graph = record(Columns(), (), {"x": torch.ones(2, 6)}).graph
+    dims = propagate(graph)
+    (copy,) = copies(graph)
+    assert factors(dims, "layer.weight")[1] == [(6, True)]
+    assert leaves(dims.of[Ref("x")][1])[0].blocked == "a dim of the batch"
+    assert leaves(dims.of[Ref(copy)][1]) == leaves(dims.of[Ref("layer.weight")][1])
+
+
+class Columns(nn.Module):
+    """Multiplies a copy of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of `[n, 6]`."""
+        y: Tensor = self.layer(x.clone())
+        return y.square().sum()

@@ -87,6 +87,27 @@ def test_parts_that_are_not_all_split_stay_whole() -> None:
         shard(graph, 2)
 
 
+@pytest.mark.parametrize("tp", [2, 3])
+def test_ranks_copy_their_parts_of_the_batch(tp: int) -> None:
+    class Gated(nn.Module):
+        """Of which hidden units are multiplied by what the batch brings."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.into, self.out = nn.Linear(8, 12), nn.Linear(12, 8)
+
+        def forward(self, x: Tensor, gates: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.out(self.into(x) * gates.clone()).square().sum()}
+
+    given = {"x": torch.randn(4, 8).double(), "gates": torch.randn(4, 12).double()}
+    case = run_eager(Gated().double(), given)
+    graph = training_graph(case.recording.graph)
+    sharding = shard(graph, tp)
+    assert sharding.splits(graph).keys() == {"into.weight", "into.bias", "out.weight"}
+    assert sharding.layouts[Ref("gates")].local_shape(tp, 0) == (4, 12)
+    compare(case, *run_sharded(case, (graph,), sharding))
+
+
 def test_without_splits_the_graph_is_the_same() -> None:
     graph = training_graph(eager("gpt2").recording.graph)
     assert spmd_partition(graph, shard(graph, 1), 0) is graph

@@ -1,0 +1,112 @@
+"""The forwards of a parallel model that train nothing, and what its calls are given and keep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from merakc.batches.split import call_arguments
+from merakc.frontend.calls.around import check_around
+from merakc.train.calls import model_call
+from merakc.train.compiled_step import CompiledStep, Form
+from merakc.train.data.whole import own_part
+from merakc.train.mirror import Mirror
+from merakc.train.outputs import check_finite, loss_name, outputs_of
+from merakc.train.outside.caches import cache_in, give_room, with_cache
+from merakc.train.outside.results import share_results
+
+
+class Forwards(Mirror):
+    """A model of which `_steps` are compiled; `_reads_whole` says whether calls take the whole
+    job's batch.
+    """
+
+    def _own(self, name: str) -> Any:
+        return object.__getattribute__(self, name)
+
+    def read_whole_batches(self, on: bool = True) -> None:
+        """Lets calls take the whole job's batch, the same on every rank, as one process would:
+        each dp rank trains on its own samples of it, and `predict` gives those of all.
+        """
+        object.__setattr__(self, "_reads_whole", on)
+        self._own("_steps").whole = {}
+
+    def _given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """This dp rank's batch, of what a call is given."""
+        whole = self._own("_reads_whole")
+        return own_part(self._own("_steps"), args, kwargs) if whole else (args, kwargs)
+
+    def warm(self, shapes: Iterable[Any]) -> None:
+        """Compiles steps for batches of these shapes now, and not when the first of each comes.
+
+        Each is a batch as `auto_parallel` takes it, of which only the shapes, dtypes and values
+        that are no tensors count: tensors may be without values (`device="meta"`), unless the
+        forward reads some. The steps are those that a call would take in the mode that the model is
+        in now. Every rank must call it, with the shapes of its own batches.
+        """
+        check_around("model.warm")
+        steps, train = self._own("_steps"), self.training and torch.is_grad_enabled()
+        for batch in shapes:
+            args, kwargs = call_arguments(batch)
+            with model_call(steps, "model.warm(...)", args, kwargs, training=self.training):
+                args, kwargs = self._given(args, kwargs)
+                steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
+
+    @torch.no_grad()
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """Everything that the model's forward returns, whole, on every rank of this dp replica.
+
+        Tensors with a batch dim are joined over the micro-batches; the loss is that of the whole
+        batch. Nothing is differentiated. Values that are no tensors and no plain data are None, but
+        for a cache of keys and values that is given: it gets the new ones.
+        """
+        check_around("the model")
+        self._own("_memory").settle()
+        steps = self._own("_steps")
+        with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
+            return self._predicted(args, kwargs)
+
+    def _predicted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Everything that the forward returns; a cache that it is given gets what is new."""
+        steps, run = self._own("_steps"), partial(self._outputs, args)
+        if (cache := cache_in(kwargs)) is not None:
+            return with_cache(steps.source, cache, kwargs, run)
+        return run(kwargs, steps.forward_alone)
+
+    @torch.no_grad()
+    def _outputs(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any = None
+    ) -> Any:
+        args, kwargs = self._given(args, kwargs)
+        form = Form(train=False, results=True, undivided=bool(mark), mark=mark, module=module)
+        return self._results(self._own("_steps").compile(args, kwargs, form), args, kwargs)
+
+    def _prepare_cache_for_generation(
+        self, config: Any, kwargs: dict[str, Any], mode: str, samples: int, longest: int
+    ) -> None:
+        """What transformers' `generate` asks for a cache."""
+        give_room(self, config, kwargs, mode, longest)
+        prepare: Any = type(self._own("_steps").source)._prepare_cache_for_generation
+        prepare(self, config, kwargs, mode, samples, longest)
+
+    @torch.no_grad()
+    def _results(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        steps = self._own("_steps")
+        result = steps.run(step, args, kwargs)
+        found = share_results(steps, step, result)
+        if step.has_loss:
+            loss, _ = steps.share_loss(step, result)
+            found[loss_name(step.recording)] = loss
+            check_finite(step.recording, loss)
+        return outputs_of(step.recording, found, str)
+
+    def keep_outputs(self, *names: str) -> None:
+        """Has training steps keep these of the model's outputs, by the names that errors tell, to
+        be read after `loss.backward()` too. One that is read before is kept from then on.
+        """
+        steps = self._own("_steps")
+        steps.wanted = steps.wanted.union(names)
