@@ -265,7 +265,9 @@ class Graph:
             return names.get(ref, ref)
 
         nodes = tuple(
-            replace(
+            n
+            if names.keys().isdisjoint(n.refs)
+            else replace(
                 n,
                 args=map_refs(n.args, now),
                 kwargs=map_refs(n.kwargs, now),

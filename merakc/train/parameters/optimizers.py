@@ -39,7 +39,7 @@ from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.stepping import is_stepping
 from merakc.train.parameters.together import Together
 
-STEPS = 3
+STEPS = 12  # some begin with plain steps, or with none
 RATE = 0.1  # at which examples change by much more than rounding
 # The second has more elements than optimizers that keep 8 bits leave in 32: 4,096.
 SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
