@@ -10,8 +10,10 @@ such by `parallel(TheirTrainer)`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, wraps
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
@@ -42,6 +44,9 @@ _REFUSED = {
     "activation_checkpointing": "enable it before auto_parallel, or give it recompute='full'",
     "auto_find_batch_size": "the micro-batches of the plan decide what memory a batch takes",
     "use_liger_kernel": "it changes the model, which is compiled: change it before auto_parallel",
+    "activation_offloading": "auto_parallel(..., recompute='full') keeps fewer activations",
+    "sync_ref_model": "it mixes parameters one by one, of which this rank may hold parts",
+    "precompute_ref_log_probs": "leave it out: the reference model computes them in each step",
 }
 
 
@@ -63,6 +68,10 @@ class _Parallel:
                 "compute_loss_func is given to the Trainer of a parallel model, whose loss is part "
                 "of its steps: compute it in the model's forward"
             )
+        for name in ("model", "ref_model"):
+            if isinstance(model := getattr(self, name, None), ParallelModel):
+                model.read_whole_batches()
+                _take_forward(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes accelerate's object, for a process by itself; refuses what cannot be right."""
@@ -79,7 +88,6 @@ class _Parallel:
         stand_alone(self.model.rank, device)
         self.args.__dict__["_setup_devices"] = device
         self.args._n_gpu = min(1, self.args.n_gpu)
-        self.model.read_whole_batches()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def prediction_step(
@@ -131,6 +139,24 @@ class _Parallel:
 
     def _load_best_model(self) -> None:
         load(self.state.best_model_checkpoint, self.model)
+
+
+def _take_forward(model: ParallelModel) -> None:
+    """Has steps compiled from the forward that a trainer has put on the model, if it has. Where
+    that is asked for what the trainer makes a loss of, its own loss is none.
+    """
+    theirs, source = vars(model).pop("forward", None), model._own("_steps").source
+    if theirs is None:
+        return
+    plain = source.forward
+
+    @wraps(theirs.__func__)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head:
+            return plain(*args, **kwargs)
+        return replace(theirs.__func__(self, *args, fused_lm_head=True, **kwargs), loss=None)
+
+    source.forward = MethodType(forward, source)
 
 
 @cache
