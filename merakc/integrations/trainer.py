@@ -10,10 +10,8 @@ such by `parallel(TheirTrainer)`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -68,10 +66,6 @@ class _Parallel:
                 "compute_loss_func is given to the Trainer of a parallel model, whose loss is part "
                 "of its steps: compute it in the model's forward"
             )
-        for name in ("model", "ref_model"):
-            if isinstance(model := getattr(self, name, None), ParallelModel):
-                model.read_whole_batches()
-                _take_forward(model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Makes accelerate's object, for a process by itself; refuses what cannot be right."""
@@ -88,6 +82,7 @@ class _Parallel:
         stand_alone(self.model.rank, device)
         self.args.__dict__["_setup_devices"] = device
         self.args._n_gpu = min(1, self.args.n_gpu)
+        self.model.read_whole_batches()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
 
     def prediction_step(
@@ -139,24 +134,6 @@ class _Parallel:
 
     def _load_best_model(self) -> None:
         load(self.state.best_model_checkpoint, self.model)
-
-
-def _take_forward(model: ParallelModel) -> None:
-    """Has steps compiled from the forward that a trainer has put on the model, if it has. Where
-    that is asked for what the trainer makes a loss of, its own loss is none.
-    """
-    theirs, source = vars(model).pop("forward", None), model._own("_steps").source
-    if theirs is None:
-        return
-    plain = source.forward
-
-    @wraps(theirs.__func__)
-    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head:
-            return plain(*args, **kwargs)
-        return replace(theirs.__func__(self, *args, fused_lm_head=True, **kwargs), loss=None)
-
-    source.forward = MethodType(forward, source)
 
 
 @cache

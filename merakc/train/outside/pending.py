@@ -205,6 +205,8 @@ class Pending:
             return step, steps.run(step, self.args, self.kwargs)
         finally:
             steps.taken = taken
+            versions = self._around()[0]  # parts of weights were gathered
+            self.before = versions, *self.before[1:]
 
     def _call(self, name: str) -> AbstractContextManager[None]:
         training = any(self.before[2])
@@ -350,10 +352,9 @@ class Pending:
 def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:
     """Where a tensor that a loss reads may hold the samples, likeliest first."""
     found: list[Rows | None] = [Rows(d) for d, n in enumerate(tensor.shape) if n == samples]
-    found += [
-        Rows(d, 1, n // samples) for d, n in enumerate(tensor.shape)
-        if n > samples > 0 and n % samples == 0
-    ]  # fmt: skip
+    for d, n in enumerate(tensor.shape):
+        if n > samples > 0 and n % samples == 0:
+            found += [Rows(d, 1, n // samples), Rows(d, n // samples, 1)]
     return [*found, None]
 
 
