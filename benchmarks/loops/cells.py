@@ -34,6 +34,7 @@ LOOPS = {
     "Trainer": ("trainer", False),
     "Trainer + LoRA": ("trainer", True),
     "Accelerate": ("accelerate_loop", False),
+    "Lightning": ("lightning_loop", False),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "tp": 1, "pp": 1, "state_shards": "zero-0"},

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from types import FrameType
 from typing import Any
 
@@ -145,12 +145,16 @@ _state = _State()
 @cache
 def _watch_optimizers() -> None:
     """Within an optimizer's step gradients are plain tensors: whether it may update what a rank
-    holds is tried before.
+    holds is tried before. Within its closure, which computes and clips them, they are gradients.
     """
 
-    def before(*_: Any) -> None:
-        if not _state.is_stepping:
-            _state.frame = sys._getframe(1)
+    def before(_: Any, args: Any, kwargs: Any) -> Any:
+        if _state.is_stepping:
+            return None
+        _state.frame = sys._getframe(1)
+        optimizer, *given = args
+        named = {name: _outside(value) for name, value in kwargs.items()}
+        return (optimizer, *map(_outside, given)), named
 
     def after(*_: Any) -> None:
         if _state.frame is sys._getframe(1):
@@ -158,6 +162,22 @@ def _watch_optimizers() -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _outside(closure: Any) -> Any:
+    """What an optimizer calls in its step, as if none ran."""
+    if not callable(closure):
+        return closure
+
+    @wraps(closure)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        frame, _state.frame = _state.frame, None
+        try:
+            return closure(*args, **kwargs)
+        finally:
+            _state.frame = frame
+
+    return run
 
 
 # ---------------------------------------------------------------------- calls
