@@ -1,4 +1,4 @@
-"""Loops of one's own, Trainer, peft, accelerate, Lightning and TRL on all layouts, beside one process.
+"""Loops of one's own, Trainer, peft, accelerate, Lightning and TRL on layouts, beside one process.
 
     python -m benchmarks.loops
 

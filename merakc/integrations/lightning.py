@@ -114,7 +114,7 @@ class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         """Nothing: it is saved with the weights."""
         return {}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *_: Any, **__: Any) -> None:
+    def save_checkpoint(self, checkpoint: Any, filepath: Any, *_: Any, **__: Any) -> None:
         """Saves the run as `merakc.save` does, for any plan. All ranks must call it."""
         optimizers = self.optimizers if "optimizer_states" in checkpoint else None
         save(filepath, self.parallel, optimizers, extra=from_rank_0(lambda: checkpoint))
@@ -156,5 +156,3 @@ class Trainer(lightning.pytorch.Trainer):  # type: ignore[misc]
         rank_zero_only.rank = dist.get_rank() if dist.is_initialized() else 0
         plugins = [LightningEnvironment(), *(kwargs.pop("plugins", None) or ())]
         super().__init__(*args, strategy=ParallelStrategy(), devices=1, plugins=plugins, **kwargs)
-
-

@@ -89,7 +89,7 @@ def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:
 
 
 @cache
-def parallel(kind: type[Any]) -> type[Any]:
+def parallel(kind: Any) -> type[Any]:
     """A class of trainers like `kind`, TRL's or one that is made from it, for models of
     `auto_parallel`.
     """
@@ -99,7 +99,8 @@ def parallel(kind: type[Any]) -> type[Any]:
             "ways of their own; write its loop as docs/losses-outside.md says"
         )
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Scored, trainer.parallel(kind)), names)
+    made = trainer.parallel(kind)
+    return type(kind.__name__, (_Scored, made), names)
 
 
 SFTTrainer = parallel(trl.SFTTrainer)

@@ -60,7 +60,8 @@ class Module(lightning.pytorch.LightningModule):
         """AdamW with warm-up."""
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=DECAY)
         scheduler = LambdaLR(optimizer, warm_up)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        by_step = {"scheduler": scheduler, "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": by_step}
 
 
 def run(job: Job) -> torch.nn.Module:

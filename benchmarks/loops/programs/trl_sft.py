@@ -28,7 +28,7 @@ def run(job: Job) -> torch.nn.Module:
     model = job.model()
     model = merakc.auto_parallel(model, job.example, **job.layout)  # merakc
     data, evaluated = (
-        Dataset.from_list([dict(zip(("prompt", "completion"), spoken(t), strict=True)) for t in some])
+        Dataset.from_list([{"prompt": spoken(t)[0], "completion": spoken(t)[1]} for t in some])
         for some in (job.texts, job.evaluated)
     )
     arguments = SFTConfig(

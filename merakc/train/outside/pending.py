@@ -325,8 +325,8 @@ class Pending:
             readings = [steps.readings[form.mark]]
         refused: RecordError | None = None
         for dims in readings:
-            own = {k: self._own(t, dims[f"{EXTRA}.{k}"]) for k, t in extras.items()}
-            given = {**kwargs, EXTRA: own}
+            parts = {k: self._own(t, dims[f"{EXTRA}.{k}"]) for k, t in extras.items()}
+            given = {**kwargs, EXTRA: parts}
             try:
                 found = steps.compile(self.args, given, replace(form, dims=dims))
             except RecordError as error:
@@ -339,7 +339,6 @@ class Pending:
         lines = ", ".join(dict.fromkeys(each.line for each in noted[-1:]))
         refused.add_note(f"the loss is computed outside the model, at {lines}; {REMEDY}")
         raise refused
-
 
     def _own(self, tensor: torch.Tensor, rows: Rows | None) -> torch.Tensor:
         """This dp rank's samples of a tensor that the loss reads."""
