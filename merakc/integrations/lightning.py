@@ -16,6 +16,7 @@ import torchmetrics
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from merakc.errors import CheckpointError, ConfigError
@@ -121,7 +122,8 @@ class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, *_: Any, **__: Any) -> dict[str, Any]:
         """Loads weights, and the optimizer's state where the model trains. All must call it."""
-        found = load(checkpoint_path, self.parallel, self.optimizers or None).extra
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        found = load(checkpoint_path, self.parallel, self.optimizers if fits else None).extra
         if not isinstance(found, dict) or "pytorch-lightning_version" not in found:
             raise CheckpointError(
                 f"{checkpoint_path} was not written by Lightning's Trainer on a parallel model; "

@@ -17,6 +17,7 @@ import torch
 import torchmetrics
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
 
 import merakc
 from benchmarks.loops.cells import compared, references
@@ -60,14 +61,15 @@ def together(folder: Path) -> tuple[Any, ...]:
     job = Job(folder, on({"dp": 2}), 2, 0, 2)
     module = Module(merakc.auto_parallel(job.model(), job.example, **job.layout))
     trainer = Trainer(max_steps=2, **QUIET)
-    trainer.fit(module, job.batches(0), job.batches(1))
+    first, second = (DataLoader(job.batches(k), batch_size=None) for k in (0, 1))
+    trainer.fit(module, first, second)
     strategy, rank = trainer.strategy, module.model.rank
     decided = [strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)]
     trainer.save_checkpoint(folder / "saved", weights_only=True)
     merakc.save(folder / "other", module.model)
     with pytest.raises(CheckpointError, match="not written by Lightning"):
-        trainer.validate(module, job.batches(1), ckpt_path=folder / "other", verbose=False)
-    trainer.validate(module, job.batches(1), ckpt_path=folder / "saved", verbose=False)
+        trainer.validate(module, second, ckpt_path=folder / "other", verbose=False)
+    trainer.validate(module, second, ckpt_path=folder / "saved", verbose=False)
     found = trainer.callback_metrics["seen"].item()
     return found, strategy.broadcast(rank, src=1), decided, trainer.is_global_zero
 
@@ -93,7 +95,8 @@ def test_what_would_be_wrong_is_refused(
     job = Job(tmp_path, on({}), 2, 0, 2)
     with pytest.raises(ConfigError, match=message):
         Trainer(max_steps=1, **QUIET, **options).fit(
-            Module(merakc.auto_parallel(job.model(), job.example, **job.layout)), job.batches(0)
+            Module(merakc.auto_parallel(job.model(), job.example, **job.layout)),
+            DataLoader(job.batches(0), batch_size=None),
         )
 
 
