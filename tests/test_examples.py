@@ -10,6 +10,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import nbclient
+import nbformat
 import pytest
 from accelerate.state import AcceleratorState
 
@@ -63,3 +65,13 @@ def test_all_recipes_are_named_in_the_readme() -> None:
     readme = (EXAMPLES.parent / "README.md").read_text()
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert names == {*LEAVES, "pretrain"} == set(re.findall(r"\(examples/(\w+)\.py\)", readme))
+
+
+def test_the_notebook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    notebook = nbformat.read(EXAMPLES / "notebook.ipynb", as_version=4)
+    nbclient.NotebookClient(notebook, timeout=200, kernel_name="python3").execute()
+    told = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
+    first, last = map(float, re.findall(r"loss ([\d.]+) to ([\d.]+)", told)[0])
+    assert last < first
+    assert "of the words are guessed" in told

@@ -1,4 +1,4 @@
-"""Loops of one's own, Trainer, peft and accelerate on all layouts, beside one process.
+"""Loops of one's own, Trainer, peft, accelerate, Lightning and TRL on layouts, beside one process.
 
     python -m benchmarks.loops
 
@@ -10,40 +10,45 @@ It exits with 1 where anything differs or is refused.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated
 
+import typer
+from rich.console import Console
+
+from benchmarks.harness import JsonPath, finish, known
 from benchmarks.loops.cells import LAYOUTS, LOOPS, changed_lines, compared, references
 
+console = Console(highlight=False, markup=False, soft_wrap=True)
+app = typer.Typer(add_completion=False)
 
-def main() -> int:
-    """Prints a line for each cell."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=20, help="of the optimizer, an even number")
-    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=[*LOOPS])
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS])
-    given = parser.parse_args()
-    if given.steps < 2 or given.steps % 2:
-        parser.error(f"--steps {given.steps}: an even number of steps has a middle")
-    bad = cells = 0
-    for loop in given.loops:
+
+@app.command()
+def main(
+    steps: Annotated[int, typer.Option(help="Of the optimizer, an even number.")] = 20,
+    loops: Annotated[str, typer.Option(help="Names of loops, with commas between.")] = "",
+    layouts: Annotated[str, typer.Option(help="Layouts, with commas between.")] = "",
+    json_path: JsonPath = None,
+) -> None:
+    """Training programs of others on all layouts, and in one process."""
+    if steps < 2 or steps % 2:
+        raise typer.BadParameter(f"{steps}: an even number has a middle", param_hint="--steps")
+    names = known(layouts, [*LAYOUTS], "--layouts")
+    cells = []
+    for loop in known(loops, [*LOOPS], "--loops"):
         lines = changed_lines(loop)
-        print(f"{loop}: {len(lines)} lines changed")
-        print("".join(f"    {line}\n" for line in lines), end="")
+        console.print(f"{loop}: {len(lines)} lines changed")
+        console.print("".join(f"    {line}\n" for line in lines), end="")
         with tempfile.TemporaryDirectory() as folder:
-            plain = references(loop, given.steps, Path(folder))
-        for layout in given.layouts:
-            cell = compared(loop, layout, given.steps, plain)
-            said = f"equal, weights within {cell.error:.0e}"
-            said = f"DIFFERS {cell.problem}" if cell.problem else said
-            said = f"REFUSED {cell.refused}" if cell.refused else said
-            print(f"  {cell.layout:<11}then {cell.then:<11}{said}", flush=True)
-            cells, bad = cells + 1, bad + (not cell.passed)
-    print(f"{cells - bad} of {cells} cells equal one process")
-    return int(bad > 0)
+            plain = references(loop, steps, Path(folder))
+        for layout in names:
+            cells.append(cell := compared(loop, layout, steps, plain))
+            console.print(f"  {cell.layout:<11}then {cell.then:<11}{cell.said}")
+    good = sum(c.passed for c in cells)
+    text = f"{good} of {len(cells)} cells equal one process"
+    finish(console, good == len(cells), text, json_path=json_path, figures=cells)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    app()

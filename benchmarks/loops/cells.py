@@ -34,6 +34,9 @@ LOOPS = {
     "Trainer": ("trainer", False),
     "Trainer + LoRA": ("trainer", True),
     "Accelerate": ("accelerate_loop", False),
+    "Lightning": ("lightning_loop", False),
+    "TRL SFT": ("trl_sft", False),
+    "TRL DPO": ("trl_dpo", False),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "tp": 1, "pp": 1, "state_shards": "zero-0"},
@@ -42,8 +45,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero-1": {"dp": 2, "tp": 1, "pp": 1, "state_shards": "zero-1"},
     "tp2 pp2": {"dp": 1, "tp": 2, "pp": 2},
 }
-# Of float64 throughout; Trainer sums and hands on losses in float32.
+# Of float64 throughout; Trainer sums and hands on losses in float32, and TRL's head computes its
+# gradients in float32.
 BOUND, CAST_BOUND = 1e-10, 1e-5
+CAST = {"trainer", "trl_sft", "trl_dpo"}
 MARK = re.compile(r"( *)(.*?)  # merakc(?:: (.*))?$")
 TIMEOUT_S = 600.0
 Tensors = dict[str, torch.Tensor]
@@ -80,7 +85,7 @@ def in_one_process(loop: str) -> Callable[[Job], torch.nn.Module]:
 def trained(run: Callable[[Job], torch.nn.Module], job: Job) -> tuple[Told, Tensors]:
     """What a program has told, and the weights that it leaves, on the first rank."""
     ranks = os.environ.get("WORLD_SIZE", "1")
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": ranks, "CI": "1"}
     with lifted_casts(), warnings.catch_warnings(), redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         model = run(job)
@@ -104,6 +109,15 @@ class Cell:
     def passed(self) -> bool:
         """Whether it was compared, and is equal."""
         return not self.problem and not self.refused
+
+    @property
+    def said(self) -> str:
+        """How it went, in a few words."""
+        if self.refused:
+            return f"REFUSED {self.refused}"
+        if self.problem:
+            return f"DIFFERS {self.problem}"
+        return f"equal, weights within {self.error:.0e}"
 
 
 def references(loop: str, steps: int, folder: Path) -> tuple[Told, Tensors]:
@@ -148,14 +162,17 @@ def _compare(cell: Cell, told: Told, weights: Tensors, plain: tuple[Told, Tensor
     if [t.keys() for t in told] != [t.keys() for t in theirs] or weights.keys() != whole.keys():
         cell.problem = f"tells {told}, and in one process {theirs}"
         return
-    bound = CAST_BOUND if LOOPS[cell.loop][0] == "trainer" else BOUND
+    name = LOOPS[cell.loop][0]
+    bound, of_weights = (
+        CAST_BOUND if cast else BOUND for cast in (name in CAST, name.startswith("trl"))
+    )
     for ours, other in zip(told, theirs, strict=True):
         for name, value in other.items():
             if not math.isclose(ours[name], value, rel_tol=bound):
                 cell.problem = f"{name} is {ours[name]} after step {other['step']}, not {value}"
                 return
     cell.error = max(_difference(weights[name], value) for name, value in whole.items())
-    if not cell.error <= BOUND:
+    if not cell.error <= of_weights:
         cell.problem = f"weights differ by {cell.error:.1e}"
 
 

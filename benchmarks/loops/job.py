@@ -11,12 +11,18 @@ from typing import Any
 import peft
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from merakc.machines.cluster import NOMINAL_CPU
 
 LENGTH, VOCABULARY, BATCH, ACCUMULATED = 12, 64, 8, 2
 RATE, DECAY, MAX_NORM, WARM_UP, EVALUATED = 1e-2, 0.1, 0.5, 4, 13
+# What trainers log that is no number of the training; TRL counts tokens anew where a run goes on.
+UNTOLD = {
+    "epoch", "learning_rate", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second",
+    "num_tokens", "eval_num_tokens",
+}  # fmt: skip
 Batch = dict[str, torch.Tensor]
 
 
@@ -41,6 +47,21 @@ def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
     """The share of labels that are guessed."""
     known = labels[:, 1:] != -100
     return (logits[:, :-1].argmax(-1) == labels[:, 1:])[known].double().mean().item()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Of texts that are numbers, each of which is a token."""
+    known = {"<pad>": 0, **{str(k): k for k in range(1, VOCABULARY - 1)}, "<eos>": VOCABULARY - 1}
+    made = Tokenizer(models.WordLevel(known, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>")
+
+
+def spoken(text: Batch) -> tuple[str, str]:
+    """A text as numbers: a first part, and the one whose labels are known."""
+    ids = [str(k) for k in text["input_ids"].clamp(max=VOCABULARY - 2).tolist()]
+    start = max(1, int((text["labels"] == -100).sum()))
+    return " ".join(ids[:start]), " " + " ".join(ids[start:])
 
 
 def texts(count: int, seed: int) -> list[Batch]:
@@ -122,6 +143,19 @@ class Job:
     def tell(self, **numbers: float) -> None:
         """What a step or an evaluation has found."""
         self.told.append(numbers)
+
+
+class Until(TrainerCallback):
+    """Stops a run of transformers' Trainer in its middle, and saves it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After a step."""
+        control.should_evaluate = self.job.evaluates(state.global_step - 1)
+        if state.global_step == self.job.last:
+            control.should_save = control.should_training_stop = True
 
 
 def on(layout: Mapping[str, Any]) -> dict[str, Any]:

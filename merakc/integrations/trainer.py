@@ -42,6 +42,9 @@ _REFUSED = {
     "activation_checkpointing": "enable it before auto_parallel, or give it recompute='full'",
     "auto_find_batch_size": "the micro-batches of the plan decide what memory a batch takes",
     "use_liger_kernel": "it changes the model, which is compiled: change it before auto_parallel",
+    "activation_offloading": "auto_parallel(..., recompute='full') keeps fewer activations",
+    "sync_ref_model": "it mixes parameters one by one, of which this rank may hold parts",
+    "precompute_ref_log_probs": "leave it out: the reference model computes them in each step",
 }
 
 

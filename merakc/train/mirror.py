@@ -205,8 +205,18 @@ def _resetting(method: str) -> Any:
     return unguarded(run)
 
 
-def _code(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """What of a user's class is code, the nearest first."""
+class _Setting:
+    """An attribute of a user's class that is no code: the source's, which may have set its own."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def __get__(self, part: Mirror | None, _: type | None = None) -> Any:
+        return self.value if part is None else getattr(part.__dict__["_source"], self.name)
+
+
+def _own(kind: type[nn.Module]) -> Iterator[tuple[str, Any, bool]]:
+    """What a user's class has, the nearest first, and whether that is code."""
     behind = kind.__mro__.index(
         nn.Module
     )  # some bases stand behind it, which hides names of theirs
@@ -214,13 +224,20 @@ def _code(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
         if base in (*CONTAINERS, nn.Module, object):
             continue
         for name, value in vars(base).items():
-            is_code = hasattr(value, "__get__") and not isinstance(value, type)
             is_hidden = k > behind and name in vars(nn.Module)
-            if is_code and not is_hidden and name not in ("__dict__", "__weakref__"):
-                yield name, value
+            if not is_hidden and name not in ("__dict__", "__weakref__"):
+                yield name, value, hasattr(value, "__get__") and not isinstance(value, type)
+
+
+def _code(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """What of a user's class is code, the nearest first."""
+    return ((name, value) for name, value, is_code in _own(kind) if is_code)
 
 
 def _made(kind: type[nn.Module], base: type[Mirror], names: dict[str, Any]) -> Any:
+    for name, value, is_code in _own(kind):
+        if not is_code and name not in _OF_MODULES and not name.startswith("__"):
+            names.setdefault(name, _Setting(name, value))
     names |= {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if hasattr(kind, "__del__"):
         names["__del__"] = lambda _: None  # the user's object has its own end

@@ -5,26 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainingArguments
 
 import merakc
-from benchmarks.loops.job import ACCUMULATED, BATCH, DECAY, MAX_NORM, RATE, WARM_UP, Job
+from benchmarks.loops.job import ACCUMULATED, BATCH, DECAY, MAX_NORM, RATE, WARM_UP, Job, Until
 from merakc.integrations.trainer import Trainer  # merakc: from transformers import Trainer
 
 TOLD = ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy")
-
-
-class Until(TrainerCallback):
-    """Stops a run in its middle, and saves it."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """After a step."""
-        control.should_evaluate = self.job.evaluates(state.global_step - 1)
-        if state.global_step == self.job.last:
-            control.should_save = control.should_training_stop = True
 
 
 def metrics(given: Any) -> dict[str, float]:

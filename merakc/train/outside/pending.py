@@ -205,6 +205,8 @@ class Pending:
             return step, steps.run(step, self.args, self.kwargs)
         finally:
             steps.taken = taken
+            versions = self._around()[0]  # parts of weights were gathered
+            self.before = versions, *self.before[1:]
 
     def _call(self, name: str) -> AbstractContextManager[None]:
         training = any(self.before[2])
@@ -241,6 +243,13 @@ class Pending:
                 "outputs of the model were read, another step was taken, and then this loss's "
                 "backward() is called; take the steps in the order of the calls"
             )
+        if len(self.step.layout.sizes) > 1 and not steps.whole:
+            raise ConfigError(
+                "loss.backward() of a loss that is made outside the model, with dp="
+                f"{len(self.step.layout.sizes)}: numbers of Python in it are those of one "
+                "data-parallel rank's samples; give every rank the whole batch "
+                f"(model.read_whole_batches()), or {REMEDY}"
+            )
         if self._around() != self.before:
             raise ConfigError(
                 "the batch, the model's weights or modes were changed between the call of the "
@@ -271,7 +280,7 @@ class Pending:
         told = f"loss.backward() (mark {zlib.crc32(repr(words).encode()):x})"
         (dtype, enabled), kind = self.before[1], self.steps.device.type
         with self._call(told), torch.enable_grad(), torch.autocast(kind, dtype, enabled):
-            step = self._compiled(form, kwargs, extras)
+            step, kwargs = self._compiled(form, kwargs, extras)
             if self.again is None:
                 taken = self.train(step, self.args, kwargs)
             else:
@@ -295,15 +304,19 @@ class Pending:
 
     def _compiled(
         self, form: Form, kwargs: Mapping[str, Any], extras: Mapping[int, torch.Tensor]
-    ) -> CompiledStep:
+    ) -> tuple[CompiledStep, dict[str, Any]]:
         """The step, with the samples where it can be recorded: of the batch they stand where they
-        do without the loss, of the tensors that the loss reads where they may.
+        do without the loss, of the tensors that the loss reads where they may. And this dp rank's
+        part of the batch and of these tensors.
         """
         steps = self.steps
         plan = steps.planned.plan
         sampled = sample_rows(self.args, self.kwargs, plan.batch_dims)
         own = {name: sampled.get(name) for name in named_tensors(self.args, self.kwargs)}
-        samples = self.step.layout.own
+        layout = self.step.layout
+        samples = layout.total if steps.whole else layout.own
+        if steps.whole:
+            steps.whole |= {f"of the whole batch, {EXTRA}.{k}": t for k, t in extras.items()}
         places = [
             [(f"{EXTRA}.{k}", rows) for rows in _places(t, samples)] for k, t in extras.items()
         ]
@@ -312,27 +325,35 @@ class Pending:
             readings = [steps.readings[form.mark]]
         refused: RecordError | None = None
         for dims in readings:
+            parts = {k: self._own(t, dims[f"{EXTRA}.{k}"]) for k, t in extras.items()}
+            given = {**kwargs, EXTRA: parts}
             try:
-                found = steps.compile(self.args, kwargs, replace(form, dims=dims))
+                found = steps.compile(self.args, given, replace(form, dims=dims))
             except RecordError as error:
                 refused = refused or error
                 continue
             steps.readings[form.mark] = dims
-            return found
+            return found, given
         assert refused is not None
         noted = form.module.noted if isinstance(form.module, Replay) else ()
         lines = ", ".join(dict.fromkeys(each.line for each in noted[-1:]))
         refused.add_note(f"the loss is computed outside the model, at {lines}; {REMEDY}")
         raise refused
 
+    def _own(self, tensor: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        """This dp rank's samples of a tensor that the loss reads."""
+        layout = self.step.layout
+        if rows is None or not self.steps.whole:
+            return tensor
+        return rows.take(tensor, layout.first(0), layout.own)
+
 
 def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:
     """Where a tensor that a loss reads may hold the samples, likeliest first."""
     found: list[Rows | None] = [Rows(d) for d, n in enumerate(tensor.shape) if n == samples]
-    found += [
-        Rows(d, 1, n // samples) for d, n in enumerate(tensor.shape)
-        if n > samples > 0 and n % samples == 0
-    ]  # fmt: skip
+    for d, n in enumerate(tensor.shape):
+        if n > samples > 0 and n % samples == 0:
+            found += [Rows(d, 1, n // samples), Rows(d, n // samples, 1)]
     return [*found, None]
 
 

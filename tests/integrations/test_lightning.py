@@ -1,0 +1,129 @@
+"""Lightning: a run is that of one process, also when it goes on elsewhere; what is refused.
+
+All layouts are compared by `benchmarks/loops`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.utils.data import DataLoader
+
+import merakc
+from benchmarks.loops.cells import compared, references
+from benchmarks.loops.job import Job, on
+from merakc.equality.ranks import run_ranks
+from merakc.errors import CheckpointError, ConfigError
+from merakc.integrations.lightning import ParallelStrategy, Trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own: few workers, no GPU
+QUIET = {
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "accelerator": "cpu",
+}  # fmt: skip
+
+
+class Module(LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.seen = model, torchmetrics.SumMetric()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: Any, _: int) -> None:
+        self.model(**batch)
+        self.seen.update(len(batch["labels"]))
+        self.log("seen", self.seen)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+def test_a_run_is_that_of_one_process(tmp_path: Path) -> None:
+    plain = references("Lightning", 2, tmp_path)
+    cell = compared("Lightning", "tp2", 2, plain)  # and from its middle on pp2
+    assert cell.passed, cell
+
+
+def together(folder: Path) -> tuple[Any, ...]:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
+    job = Job(folder, on({"dp": 2}), 2, 0, 2)
+    module = Module(merakc.auto_parallel(job.model(), job.example, **job.layout))
+    trainer = Trainer(max_steps=2, **QUIET)
+    first, second = (DataLoader(job.batches(k), batch_size=None) for k in (0, 1))
+    trainer.fit(module, first, second)
+    strategy, rank = trainer.strategy, module.model.rank
+    decided = [strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)]
+    trainer.save_checkpoint(folder / "saved", weights_only=True)
+    merakc.save(folder / "other", module.model)
+    with pytest.raises(CheckpointError, match="not written by Lightning"):
+        trainer.validate(module, second, ckpt_path=folder / "other", verbose=False)
+    trainer.validate(module, second, ckpt_path=folder / "saved", verbose=False)
+    found = trainer.callback_metrics["seen"].item()
+    return found, strategy.broadcast(rank, src=1), decided, trainer.is_global_zero
+
+
+def test_ranks_see_all_samples_and_decide_together(tmp_path: Path) -> None:
+    first, second = run_ranks(2, together, tmp_path)
+    assert first[:3] == second[:3] == (16.0, 1, [False, True])
+    assert (first[3], second[3]) == (True, False)
+    rank_zero_only.rank = 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "ddp"}, r"strategy=...\): auto_parallel has made"),
+        ({"devices": 2}, r"devices=...\)"),
+        ({"precision": "bf16-mixed"}, r"precision='bf16-mixed'\): auto_parallel\(..., precision"),
+    ],
+)
+def test_what_would_be_wrong_is_refused(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    job = Job(tmp_path, on({}), 2, 0, 2)
+    with pytest.raises(ConfigError, match=message):
+        Trainer(max_steps=1, **QUIET, **options).fit(
+            Module(merakc.auto_parallel(job.model(), job.example, **job.layout)),
+            DataLoader(job.batches(0), batch_size=None),
+        )
+
+
+def test_other_modules_are_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path, on({}), 2, 0, 2)
+    module = Module(torch.nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match="Module holds 0 models of auto_parallel"):
+        ParallelStrategy().connect(module)
+    module = Module(merakc.auto_parallel(job.model(), job.example, **job.layout))
+    module.head = torch.nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"head\.weight, head\.bias: make them a part"):
+        ParallelStrategy().connect(module)
+
+
+def test_the_pages_script_trains_alike_on_two_ranks(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "lightning.md").read_text()
+    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    printed = []
+    for start in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
+        done = subprocess.run(
+            [sys.executable, *start, "train.py"], cwd=tmp_path, env=env, capture_output=True,
+            text=True, timeout=240, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed.append([float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)])
+    assert len(printed[0]) == 8
+    assert printed[1] == pytest.approx(printed[0], abs=2e-3)  # and logged once
