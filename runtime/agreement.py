@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -43,7 +43,9 @@ class Agreement:
     the samples in the others, by name and dim.
 
     `settings` are those of the optimizers of the rank's `parameters` that have taken a step since
-    the last loss, in words.
+    the last loss, in words: what they were given, and all that they work with. The first is the
+    same for all ranks, as their optimizers are of all parameters, by name; the second for those
+    that hold the same ones.
     """
 
     groups: Groups
@@ -52,10 +54,11 @@ class Agreement:
     compared: bool = False  # whether a batch was compared before it ran
     common: Mapping[str, torch.Tensor] = field(default_factory=dict)
     beside: Mapping[tuple[str, int], int] = field(default_factory=dict)
-    settings: dict[int, str] = field(default_factory=dict)
+    settings: dict[int, tuple[str, str]] = field(default_factory=dict)
     warn: Callable[[], None] | None = None  # once, where all dp ranks train on the same batches
     _same: dict[int, int] = field(default_factory=dict)  # such batches' hashes, by step
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
+    _all: Sequence[torch.Tensor] = ()
     _hook: Any = None
 
     def __post_init__(self) -> None:
@@ -80,7 +83,8 @@ class Agreement:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._ours[optimizer] = not own.isdisjoint(held)
         if self._ours[optimizer]:
-            self.settings[id(optimizer)] = settings_of(optimizer)
+            given = settings_of(optimizer, optimizer.defaults)
+            self.settings[id(optimizer)] = given, settings_of(optimizer)
 
     def given(self, leaves: Sequence[Any]) -> None:
         """Notes the batch that runs next; the first one is compared at once, lest ranks that are
@@ -125,12 +129,15 @@ class Agreement:
         mesh, rank = self.groups.mesh, self.groups.rank
         leaves, common = self.leaves, self.common
         self.leaves, self.common = None, {}
-        told = "; ".join(sorted(self.settings.values()))
+        words = [*zip(*sorted(self.settings.values()), strict=True)] or [(), ()]
+        optimizers, told = ("; ".join(own) for own in words)
         self.settings.clear()
+        job = f"{optimizers or 'no optimizer'}, {self._trained()}"
         value = _hash(leaves or (), step)
         marks = [
             _batch_mark(value, mesh, rank),
             settings_mark(told, mesh, rank),
+            common_settings_mark(job, mesh, rank),
             common_mark(common.values(), mesh, rank, step),
             _common_mark(value, mesh, rank),
         ]
@@ -139,18 +146,26 @@ class Agreement:
         if nonfinite is not None:
             sums[-1:] = nonfinite
         dist.all_reduce(sums, group=world)
-        batches, optimizers, alike, unlike, bad = sums[1:].tolist()
+        batches, stages, jobs, alike, unlike, bad = sums[1:].tolist()
         if batches:
             self._compare_batches(leaves or ())
             raise MismatchError(
                 f"ranks of another data-parallel replica were given different batches; {_BATCHES}"
             )
-        if optimizers:
-            self._tell_optimizers(told, world)
+        if jobs:
+            self._tell_optimizers(job, world, lambda rank: 0)
+        if stages:
+            self._tell_optimizers(told, world, lambda rank: mesh.coordinates(rank)[1])
         if alike:
             self._tell_common(common, world)
         self._watch(step, value if mesh.dp > 1 and not unlike else None)
         return sums[0].to(loss.dtype), bad > 0
+
+    def _trained(self) -> str:
+        """How many parameters need gradients, and a hash of which."""
+        self._all = self._all or [*self.parameters()]
+        needed = [p.requires_grad for p in self._all]
+        return f"{sum(needed)} trained parameters ({zlib.crc32(bytes(needed)):x})"
 
     def _watch(self, step: int, same: int | None) -> None:
         """Warns once where the batches of several training steps were the same on all ranks.
@@ -166,17 +181,20 @@ class Agreement:
         if same is not None:
             self._same[step] = same
 
-    def _tell_optimizers(self, told: str, world: dist.ProcessGroup) -> None:
+    def _tell_optimizers(
+        self, told: str, world: dist.ProcessGroup, kind: Callable[[int], int]
+    ) -> None:
+        """Names a rank whose settings are others than those of the first of its kind."""
         everyone = [""] * world.size()
         dist.all_gather_object(everyone, told, group=world)
         first: dict[int, int] = {}
         for rank, own in enumerate(everyone):
-            other = first.setdefault(self.groups.mesh.coordinates(rank)[1], rank)
+            other = first.setdefault(kind(rank), rank)
             if own != everyone[other]:
                 raise MismatchError(
-                    f"rank {rank} trains with other settings than rank {other}, which holds the "
-                    f"same parameters: {own or 'no optimizer'} in place of "
-                    f"{everyone[other] or 'no optimizer'}; give all ranks the same optimizer"
+                    f"rank {rank} trains with other settings than rank {other}: "
+                    f"{own or 'no optimizer'} in place of {everyone[other] or 'no optimizer'}; "
+                    "give all ranks the same optimizer; by parameters' names it may have groups"
                 )
 
     def _tell_common(self, common: Mapping[str, torch.Tensor], world: dist.ProcessGroup) -> None:
@@ -262,6 +280,11 @@ def settings_mark(told: str, mesh: Mesh, rank: int) -> float:
     return _mark(zlib.crc32(told.encode()), pipeline_rank, mesh.dp * mesh.tp, dp == tp_rank == 0)
 
 
+def common_settings_mark(told: str, mesh: Mesh, rank: int) -> float:
+    """What a rank adds for what its optimizers were given; over all ranks the sum is zero."""
+    return _common_mark(zlib.crc32(told.encode()), mesh, rank)
+
+
 def _mark(value: int, place: int, ranks: int, first: bool) -> float:
     scrambled = (value + 1) * (2 * place + 1) * _ODD % 2**64 >> 64 - _BITS
     return float(scrambled * (ranks - 1 if first else -1))
@@ -282,13 +305,13 @@ def _sample(tensor: torch.Tensor, step: int) -> Any:
     return flat.cpu().contiguous().view(torch.uint8).numpy()
 
 
-def settings_of(optimizer: Optimizer) -> str:
-    """The numbers that an optimizer works with, group by group."""
+def settings_of(optimizer: Optimizer, names: Container[str] | None = None) -> str:
+    """The numbers that an optimizer works with, group by group; those of these names, if given."""
     told = [
         ", ".join(
             f"{k}={_number(v)}"
             for k, v in sorted(g.items())
-            if k != "params" and _number(v) is not None
+            if k != "params" and (names is None or k in names) and _number(v) is not None
         )
         for g in optimizer.param_groups
     ]

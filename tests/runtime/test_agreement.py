@@ -128,7 +128,7 @@ def trained(layout: dict[str, int], options: list[dict[str, Any]]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}], ids=str)
+@pytest.mark.parametrize("layout", [{"tp": 2}, {"dp": 2}, {"pp": 2}], ids=str)
 def test_optimizers_that_differ(layout: dict[str, int]) -> None:
     rates: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.02}]
     for text in run_ranks(2, trained, layout, rates):
@@ -139,9 +139,20 @@ def test_optimizers_that_differ(layout: dict[str, int]) -> None:
     assert run_ranks(2, trained, layout, same) == ["", ""]
 
 
-def test_stages_may_have_optimizers_of_their_own() -> None:
-    rates: list[dict[str, Any]] = [{"lr": 0.01}, {"lr": 0.02}]
-    assert run_ranks(2, trained, {"pp": 2}, rates) == ["", ""]
+def frozen() -> str:
+    model = parallel(Words, words(0), pp=2)
+    for k, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(k != 3 or model.rank == 0)
+    try:
+        model(**words(0))["loss"].backward()
+    except MismatchError as error:
+        return str(error)
+    return ""
+
+
+def test_what_is_frozen_is_so_on_all_ranks() -> None:
+    for text in run_ranks(2, frozen):
+        assert "rank 1 trains with other settings than rank 0: no optimizer, 26 trained" in text
 
 
 def warned(runs: list[tuple[int, ...]]) -> list[list[str]]:
