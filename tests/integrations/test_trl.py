@@ -55,9 +55,7 @@ def test_scores_are_those_of_trls_head() -> None:
     theirs = head(input_ids=ids, labels=labels, fused_lm_head=True)
     ours = _scores(model(input_ids=ids), labels[:, 1:])
     for name in names:
-        torch.testing.assert_close(
-            ours[name].double(), theirs[name].double(), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(ours[name].double(), theirs[name].double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,24 @@ def with_nan() -> list[float]:
 def test_one_ranks_nan_is_in_every_norm() -> None:
     for found in run_ranks(2, with_nan):
         assert all(value != value for value in found)
+
+
+def within_a_closure(world: int) -> float:
+    options = {"tp": 2} if world == 2 else {}
+    model = merakc.auto_parallel(Tied(), batch(0, 1), cluster=NOMINAL_CPU, **options)
+    optimizer, norms = torch.optim.AdamW(model.parameters()), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch(0, 1))["loss"]
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        return loss
+
+    optimizer.step(closure)
+    return norms[0]
+
+
+def test_a_closure_sees_gradients_of_the_whole() -> None:
+    (alone,) = run_ranks(1, within_a_closure, 1)
+    assert run_ranks(2, within_a_closure, 2) == [pytest.approx(alone, rel=1e-10)] * 2
