@@ -183,3 +183,23 @@ def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
     with pytest.raises(AttributeError, match=r"Inner\.width is not there after auto_parallel"):
         model.layers[0].width  # noqa: B018
     assert not hasattr(type(model.layers[0]), "scaled")
+
+
+class Tagged(Inner):
+    """A layer whose class says what it may set for itself."""
+
+    tags: list[str] | None = None
+
+    def add(self, tag: str) -> None:
+        """As transformers' models do."""
+        if self.tags is None:
+            self.tags = []
+        self.tags.append(tag)
+
+
+def test_what_a_class_has_and_its_object_sets_is_read_as_set() -> None:
+    model = merakc.auto_parallel(Tagged().double(), made()[2], cluster=NOMINAL_CPU)
+    assert model.tags is None
+    model.add("one")
+    model.add("two")
+    assert (model.tags, type(model).tags, Tagged.tags) == (["one", "two"], None, None)

@@ -13,7 +13,7 @@ from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError, MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.model import ParallelModel
-from tests.battery.small_models import Tensors, assert_close, build, warm_up, words
+from tests.battery.small_models import Tensors, Words, assert_close, build, warm_up, words
 from tests.train.outside.small import Bare, X, Y, alike, normed
 
 STEPS = 3
@@ -180,3 +180,43 @@ def test_a_number_of_samples_is_that_of_the_batch() -> None:
     logits = model(X)
     (logits.sum() / len(logits)).backward()
     assert model.full_gradients()["last.bias"].tolist() == [1.0] * 3
+
+
+def of_whole(whole: bool, zero: str) -> tuple[float, float, Tensors]:
+    """With a number of Python's, a tensor of the loss's own, and a read before backward."""
+    batch = words(0)
+    model = merakc.auto_parallel(build(Words), batch, dp=2, state_shards=zero, cluster=NOMINAL_CPU)
+    if whole:
+        model.read_whole_batches()
+    logits = model(ids=batch["ids"])["logits"]
+    lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    loss = lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
+    right = (logits.argmax(-1) == batch["labels"]).double().mean().item() if whole else 0.0
+    loss.backward()
+    return loss.item(), right, model.full_gradients()
+
+
+@pytest.mark.parametrize("zero", ["zero-0", "zero-1"])
+def test_dp_ranks_that_read_whole_batches_train_as_one_process(zero: str) -> None:
+    model, batch = build(Words), words(0)
+    logits = model(batch["ids"])["logits"]
+    lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    loss = lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
+    right = (logits.argmax(-1) == batch["labels"]).double().mean().item()
+    loss.backward()
+    found = run_ranks(2, of_whole, True, zero)
+    assert [f[:2] for f in found] == [pytest.approx((loss.item(), right), rel=1e-12)] * 2
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[0][2][name], parameter.grad, rtol=1e-10, atol=1e-12)
+
+
+def refused_parts() -> str:
+    with pytest.raises(ConfigError) as told:
+        of_whole(False, "zero-0")
+    return str(told.value)
+
+
+def test_dp_ranks_that_read_their_parts_are_refused() -> None:
+    for told in run_ranks(2, refused_parts):
+        assert "numbers of Python in it are those of one data-parallel rank's samples" in told
+        assert "read_whole_batches()" in told
