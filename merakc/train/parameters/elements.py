@@ -357,10 +357,10 @@ def _checked(name: str, row: Sequence[Any], single: Sequence[torch.Tensor]) -> A
 
 
 def _refusal(name: str, of: Any) -> ConfigError:
-    source = of.source
+    source, held = of.source, plain(of).numel()
     return ConfigError(
         f"torch.{name.strip('_')} is called on '{source.name}' or its gradient, of which this rank "
-        f"holds {of.numel()} of {source.numel} elements: it would take them for all. Norms, sums, "
+        f"holds {held} of {source.numel} elements: it would take them for all. Norms, sums, "
         "means, largest and smallest elements are those of the whole, and what is computed element "
         "by element is right; model.full_state_dict() and model.full_gradients() give whole "
         "tensors on rank 0, .detach().as_subclass(torch.Tensor) this rank's elements"
