@@ -15,7 +15,8 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
-SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, FROM_FILES, DIMS, WITH_PLAN = PYTHON_BLOCKS
+(SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, FROM_FILES, DIMS, SAVE, LOAD,
+ WITH_PLAN) = PYTHON_BLOCKS  # fmt: skip
 CALL = "model = merakc.auto_parallel(model, example)  # the one line"
 
 
@@ -99,11 +100,18 @@ def test_the_script_trains_in_mixed_precision(one_process: tuple[Path, list[floa
     assert mixed == pytest.approx(losses, abs=0.1)
 
 
-def test_the_script_runs_on_two_ranks_with_chosen_degrees(
+def test_the_script_runs_on_two_ranks_with_chosen_degrees_and_resumes(
     one_process: tuple[Path, list[float]],
 ) -> None:
-    folder, _ = one_process
-    assert _torchrun(folder, SCRIPT, 2) == pytest.approx(one_process[1], abs=2e-3)
+    folder, losses = one_process
+    before, loop = SCRIPT.split("for step,")
+    told = "loss = model(**example).loss.item()\nif not model.rank: print('step 10: loss', loss)\n"
+    saved = before + "for step," + loop + SAVE + told
+    first = _torchrun(folder, saved, 2)
+    assert first[:10] == pytest.approx(losses, abs=2e-3)
+    (folder / "resumed.py").write_text(before + LOAD + told)
+    resumed = _losses(_run(folder, sys.executable, "resumed.py"))
+    assert resumed == pytest.approx(first[10:], abs=1e-5)
 
 
 def test_the_command_line_works(tmp_path: Path) -> None:
