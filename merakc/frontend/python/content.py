@@ -169,23 +169,32 @@ def content_hash(tensor: Tensor) -> str:
     return f"{form} {hashlib.sha256(data).hexdigest()}"
 
 
-def describe(
-    value: Any, leaf: Callable[[Any], Any] | None = None, depth: int = 0,
-    seen: frozenset[int] = frozenset(),
-) -> Any:  # fmt: skip
+def describe(value: Any, leaf: Callable[[Any], Any] | None = None) -> Any:
     """All of a value but the identity of its objects and the numbers in its tensors; `leaf` says
-    something else of tensors, and of objects that are not looked into.
+    something else of tensors, and of objects that are not looked into. What an object holds is a
+    hash: objects that many hold are looked into once for each depth.
     """
+    return _described(value, leaf, 0, frozenset(), {})
+
+
+def _described(
+    value: Any, leaf: Callable[[Any], Any] | None, depth: int, seen: frozenset[int],
+    known: dict[tuple[int, int], tuple[Any, str]],
+) -> Any:  # fmt: skip
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, Tensor):
         return leaf(value) if leaf else ("tensor", tuple(value.shape), value.dtype)
+    key = id(value), depth
+    if key in known:
+        return type(value), known[key][1]
     content = None if depth > DEPTH or id(value) in seen else content_of(value)
     if content is None:
         return type(value), leaf(value) if leaf and id(value) not in seen else None
     within, deeper = seen | {id(value)}, depth + (not isinstance(value, CONTAINERS))
-    inner = [(str(k), describe(v, leaf, deeper, within)) for k, v in content.items()]
-    return type(value), tuple(inner)
+    inner = [(str(k), _described(v, leaf, deeper, within, known)) for k, v in content.items()]
+    known[key] = value, hashlib.sha256(repr(inner).encode()).hexdigest()  # which keeps its id
+    return type(value), known[key][1]
 
 
 def same(old: Any, new: Any) -> bool:

@@ -136,6 +136,17 @@ def test_containers_are_looked_into_at_any_depth_and_circles_end() -> None:
     describe(node)
 
 
+def test_what_many_hold_is_looked_into_once() -> None:
+    shared: list[Any] = [0]
+    bottom = shared
+    for _ in range(100):  # 2 ** 100 ways down
+        shared = [shared, shared]
+    before = describe(shared)
+    bottom[0] = 1
+    assert describe(shared) != before
+    assert describe([[1], [1]]) == describe([bottom, bottom])
+
+
 def test_leaves_may_be_told_otherwise() -> None:
     first, second = torch.zeros(2), torch.ones(2)
     assert describe([first]) == describe([second])
