@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 import traceback
+from pathlib import PurePath
 
 from merakc.files.printable import printable
 
+STDLIB = sysconfig.get_path("stdlib")
+# Where installed packages lie: this environment's, and those that it sees of others.
+LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("purelib", "platlib")),
+    *(path for path in sys.path if PurePath(path).name in ("site-packages", "dist-packages")),
+)
 # Where code lies that is not the user's: installed packages, Python's own, and this one.
 NOT_THEIRS = (
-    *(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")),
+    *LIBRARIES,
+    STDLIB,
     __file__.rpartition("/")[0],
     "<",
 )

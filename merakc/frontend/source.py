@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-import sysconfig
 from types import CodeType, FrameType
 
 import torch
 import typing_extensions
+
+from merakc.errors import LIBRARIES, STDLIB
 
 # torch's own frames, and those of this package, are not the user's; nor are the modes and tensor
 # subclasses that stand between a call and torch.
@@ -18,8 +19,7 @@ _OURS = (
     typing_extensions.__file__,  # which marks functions of torch's as deprecated
     "<",
 )
-# Where libraries are, and last Python's own.
-INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib"))
+INSTALLED = (*LIBRARIES, STDLIB)
 # Code that makes calls of the user's again: `line` in its frames says where they were made first.
 REPEATS: set[CodeType] = set()
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
@@ -42,7 +42,7 @@ def is_users(code: CodeType) -> bool:
 
 def is_installed(code: CodeType) -> bool:
     """Whether code is that of an installed library, torch among them."""
-    return code.co_filename.startswith(INSTALLED[:2])
+    return code.co_filename.startswith(LIBRARIES)
 
 
 def _passes_on(code: CodeType) -> bool:
@@ -51,10 +51,9 @@ def _passes_on(code: CodeType) -> bool:
 
 def near_line(frame: FrameType | None) -> str:
     """The line that calls, if it is of the user's own code, and not of an installed library."""
-    installed, stdlib = INSTALLED[:2], INSTALLED[2:]
     while frame is not None:
         name = frame.f_code.co_filename
-        if is_users(frame.f_code) and (name.startswith(installed) or not name.startswith(stdlib)):
-            return "" if name.startswith(installed) else f"{name}:{frame.f_lineno}"
+        if is_users(frame.f_code) and (name.startswith(LIBRARIES) or not name.startswith(STDLIB)):
+            return "" if name.startswith(LIBRARIES) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
