@@ -77,6 +77,7 @@ class Subject:
             dtype=None,
             dims=dims,
             shared={},
+            compared=None,
         )
         self.graphs = {n: forward.sized(n).graph for n in {*EVEN, *UNEVEN, SAMPLES}}
         self.sampled = forward.sampled
