@@ -83,7 +83,7 @@ class Agreement:
             held = (id(p) for group in optimizer.param_groups for p in group["params"])
             self._ours[optimizer] = not own.isdisjoint(held)
         if self._ours[optimizer]:
-            given = settings_of(optimizer, optimizer.defaults)
+            given = settings_of(optimizer, getattr(optimizer, "defaults", None))
             self.settings[id(optimizer)] = given, settings_of(optimizer)
 
     def given(self, leaves: Sequence[Any]) -> None:

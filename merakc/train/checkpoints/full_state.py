@@ -16,7 +16,11 @@ from merakc.runtime.health.job import all_ranks, call
 from merakc.runtime.part import Place, TensorPart
 from merakc.train.model import ParallelModel
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
+
+
+class _Index(int):
+    """Where something stands in a list, apart from a number that is the key of a dict."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(model, *others)
         own = original(model, *between, replace(info, full_state_dict=False, cpu_offload=False))
         with call("get_state_dict(full_state_dict=True)"):
-            device = next(iter(model.parameters())).device
+            device = model._own("_steps").device
             return gathered(own, device, on_cpu_of_rank_0=info.cpu_offload)
 
     return get
@@ -99,7 +103,7 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
             yield from _leaves(inner, (*path, key))
     elif isinstance(value, list) and value:
         for k, inner in enumerate(value):
-            yield from _leaves(inner, (*path, k))
+            yield from _leaves(inner, (*path, _Index(k)))
     else:
         yield path, value
 
@@ -107,12 +111,12 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 def _put(found: Any, path: Path, leaf: Any) -> None:
     """Puts a leaf where it lies, and the dicts and lists on the way there."""
     for key, following in pairwise(path):
-        _set(found, key, [] if isinstance(following, int) else {})
+        _set(found, key, [] if isinstance(following, _Index) else {})
         found = found[key]
     _set(found, path[-1], leaf)
 
 
-def _set(found: Any, key: str | int, value: Any) -> None:
+def _set(found: Any, key: Any, value: Any) -> None:
     """Sets what is not there yet."""
     if isinstance(found, list):
         found += [value] * (len(found) == key)

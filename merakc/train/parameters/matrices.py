@@ -354,8 +354,7 @@ def _boxes(shared: Shared, part: torch.Tensor, tp_rank: int) -> Any:
     tp = shared.home.groups.mesh.tp
     place = Place(shared.name, shared.layout, tp, tp_rank, 0, part.numel())
     for box in place.boxes:
-        ends = zip(box.starts, box.sizes, strict=True)
-        yield tuple(slice(a, a + n) for a, n in ends), place.view(part, box)
+        yield box.slices, place.view(part, box)
 
 
 def _exchanged(

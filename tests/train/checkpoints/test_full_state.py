@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.checkpoints.full_state import _leaves, _put
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
 from tests.train.checkpoints.test_saving import LAYOUTS, ranks_of
 
@@ -75,3 +76,11 @@ def test_one_process_goes_on_with_it(name: str, offload: bool) -> None:
         step(model, optimizer, 2)
         for key, value in model.state_dict().items():
             torch.testing.assert_close(value, found[0][2][key], rtol=1e-10, atol=1e-10, msg=key)
+
+
+def test_dicts_with_numbers_for_keys_stay_dicts() -> None:
+    state = {"a": {0: {"x": 1}, 1: [{"y": 2}, []]}, "b": [[1], {}]}
+    found: dict[str, Any] = {}
+    for path, leaf in _leaves(state, ()):
+        _put(found, path, leaf)
+    assert found == state
