@@ -9,7 +9,11 @@ import pytest
 
 from merakc import errors
 
-CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)]
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if cls.__module__ == errors.__name__
+]
 ERRORS = [cls for cls in CLASSES if not issubclass(cls, Warning)]
 
 
