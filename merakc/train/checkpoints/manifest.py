@@ -7,7 +7,6 @@ A file is its header and its boxes, each with a CRC-32; other files have one of 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +14,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
+from zlib_ng import zlib_ng
 
 from merakc.errors import CheckpointError
 from merakc.files.reading import MOST_NUMBER, check_depth, misread, read_text
@@ -107,7 +107,7 @@ class _Run(BaseModel):
 
 
 def _body_crc(body: Any) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+    return zlib_ng.crc32(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -182,7 +182,7 @@ def _check_file(path: Path, file: File) -> None:
         size_bytes, crc, left = path.stat().st_size, 0, file.checked_bytes
         with path.open("rb") as opened:
             while left > 0 and (read := opened.read(min(left, READ_BYTES))):
-                crc, left = zlib.crc32(read, crc), left - len(read)
+                crc, left = zlib_ng.crc32(read, crc), left - len(read)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if size_bytes != file.size_bytes:
@@ -248,7 +248,7 @@ def _check_chunk(file: TensorFile, name: str, stored: Stored, chunk: Chunk) -> N
 def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
     """The CRC-32 of a tensor's elements in row-major order, behind those of which `crc` is."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    return zlib.crc32(flat.numpy(), crc)  # type: ignore[arg-type]
+    return zlib_ng.crc32(flat.numpy(), crc)
 
 
 # Which files a tensor goes to is the first part of its name in the manifest.

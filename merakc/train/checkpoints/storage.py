@@ -11,7 +11,6 @@ import json
 import mmap
 import os
 import shutil
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
+from zlib_ng import zlib_ng
 
 from merakc.errors import CheckpointError
 from merakc.train.checkpoints.manifest import (
@@ -145,7 +145,7 @@ class Writer(StorageWriter):
             opened.flush()
             os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full disk says so here
         self.files[file] = File(
-            size_bytes=size_bytes, checked_bytes=len(head), crc32=zlib.crc32(head)
+            size_bytes=size_bytes, checked_bytes=len(head), crc32=zlib_ng.crc32(head)
         )
         for name, data in members.items():
             dtype = str(data.properties.dtype).removeprefix("torch.")
@@ -194,7 +194,7 @@ class Writer(StorageWriter):
             _write_text(self.aside / name, text)
             data = text.encode()
             self.files[name] = File(
-                size_bytes=len(data), checked_bytes=len(data), crc32=zlib.crc32(data)
+                size_bytes=len(data), checked_bytes=len(data), crc32=zlib_ng.crc32(data)
             )
         manifest = Manifest(merakc=__version__, files=self.files, tensors=self.made, run=self.run)
         _write_text(self.aside / NAME, manifest.text())
