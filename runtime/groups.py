@@ -101,7 +101,7 @@ class Groups:
         for (_, upward), group in self.channels(rank_of).items():
             for low, high in pairs:
                 source, target = (low, high) if upward else (high, low)
-                word = torch.zeros(1, device=device)
+                word = torch.zeros(1, dtype=torch.float32, device=device)
                 if own == source:
                     dist.send(word, self.mesh.rank(dp, target, tp), group)
                 elif own == target:

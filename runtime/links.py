@@ -36,8 +36,8 @@ def measure_link(
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return LINK_LATENCY_S, LINK_BYTES_PER_S
     group = group or all_ranks()
-    small = torch.zeros(SMALL_BYTES // 4, device=device)
-    large = torch.zeros(LARGE_BYTES // 4, device=device)
+    small = torch.zeros(SMALL_BYTES // 4, dtype=torch.float32, device=device)
+    large = torch.zeros(LARGE_BYTES // 4, dtype=torch.float32, device=device)
     small_s = _median_seconds(lambda: dist.all_reduce(small, group=group), device)
     large_s = _median_seconds(lambda: dist.all_reduce(large, group=group), device)
     small_s, large_s = _slowest([small_s, large_s], device)
@@ -53,7 +53,7 @@ def measure_messages(device: torch.device, group: dist.ProcessGroup) -> tuple[fl
     ranks = dist.get_process_group_ranks(group)
     place, times = ranks.index(dist.get_rank()), []
     for size_bytes in (SMALL_BYTES, LARGE_BYTES):
-        value = torch.zeros(size_bytes // 4, device=device)
+        value = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)
 
         def there_and_back(value: torch.Tensor = value) -> None:
             for source, target in ((0, 1), (1, 0)):
@@ -88,8 +88,8 @@ def measure_sharing() -> Sharing | None:
 
 def _work_seconds(works: bool) -> float:
     """Seconds of the same work on the ranks that do it, at once: the median rank's."""
-    left, right = torch.ones(SIDE, SIDE), torch.ones(SIDE, SIDE)
-    vector = torch.ones(LENGTH)
+    left, right = (torch.ones(SIDE, SIDE, dtype=torch.float32) for _ in range(2))
+    vector = torch.ones(LENGTH, dtype=torch.float32)
 
     def work() -> None:
         for _ in range(ROUNDS):

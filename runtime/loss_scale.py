@@ -105,7 +105,7 @@ def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor 
             kinds.setdefault((own.device, own.dtype), []).append(own)
     found: torch.Tensor | None = None
     for (device, _), tensors in kinds.items():
-        found = torch.zeros(1, device=device) if found is None else found
-        scale = torch.full((1,), factor, device=device)
+        found = torch.zeros(1, dtype=torch.float32, device=device) if found is None else found
+        scale = torch.full((1,), factor, dtype=torch.float32, device=device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, scale)
     return found

@@ -88,3 +88,11 @@ def test_what_is_ignored_is_not_looked_at() -> None:
     check_on_nonfinite(None)
     with pytest.raises(ConfigError, match="on_nonfinite='no': what to do"):
         check_on_nonfinite("no")
+
+
+def test_the_default_dtype_is_the_users_own_matter() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert finite(LossScale(True, 4.0, "skip"), a=torch.tensor([1.0, 2.0]))
+    finally:
+        torch.set_default_dtype(torch.float32)
