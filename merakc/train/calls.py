@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -21,16 +21,33 @@ from merakc.train.steps import Steps
 _TOLD = 8
 
 
+@contextmanager
 def model_call(
     steps: Steps, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
-) -> AbstractContextManager[None]:
+) -> Iterator[None]:
     """A call of the model with a batch, of all ranks: `merakc.runtime.health.job.call`.
 
-    The ranks of a dp replica have the whole batch in common, those of others the mode alone.
+    Under `torch.inference_mode` it is one without gradients, and its tensors are plain ones: what
+    is recorded and kept serves later calls, too.
+    """
+    facts = _facts(steps, name, args, kwargs, training=training)
+    with ExitStack() as around:
+        if torch.is_inference_mode_enabled():
+            around.enter_context(torch.inference_mode(mode=False))
+            around.enter_context(torch.no_grad())
+        around.enter_context(call(name, facts, prompt=False))
+        yield
+
+
+def _facts(
+    steps: Steps, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
+) -> dict[str, str] | None:
+    """What the ranks of a call have in common: those of a dp replica the whole batch, those of
+    others the mode alone.
     """
     mesh = steps.groups.mesh
     if mesh.world_size == 1:
-        return call(name, prompt=False)
+        return None
     mode = f"{name} in {'training' if training else 'eval'} mode"
     mode += "" if torch.is_grad_enabled() else " without gradients"
     modes = steps.settings.modes()
@@ -39,11 +56,9 @@ def model_call(
     dtype, autocast = autocast_of(steps.device)
     mode += f" under autocast to {dtype}" if autocast else ""
     if mesh.dp == mesh.world_size:
-        return call(name, {ALL: mode}, prompt=False)
+        return {ALL: mode}
     told = f"{mode}, with {_words(args, kwargs)}"
-    if mesh.dp == 1:
-        return call(name, {ALL: told}, prompt=False)
-    return call(name, {ALL: mode, _replica(steps): told}, prompt=False)
+    return {ALL: told} if mesh.dp == 1 else {ALL: mode, _replica(steps): told}
 
 
 def _replica(steps: Steps) -> str:

@@ -175,7 +175,11 @@ def names_and_weights() -> tuple[set[str], Tensors, float]:
     model(**case.batch(4)).loss.backward()
     optimizer.step()
     model.eval()
-    return set(model.state_dict()), model.full_state_dict(), model(**case.batch(4)).loss.item()
+    with torch.inference_mode():  # of a form that is recorded here, and then used elsewhere
+        inside = model(**case.batch(4)).loss.item()
+    loss = model(**case.batch(4)).loss.item()
+    assert loss == inside
+    return set(model.state_dict()), model.full_state_dict(), loss
 
 
 def test_state_dicts_have_the_stock_models_names() -> None:
