@@ -213,7 +213,7 @@ def _decide(
     def reading() -> int:
         """Which request reads the batch as the forward does."""
         among = range(len(requests)), first, partial(made, parts=1, dp=1)
-        found = find_samples(*among) if len(requests) > 1 else 0
+        found = find_samples(*among, dp=likely) if len(requests) > 1 else 0
         if found == 0 and asked.undivided is not None:
             raise asked.undivided
         return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 
 from merakc.errors import ConfigError, MerakWarning
@@ -105,7 +106,12 @@ def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor 
             kinds.setdefault((own.device, own.dtype), []).append(own)
     found: torch.Tensor | None = None
     for (device, _), tensors in kinds.items():
-        found = torch.zeros(1, dtype=torch.float32, device=device) if found is None else found
-        scale = torch.full((1,), factor, dtype=torch.float32, device=device)
+        found = _float32(0.0, device) if found is None else found
+        scale = _float32(factor, device)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, scale)
     return found
+
+
+def _float32(number: float, device: torch.device) -> torch.Tensor:
+    """What torch's call takes alone, whatever default dtype or mode the user has."""
+    return torch.from_numpy(np.array([number], np.float32)).to(device)

@@ -34,24 +34,29 @@ def find_samples(
     readings: Sequence[int],
     record: Callable[[int], BatchRecording],
     alone: Callable[[int], BatchRecording] | None = None,
+    *,
+    dp: int = 1,
 ) -> int:
     """Which of several readings of a batch, likeliest first, its forward fits.
 
     The first is taken where the losses of its parts add up, and where no other one fits; whoever
     uses it then gets its error. Where it fits no other number of samples, and another one does and
     fails elsewhere, that is it. `record` gives the recording under a reading, in the parts that are
-    to be, and `alone` in one part, by which draws are keyed. Raises `ConfigError` where there are
-    several dp ranks, whose batches could be joined in several ways, and `ValuesNeededError` as
-    recordings do.
+    to be, and `alone` in one part, by which draws are keyed.
+
+    In one replica every reading that fits gives the same step. Several dp ranks have batches that
+    are joined in one way, which no forward can tell: where the first could be it and is refused, it
+    is taken, and so its error. Raises `ConfigError` where several others could be it, and
+    `ValuesNeededError` as recordings do.
     """
-    found = _fitting(readings, record)
+    found = _fitting(readings, record, dp)
     if found != readings[0] and alone is not None and has_draws(record(found).graph):
-        return _fitting(readings, alone)
+        return _fitting(readings, alone, 1)
     return found
 
 
-def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording]) -> int:
-    """The reading that the recordings fit."""
+def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording], dp: int) -> int:
+    """The reading that the recordings fit, of `dp` ranks' batches together."""
     first, *others = readings
     recording, told = _recorded(record, first), first
     sized = not isinstance(recording, OtherSizeError)
@@ -59,6 +64,8 @@ def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording]) -
     if fit is Fit.APART:
         return first
     if not isinstance(recording, MerakError) and fit is Fit.COUPLED and _all_sampled(recording):
+        return first
+    if fit is Fit.REFUSED and sized and dp > 1:
         return first
     found: list[tuple[Fit, int, BatchRecording]] = []
     for reading in others[:MOST_TRIED]:

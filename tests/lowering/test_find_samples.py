@@ -114,6 +114,23 @@ def test_ranks_have_to_know_how_their_batches_join() -> None:
         find_samples(readings, own)
 
 
+def test_samples_that_meet_early_are_not_read_along_another_dim_by_several_ranks() -> None:
+    """Each position fits by itself, and the ranks' batches may still be joined by samples."""
+
+    class Mixed(Elementwise):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x).tanh()
+            return super().forward(self.layer(x + x.roll(1, 0)).tanh())
+
+    given = {"x": 0}, {"x": 1}
+    readings, own, _ = recorder(Mixed(), {"x": torch.zeros(8, 4, 3)}, *given)
+    assert find_samples(readings, own) == 1
+    readings, own, seen = recorder(Mixed(), {"x": torch.zeros(8, 4, 3)}, *given, dp=2)
+    assert find_samples(readings, own, dp=2) == 0
+    assert seen == [0]
+    assert fit_of(own(0)) is Fit.REFUSED
+
+
 def test_a_forward_that_reads_no_samples_fits_no_reading() -> None:
     """Every part of it would be the whole batch, of which each dp rank has another."""
 
