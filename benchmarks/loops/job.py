@@ -140,6 +140,25 @@ class Job:
         """Whether the model is evaluated after a step."""
         return (step + 1) in (self.steps // 2, self.steps)
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What trainers of transformers and TRL are told."""
+        return dict(
+            output_dir=str(self.checkpoint.parent), per_device_train_batch_size=BATCH,
+            per_device_eval_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATED,
+            max_steps=self.steps, learning_rate=RATE, warmup_steps=WARM_UP, max_grad_norm=MAX_NORM,
+            lr_scheduler_type="constant_with_warmup", weight_decay=DECAY, logging_steps=1,
+            eval_strategy="no", save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
+            train_sampling_strategy="sequential", bf16=False, gradient_checkpointing=False,
+        )  # fmt: skip
+
+    def train(self, trainer: Any) -> None:
+        """Has such a trainer train, from the checkpoint on, and tells what it has logged."""
+        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.first else None)
+        for entry in trainer.state.log_history:
+            if entry["step"] > self.first and "train_runtime" not in entry:
+                self.tell(**{k: entry[k] for k in entry.keys() - UNTOLD})
+
     def tell(self, **numbers: float) -> None:
         """What a step or an evaluation has found."""
         self.told.append(numbers)
