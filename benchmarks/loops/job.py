@@ -31,16 +31,11 @@ def warm_up(step: int) -> float:
     return min(1.0, step / WARM_UP)
 
 
-def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The mean over all labels."""
-    logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
-
-
 def with_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
-    """The loss of a model that has none, and its outputs."""
+    """The mean over all labels, for a model that makes no loss, and its outputs."""
     outputs = model(batch["input_ids"])
-    return loss_of(outputs, batch), outputs
+    logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1)), outputs
 
 
 def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -143,14 +138,15 @@ class Job:
     @property
     def arguments(self) -> dict[str, Any]:
         """What trainers of transformers and TRL are told."""
-        return dict(
-            output_dir=str(self.checkpoint.parent), per_device_train_batch_size=BATCH,
-            per_device_eval_batch_size=BATCH, gradient_accumulation_steps=ACCUMULATED,
-            max_steps=self.steps, learning_rate=RATE, warmup_steps=WARM_UP, max_grad_norm=MAX_NORM,
-            lr_scheduler_type="constant_with_warmup", weight_decay=DECAY, logging_steps=1,
-            eval_strategy="no", save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True,
-            train_sampling_strategy="sequential", bf16=False, gradient_checkpointing=False,
-        )  # fmt: skip
+        return {
+            "output_dir": str(self.checkpoint.parent), "max_steps": self.steps,
+            "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH,
+            "gradient_accumulation_steps": ACCUMULATED, "max_grad_norm": MAX_NORM,
+            "learning_rate": RATE, "warmup_steps": WARM_UP, "weight_decay": DECAY,
+            "lr_scheduler_type": "constant_with_warmup", "train_sampling_strategy": "sequential",
+            "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "report_to": [],
+            "use_cpu": True, "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
+        }  # fmt: skip
 
     def train(self, trainer: Any) -> None:
         """Has such a trainer train, from the checkpoint on, and tells what it has logged."""
