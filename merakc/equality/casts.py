@@ -43,13 +43,13 @@ class _LiftedCasts(TorchFunctionMode):
         if func is torch.Tensor.view:  # the same bits in another dtype
             return func(*args, **(kwargs or {}))
         if func is torch.Tensor.backward:
-            with _LiftedBackward():
+            with _LiftedBackward():  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
         lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
         return func(*map(_lift, args), **lifted)
 
 
-class _LiftedBackward(TorchDispatchMode):
+class _LiftedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The same of a backward, which torch runs without modes of functions: those that custom
     functions have written in Python cast, too.
     """
