@@ -36,6 +36,7 @@ LOOPS = {
     "Accelerate": ("accelerate_loop", False),
     "Lightning": ("lightning_loop", False),
     "TRL SFT": ("trl_sft", False),
+    "TRL SFT + LoRA": ("trl_sft", True),
     "TRL DPO": ("trl_dpo", False),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -129,7 +129,16 @@ class Mirror(nn.Module):
         source = self.__dict__.get("_source")
         if source is not None and _has_setting(source, name):
             return vars(source)[name]
-        return nn.Module.__getattr__(self, name)
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            theirs: Any = getattr(type(source), "__getattr__", None)
+            if theirs in (None, nn.Module.__getattr__):
+                raise
+            found = guarded(theirs)(self, name)
+            if isinstance(found, MethodType):
+                raise
+            return found  # a setting of a part: models around models ask those for it
 
     def extra_repr(self) -> str:
         """As of the user's module, and what this rank has of its parameters."""

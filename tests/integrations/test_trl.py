@@ -37,6 +37,11 @@ def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
     assert cell.passed, cell
 
 
+def test_adapters_are_fine_tuned_as_in_one_process(tmp_path: Path) -> None:
+    cell = compared("TRL SFT + LoRA", "tp2", 2, references("TRL SFT + LoRA", 2, tmp_path))
+    assert cell.passed, cell  # and from its middle on pp2
+
+
 def test_scores_are_those_of_trls_head() -> None:
     torch.manual_seed(0)
     names = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs", "label_mask")
@@ -77,8 +82,10 @@ def test_what_would_be_wrong_is_refused(
         kind(model, args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
-def test_adapters_and_other_trainers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="adapters of peft"):
+def test_late_adapters_and_other_trainers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"give auto_parallel peft.get_peft_model\(model"):
         SFTTrainer(torch.nn.Linear(1, 1), peft_config=peft.LoraConfig())
+    with pytest.raises(ConfigError, match="train adapters by SFTTrainer"):
+        DPOTrainer(Job(Path(), {}, 2, 0, 2, adapters=True).model())
     with pytest.raises(ConfigError, match="RewardTrainer is no SFTTrainer"):
         parallel(trl.RewardTrainer)
