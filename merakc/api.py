@@ -55,11 +55,12 @@ from merakc.train.compiled_step import Form
 from merakc.train.expected import expected
 from merakc.train.mirror import users_type
 from merakc.train.model import ParallelModel
+from merakc.train.parameters.allocate import allocate
 from merakc.train.parameters.optimizers import leave
-from merakc.train.starting import living, nominal, started
+from merakc.train.starting import nominal, started
 from merakc.train.steps import Steps
 from merakc.train.told import begin, tell, telling, warn_of
-from merakc.train.weights import allocate, check_is_plain, find_placements, opened, take_over
+from merakc.train.weights import check_is_plain, find_placements, opened, take_over
 from merakc.version import __version__
 
 
@@ -271,7 +272,6 @@ def _build(
         model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
         fuser, loss=loss, follows=made.fit.request.micro_batches is None,
     )  # fmt: skip
-    living.add(steps)
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
     step = steps.add(key, recording, lowered, chunks(), layout, train=True)

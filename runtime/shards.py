@@ -220,6 +220,13 @@ class Bucket:
             self.owned[name].data = member.shaped(member.part(self.master, self.owned_at))
         self.whole = self.views(self.kept) if self.groups.shards.parameters == 1 else {}
 
+    def copy_(self, other: Bucket) -> None:
+        """Takes the values of a bucket like this one."""
+        other.finish()
+        self.kept.copy_(other.kept)
+        if self.is_mixed:
+            self.master.copy_(other.master)
+
     def refresh(self) -> Iterator[dist.Work]:
         """Brings what the optimizers of all ranks wrote into `kept`."""
         if not self.is_trained:

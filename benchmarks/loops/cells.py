@@ -36,6 +36,7 @@ LOOPS = {
     "Accelerate": ("accelerate_loop", False),
     "Lightning": ("lightning_loop", False),
     "TRL SFT": ("trl_sft", False),
+    "TRL SFT + LoRA": ("trl_sft", True),
     "TRL DPO": ("trl_dpo", False),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -45,8 +46,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2 zero-1": {"dp": 2, "tp": 1, "pp": 1, "state_shards": "zero-1"},
     "tp2 pp2": {"dp": 1, "tp": 2, "pp": 2},
 }
-# Of float64 throughout; Trainer sums and hands on losses in float32, and TRL's head computes its
-# gradients in float32.
+# Of float64 throughout; trainers of transformers and TRL sum and hand on in float32 what they tell.
 BOUND, CAST_BOUND = 1e-10, 1e-5
 EPSILON = torch.finfo(torch.float32).eps
 CAST = {"trainer", "trl_sft", "trl_dpo"}
@@ -163,10 +163,7 @@ def _compare(cell: Cell, told: Told, weights: Tensors, plain: tuple[Told, Tensor
     if [t.keys() for t in told] != [t.keys() for t in theirs] or weights.keys() != whole.keys():
         cell.problem = f"tells {told}, and in one process {theirs}"
         return
-    name = LOOPS[cell.loop][0]
-    bound, of_weights = (
-        CAST_BOUND if cast else BOUND for cast in (name in CAST, name.startswith("trl"))
-    )
+    bound = CAST_BOUND if LOOPS[cell.loop][0] in CAST else BOUND
     for ours, other in zip(told, theirs, strict=True):
         # Margins are differences: of numbers that were rounded, they are as far off as these.
         rounding = EPSILON * max(map(abs, other.values())) if bound == CAST_BOUND else 0.0
@@ -175,7 +172,7 @@ def _compare(cell: Cell, told: Told, weights: Tensors, plain: tuple[Told, Tensor
                 cell.problem = f"{name} is {ours[name]} after step {other['step']}, not {value}"
                 return
     cell.error = max(_difference(weights[name], value) for name, value in whole.items())
-    if not cell.error <= of_weights:
+    if not cell.error <= BOUND:
         cell.problem = f"weights differ by {cell.error:.1e}"
 
 

@@ -31,16 +31,11 @@ def warm_up(step: int) -> float:
     return min(1.0, step / WARM_UP)
 
 
-def loss_of(outputs: Any, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The mean over all labels."""
-    logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
-    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
-
-
 def with_loss(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Any]:
-    """The loss of a model that has none, and its outputs."""
+    """The mean over all labels, for a model that makes no loss, and its outputs."""
     outputs = model(batch["input_ids"])
-    return loss_of(outputs, batch), outputs
+    logits, labels = outputs.logits[:, :-1], batch["labels"][:, 1:]
+    return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1)), outputs
 
 
 def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> float:
@@ -139,6 +134,26 @@ class Job:
     def evaluates(self, step: int) -> bool:
         """Whether the model is evaluated after a step."""
         return (step + 1) in (self.steps // 2, self.steps)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What trainers of transformers and TRL are told."""
+        return {
+            "output_dir": str(self.checkpoint.parent), "max_steps": self.steps,
+            "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH,
+            "gradient_accumulation_steps": ACCUMULATED, "max_grad_norm": MAX_NORM,
+            "learning_rate": RATE, "warmup_steps": WARM_UP, "weight_decay": DECAY,
+            "lr_scheduler_type": "constant_with_warmup", "train_sampling_strategy": "sequential",
+            "eval_strategy": "no", "save_strategy": "no", "logging_steps": 1, "report_to": [],
+            "use_cpu": True, "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False,
+        }  # fmt: skip
+
+    def train(self, trainer: Any) -> None:
+        """Has such a trainer train, from the checkpoint on, and tells what it has logged."""
+        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.first else None)
+        for entry in trainer.state.log_history:
+            if entry["step"] > self.first and "train_runtime" not in entry:
+                self.tell(**{k: entry[k] for k in entry.keys() - UNTOLD})
 
     def tell(self, **numbers: float) -> None:
         """What a step or an evaluation has found."""

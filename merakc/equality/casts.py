@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Calls of which the first argument comes out as it is where nothing is dropped.
 DROPOUTS = frozenset(
@@ -40,8 +42,22 @@ class _LiftedCasts(TorchFunctionMode):
             func = torch.Tensor.double
         if func is torch.Tensor.view:  # the same bits in another dtype
             return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.backward:
+            with _LiftedBackward():  # type: ignore[no-untyped-call]
+                return func(*args, **(kwargs or {}))
         lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
         return func(*map(_lift, args), **lifted)
+
+
+class _LiftedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The same of a backward, which torch runs without modes of functions: those that custom
+    functions have written in Python cast, too.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.view.dtype:
+            args, kwargs = pytree.tree_map(_lift, (args, kwargs))
+        return func(*args, **(kwargs or {}))
 
 
 class _Grouped(TorchFunctionMode):

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning.pytorch
 import torch.distributed as dist
-import torchmetrics
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -56,8 +55,6 @@ class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         self.parallel.read_whole_batches()
         self._root_device = self.parallel._own("_steps").device
         self.global_rank = rank_zero_only.rank = self.parallel.rank
-        for metric in (m for m in model.modules() if isinstance(m, torchmetrics.Metric)):
-            metric.distributed_available_fn = _have_all  # each rank has seen all samples
 
     def setup(self, trainer: Any) -> None:
         """Refuses what would compute in another precision than the plan."""
@@ -137,11 +134,6 @@ class ParallelStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing: `load_checkpoint` has loaded it."""
-
-
-def _have_all() -> bool:
-    """Whether metrics are to be brought together from ranks."""
-    return False
 
 
 class Trainer(lightning.pytorch.Trainer):  # type: ignore[misc]

@@ -8,14 +8,18 @@ the logits, by calls that a vocabulary can be split under.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from types import MethodType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 import trl
+from trl.trainer import sft_trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from merakc.errors import ConfigError
@@ -28,12 +32,20 @@ class _Scored:
     """What these trainers do otherwise for a parallel model."""
 
     def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("peft_config") is not None or hasattr(model, "peft_config"):
+        if kwargs.get("peft_config") is not None:
             raise ConfigError(
-                f"{type(self).__name__} is given adapters of peft, whose base it changes after "
-                "auto_parallel: train them with merakc.integrations.trainer.Trainer"
+                f"{type(self).__name__}(peft_config=...) puts adapters into the model after "
+                "auto_parallel: give auto_parallel peft.get_peft_model(model, peft_config)"
             )
-        super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
+        if hasattr(model, "peft_config") and isinstance(self, trl.DPOTrainer):
+            raise ConfigError(
+                f"{type(self).__name__} makes its reference of a copy of the adapters, inside a "
+                "model that auto_parallel has compiled: train adapters by SFTTrainer, or by a loop "
+                "with the loss outside (docs/losses-outside.md)"
+            )
+        adapted = isinstance(model, ParallelModel) and hasattr(model, "get_base_model")
+        with _whole(model) if adapted else nullcontext():
+            super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         for each in (model, getattr(self, "ref_model", None)):
             if isinstance(each, ParallelModel):
                 each.read_whole_batches()
@@ -42,10 +54,23 @@ class _Scored:
                     _pair(each)
 
 
+@contextmanager
+def _whole(model: ParallelModel) -> Iterator[None]:
+    """Keeps a trainer that is made from parts of a model with adapters: it scores like others."""
+    source = model._own("_steps").source
+    source.add_model_tags = partial(source.get_base_model().add_model_tags)  # which it asks for
+    try:
+        with patch.object(sft_trainer, "is_peft_model", lambda _: False):
+            yield
+    finally:
+        del source.add_model_tags
+
+
 def _score(model: ParallelModel) -> None:
     """Has steps compute scores where a trainer would have them from the forward that it has set."""
     del vars(model)["forward"]
     source = model._own("_steps").source
+    source = source.get_base_model() if hasattr(source, "get_base_model") else source
     plain = source.forward
 
     @wraps(plain)

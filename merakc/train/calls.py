@@ -15,6 +15,7 @@ from merakc.batches.split import path_name
 from merakc.lowering.recording import autocast_of
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
+from merakc.train.data.metrics import count_once
 from merakc.train.steps import Steps
 
 # The tensors of a batch that are told by name where ranks differ.
@@ -46,6 +47,7 @@ def _facts(
     others the mode alone.
     """
     mesh = steps.groups.mesh
+    count_once()
     if mesh.world_size == 1:
         return None
     mode = f"{name} in {'training' if training else 'eval'} mode"

@@ -90,20 +90,19 @@ class Mirror(nn.Module):
 
     register_parameter = register_module = add_module = _refuse  # type: ignore[assignment]
 
-    def __deepcopy__(self, _: object) -> Never:
-        """Refuses: a copy would have no steps of its own."""
+    def __deepcopy__(self, _: dict[int, Any]) -> Any:
+        """Refuses: a copy of a part would have no steps of its own."""
         raise ConfigError(
-            "a model that auto_parallel runs cannot be copied or pickled (copy.deepcopy, "
-            "AveragedModel, torch.save(model)): keep averages of its parameters, "
-            "[p.detach().clone() for p in model.parameters()], and bring them in by "
-            "p.data.copy_(average); merakc.save and model.full_state_dict() save it"
+            f"{type(self).__name__} is a part of a model that auto_parallel runs, and is copied by "
+            "itself: copy.deepcopy(model) copies the whole model"
         )
 
-    __copy__ = __deepcopy__
-
     def __reduce_ex__(self, _: object) -> Never:
-        """Refuses to be pickled."""
-        self.__deepcopy__(None)
+        """Refuses to be pickled, and shallow copies."""
+        raise ConfigError(
+            "a model that auto_parallel runs cannot be pickled (torch.save(model)) or shallowly "
+            "copied: merakc.save and model.full_state_dict() save it, copy.deepcopy copies it"
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """This rank's parts, each of which says so."""
@@ -130,7 +129,16 @@ class Mirror(nn.Module):
         source = self.__dict__.get("_source")
         if source is not None and _has_setting(source, name):
             return vars(source)[name]
-        return nn.Module.__getattr__(self, name)
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            theirs: Any = getattr(type(source), "__getattr__", None)
+            if theirs in (None, nn.Module.__getattr__):
+                raise
+            found = guarded(theirs)(self, name)
+            if isinstance(found, MethodType):
+                raise
+            return found  # a setting of a part: models around models ask those for it
 
     def extra_repr(self) -> str:
         """As of the user's module, and what this rank has of its parameters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,6 +29,7 @@ from merakc.train.outputs import HandOut, check_finite, loss_name
 from merakc.train.outside.caches import cache_in
 from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
+from merakc.train.parameters.allocate import copied
 from merakc.train.parameters.elements import follow
 from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.matrices import Home
@@ -85,6 +87,24 @@ class ParallelModel(Forwards):
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
             follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+        """Another model under the same plan, of a copy of the user's: it has parameters of its own,
+        and compiles steps of its own when it is called. Every rank must make it.
+        """
+        self._own("_memory").settle()
+        steps, given = copied(self._own("_steps"), memo), (self._own("_aliases"), self.simulation)
+        made = memo[id(self)] = type(self)(steps, *given)
+        made.read_whole_batches(self._own("_reads_whole"))
+        pairs = [*zip(self.modules(), made.modules(), strict=True)]
+        memo.update({id(ours): theirs for ours, theirs in pairs})
+        for own, other in zip(self.parameters(), made.parameters(), strict=True):
+            memo[id(own)] = other.requires_grad_(own.requires_grad)
+        for ours, theirs in pairs:
+            for name, value in vars(ours).items():
+                if name.endswith("_hooks") or name not in vars(theirs):
+                    vars(theirs)[name] = copy.deepcopy(value, memo)
+        return made
 
     @property
     def plan(self) -> Plan:

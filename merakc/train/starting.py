@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 from dataclasses import replace
-from weakref import WeakSet
 
 import torch
 
@@ -17,10 +16,8 @@ from merakc.runtime.fused import Fuser, check_compiler
 from merakc.runtime.health.job import start_job
 from merakc.runtime.links import memory_bytes
 from merakc.train.checkpoints.full_state import gather_on_request
-from merakc.train.steps import Steps
+from merakc.train.steps import living
 from merakc.train.trials import shared_cores
-
-living: WeakSet[Steps] = WeakSet()
 
 
 def started(device: torch.device, compile: bool, timeout_s: float) -> tuple[int, Fuser | None]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -101,6 +102,7 @@ class Steps:
         """Looks at the model's own modules, and at optimizers from here on."""
         self.settings = Settings(WithLoss(self.source, self.loss))
         self.agreement = Agreement(self.groups, warn=warn_of_same if not self.groups.rank else None)
+        living.add(self)
 
     def layout(
         self,
@@ -126,11 +128,7 @@ class Steps:
         return self.source if self.loss is None else WithLoss(self.source, None)
 
     def key(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        layout: BatchLayout,
-        form: Form,
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: BatchLayout, form: Form
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
         modes = self.settings.modes(), self.settings.changed()
@@ -395,3 +393,6 @@ class Steps:
                    for i in step.brought[InputKind.SCALAR]}
             )  # fmt: skip
         return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
+
+
+living: WeakSet[Steps] = WeakSet()  # whose groups are let go of before Python ends

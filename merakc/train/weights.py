@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.errors import ConfigError, MerakWarning, MismatchError
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import parse_layout, whole_layout
@@ -20,15 +19,11 @@ from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
 from merakc.runtime.groups import Groups, together
 from merakc.runtime.health.job import all_ranks
-from merakc.runtime.sharded_state import ShardedState
-from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
-from merakc.train.parameters.places import register_places
-from merakc.train.parameters.states import tag_optimizers
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.
@@ -107,63 +102,6 @@ def opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
     found = cache(lambda: open_weights(weights, model))
     together(lambda: bool(found()))
     return found()
-
-
-def allocate(
-    placements: Mapping[str, Placement], lowered: Lowered, groups: Groups, device: torch.device
-) -> tuple[Tensors, ShardedState | None]:
-    """This rank's parameters and buffers, all zeros, and the buckets that parameters stand in.
-
-    There are none where there is one dp rank, and no precision but the model's own; frozen
-    parameters stay whole where parameters are not sharded. All ranks must call it.
-    """
-    _, pipeline_rank, tp_rank = groups.coordinates
-    state: Tensors = {}
-    for name, place in placements.items():
-        if pipeline_rank in place.ranks:
-            shape = place.layout.local_shape(groups.mesh.tp, tp_rank)
-            part = torch.empty(shape, dtype=place.dtype, device="meta")
-            state[name] = nn.Parameter(part, place.requires_grad) if place.is_parameter else part
-    sharded = None
-    if lowered.plan.dp > 1 or lowered.plan.precision is not None:
-        sharded = _in_buckets(state, placements, lowered, groups, device)
-        state |= sharded.owned
-    for name, tensor in state.items():
-        if tensor.is_meta:
-            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            state[name] = nn.Parameter(zeros, tensor.requires_grad) if is_parameter else zeros
-    register_places(state, placements, groups, sharded)
-    tag_optimizers()
-    return state, sharded
-
-
-def _in_buckets(
-    state: Tensors,
-    placements: Mapping[str, Placement],
-    lowered: Lowered,
-    groups: Groups,
-    device: torch.device,
-) -> ShardedState:
-    plan, own = lowered.plan, groups.coordinates[1]
-    used = dict.fromkeys(i.target for g in lowered.stages.graphs for i in parameters_in_order(g))
-    held = []
-    for name in dict.fromkeys([*used, *state]):
-        if isinstance(state.get(name), nn.Parameter):
-            place = placements[name]
-            shared = sum(plan.rank_of[s] == own for s in place.stages) > 1
-            held.append(
-                Held(name, place.dtype, state[name].numel(), place.stages, place.requires_grad,
-                     shared, name in used)
-            )  # fmt: skip
-    every = sorted({plan.shards(s) for s in range(len(plan.rank_of))})
-    made = {shards: ShardGroups(groups, shards) for shards in every}
-    holders = {  # all ranks make all groups, in one order
-        ranks: groups.holders(ranks) for ranks in sorted({p.ranks for p in placements.values()})
-    }
-    tied = {p.stages: holders[p.ranks] for p in placements.values() if own in p.ranks}
-    specs = plan_buckets(held, plan.shards)
-    return ShardedState(specs, state, made, tied, plan.precision, device)
 
 
 def take_over(

@@ -27,6 +27,22 @@ def test_lifted_casts_reach_every_spelling() -> None:
     assert x.float().dtype == torch.float32
 
 
+def test_casts_of_a_custom_backward_are_lifted() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, handed: torch.Tensor) -> torch.Tensor:
+            return (2 * handed.float()).double()
+
+    x = torch.full((), 1 / 3, dtype=torch.float64, requires_grad=True)
+    with lifted_casts():
+        (Doubled.apply(x) * (1 / 3)).backward()
+    assert x.grad == 2 / 3  # float32 would round it
+
+
 def test_products_of_groups_are_there_in_float64() -> None:
     x, w = torch.randn(5, 4, dtype=torch.float64), torch.randn(2, 4, 3, dtype=torch.float64)
     offs = torch.tensor([2, 5], dtype=torch.int32)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
+from torchmetrics import SumMetric
 from transformers import LlamaForCausalLM
 
 import merakc
@@ -66,7 +67,12 @@ def together(folder: Path) -> tuple[Any, ...]:
     for counter.seen in (1, 2):
         accelerator.save_state()
     drawn, counter.seen = torch.rand(()), 3
-    accelerator.backward(model(**job.example).loss)
+    outputs, seen = model(**job.example), SumMetric()
+    accelerator.backward(outputs.loss)
+    labels = accelerator.gather_for_metrics(job.example["labels"])
+    seen.update(torch.tensor(float(len(labels))))
+    assert seen.compute() == len(job.example["labels"])
+    assert torch.equal(accelerator.reduce(outputs.loss), outputs.loss)
     optimizer.step()
     accelerator.load_state()
     again = torch.rand(())

@@ -42,6 +42,7 @@ BATCH = {"input_ids": torch.arange(8 * 6).view(8, 6), "labels": torch.arange(8 *
 def save(layout: dict[str, Any], folder: Path) -> None:
     model = merakc.auto_parallel(adapted(), BATCH, cluster=NOMINAL_CPU, **layout)
     assert "input_ids" in inspect.signature(model.get_base_model().forward).parameters
+    assert model.generation_config is not None  # of the base, which peft's model asks for it
     save_adapters(folder / "ours", model)
     with pytest.raises((AttributeError, ConfigError), match="merge_and_unload"):
         model.merge_and_unload()

@@ -6,9 +6,6 @@ All layouts are compared by `benchmarks/loops`.
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,21 +106,3 @@ def test_other_modules_are_refused(tmp_path: Path) -> None:
     module.head = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"head\.weight, head\.bias: make them a part"):
         ParallelStrategy().connect(module)
-
-
-def test_the_pages_script_trains_alike_on_two_ranks(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "lightning.md").read_text()
-    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
-    printed = []
-    for start in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
-        done = subprocess.run(
-            [sys.executable, *start, "train.py"], cwd=tmp_path, env=env, capture_output=True,
-            text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed.append([float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)])
-    assert len(printed[0]) == 8
-    assert printed[1] == pytest.approx(printed[0], abs=2e-3)  # and logged once

@@ -5,10 +5,6 @@ All layouts are compared by `benchmarks/loops`.
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +35,11 @@ def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
     assert {"rewards/margins", "grad_norm", "entropy"} <= plain[0][0].keys()
     cell = compared("TRL DPO", "dp2", 2, plain)  # and from its middle on tp2
     assert cell.passed, cell
+
+
+def test_adapters_are_fine_tuned_as_in_one_process(tmp_path: Path) -> None:
+    cell = compared("TRL SFT + LoRA", "tp2", 2, references("TRL SFT + LoRA", 2, tmp_path))
+    assert cell.passed, cell  # and from its middle on pp2
 
 
 def test_scores_are_those_of_trls_head() -> None:
@@ -81,27 +82,10 @@ def test_what_would_be_wrong_is_refused(
         kind(model, args=arguments, train_dataset=data, processing_class=tokenizer())
 
 
-def test_adapters_and_other_trainers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="adapters of peft"):
+def test_late_adapters_and_other_trainers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"give auto_parallel peft.get_peft_model\(model"):
         SFTTrainer(torch.nn.Linear(1, 1), peft_config=peft.LoraConfig())
+    with pytest.raises(ConfigError, match="train adapters by SFTTrainer"):
+        DPOTrainer(Job(Path(), {}, 2, 0, 2, adapters=True).model())
     with pytest.raises(ConfigError, match="RewardTrainer is no SFTTrainer"):
         parallel(trl.RewardTrainer)
-
-
-def test_the_pages_script_trains_alike_on_two_ranks(tmp_path: Path) -> None:
-    root = Path(__file__).parents[2]
-    page = (root / "docs" / "trl.md").read_text()
-    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
-    printed = []
-    for start in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
-        done = subprocess.run(
-            [sys.executable, *start, "train.py"], cwd=tmp_path, env=env, capture_output=True,
-            text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        printed.append([float(x) for x in re.findall(r"'loss': '([\d.]+)'", done.stdout)])
-    assert len(printed[0]) == 4
-    assert printed[1] == pytest.approx(printed[0], abs=2e-3)  # and logged once
-    assert (tmp_path / "out" / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""A loop of one's own, with the loss outside the model, as a function of outputs and batch."""
+"""A loop of one's own, with the loss outside the model, made of its outputs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import merakc
-from benchmarks.loops.job import (  # noqa: F401  # one is the plain program's
+from benchmarks.loops.job import (
     ACCUMULATED,
     DECAY,
     MAX_NORM,
     RATE,
-    Batch,
     Job,
     accuracy,
-    loss_of,
     warm_up,
     with_loss,
 )
@@ -24,13 +22,8 @@ from benchmarks.loops.job import (  # noqa: F401  # one is the plain program's
 def run(job: Job) -> torch.nn.Module:
     """Trains from `job.first` to `job.last`."""
     model = job.model()
-    model = merakc.auto_parallel(model, job.example, loss=loss_of, **job.layout)  # merakc
+    model = merakc.auto_parallel(model, job.example, **job.layout)  # merakc
     model.read_whole_batches()  # merakc
-
-    def losses(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, outputs = model(**batch)  # merakc: loss, outputs = with_loss(model, batch)
-        return loss, outputs.logits
-
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
     scheduler = LambdaLR(optimizer, warm_up)
     if job.first:
@@ -39,7 +32,7 @@ def run(job: Job) -> torch.nn.Module:
         model.train()
         total = 0.0
         for batch in job.batches(step):
-            loss = losses(batch)[0] / ACCUMULATED
+            loss = with_loss(model, batch)[0] / ACCUMULATED
             loss.backward()
             total += loss.item()
         norm = clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -50,8 +43,8 @@ def run(job: Job) -> torch.nn.Module:
         if job.evaluates(step):
             model.eval()
             with torch.no_grad():
-                loss, logits = losses(job.evaluation)
-            right = accuracy(logits, job.evaluation["labels"])
+                loss, outputs = with_loss(model, job.evaluation)
+            right = accuracy(outputs.logits, job.evaluation["labels"])
             job.tell(step=step + 1, eval_loss=loss.item(), eval_accuracy=right)
     merakc.save(job.checkpoint, model, optimizer, scheduler)
     return model

@@ -185,7 +185,7 @@ def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     if name == "__deepcopy__":
         made = args[1][id(first)] = _of(first.source, plain(first).detach().clone(), first.views)
         return made.requires_grad_(first.requires_grad and first.is_leaf)
-    if name in _EQUAL and len(known) > 1 and all(x.source is first.source for x in known):
+    if name in _EQUAL and len(known) > 1 and all(x.source.is_like(first.source) for x in known):
         same = _by_elements(_EQUAL[name], "eq", args, kwargs, known)
         return bool(share_of(same, _kind("all", same, (), {})))
     if name in NORMS | REDUCTIONS and args and args[0] is first and not _is_pair(args):
@@ -211,7 +211,7 @@ def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
 
 def _is_alike(one: Any, other: Any) -> bool:
     """Whether elements of both meet as those of the wholes would."""
-    return one.source is other.source and one.views == other.views
+    return bool(one.source.is_like(other.source) and one.views == other.views)
 
 
 def _by_elements(

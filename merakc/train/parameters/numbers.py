@@ -35,6 +35,15 @@ class Source:
         """The elements of the whole."""
         return math.prod(self.shape)
 
+    def is_like(self, other: Source) -> bool:
+        """Whether this rank has the same elements of both: of one parameter, or of that of a copy
+        of the model.
+        """
+        if self is other:
+            return True
+        own, others = ((s.name, s.shape, s.held, s.place) for s in (self, other))
+        return self.owners.groups is other.owners.groups and own == others
+
     def __deepcopy__(self, _: object) -> Source:
         return self
 

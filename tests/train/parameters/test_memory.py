@@ -110,8 +110,8 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
     "a new parameter": (
         lambda m: m.register_parameter("x", nn.Parameter(torch.ones(2))), "'x' is set to a"),
     "a new module": (lambda m: m.add_module("x", nn.Linear(1, 1)), "'x' is set to a Linear"),
-    "deepcopy": (copy.deepcopy, "cannot be copied or pickled"),
-    "averages": (torch.optim.swa_utils.AveragedModel, "cannot be copied or pickled"),
+    "a copied part": (lambda m: copy.deepcopy(m.get_submodule("a")), "copies the whole model"),
+    "a shallow copy": (copy.copy, "cannot be pickled .* or shallowly copied"),
 }  # fmt: skip
 
 
