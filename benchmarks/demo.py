@@ -30,7 +30,7 @@ from benchmarks.corpus import VOCABULARY, library_bytes, sample
 from benchmarks.memory import peak_live_bytes
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import split_batch
-from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.report.text import format_bytes, format_seconds, plan_table
 from merakc.report.trace import write_trace
@@ -71,7 +71,7 @@ class Run:
     step_s: tuple[float, ...]
     peak_bytes: int = 0
     events: tuple[Event, ...] = ()
-    plan: Plan | None = None
+    plan: PlanFile | None = None
     simulation: Simulation | None = None
     collectives: tuple[CollectiveEvent, ...] = ()
 
@@ -101,7 +101,7 @@ def train_parallel(settings: Settings, text: torch.Tensor) -> Run:
         model, batch, dp=1, tp=TP, pp=PP, micro_batches=MICRO_BATCHES, schedule="1f1b"
     )
     console = Console(quiet=dist.get_rank() != 0)
-    console.print(plan_table(parallel.plan))
+    console.print(plan_table(parallel.plan_file))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=LEARNING_RATE)
 
     def step(batch: dict[str, torch.Tensor]) -> float:
@@ -122,7 +122,7 @@ def train_parallel(settings: Settings, text: torch.Tensor) -> Run:
         step_s,
         peak_bytes,
         events=tuple(events),
-        plan=parallel.plan,
+        plan=parallel.plan_file,
         simulation=parallel.simulation,
         collectives=collectives,
     )

@@ -189,7 +189,7 @@ def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
         parallel(**batch).loss.backward()
         runs_s.append(time.perf_counter() - start_s)
         optimizer.step()
-    prediction = parallel.plan.prediction
+    prediction = parallel.plan_file.prediction
     assert prediction is not None
     place = parallel.plan.mesh.coordinates(parallel.rank)[1]
     flat = dataclasses.replace(hardware.flat("float32"))

@@ -114,7 +114,7 @@ def measure_step(model: str, options: dict[str, Any]) -> tuple[int, int, int]:
         optimizer.zero_grad()
         parallel(**batch)["loss"].backward()
         optimizer.step()
-    prediction = parallel.plan.prediction
+    prediction = parallel.plan_file.prediction
     assert prediction is not None
     _, rank, _ = parallel.plan.mesh.coordinates(dist.get_rank())
     predicted_bytes = prediction.peak_bytes[rank]

@@ -36,7 +36,8 @@ from merakc.equality.train import Case, comparable, train_in_one_process, train_
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
-from merakc.ir.plan import Plan, file_text, parse_plan
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile, file_text, parse_plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import parse_shards
@@ -50,11 +51,11 @@ from merakc.simulation.faults import verify_programs
 SAMPLES, MICRO_BATCHES, VOCABULARY, LENGTH = 8, 4, 24, 6
 REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"
 # What a plan reports and does not decide.
-REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "head", "prediction",
+REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "head",
             "merakc_version", "overlap_gains", "batch_size")  # fmt: skip
-HASHES = ("hash", "file_hash")
+HEAD = ("schema_version", "hash", "file_hash")
 MOST_RANKS = 8  # that are started to train
-_ADAPTER = pydantic.TypeAdapter(Plan)
+_ADAPTER = pydantic.TypeAdapter(PlanFile)
 
 
 @cache
@@ -86,7 +87,7 @@ def recorded(parts: int, precision: Precision | None) -> Recording:
 
 
 @cache
-def plans() -> tuple[Plan, ...]:
+def plans() -> tuple[PlanFile, ...]:
     """Plans that hold everything that plans can."""
     order = ("0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3", "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3")
     zero = parse_shards([1, 2, 2], 2, 2)
@@ -111,15 +112,16 @@ def _plan(
     sequences: bool = False,
     precision: Precision | None = None,
     **decided: Any,
-) -> Plan:
-    plan, lowered = make_plan(
+) -> PlanFile:
+    lowered = make_plan(
         recorded(MICRO_BATCHES, precision), mesh, MICRO_BATCHES, NOMINAL_GPU, batch_size=SAMPLES,
         schedule=schedule, order=order, virtual_stages=chunks, recompute=recompute,
         sequence_parallel=sequences,
     )  # fmt: skip
+    plan = lowered.plan
     plan = replace(plan, precision=precision, **decided)
     prediction, _ = predict(replace(lowered, plan=plan), NOMINAL_GPU, dp_rank=0)
-    return replace(plan, prediction=prediction)
+    return PlanFile(plan, prediction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,7 @@ class Mutant:
 def mutants(count: int, seed: int) -> Iterator[Mutant]:
     """So many damaged files; every second one with a hash that fits, where there is one."""
     rng = random.Random(seed)
-    texts = [file_text(p.hash, dataclasses.asdict(p)) for p in plans()]
+    texts = [p.text for p in plans()]
     for k in range(count):
         base = rng.randrange(len(texts))
         hashed = k % 2 == 1
@@ -170,8 +172,10 @@ def mutate_bytes(text: str, rng: random.Random) -> str:
 
 def mutate_body(body: dict[str, Any], rng: random.Random) -> None:
     """Changes one value, key or entry in place; each field of the plan is as likely as any."""
-    top = rng.choice([k for k in body if k not in HASHES])
-    places = list(_places(body, top))
+    decided = body["decisions"]
+    tops = [(decided, k) for k in decided]
+    tops += [(body, k) for k in body if k not in (*HEAD, "decisions")]
+    places = list(_places(*rng.choice(tops)))
     owner, key = rng.choice(places)
     value = owner[key]
     match rng.randrange(8):
@@ -223,7 +227,7 @@ def _another(value: Any, rng: random.Random) -> Any:
 
 def rehashed(body: dict[str, Any]) -> str:
     """The file of those contents with hashes that fit, if they can be read at all."""
-    rest = {k: v for k, v in body.items() if k not in HASHES}
+    rest = {k: v for k, v in body.items() if k not in HEAD}
     try:
         return file_text(_ADAPTER.validate_python(rest).hash, rest)
     except (pydantic.ValidationError, MerakError):
@@ -236,7 +240,7 @@ def judge(mutant: Mutant) -> tuple[str, str | Plan]:
     Whatever is raised that is no `MerakError` is a fault of merakc's.
     """
     try:
-        plan = parse_plan(mutant.text, "plan.json")
+        plan = parse_plan(mutant.text, "plan.json").decisions
         lowered = apply_plan(plan, recorded(plan.micro_batches, plan.precision))
         lowered = with_parts(lowered, lambda parts: recorded(parts, plan.precision))
         ranks = [plan.mesh.rank(0, r, 0) for r in range(plan.pp)]
@@ -244,7 +248,7 @@ def judge(mutant: Mutant) -> tuple[str, str | Plan]:
         verify_programs(programs, micro_batches=plan.micro_batches, training=True)
     except MerakError as error:
         return REFUSED, f"{type(error).__name__}: {error}"
-    same = _meaning(plan) == _meaning(plans()[mutant.base])
+    same = _meaning(plan) == _meaning(plans()[mutant.base].decisions)
     return (SAME if same else OTHER), plan
 
 

@@ -68,7 +68,8 @@ def lowered_of(shards: str, schedule: str) -> Lowered:
     case = MODELS["gpt2"]
     layout = BatchLayout((2, 2), 1)  # a batch that is one part of several
     recording = record_part(case.model(), (), case.batch(2), layout, torch.device("cpu"))
-    plan, lowered = make_plan(recording, MESH, 4, NOMINAL_CPU, batch_size=8, schedule=schedule)
+    lowered = make_plan(recording, MESH, 4, NOMINAL_CPU, batch_size=8, schedule=schedule)
+    plan = lowered.plan
     plan = replace(plan, state_shards=parse_shards(shards, MESH.dp, len(plan.rank_of)))
     return replace(lowered, plan=plan)
 

@@ -90,8 +90,8 @@ def against_all(
     machines = hardware_for(cluster, ranks).flat("float32")
     request = Request(ranks, 0, overlap=0, total_batch_size=batch_size)
     source = small_source(kind)
-    plan, *_ = plan_offline(source, request, batch_size, machines)
-    assert plan.prediction is not None
+    best, _ = plan_offline(source, request, batch_size, machines)
+    assert best.prediction is not None
     record = Recordings(source, request, lambda _: None)
     table, hardware = PieceTable(record, machines), machines.described(ranks)
     precision = state_precision(record, request)
@@ -104,14 +104,14 @@ def against_all(
         say(f"{kind} on {ranks} devices: layout {count}")
         try:
             asked = asked_for(request, layout, priced.habits.shards)
-            other = improve(request, plan_layout(asked, record, machines), record, machines).plan
+            other = improve(request, plan_layout(asked, record, machines), record, machines)
         except MerakError:
             continue
         assert other.prediction is not None
         if max(other.prediction.peak_bytes) <= machines.memory_bytes:
             best_s = min(best_s, other.prediction.step_s)
     name = f"{kind}, {ranks} x {cluster}"
-    return Found(name, "all layouts", plan.prediction.step_s, best_s, count)
+    return Found(name, "all layouts", best.prediction.step_s, best_s, count)
 
 
 @cache

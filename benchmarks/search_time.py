@@ -82,6 +82,7 @@ def search_here(case: Case) -> dict[str, object]:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     # First, as by the command line: it imports torch without looking for garbage all the time.
     from merakc.cli.clusters import machines
+    from merakc.ir.plan_file import PlanFile
     from merakc.ir.precision import parse_precision
     from merakc.machines.garbage import leave_garbage
     from merakc.planner.offline import plan_offline
@@ -95,14 +96,15 @@ def search_here(case: Case) -> dict[str, object]:
     cluster = machines(case.cluster, "bfloat16", case.ranks)
     request = Request(case.ranks, 0, precision=parse_precision("bf16-mixed"))
     source = load_source(case.source, case.sequence)
-    plan, *_ = plan_offline(source, request, case.batch_size, cluster)
+    lowered, _ = plan_offline(source, request, case.batch_size, cluster)
     with tempfile.TemporaryDirectory() as folder:
-        plan.save(Path(folder) / "plan.json")
-    assert plan.prediction is not None
+        PlanFile(lowered.plan, lowered.prediction).save(Path(folder) / "plan.json")
+    plan = lowered.plan
+    assert lowered.prediction is not None
     return {
         "cpu_s": time.process_time(),
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "step_s": plan.prediction.step_s,
+        "step_s": lowered.prediction.step_s,
         "plan": (
             f"dp {plan.dp} tp {plan.tp} pp {plan.pp}, {plan.micro_batches} micro-batches, "
             f"{plan.schedule}, recompute {plan.recompute}, shards {plan.shards(0)}"

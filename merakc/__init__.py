@@ -5,7 +5,8 @@ from merakc.machines.garbage import few_collections
 with few_collections():  # torch among it
     from merakc.api import auto_parallel, plan_for
     from merakc.errors import MerakError, MerakWarning
-    from merakc.ir.plan import Plan, load_plan
+    from merakc.ir.plan import Plan
+    from merakc.ir.plan_file import PlanFile, load_plan
     from merakc.ir.precision import Precision
     from merakc.machines.cluster import Cluster
     from merakc.passes.sharding.register import register_sharding
@@ -24,6 +25,7 @@ __all__ = [
     "MerakWarning",
     "ParallelModel",
     "Plan",
+    "PlanFile",
     "Precision",
     "Saving",
     "__version__",

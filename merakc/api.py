@@ -29,6 +29,7 @@ from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven
 from merakc.kernels import gemm
@@ -42,16 +43,17 @@ from merakc.machines.start import device_of
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
 from merakc.planner.fit import Fit
-from merakc.planner.requested import first_parts, requested, without_dp
+from merakc.planner.requested import GivenPlan, first_parts, for_forward, requested
 from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.health.job import TIMEOUT_S, call
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
+from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
-from merakc.train.compiled_step import Form
+from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.expected import expected
 from merakc.train.mirror import users_type
 from merakc.train.model import ParallelModel
@@ -70,7 +72,7 @@ def auto_parallel(
     *,
     loss: LossFunction | None = None,
     weights: str | Path | None = None,
-    plan: Plan | str | Path | None = None,
+    plan: GivenPlan | None = None,
     dp: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
@@ -101,7 +103,7 @@ def auto_parallel(
             of the batch as it is called with; of that, the model is given what its forward takes.
         weights: a folder of safetensors files, as from `save_pretrained` or `merakc.save`, or one
             file: each rank reads its parts, in place of the model's own weights.
-        plan: a plan, or its file, in place of a search; what it measured stands. Rank 0's counts.
+        plan: a plan, or its file, in place of a search; what that measured stands. Rank 0's counts.
         dp: data-parallel degree; chosen if None, as are tp and pp.
         tp: tensor-parallel degree.
         pp: pipeline ranks.
@@ -137,7 +139,7 @@ def auto_parallel(
         made = _decided(asked, world, device, agreed)
         teller.begin("compiling the stages")
         found = _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
-        teller.decided(found.plan)
+        teller.decided(found.plan_file)
     return found
 
 
@@ -178,7 +180,7 @@ class _Decision:
     example: tuple[tuple[Any, ...], dict[str, Any]]
     recording: BatchRecording
     lowered: Lowered
-    machines: Cluster
+    given: PlanFile | None
     fit: Fit
     outside: bool  # whether the loss is made outside, of outputs that steps return
 
@@ -188,7 +190,7 @@ def _decide(
     model: nn.Module,
     batch: Any,
     fixed: Request,
-    plan: Plan | str | Path | None,
+    plan: GivenPlan | None,
     cluster: Cluster | None,
     device: torch.device,
     agreed: str,
@@ -227,14 +229,14 @@ def _decide(
         example.cache_clear()
     agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
     outside = not isinstance(model, WithLoss) and first(reading()).is_beside
-    request = without_dp(requests[reading()], given) if outside else requests[reading()]
-    if request.recompute == "auto" and given is None and first(reading()).checkpoints:
-        request = replace(request, recompute="full")
-    machines = cluster or nominal(device)
+    request = for_forward(requests[reading()], given, first(reading()).checkpoints, outside=outside)
     record = partial(_of_samples, model, example(), request, device, recorded)
-    fit = Fit(request, record, machines, shared=cluster is None and device.type == "cpu")
+    shared = cluster is None and device.type == "cpu"
+    fit = Fit(request, record, cluster or nominal(device), shared)
     lowered, recording = _lowered(given, recorded, fit, likely)
-    return _Decision(model, device, example(), recording, lowered, machines, fit, outside)
+    return _Decision(
+        model, device, example(), recording, lowered, given=asked.file, fit=fit, outside=outside
+    )
 
 
 @few_collections()
@@ -268,26 +270,34 @@ def _build(
     leave(model)
     take_over(model, state, placements, groups, seed, files)
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
+    file = replace(made.given or PlanFile(plan), decisions=plan)
     steps = Steps(
-        model, lowered, placements, groups, made.device, state, seed, sharded, timeout_s, scale,
-        fuser, loss=loss, follows=made.fit.request.micro_batches is None,
+        model, lowered, file, placements, groups, made.device, state,
+        seed=seed, sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
+        follows=made.fit.request.micro_batches is None,
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
     step = steps.add(key, recording, lowered, chunks(), layout, train=True)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
-    measured = cluster is None
-    prediction, simulation, here = expected(steps, step, made.machines, measured=measured)
-    from_rank_0(lambda: made.fit.check(prediction.peak_bytes, plan.mesh))
-    plan = replace(lowered.plan, prediction=prediction, measured=here)
-    steps.planned = replace(lowered, plan=plan)
-    book = None
-    if from_rank_0(lambda: ledger) is not None:
-        header = make_header(steps, simulation, made.machines, measured=measured)
-        book = Bookkeeper(ledger or "", steps, header)
+    simulation, book = _priced(made, steps, step, ledger, measured=cluster is None)
     kind: type[ParallelModel] = users_type(ParallelModel, type(model))  # type: ignore[arg-type]
     return kind(steps, recording.aliases, simulation, book)
+
+
+def _priced(
+    made: _Decision, steps: Steps, step: CompiledStep, ledger: str | Path | None, *, measured: bool
+) -> tuple[Simulation, Bookkeeper | None]:
+    """What a step should cost, and the ledger of what steps do. Raises `FitError`; collective."""
+    machines = made.fit.cluster
+    prediction, simulation, here = expected(steps, step, machines, measured=measured)
+    from_rank_0(lambda: made.fit.check(prediction.peak_bytes, step.lowered.plan.mesh))
+    steps.file = replace(steps.file, prediction=prediction, measured=here)
+    if from_rank_0(lambda: ledger) is None:
+        return simulation, None
+    header = make_header(steps, simulation, machines, measured=measured)
+    return simulation, Bookkeeper(ledger or "", steps, header)
 
 
 def _recorded(
@@ -368,9 +378,9 @@ def _lowered(
     def decide() -> Plan:
         begin("choosing a plan")
         found.append(choose(fit.request, fit.record, fit.cluster, tell))
-        plan = found[0].plan
-        assert plan.prediction is not None
-        fit.check(plan.prediction.peak_bytes, plan.mesh, rough=True)
+        plan, prediction = found[0].plan, found[0].prediction
+        assert prediction is not None
+        fit.check(prediction.peak_bytes, plan.mesh, rough=True)
         return plan
 
     plan = given if given is not None else from_rank_0(decide)

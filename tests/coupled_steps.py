@@ -38,7 +38,7 @@ def planned(
 ) -> tuple[Lowered, list[Tensors]]:
     """The plan made of the first dp rank's part, for this one's; its micro-batches."""
     first = case.record(BatchLayout(layout.sizes, layout.micro_batches))
-    _, lowered = make_plan(first, mesh, layout.micro_batches, NOMINAL_CPU, **options)
+    lowered = make_plan(first, mesh, layout.micro_batches, NOMINAL_CPU, **options)
     batch, each = case.rank_batch(layout), layout.each
     parts = [
         {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)

@@ -112,7 +112,7 @@ def test_one_process_without_torch_distributed() -> None:
     assert_close(model.full_gradients(), gradients(plain))
     assert all(parameter.is_meta for parameter in given.parameters())  # taken over
     assert (model.plan.dp, model.plan.tp, model.plan.pp) == (1, 1, 1)
-    prediction = model.plan.prediction
+    prediction = model.plan_file.prediction
     assert prediction is not None
     assert prediction.step_s > 0
     assert model.simulation is not None
@@ -214,7 +214,7 @@ def test_what_is_left_open_is_chosen_alike_on_every_rank() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     """By the peak of the built step, to the byte; a plan of the user's likewise."""
     options = {"recompute": "none", "micro_batches": 1}
-    roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options).plan
+    roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options).plan_file
     assert roomy.prediction is not None
     needed = max(roomy.prediction.peak_bytes)
     exact = replace(NOMINAL_CPU, memory_bytes=needed)
@@ -231,8 +231,8 @@ def test_what_does_not_fit_is_refused() -> None:
 def tight() -> tuple[str, tuple[int, ...], int, dict[str, torch.Tensor]]:
     options = {"pp": 2, "micro_batches": 4, "schedule": "1f1b"}
     roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options)
-    assert roomy.plan.prediction is not None
-    small = replace(NOMINAL_CPU, memory_bytes=max(roomy.plan.prediction.peak_bytes))
+    assert roomy.plan_file.prediction is not None
+    small = replace(NOMINAL_CPU, memory_bytes=max(roomy.plan_file.prediction.peak_bytes))
     model = merakc.auto_parallel(build(Words), words(0), cluster=small, **options)
     model(**words(0))["loss"].backward()
     kinds = [e.kind for e in model.last_events]
@@ -265,8 +265,8 @@ class _Shifted(nn.Module):
 
 def test_a_model_that_cannot_run_on_zeros_is_predicted_by_formula() -> None:
     model = merakc.auto_parallel(_Shifted(), {"ids": torch.ones(2, 3, dtype=torch.long)})
-    assert model.plan.prediction is not None
-    assert model.plan.prediction.step_s > 0
+    assert model.plan_file.prediction is not None
+    assert model.plan_file.prediction.step_s > 0
     model(ids=torch.ones(2, 3, dtype=torch.long)).backward()
 
 

@@ -147,7 +147,7 @@ def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
     rank = dist.get_rank()
     held = dict(parallel.named_parameters())
     dp, stage, tp = mesh.coordinates(rank)
-    assert parallel.plan.prediction is not None
+    assert parallel.plan_file.prediction is not None
     return _Held(
         (dp, stage, tp),
         sum(held_part(p).numel() for p in held.values() if p.requires_grad),
@@ -156,7 +156,7 @@ def _step(case: ModelCase, mesh: Mesh, *, train_all: bool = False) -> _Held:
         {n for n, p in held.items() if p in optimizer.state},
         {n for n, p in held.items() if p.requires_grad},
         sum(reduced),
-        parallel.plan.prediction.peak_bytes[stage],
+        parallel.plan_file.prediction.peak_bytes[stage],
     )
 
 

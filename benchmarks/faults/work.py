@@ -169,7 +169,7 @@ def plan_of(layout: str) -> str:
     def made() -> str:
         with tempfile.TemporaryDirectory(prefix="merakc-faults-") as folder:
             model = merakc.auto_parallel(Small(), batch(), **LAYOUTS[layout])
-            model.plan.save(f"{folder}/plan{dist.get_rank()}.json")
+            model.plan_file.save(f"{folder}/plan{dist.get_rank()}.json")
             return Path(f"{folder}/plan{dist.get_rank()}.json").read_text()
 
     degrees = LAYOUTS[layout]

@@ -24,7 +24,7 @@ from merakc.cli.app import app
 from merakc.equality.ranks import run_ranks
 from merakc.errors import MerakError
 from merakc.ir.ledger import DIGEST_LENGTH, read_ledger
-from merakc.ir.plan import Plan, file_text, load_plan
+from merakc.ir.plan_file import PlanFile, file_text, load_plan
 from merakc.machines.cluster_files import cluster_text, load_cluster, preset
 from merakc.planner.sources import load_source
 from merakc.train.checkpoints.manifest import NAME, _body_crc, read_manifest
@@ -42,7 +42,8 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"model_type": "vit", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
      "num_attention_heads": 2, "image_size": 8, "patch_size": 4, "num_channels": 3},
 )  # fmt: skip
-_PLAN = pydantic.TypeAdapter(Plan)
+_PLAN = pydantic.TypeAdapter(PlanFile)
+_HEAD = ("schema_version", "hash", "file_hash")  # of a plan file
 
 
 class Small(nn.Module):
@@ -195,7 +196,7 @@ def _values(value: Any, *without: str) -> Any:
 
 
 def _plan_said(text: str) -> Any:
-    return {k: v for k, v in json.loads(text).items() if k not in ("hash", "file_hash")}
+    return {k: v for k, v in json.loads(text).items() if k not in _HEAD}
 
 
 def _cluster_said(text: str) -> Any:
@@ -219,7 +220,7 @@ def _ledger_said(text: str) -> Any:
 
 def _signed_plan(body: Any) -> Any:
     """With hashes that fit, if it can be read at all."""
-    rest = {k: v for k, v in body.items() if k not in ("hash", "file_hash")}
+    rest = {k: v for k, v in body.items() if k not in _HEAD}
     try:
         return json.loads(file_text(_PLAN.validate_python(rest).hash, rest))
     except (pydantic.ValidationError, MerakError, ValueError, TypeError, OverflowError):
@@ -266,4 +267,4 @@ def _train(checkpoint: Path, ledger: Path, used: Path) -> None:
         optimizer.zero_grad()
     merakc.save(checkpoint, model, optimizer)
     if model.rank == 0:
-        model.plan.save(used)
+        model.plan_file.save(used)

@@ -34,7 +34,7 @@ def main(text: str) -> dict[str, float]:
     optimizer.step()
     done_s = time.perf_counter()
     if path is not None and not known:
-        parallel.plan.save(path)
+        parallel.plan_file.save(path)
     return {
         "import_s": imported_s - start_s,
         "build_s": built_s - imported_s,

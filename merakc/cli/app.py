@@ -30,7 +30,7 @@ from merakc.cli.scale import scale
 from merakc.cli.simulate import simulate
 from merakc.cli.verify import verify
 from merakc.errors import ConfigError
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.precision import parse_precision
 from merakc.ir.report import Verdict
 from merakc.machines.garbage import leave_garbage
@@ -100,11 +100,11 @@ def plan(
             state_shards=_shards(state_shards), precision=mixed, overlap=overlap,
         )  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
-        made, lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)
+        lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)
         tell("writing the report")
-        told_of = make_report(replace(lowered, plan=made), found, alternatives=others)
+        told_of = make_report(lowered, found, alternatives=others)
         told_of = replace(told_of, machines=cluster)
-        made = replace(made, report=told_of)
+        made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
         made.save(output)
     _print(made, as_json=as_json)
     progress.print(f"written to {output}")
@@ -152,9 +152,10 @@ def show(
         found = load_plan(file)
         if passes is not None:
             given = load_source(passes, sequence, trust_remote_code=trust)
-            on = machines(cluster or machines_of(found), product_dtype(found, given))
+            decided = found.decisions
+            on = machines(cluster or machines_of(found), product_dtype(decided, given))
             with working(said, "recording") as tell:
-                effects = pass_effects(found, given, on, tell)
+                effects = pass_effects(decided, given, on, tell)
         if trace is not None or png is not None:
             step = unpack(require_report(found, str(file)).timeline)
         if html is not None:
@@ -162,7 +163,7 @@ def show(
         if trace is not None:
             write_trace(step.events, trace, memory=step.memory, collectives=step.collectives)
         if png is not None:
-            title = f"{found.model}: the simulated step"
+            title = f"{found.decisions.model}: the simulated step"
             plot_timeline(png, step.events, title=title, collectives=step.collectives)
         written = [path for path in (html, trace, png) if path is not None]
         for path in written:
@@ -193,7 +194,7 @@ def _shards(text: str | None) -> str | tuple[int, ...] | None:
         ) from error
 
 
-def _print(made: Plan, *, as_json: bool, whole: bool = False) -> None:
+def _print(made: PlanFile, *, as_json: bool, whole: bool = False) -> None:
     """The decisions, after one line on what they cost; of the `whole`, the report as well."""
     console = Terminal()
     if as_json:

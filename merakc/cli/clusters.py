@@ -8,6 +8,7 @@ from typing import cast
 from merakc.errors import ConfigError
 from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, DtypeName
 from merakc.machines.cluster_files import hardware_for, preset_names
 from merakc.planner.sources import Source
@@ -35,12 +36,12 @@ def is_built_in(name: str) -> bool:
     return name in CLUSTERS or (preset is not None and preset[1] in preset_names())
 
 
-def machines_of(plan: Plan) -> str:
+def machines_of(file: PlanFile) -> str:
     """The machines that a plan names. A path in it is not followed: it may be anyone's.
 
     Raises `ConfigError` for one.
     """
-    found = (plan.report.machines if plan.report else "") or NOMINAL
+    found = (file.report.machines if file.report else "") or NOMINAL
     if not is_built_in(found):
         raise ConfigError(
             f"the plan was made for the machines of {found!r}, which is no preset; give that file "

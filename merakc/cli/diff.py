@@ -11,7 +11,7 @@ import typer
 
 from merakc.cli.console import NO, AsJson, progress_console, told
 from merakc.ir.ledger import Ledger, read_ledger
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.report.diff import changes_table, plan_changes, prediction_changes
 from merakc.report.run import WARM_UP_STEPS, compare_run, figures, rows_table, timed_steps
 from merakc.report.terminal import Terminal
@@ -37,7 +37,7 @@ def diff(
         return
     with told(progress_console()):
         old, new = load_plan(first), load_plan(second)
-    changes, predictions = plan_changes(old, new), prediction_changes(old, new)
+    changes, predictions = plan_changes(old.decisions, new.decisions), prediction_changes(old, new)
     console = Terminal()
     if as_json:
         found = {"changes": changes, "predictions": predictions}
@@ -50,12 +50,12 @@ def diff(
         raise typer.Exit(NO)
 
 
-def _show_run(plan: Plan, ledger: Ledger, where: str, skip: int, *, as_json: bool) -> None:
-    rows = compare_run(plan, ledger, where, skip)
+def _show_run(file: PlanFile, ledger: Ledger, where: str, skip: int, *, as_json: bool) -> None:
+    rows = compare_run(file, ledger, where, skip)
     count = len(timed_steps(ledger, skip))
     if as_json:
         found = {"steps": count, "origin": ledger.header.origin, "rows": figures(rows)}
         Terminal().print_json(json.dumps(found))
         return
-    title = f"{plan.model}: predicted, and the median of {count} measured steps"
+    title = f"{file.decisions.model}: predicted, and the median of {count} measured steps"
     Terminal().print(rows_table(rows, title))

@@ -18,7 +18,7 @@ from merakc.errors import ConfigError
 from merakc.frontend.record import record
 from merakc.ir.export import Attributes, to_networkx
 from merakc.ir.graph import Graph, Ref
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 from merakc.ir.text import graph_text
 from merakc.lowering.lowered import Lowered, training_graph
 from merakc.planner.sources import load_source
@@ -57,7 +57,7 @@ def graph(
         check_outputs(output=output)
         given = load_source(source, sequence, trust_remote_code=trust)
         if file is not None:
-            lowered = applied(load_plan(file), given, tell)
+            lowered = applied(load_plan(file).decisions, given, tell)
             whole, (stages, splits) = lowered.loss.graph, _decided(lowered)
         else:
             tell(f"recording {given.name}")

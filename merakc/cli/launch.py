@@ -16,7 +16,7 @@ import typer
 
 from merakc.cli.console import progress_console, told
 from merakc.errors import ConfigError
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 
 # What stands behind the script is the script's.
 OF_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -60,7 +60,7 @@ def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:
         return ranks or torch.cuda.device_count() or len(os.sched_getaffinity(0))
     if not nodes.isdecimal() or int(nodes) == 0:
         raise ConfigError(f"--nodes {nodes}: a plan has its number of ranks; give one of machines")
-    wanted = load_plan(plan).mesh.world_size
+    wanted = load_plan(plan).decisions.mesh.world_size
     if wanted % int(nodes) or (ranks or wanted // int(nodes)) * int(nodes) != wanted:
         each = f" of {ranks} ranks" if ranks else ""
         raise ConfigError(f"{plan} is of {wanted} ranks, which {nodes} machines{each} are not")

@@ -13,7 +13,7 @@ from rich.table import Table
 from merakc.cli.clusters import HELP, machines, machines_of, product_dtype
 from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.costs.ranks import least_spare, rank_memory_bytes
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.machines.cluster import Cluster
 from merakc.planner.sources import load_source
 from merakc.planner.what_if import Changes, changed, changed_degrees, simulated
@@ -49,10 +49,11 @@ def simulate(
     progress = progress_console()
     with told(progress), working(progress, f"reading {file}") as tell:
         check_outputs(output=output)
-        plan = load_plan(file)
+        made = load_plan(file)
+        plan = made.decisions
         given = load_source(source, sequence, trust_remote_code=trust)
         changes = Changes(batch, dp, tp, pp, micro_batches, schedule)
-        first = made_for or machines_of(plan)
+        first = made_for or machines_of(made)
         dtype, now = product_dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
         old = machines(first, dtype, plan.mesh.world_size)
         new = machines(cluster or first, dtype, now)
@@ -72,7 +73,7 @@ def simulate(
         raise typer.Exit(NO)
 
 
-def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Table:
+def sides_table(before: tuple[PlanFile, Cluster], after: tuple[PlanFile, Cluster]) -> Table:
     """What both decide and cost, a column each, and by how much the figures changed."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
@@ -90,18 +91,18 @@ def sides_table(before: tuple[Plan, Cluster], after: tuple[Plan, Cluster]) -> Ta
         label = name.replace("_per_s", " a second").removesuffix("_s").removesuffix("_bytes")
         style = "bold" if old != new else ""
         table.add_row(label.replace("_", " "), old, new, change, style=style)
-    for (plan, cluster), which in ((before, "before"), (after, "after")):
-        need, have = _tightest(plan, cluster)
+    for side, which in ((before, "before"), (after, "after")):
+        need, have = _tightest(*side)
         if need > have:
             table.caption = f"{which}: does not fit the {format_bytes(have)}"
     return table
 
 
-def _figures(plan: Plan, cluster: Cluster) -> dict[str, object]:
+def _figures(file: PlanFile, cluster: Cluster) -> dict[str, object]:
     """The decisions and costs of one side, by name."""
-    assert plan.prediction is not None
-    found = plan.prediction
-    need, have = _tightest(plan, cluster)
+    plan, found = file.decisions, file.prediction
+    assert found is not None
+    need, have = _tightest(file, cluster)
     batch = plan.batch_size * plan.dp
     return {
         "machines": cluster.name,
@@ -134,9 +135,9 @@ def _shown(name: str, value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _tightest(plan: Plan, cluster: Cluster) -> tuple[int, int]:
+def _tightest(file: PlanFile, cluster: Cluster) -> tuple[int, int]:
     """The bytes that the rank with least to spare needs at its peak, and those that it has."""
-    assert plan.prediction is not None
-    peaks, memory = plan.prediction.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
+    assert file.prediction is not None
+    peaks, memory = file.prediction.peak_bytes, rank_memory_bytes(cluster, file.decisions.mesh)
     rank = least_spare(peaks, memory)
     return peaks[rank], memory[rank]

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from merakc.cli.console import NO, AsJson, TrustCode, progress_console, told
 from merakc.equality.check import STEPS, CheckResult, check_plan
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import load_plan
 from merakc.planner.sources import load_source
 from merakc.report.terminal import Terminal
 
@@ -51,7 +52,7 @@ def verify(
         told_last[0] = text
 
     with told(progress):
-        plan = load_plan(file)
+        plan = load_plan(file).decisions
         given = load_source(source, sequence, trust_remote_code=trust)
         result = check_plan(plan, given, ranks=ranks, seed=seed, timeout_s=timeout_s, progress=tell)
     if as_json:

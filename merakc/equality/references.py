@@ -105,8 +105,8 @@ def _some(lines: tuple[str, ...]) -> str:
 def _alone(case: Case, parts: int, why: str) -> Yardstick:
     """A plan of one rank, for so many micro-batches."""
     samples = case.plan.batch_size * case.plan.dp
-    made, _ = make_plan(_recorded(case, parts), Mesh(), parts, NOMINAL_CPU, batch_size=samples)
-    plan = replace(made, precision=case.plan.precision)
+    made = make_plan(_recorded(case, parts), Mesh(), parts, NOMINAL_CPU, batch_size=samples)
+    plan = replace(made.plan, precision=case.plan.precision)
     how = f"in {parts} micro-batches" if parts > 1 else "on the whole batch"
     compared = parts == 1 or case.plan.dp == 1  # its dp ranks write buffers by themselves
     what = f"one process of merakc, {how} ({why}){'' if compared else '; buffers are left out'}"

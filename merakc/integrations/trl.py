@@ -89,6 +89,7 @@ def _pair(model: ParallelModel) -> None:
     steps = model._own("_steps")
     plan = replace(steps.planned.plan, batch_dims={"*": Rows(0, outer=2)})
     steps.planned = replace(steps.planned, plan=plan)
+    steps.file = replace(steps.file, decisions=plan)
 
 
 def _scores(outputs: Any, labels: torch.Tensor) -> FusedCausalLMOutput:

@@ -19,8 +19,8 @@ import pydantic
 
 from merakc.errors import ClusterError, LedgerError
 from merakc.files.reading import MOST_BYTES, misread, parse_json, read_text
-from merakc.ir.plan import Prediction
 from merakc.ir.plan_checks import numbers
+from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import check_hardware

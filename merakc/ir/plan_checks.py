@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from merakc.errors import ConfigError, PlanError
@@ -56,13 +57,14 @@ def first_unlike(found: Any, read: Any, where: str = "") -> str:
     return f"{where.rstrip('.')} is {found!r}, and must be written as {read!r}"
 
 
-def check_values(plan: Values) -> None:
-    """Raises `PlanError`, with the field, its value and what it must be, for a plan that cannot be.
+def check_values(file: Values) -> None:
+    """Raises `PlanError`, with the field, its value and what it must be, for a plan that cannot be,
+    or where its file says of it what cannot.
 
     Everything that can be seen without the model is: degrees, the stages and their ranks, the
     lengths of what is given for each, layouts, numbers.
     """
-    for text in _problems(plan):
+    for text in chain(_problems(file["decisions"]), _beside(file)):  # the first, before others
         raise PlanError(f"{text}; make the plan again")
 
 
@@ -82,8 +84,27 @@ def _problems(plan: Values) -> Iterator[str]:
     yield from _per_stage(plan)
     yield from _layouts(plan)
     yield from _figures(plan)
-    if plan["report"]:
-        yield from _report(plan["report"])
+
+
+def _beside(file: Values) -> Iterator[str]:
+    """What stands beside the decisions: of as many stages and ranks, in numbers that can be."""
+    plan, prediction, measured = file["decisions"], file["prediction"], file["measured"]
+    if prediction:
+        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"])))
+        for name, allowed in lengths:
+            if len(prediction[name]) not in allowed:
+                yield (
+                    f"prediction.{name} has {len(prediction[name])} entries; it must have one for "
+                    f"each of {plan['pp']} pipeline ranks"
+                )
+        yield from _not_finite("prediction", prediction)
+    if measured:
+        stages, entries = len(plan["placement"]) or plan["pp"], len(measured["seconds"])
+        if entries != stages:
+            yield f"measured.seconds has {entries} entries for {stages} stages"
+        yield from _measured(measured)
+    if file["report"]:
+        yield from _report(file["report"])
 
 
 def _stage_problems(plan: Values) -> Iterator[str]:
@@ -118,15 +139,6 @@ def _lengths(plan: Values, stages: int) -> Iterator[str]:
             )
     if plan["recompute"] == "solved" and not plan["keep_bytes"]:
         yield "keep_bytes is empty; with recompute 'solved' it must have an entry for each stage"
-    if plan["measured"] and len(plan["measured"]["seconds"]) != stages:
-        yield f"measured.seconds has {len(plan['measured']['seconds'])} entries for {stages} stages"
-    prediction = plan["prediction"] or {"peak_bytes": (0,) * plan["pp"], "exposed_s": ()}
-    for name, allowed in (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"]))):
-        if len(prediction[name]) not in allowed:
-            yield (
-                f"prediction.{name} has {len(prediction[name])} entries; it must have one for "
-                f"each of {plan['pp']} pipeline ranks"
-            )
 
 
 def _per_stage(plan: Values) -> Iterator[str]:
@@ -175,15 +187,8 @@ def _layouts(plan: Values) -> Iterator[str]:
 
 def _figures(plan: Values) -> Iterator[str]:
     """Numbers that must be finite, and not below zero."""
-    for name in ("collectives", "cut", "prediction"):
-        for key, value in (plan[name] or {}).items():
-            for number in value if isinstance(value, Sequence) else (value,):
-                if isinstance(number, str):
-                    continue
-                if not (math.isfinite(number) and number >= 0):
-                    yield f"{name}.{key} is {number}; it must be finite, and 0 or more"
-    if plan["measured"]:
-        yield from _measured(plan["measured"])
+    for name in ("collectives", "cut"):
+        yield from _not_finite(name, plan[name])
     for stage, gain in enumerate(plan["overlap_gains"]):
         if not (math.isfinite(gain) and gain < 1):
             yield f"overlap_gains.{stage} is {gain}; it must be finite, and less than 1"
@@ -201,6 +206,14 @@ def _figures(plan: Values) -> Iterator[str]:
             yield f"machines.{key} is {value}; it must be finite, and 0 or more"
         if key in ("flops_per_s", "bytes_per_s", "link_bytes_per_s") and not value > 0:
             yield f"machines.{key} is {value}; it must be above 0"
+
+
+def _not_finite(name: str, figures: Values) -> Iterator[str]:
+    """Numbers, alone or several under a key, that are below zero or not finite."""
+    for key, value in figures.items():
+        for number in value if isinstance(value, Sequence) else (value,):
+            if not isinstance(number, str) and not (math.isfinite(number) and number >= 0):
+                yield f"{name}.{key} is {number}; it must be finite, and 0 or more"
 
 
 def _measured(measured: Values) -> Iterator[str]:

@@ -18,6 +18,7 @@ from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
+from merakc.ir.plan_file import Prediction
 from merakc.ir.program import Mesh, Program, StageGraphs
 from merakc.ir.schedule import Schedule
 from merakc.kernels.opaque import OPAQUE, find
@@ -48,7 +49,10 @@ from merakc.version import __version__
 
 @dataclass(frozen=True)
 class Lowered:
-    """A plan applied to a recording: what every rank agrees on, before any rank's own graphs."""
+    """A plan applied to a recording: what every rank agrees on, before any rank's own graphs.
+
+    `prediction` is of a step, where one was simulated.
+    """
 
     plan: Plan
     loss: BatchSplit
@@ -56,6 +60,7 @@ class Lowered:
     parts: tuple[Parts, ...] = ()  # of micro-batches, as the plan has them
     compiled: bool = False  # whether runs of its graphs' calls become kernels
     onednn: bool = False  # whether larger products of float32 are oneDNN's
+    prediction: Prediction | None = None
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -174,7 +179,7 @@ def make_plan(
     virtual_stages: int | None = None,
     recompute: str = "none",
     sequence_parallel: bool = False,
-) -> tuple[Plan, Lowered]:
+) -> Lowered:
     """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
 
     Of as many stages as `schedule` has with `virtual_stages` a rank, or `order`, a text. Raises
@@ -212,7 +217,7 @@ def make_plan(
         order=order,
         merakc_version=__version__,
     )
-    return plan, Lowered(plan, loss, stages)
+    return Lowered(plan, loss, stages)
 
 
 def _placement(

@@ -12,7 +12,8 @@ from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
-from merakc.ir.plan import Plan, Prediction
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import Prediction
 from merakc.ir.program import CollectiveKind
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster

@@ -56,11 +56,12 @@ def carry_plan(
     """
     mesh, m = degrees.mesh, degrees.micro_batches
     machines = cluster or plan.machines or NOMINAL_GPU
-    made, lowered = make_plan(
+    lowered = make_plan(
         record(m), mesh, m, machines, batch_size=m * degrees.samples, schedule=plan.schedule,
         order=plan.order, virtual_stages=degrees.chunks if degrees.chunks > 1 else None,
         recompute=plan.recompute, sequence_parallel=plan.sequence_parallel and mesh.tp > 1,
     )  # fmt: skip
+    made = lowered.plan
     stages = len(made.rank_of)
     like = [s * len(plan.rank_of) // stages for s in range(stages)]  # the plan's stage of each
     if plan.state_shards and mesh.dp > 1:

@@ -80,7 +80,7 @@ def plan_offline(
     batch_size: int,
     cluster: Cluster,
     progress: Progress = lambda _: None,
-) -> tuple[Plan, Lowered, Alternatives]:
+) -> tuple[Lowered, Alternatives]:
     """The plan with the shortest step for `batch_size` samples over all ranks, and the others.
 
     `request.batch_size` is left to be found. Layouts are compared by their pieces, the best of them
@@ -94,7 +94,7 @@ def plan_offline(
     if not candidates.found:
         raise fit_error(request, record, cluster, candidates.table)
     lowered = choose(request, record, cluster, progress, candidates)
-    return lowered.plan, lowered, alternatives(candidates, lowered.plan)
+    return lowered, alternatives(candidates, lowered.plan)
 
 
 def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:

@@ -17,11 +17,15 @@ from merakc.batches.split import (
 )
 from merakc.errors import ConfigError
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
+from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.state import AUTO, parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
 from merakc.planner.search import Request, meshes, micro_batches_for, with_schedule
+
+# A plan, with what is known of it or without, or its file.
+GivenPlan = Plan | PlanFile | str | Path
 
 
 @dataclass(frozen=True)
@@ -34,13 +38,18 @@ class Requested:
     size happens to divide.
     """
 
-    plan: Plan | None
+    file: PlanFile | None
     readings: list[Request]
     specs: TensorSpecs
     undivided: ConfigError | None = None
 
+    @property
+    def plan(self) -> Plan | None:
+        """The decisions of the plan that is given."""
+        return None if self.file is None else self.file.decisions
 
-def requested(fixed: Request, plan: Plan | str | Path | None, batch: Any) -> Requested:
+
+def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     """Checks what users ask for.
 
     Everything that can be refused before the model is looked at is refused here.
@@ -53,19 +62,21 @@ def requested(fixed: Request, plan: Plan | str | Path | None, batch: Any) -> Req
     if fixed.overlap is not None and fixed.overlap < 0:
         raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
     fixed = with_schedule(fixed)
-    given = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    file = load_plan(plan) if isinstance(plan, (str, Path)) else plan
+    file = PlanFile(file) if isinstance(file, Plan) else file
     args, kwargs = call_arguments(batch)
     check_objects((args, kwargs))
     specs = tensor_specs(args, kwargs)
     check_batch_dims(args, kwargs, fixed.batch_dims)
-    if given is not None:
+    if file is not None:
+        given = file.decisions
         _check_plan(fixed, given)
         size = batch_size_of(args, kwargs, given.batch_dims)
         request = replace(
             fixed, batch_size=size, precision=given.precision, couplings=given.couplings,
             batch_dims=given.batch_dims,
         )  # fmt: skip
-        return Requested(given, [request], specs)
+        return Requested(file, [request], specs)
     found: list[Request] = []
     refusal: ConfigError | None = None
     for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
@@ -135,7 +146,19 @@ def _check_plan(fixed: Request, given: Plan) -> None:
         )
 
 
-def without_dp(request: Request, given: Plan | None) -> Request:
+def for_forward(
+    request: Request, given: Plan | None, checkpoints: bool, *, outside: bool
+) -> Request:
+    """The request for what the forward turns out to be: with a loss that is made outside there is
+    no data parallelism, and what checkpoints recomputes.
+    """
+    request = _without_dp(request, given) if outside else request
+    if request.recompute == "auto" and given is None and checkpoints:
+        return replace(request, recompute="full")
+    return request
+
+
+def _without_dp(request: Request, given: Plan | None) -> Request:
     """The request for a loss that is made outside: of each rank's own outputs, in Python."""
     dp = request.dp if given is None else given.dp
     if dp is not None and dp > 1:

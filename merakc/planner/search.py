@@ -15,7 +15,8 @@ from merakc.files.reading import read_text
 from merakc.frontend.record import Recording
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
 from merakc.ir.costs import StageCost
-from merakc.ir.plan import Plan, Prediction
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import Prediction
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Inner, Mesh
 from merakc.ir.state import (
@@ -161,12 +162,12 @@ def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     recording = record(request.batch_size // micro_batches)
     schedule = "1f1b" if request.schedule == "auto" else request.schedule
     choices = _recomputations(request)
-    plan, lowered = make_plan(
+    lowered = make_plan(
         recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
         schedule=schedule, order=request.order, virtual_stages=request.chunks, recompute=choices[0],
         sequence_parallel=bool(request.sequence_parallel),
     )  # fmt: skip
-    asked = request.state_shards
+    plan, asked = lowered.plan, request.state_shards
     if asked is not None and asked != AUTO:
         plan = _sharded(plan, parse_shards(asked, mesh.dp, len(plan.rank_of)))
     plan = replace(plan, precision=request.precision)
@@ -230,24 +231,23 @@ def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) ->
 
 def standing(lowered: Lowered, cluster: Cluster) -> tuple[bool, float, int]:
     """Plans that fit come first, then the faster ones per sample, then those of less memory."""
-    plan, prediction = lowered.plan, _predicted(lowered.plan)
+    plan, prediction = lowered.plan, _predicted(lowered)
     sample_s = float(f"{prediction.step_s / (plan.dp * plan.batch_size):.9e}")
     return not _fits(lowered, cluster), sample_s, max(prediction.peak_bytes)
 
 
 def _fits(lowered: Lowered, cluster: Cluster) -> bool:
-    plan = lowered.plan
-    return fits(_predicted(plan).peak_bytes, cluster, plan.mesh)
+    return fits(_predicted(lowered).peak_bytes, cluster, lowered.plan.mesh)
 
 
 def _with_prediction(lowered: Lowered, cluster: Cluster) -> Lowered:
     prediction, _ = predict(lowered, cluster, dp_rank=0)
-    return replace(lowered, plan=replace(lowered.plan, prediction=prediction))
+    return replace(lowered, prediction=prediction)
 
 
-def _predicted(plan: Plan) -> Prediction:
-    assert plan.prediction is not None
-    return plan.prediction
+def _predicted(lowered: Lowered) -> Prediction:
+    assert lowered.prediction is not None
+    return lowered.prediction
 
 
 def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
@@ -267,8 +267,8 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     found = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
     if found is None or standing(found, cluster) >= standing(lowered, cluster):
         return lowered
-    best = _predicted(found.plan)
-    least_bytes = round(SAME * max(_predicted(plan).peak_bytes))
+    best = _predicted(found)
+    least_bytes = round(SAME * max(_predicted(lowered).peak_bytes))
     if plan.recompute == "none" and max(best.peak_bytes) > least_bytes:
         memory_bytes = tuple(min(own, least_bytes) for own in memory_bytes)
         lean = _ordered(lowered, keeping, cluster, memory_bytes, LEAN_EFFORT)

@@ -15,6 +15,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import Mesh
 from merakc.lowering.lowered import Lowered, apply_plan
 from merakc.lowering.predict import predict
@@ -39,7 +40,7 @@ class Changes:
 
 def simulated(
     plan: Plan, source: Source, cluster: Cluster, progress: Callable[[str], None] = lambda _: None
-) -> Plan:
+) -> PlanFile:
     """The plan with what it costs on a cluster. Raises `PlanError` where it is of another model."""
     lowered = applied(plan, source, progress)
     progress("simulating the plan")
@@ -61,7 +62,7 @@ def changed(
     changes: Changes,
     cluster: Cluster,
     progress: Callable[[str], None] = lambda _: None,
-) -> Plan:
+) -> PlanFile:
     """The same decisions with these changes, and what that costs on a cluster.
 
     A micro-batch has as many samples as before unless their number is given. What is sharded over
@@ -135,6 +136,6 @@ def record_source(source: Source, samples: int, plan: Plan) -> Recording:
     )
 
 
-def _predicted(lowered: Lowered, cluster: Cluster) -> Plan:
+def _predicted(lowered: Lowered, cluster: Cluster) -> PlanFile:
     prediction, _ = predict(lowered, cluster, dp_rank=0)
-    return replace(lowered.plan, prediction=prediction, report=None)
+    return PlanFile(lowered.plan, prediction)

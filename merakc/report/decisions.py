@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merakc.ir.plan import CoupledLoss, CutReport, OpaqueModule, Plan, Prediction
+from merakc.ir.plan import CoupledLoss, CutReport, OpaqueModule, Plan
+from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.report.units import count_of, format_bytes, format_seconds, name_pattern
 
 
@@ -20,8 +21,9 @@ class Section:
     note: str = ""
 
 
-def plan_facts(plan: Plan) -> list[tuple[str, str]]:
+def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
     """The degrees and the other decisions for the whole plan, by name."""
+    plan = file.decisions
     mesh = f"dp {plan.dp} x tp {plan.tp} x pp {plan.pp} = {count_of(plan.mesh.world_size, 'rank')}"
     each = f": {plan.batch_size:,} on each dp rank" if plan.dp > 1 else ""
     batch = count_of(plan.batch_size * plan.dp, "sample") + each
@@ -39,17 +41,18 @@ def plan_facts(plan: Plan) -> list[tuple[str, str]]:
         facts.append(("overlap", _overlap(plan)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
-    if plan.prediction:
-        facts.insert(4, ("predicted", _prediction(plan.prediction)))
+    if file.prediction:
+        facts.insert(4, ("predicted", _prediction(file.prediction)))
     return facts
 
 
-def plan_sections(plan: Plan) -> list[Section]:
+def plan_sections(file: PlanFile) -> list[Section]:
     """The decisions in detail: stages, splits, what is shared, what could not be split, the cut.
 
     Parameter names appear as patterns in which `*` stands for a layer's index.
     """
-    found = [_stages(plan)]
+    plan = file.decisions
+    found = [_stages(file)]
     if plan.tp > 1:
         found.append(_tensors(plan))
     if any(len(stages) > 1 for stages in plan.parameters.values()):
@@ -111,8 +114,9 @@ def _saved(gains: Sequence[float]) -> str:
     return f"{verb} {' to '.join(dict.fromkeys((shares[0], shares[-1])))}"
 
 
-def _stages(plan: Plan) -> Section:
-    peaks = plan.prediction.peak_bytes if plan.prediction else ()
+def _stages(file: PlanFile) -> Section:
+    plan, prediction = file.decisions, file.prediction
+    peaks = prediction.peak_bytes if prediction else ()
     rows: list[tuple[str, ...]] = []
     for stage, rank in enumerate(plan.rank_of):
         held = sum(stage in stages for stages in plan.parameters.values())
@@ -122,11 +126,11 @@ def _stages(plan: Plan) -> Section:
                "parameter tensors": True, "predicted peak": True}  # fmt: skip
     if _is_sharded(plan):
         columns |= {"shards": True, "waits for dp": True}
-        waits = plan.prediction.exposed_s if plan.prediction else ()
+        waits = prediction.exposed_s if prediction else ()
         for stage, rank in enumerate(plan.rank_of):
             exposed = format_seconds(waits[rank]) if rank < len(waits) else "-"
             rows[stage] += (str(plan.shards(stage)), exposed)
-    devices = {s.stage: s.device for s in plan.report.stages} if plan.report else {}
+    devices = {s.stage: s.device for s in file.report.stages} if file.report else {}
     if len(set(devices.values())) > 1:
         columns["device"] = False
         rows = [(*row, devices.get(stage, "-")) for stage, row in enumerate(rows)]

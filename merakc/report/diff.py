@@ -12,19 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.report.units import format_bytes, format_seconds, name_pattern
 
-# What is no decision, or is told by others.
-SKIPPED = {
-    "graph",
-    "stages",
-    "cut",
-    "prediction",
-    "measured",
-    "report",
-    "merakc_version",
-    "schema_version",
-}
+# What follows from the decisions, or is told by others.
+SKIPPED = {"graph", "stages", "cut", "merakc_version"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ def plan_changes(first: Plan, second: Plan) -> list[Change]:
     return [*found, *_stage_changes(first, second)]
 
 
-def prediction_changes(first: Plan, second: Plan) -> list[Change]:
+def prediction_changes(first: PlanFile, second: PlanFile) -> list[Change]:
     """The predictions of two plans side by side, where both have one."""
     old, new = first.prediction, second.prediction
     if old is None or new is None:

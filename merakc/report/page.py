@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from merakc.errors import PlanError
-from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.report import Report, SourceFile
 from merakc.report.charts.markup import Markup, join, tag, void
 from merakc.report.charts.picture import memory_picture, schedule_picture
@@ -20,24 +20,25 @@ LONG = 48  # letters of a cell that is broken into lines
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def require_report(plan: Plan, where: str) -> Report:
+def require_report(file: PlanFile, where: str) -> Report:
     """The report of a plan. Raises `PlanError` where it was made without one."""
-    if plan.report is None:
+    if file.report is None:
         raise PlanError(
             f"{where}: the plan was made without a report; make it with `merakc plan`, which "
             "simulates a step and writes what it finds into the plan's file"
         )
-    return plan.report
+    return file.report
 
 
-def write_page(plan: Plan, path: str | Path) -> None:
+def write_page(file: PlanFile, path: str | Path) -> None:
     """Writes the page: what the plan decides and, where it has a report, what it should cost."""
-    Path(path).write_text(page(plan), encoding="utf-8")
+    Path(path).write_text(page(file), encoding="utf-8")
 
 
-def page(plan: Plan) -> str:
+def page(file: PlanFile) -> str:
     """The page's text."""
-    report, world = plan.report, plan.mesh.world_size
+    plan, report = file.decisions, file.report
+    world = plan.mesh.world_size
     title = f"{plan.model} on " + (f"{world} x {report.cluster}" if report else f"{world} ranks")
     first = (tag("p", verdict(report.verdict)), _cards(report)) if report else ()
     head = tag(
@@ -52,7 +53,7 @@ def page(plan: Plan) -> str:
     body = tag(
         "body",
         tag("header", tag("h1", title), *first),
-        tag("main", *_body(plan, report)),
+        tag("main", *_body(file)),
         tag("footer", foot),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
@@ -80,12 +81,12 @@ def _cards(report: Report) -> Markup:
     )
 
 
-def _body(plan: Plan, report: Report | None) -> Iterator[Markup]:
-    facts = [join(tag("dt", name), tag("dd", value)) for name, value in plan_facts(plan)]
+def _body(file: PlanFile) -> Iterator[Markup]:
+    facts = [join(tag("dt", name), tag("dd", value)) for name, value in plan_facts(file)]
     yield tag("section", tag("h2", "The plan"), tag("dl", *facts))
-    if report is not None:
-        yield from _costs(report)
-    for section in plan_sections(plan):
+    if file.report is not None:
+        yield from _costs(file.report)
+    for section in plan_sections(file):
         yield _titled(section, _table(section))
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from merakc.costs.spent import by_rank, merged
 from merakc.errors import LedgerError
 from merakc.ir.ledger import Ledger, Spent, StepLine
-from merakc.ir.plan import Plan, Prediction
+from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.program import ActionKind
 from merakc.report.packing import unpack
 from merakc.report.units import format_bytes, format_seconds
@@ -53,7 +53,7 @@ class Row:
         return self.measured / self.predicted if self.predicted > 0 else None
 
 
-def compare_run(plan: Plan, ledger: Ledger, where: str, skip: int = WARM_UP_STEPS) -> list[Row]:
+def compare_run(file: PlanFile, ledger: Ledger, where: str, skip: int = WARM_UP_STEPS) -> list[Row]:
     """The step, each stage, waits, the optimizer and peaks of memory.
 
     The first `skip` steps are left out, and those whose bytes were counted. `where` is the plan's
@@ -61,14 +61,14 @@ def compare_run(plan: Plan, ledger: Ledger, where: str, skip: int = WARM_UP_STEP
     steps than those.
     """
     header = ledger.header
-    if header.plan != plan.hash:
+    if header.plan != file.hash:
         raise LedgerError(
             f"{ledger.where}: is of plan {header.plan[:12]} ({header.model}), and {where} is plan "
-            f"{plan.hash[:12]} ({plan.model}); give the plan that was run: model.plan.save() "
-            "writes it"
+            f"{file.hash[:12]} ({file.decisions.model}); give the plan that was run: "
+            "model.plan_file.save() writes it"
         )
     steps = timed_steps(ledger, skip)
-    prediction, expected = _expected(plan, ledger)
+    prediction, expected = _expected(file, ledger)
     seconds = statistics.median(step.step_s for step in steps)
     rows = [Row("step", "s", prediction.step_s, seconds)]
     rows += _spent_rows(expected, steps)
@@ -111,12 +111,12 @@ def rows_table(rows: Sequence[Row], title: str) -> Table:
     return table
 
 
-def _expected(plan: Plan, ledger: Ledger) -> tuple[Prediction, Sequence[Spent]]:
+def _expected(file: PlanFile, ledger: Ledger) -> tuple[Prediction, Sequence[Spent]]:
     """What the plan's file predicts; what the run did when it began, where the file does not."""
-    report = plan.report
-    if plan.prediction is None or report is None or report.timeline.left_out_s is not None:
-        return plan.prediction or ledger.header.prediction, ledger.header.expected
-    return plan.prediction, merged(by_rank(unpack(report.timeline).events))
+    report = file.report
+    if file.prediction is None or report is None or report.timeline.left_out_s is not None:
+        return file.prediction or ledger.header.prediction, ledger.header.expected
+    return file.prediction, merged(by_rank(unpack(report.timeline).events))
 
 
 def _spent_rows(expected: Iterable[Spent], steps: Sequence[StepLine]) -> Iterator[Row]:

@@ -9,7 +9,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.report import Report
 from merakc.report.charts.chart import memory_chart, schedule_chart
 from merakc.report.decisions import Section, plan_facts, plan_sections
@@ -22,27 +22,27 @@ __all__ = ["format_bytes", "format_seconds", "name_pattern", "plan_table", "plan
            "report_table"]  # fmt: skip
 
 
-def plan_text(plan: Plan, width: int = 100) -> str:
+def plan_text(file: PlanFile, width: int = 100) -> str:
     """`plan_table`, and `report_table` where there is one, as plain text without colours.
 
     Lines have at most `width` columns.
     """
     page = io.StringIO()
     console = Terminal(file=page, width=width)
-    if plan.report is not None:
-        console.print(Text(verdict(plan.report.verdict)))
-    console.print(plan_table(plan))
-    if plan.report is not None:
-        console.print(report_table(plan.report, width))
+    if file.report is not None:
+        console.print(Text(verdict(file.report.verdict)))
+    console.print(plan_table(file))
+    if file.report is not None:
+        console.print(report_table(file.report, width))
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines()) + "\n"
 
 
-def plan_table(plan: Plan) -> Group:
+def plan_table(file: PlanFile) -> Group:
     """The decisions of a plan for `rich` to print: a panel, then a table for each kind.
 
     Parameter names appear as patterns in which `*` stands for a layer's index.
     """
-    return Group(_header(plan), *map(_table, plan_sections(plan)))
+    return Group(_header(file), *map(_table, plan_sections(file)))
 
 
 def report_table(report: Report, width: int = 100) -> Group:
@@ -68,8 +68,8 @@ def _table(section: Section) -> Group:
     return Group(title, *note, Fitted(section.columns, section.rows))
 
 
-def _header(plan: Plan) -> Panel:
+def _header(file: PlanFile) -> Panel:
     grid = Table.grid(padding=(0, 2))
-    for name, value in plan_facts(plan):
+    for name, value in plan_facts(file):
         grid.add_row(Text(name, style="dim"), Text(value))
-    return Panel(grid, title=Text(plan.model), title_align="left", expand=False)
+    return Panel(grid, title=Text(file.decisions.model), title_align="left", expand=False)

@@ -229,8 +229,8 @@ def make_header(
     steps: Steps, simulation: Simulation, cluster: Cluster, *, measured: bool
 ) -> Header:
     """The header of a run; collective. `cluster` is what the plan was made or simulated for."""
-    plan = steps.planned.plan
-    assert plan.prediction is not None
+    plan, prediction = steps.planned.plan, steps.file.prediction
+    assert prediction is not None
     mesh = plan.mesh
     is_cpu = steps.device.type == "cpu"
     device = platform.processor() or platform.machine()
@@ -251,7 +251,7 @@ def make_header(
         },
         hardware=hardware,
         origin="measured" if measured else "modelled",
-        prediction=plan.prediction,
+        prediction=prediction,
         expected=merged(by_rank(simulation.events, inside)),
         modelled=modelled(steps.planned, cluster),
         optimizer_s=optimizer_seconds(

@@ -20,7 +20,7 @@ from merakc.costs.timeline import Times, program_memory, rank_times, verify_memo
 from merakc.costs.work.sharded import OPTIMIZER_STATES, sunk_gradients
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import InputKind
-from merakc.ir.plan import Measured, Prediction
+from merakc.ir.plan_file import Measured, Prediction
 from merakc.ir.program import ActionKind
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
@@ -144,8 +144,9 @@ def _measured(steps: Steps, step: CompiledStep) -> Measured:
     plan, groups = step.lowered.plan, steps.groups
     machines = "; ".join(dict.fromkeys(together(lambda: _machine(steps))))
     where = f"plan {plan.hash[:16]} on {machines}"
-    if plan.measured is not None and plan.measured.where == where:
-        return plan.measured
+    before = steps.file.measured
+    if before is not None and before.where == where:
+        return before
     own = measure_computes(steps, step)
     everyone = together(lambda: own)
     seconds = []

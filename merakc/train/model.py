@@ -15,6 +15,7 @@ from torch import nn
 from merakc.errors import ConfigError
 from merakc.frontend.calls.around import check_around
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, place_of, plain
@@ -110,6 +111,11 @@ class ParallelModel(Forwards):
     def plan(self) -> Plan:
         """The plan that this model runs."""
         return self._own("_steps").planned.plan  # type: ignore[no-any-return]
+
+    @property
+    def plan_file(self) -> PlanFile:
+        """The plan with what a step should cost and what ranks measured; `save` writes its file."""
+        return self._own("_steps").file  # type: ignore[no-any-return]
 
     @property
     def rank(self) -> int:

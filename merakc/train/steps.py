@@ -23,6 +23,7 @@ from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, Rows, ShareKind
 from merakc.ir.graph import InputKind, Ref
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
@@ -71,6 +72,7 @@ class Steps:
 
     source: nn.Module
     planned: Lowered
+    file: PlanFile  # the plan, with what is known of it
     placements: Mapping[str, Placement]
     groups: Groups
     device: torch.device

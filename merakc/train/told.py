@@ -20,6 +20,7 @@ from merakc.frontend.regions import WHY as DYNAMIC
 from merakc.frontend.source import INSTALLED, near_line
 from merakc.ir.batches import PER_MICRO_BATCH
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.report.decisions import plan_facts
 from merakc.report.terminal import Terminal
@@ -63,14 +64,14 @@ class Teller:
             self.last_s = now_s
             self._line(f"{text}, after {now_s - self.start_s:.0f} s")
 
-    def decided(self, plan: Plan) -> None:
+    def decided(self, file: PlanFile) -> None:
         """What the plan decides and expects."""
         if self.terminal is None:
             return
         self.close()
         took_s = time.monotonic() - self.start_s
-        self._line(f"merakc: {plan.model} is ready after {took_s:.1f} s")
-        for name, text in plan_facts(plan):
+        self._line(f"merakc: {file.decisions.model} is ready after {took_s:.1f} s")
+        for name, text in plan_facts(file):
             self._line(f"  {name}: {text}")
 
     def close(self) -> None:

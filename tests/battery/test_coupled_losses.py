@@ -73,7 +73,7 @@ def test_training_equals_one_process(name: str, options: dict[str, Any]) -> None
 def head_seconds() -> tuple[float, float]:
     """Of the head, as it was measured before the first step, and as it is simulated."""
     model, batch = parallel("towers", {"dp": 2, "cluster": None})
-    assert model.plan.measured is not None
+    assert model.plan_file.measured is not None
     assert model.plan.head is not None
     model(**batch)["loss"].backward()
     dist.barrier()
@@ -81,7 +81,7 @@ def head_seconds() -> tuple[float, float]:
     simulated = [e for e in model.simulation.events if e.label == "0head"]
     assert len(events) == 1
     assert len(simulated) == 2
-    seconds = model.plan.measured.seconds[0]["head"]
+    seconds = model.plan_file.measured.seconds[0]["head"]
     return seconds, simulated[0].end_s - simulated[0].start_s
 
 

@@ -18,6 +18,7 @@ from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
 from benchmarks.reference import train_reference
 from merakc.errors import ConfigError
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import Mesh
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import NOMINAL_CPU
@@ -148,8 +149,8 @@ def test_state_that_does_not_fit_is_sharded_and_trains_alike() -> None:
 def test_a_plan_keeps_its_shards(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     (first, _) = run_ranks(2, partial(trained, dp=2, state_shards=(1, 2, 2)))
-    first["plan"].save(path)
-    assert merakc.load_plan(path).state_shards == (StateShards(1, 2, 2),)
+    PlanFile(first["plan"]).save(path)
+    assert merakc.load_plan(path).decisions.state_shards == (StateShards(1, 2, 2),)
     (again, _) = run_ranks(2, partial(trained, plan=path))
     assert again["local"] == first["local"]
     with pytest.raises(RankError, match="contradicts the plan's state_shards=1, 2, 2"):

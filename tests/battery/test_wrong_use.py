@@ -210,7 +210,7 @@ def test_ranks_that_differ(case: tuple[Callable[[], object], str]) -> None:
 
 
 def saved_plan(path: Path, **options: Any) -> None:
-    parallel(Words, words(0), micro_batches=2, **options).plan.save(path)
+    parallel(Words, words(0), micro_batches=2, **options).plan_file.save(path)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_plan_of_another_model(plan_file: Path) -> None:
 def test_edited_plan(plan_file: Path, tmp_path: Path) -> None:
     edited = tmp_path / "edited.json"
     body = json.loads(plan_file.read_text())
-    body["micro_batches"] = 4
+    body["decisions"]["micro_batches"] = 4
     edited.write_text(json.dumps(body))
     for found, text in refused(
         2, lambda: merakc.auto_parallel(build(Words), words(0), plan=edited)
@@ -269,7 +269,7 @@ def test_a_plan_goes_round(plan_file: Path, tmp_path: Path) -> None:
         given = plan_file if dist.get_rank() == 0 else "nowhere.json"
         model = merakc.auto_parallel(build(Words), words(0), plan=given)
         model(**words(0))["loss"].backward()
-        model.plan.save(path)
+        model.plan_file.save(path)
         return merakc.load_plan(path).hash
 
     assert run_ranks(2, again) == [merakc.load_plan(plan_file).hash] * 2

@@ -17,6 +17,7 @@ from benchmarks import demo
 from benchmarks.demo import Settings, largest_difference, plot_losses
 from benchmarks.models import Batch
 from merakc.ir.plan import CutReport, GraphId, Plan, StageRun
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.simulation.simulate import Simulation
 from tests.benchmarks.stand_in import StandIn
@@ -43,7 +44,7 @@ PLAN = Plan(
 class _DemoStandIn(StandIn):
     """With what the demo shows beside the loss."""
 
-    plan = PLAN
+    plan_file = PlanFile(PLAN)
     simulation = Simulation(1.0, EVENTS, (1.0,) * 4, 0.0, (1024, 2048, 4096, 8192))
     last_events = EVENTS
     last_collectives = (CollectiveEvent(0, "all_reduce", "tp", 8, 0.0, 0.0, 1e-4, 0.0, 1e-4),)
@@ -79,7 +80,7 @@ def test_it_agrees_with_one_process_and_writes_its_files(tmp_path: Path) -> None
     assert code == 0, output
     assert "8.00 KiB" in output
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "out" / "plan.json").read_text())["tp"] == 2
+    assert json.loads((tmp_path / "out" / "plan.json").read_text())["decisions"]["tp"] == 2
     trace = json.loads((tmp_path / "out" / "timeline.json").read_text())
     names = {e["args"].get("name") for e in trace["traceEvents"]}
     assert {"simulated", "measured", "rank 0, tp"} <= names

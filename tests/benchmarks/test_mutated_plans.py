@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import Counter
 from dataclasses import replace
@@ -23,11 +22,8 @@ from benchmarks.mutated_plans import (
     plans,
     rehashed,
 )
-from merakc.ir.plan import Plan, file_text
-
-
-def _text(plan: Plan) -> str:
-    return file_text(plan.hash, dataclasses.asdict(plan))
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 
 
 def test_a_thousand_damaged_files_are_refused_or_sound() -> None:
@@ -47,14 +43,14 @@ def test_a_thousand_damaged_files_are_refused_or_sound() -> None:
 
 @pytest.mark.parametrize("number", range(6))
 def test_what_is_not_damaged_is_the_same(number: int) -> None:
-    plan = plans()[number]
-    assert judge(Mutant(number, _text(plan), False)) == (SAME, plan)
-    assert rehashed(json.loads(_text(plan))) == _text(plan)
+    file = plans()[number]
+    assert judge(Mutant(number, file.text, False)) == (SAME, file.decisions)
+    assert rehashed(json.loads(file.text)) == file.text
 
 
 def test_another_sound_plan_trains_as_one_process_does() -> None:
-    plan = replace(plans()[0], schedule="gpipe")
-    outcome, found = judge(Mutant(0, _text(plan), True))
+    plan = replace(plans()[0].decisions, schedule="gpipe")
+    outcome, found = judge(Mutant(0, PlanFile(plan).text, True))
     assert outcome == OTHER
     assert isinstance(found, Plan)
     assert error_of(found) < 1e-10

@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from merakc.cli.app import app
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile, load_plan
 
 DEEP = "tests.small_source:deep"
 ASKED = ["--ranks", "2", "--batch", "8", "--cluster", "cpu"]
@@ -29,12 +30,12 @@ def test_plan_show_and_diff(tmp_path: Path) -> None:
     printed = run(*SMALL, "--tp", "2", "-o", str(first))
     assert "dp 1 x tp 2 x pp 1 = 2 ranks" in printed
     assert f"written to {first}" in printed.replace("\n", "")
-    assert load_plan(first).tp == 2
+    assert load_plan(first).decisions.tp == 2
     assert "dp 1 x tp 2 x pp 1" in run("show", str(first))
-    assert json.loads(run("show", str(first), "--json"))["tp"] == 2
+    assert json.loads(run("show", str(first), "--json"))["decisions"]["tp"] == 2
     options = ("--dp", "2", "--state-shards", "1,2,2", "--precision", "bf16-mixed")
     run(*SMALL, *options, "-o", str(second))
-    assert str(load_plan(second).shards(0)) == "1, 2, 2"
+    assert str(load_plan(second).decisions.shards(0)) == "1, 2, 2"
     assert "decide the same" in run("diff", str(first), str(first))
     assert "precision" in run("diff", str(first), str(second), code=1)
     changes = json.loads(run("diff", str(first), str(second), "--json", code=1))["changes"]
@@ -81,9 +82,9 @@ def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     options = (*SMALL, "--tp", "2", "--micro-batches", "1", "-o", str(file))
     assert "micro-batches in 2 parts" in run(*options, "--overlap", "2")
-    assert load_plan(file).sub_batches == (2,)
+    assert load_plan(file).decisions.sub_batches == (2,)
     run(*options, "--overlap", "0")
-    assert load_plan(file).sub_batches == ()
+    assert load_plan(file).decisions.sub_batches == ()
 
 
 @pytest.mark.parametrize(
@@ -161,19 +162,19 @@ def test_unlike_nodes_get_uneven_stages(unlike: Path) -> None:
     assert found.prediction is not None
     assert "device" in printed
     own: dict[str, list[int]] = {"h100": [], "a100-40": []}
-    for count, stage in zip(blocks(found), found.report.stages, strict=True):
+    for count, stage in zip(blocks(found.decisions), found.report.stages, strict=True):
         own[stage.device].append(count)
     assert min(own["h100"]) > 1.5 * max(own["a100-40"])
     seconds = [s.forward_s + s.backward_s for s in found.report.stages]
     assert max(seconds) < 1.3 * min(seconds)
 
-    degrees = [f"--{name}={getattr(found, name)}" for name in ("dp", "tp", "pp")]
-    fixed = (*asked, *degrees, f"--micro-batches={found.micro_batches}")
+    degrees = [f"--{name}={getattr(found.decisions, name)}" for name in ("dp", "tp", "pp")]
+    fixed = (*asked, *degrees, f"--micro-batches={found.decisions.micro_batches}")
     printed = run("plan", source, *fixed, "--cluster", even, "-o", str(second))
     assert "device" not in printed.split("Stages")[1].splitlines()[1]
-    plan = replace(load_plan(second), inner=found.inner)
+    plan = replace(load_plan(second).decisions, inner=found.decisions.inner)
     assert blocks(plan) == [24 // plan.pp] * plan.pp
-    plan.save(second)
+    PlanFile(plan).save(second)
     sides = json.loads(
         CliRunner().invoke(app, ["simulate", str(second), source, "--from", mixed, "--json"]).stdout
     )

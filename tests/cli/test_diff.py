@@ -10,9 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from merakc.cli.app import app
-from merakc.ir.plan import Prediction
+from merakc.ir.plan_file import Prediction
 from tests.ir.test_ledger import HEADER, write
-from tests.report.test_text import tiny_plan
+from tests.report.test_text import tiny_file
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -23,7 +23,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, Path]:
-    plan = replace(tiny_plan(), prediction=Prediction(0.1, 0.2, (1000, 900)))
+    plan = tiny_file(Prediction(0.1, 0.2, (1000, 900)))
     plan.save(tmp_path / "plan.json")
     ledger = write(tmp_path / "run.jsonl", 5, replace(HEADER, plan=plan.hash))
     return str(tmp_path / "plan.json"), ledger
@@ -43,8 +43,8 @@ def test_a_run_is_shown_beside_its_plan(files: tuple[str, Path]) -> None:
 def test_what_cannot_be_read_is_one_message(files: tuple[str, Path], tmp_path: Path) -> None:
     plan, ledger = files
     assert "run more" in " ".join(run(plan, str(ledger), "--skip", "5", code=2).split())
-    tiny_plan().save(tmp_path / "same.json")
-    replace(tiny_plan(), dp=2).save(tmp_path / "other.json")
+    tiny_file().save(tmp_path / "same.json")
+    tiny_file(dp=2).save(tmp_path / "other.json")
     printed = run(str(tmp_path / "other.json"), str(ledger), code=2)
     assert "LedgerError" in printed
     assert "Traceback" not in printed

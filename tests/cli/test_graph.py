@@ -9,7 +9,7 @@ import networkx as nx
 from typer.testing import CliRunner
 
 from merakc.cli.app import app
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 from merakc.ir.text import graph_text, parse_graph
 
 SOURCE = "tests.small_source:small"
@@ -41,7 +41,7 @@ def test_a_plan_says_stages_and_splits(tmp_path: Path) -> None:
     found = nx.read_graphml(file)
     stages = {facts["stage"] for _, facts in found.nodes(data=True) if facts["kind"] == "call"}
     assert stages - {"all"} == {"0", "1"}
-    assert len(load_plan(plan).rank_of) == 2
+    assert len(load_plan(plan).decisions.rank_of) == 2
     splits = {facts["split"] for _, _, facts in found.edges(data=True)}
     assert len(splits) > 1
     crossing = [

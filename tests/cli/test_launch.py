@@ -10,6 +10,7 @@ import pytest
 
 from merakc.cli.launch import ranks_of_machine, settings, torchrun
 from merakc.errors import ConfigError
+from merakc.ir.plan_file import PlanFile
 from tests.ir.test_plan import PLAN
 
 
@@ -52,7 +53,7 @@ def test_what_is_set_stays() -> None:
 
 
 def test_a_plan_says_how_many_ranks(tmp_path: Path) -> None:
-    PLAN.save(path := tmp_path / "plan.json")
+    PlanFile(PLAN).save(path := tmp_path / "plan.json")
     ranks = PLAN.mesh.world_size
     assert ranks_of_machine(None, path, "1") == ranks
     with pytest.raises(ConfigError, match=f"is of {ranks} ranks"):

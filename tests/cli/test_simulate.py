@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from merakc.cli.app import app
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 
 SOURCE = "tests.small_source:small"
 PLAN = ["plan", SOURCE, "--ranks", "4", "--batch", "16", "--cluster", "cpu", "--dp", "2", "--pp",
@@ -38,7 +38,7 @@ def test_both_sides_are_shown(file: str, tmp_path: Path) -> None:
     for text in ("before", "after", "step", "bubble", "peak memory", "dp 2 x tp 1 x pp 2"):
         assert text in printed
     assert "%" in printed
-    assert load_plan(after).micro_batches == 8
+    assert load_plan(after).decisions.micro_batches == 8
     found = json.loads(run(*asked[:-2], "--json"))
     assert (found["before"]["batch"], found["after"]["batch"]) == (16, 32)
     plan = load_plan(file)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from merakc.cli import verify as module
 from merakc.cli.app import app
 from merakc.equality.check import CheckResult, Row
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 
 SOURCE = "tests.small_source:small"
 PLAN = ["plan", SOURCE, "--ranks", "4", "--batch", "8", "--cluster", "cpu", "--dp", "2", "--tp",
@@ -51,7 +51,7 @@ def test_a_right_plan_is_equal(file: str) -> None:
 
 def test_what_differs_is_exit_code_1(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row = Row("gradients", "float64", 1e-3, "gradient of step 0 of first.weight", 1e-10)
-    plan = load_plan(file)
+    plan = load_plan(file).decisions
     wrong = CheckResult(plan, 10, 10, {}, (), ("first.weight",), "the plain model", (row,), "", 1.0)
     monkeypatch.setattr(module, "check_plan", lambda *_, **__: wrong)
     printed = run("verify", file, SOURCE, code=1)

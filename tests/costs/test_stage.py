@@ -36,9 +36,7 @@ from tests.recorded import one_of_several
 def lowered(schedule: str, recompute: str) -> Lowered:
     case = MODELS["gpt2"]
     recording = one_of_several(case.model(), case.batch(2))
-    return make_plan(recording, Mesh(pp=2), 4, NOMINAL_CPU, schedule=schedule, recompute=recompute)[
-        1
-    ]
+    return make_plan(recording, Mesh(pp=2), 4, NOMINAL_CPU, schedule=schedule, recompute=recompute)
 
 
 @pytest.mark.parametrize("stage", [0, 1])

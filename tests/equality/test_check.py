@@ -42,7 +42,8 @@ def llama() -> Source:
 
 
 def plan_of(source: Source, ranks: int, batch: int, **fixed: object) -> Plan:
-    return plan_offline(source, Request(ranks, 0, **fixed), batch, NOMINAL_GPU)[0]  # type: ignore[arg-type]
+    request = Request(ranks, 0, **fixed)  # type: ignore[arg-type]
+    return plan_offline(source, request, batch, NOMINAL_GPU)[0].plan
 
 
 @cache

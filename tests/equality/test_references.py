@@ -58,7 +58,7 @@ def case(*terms: str, couplings: Couplings = WHOLE_BATCH) -> Case:
     layout = BatchLayout((SAMPLES,), PARTS)
     cpu = torch.device("cpu")
     recording = record_part(model, (), batch, layout, cpu, couplings=couplings)
-    plan, _ = make_plan(recording, Mesh(), PARTS, NOMINAL_CPU, batch_size=SAMPLES)
+    plan = make_plan(recording, Mesh(), PARTS, NOMINAL_CPU, batch_size=SAMPLES).plan
     return Case(model, plan, (batch,), lift=True)
 
 

@@ -42,7 +42,7 @@ def _case(mesh: Mesh) -> Case:
     with comparable(lift=True):
         local = _batch(0, 8 // mesh.dp)
         recording = recorded(model, (local,), 2, dp=mesh.dp)
-    plan, _ = make_plan(recording, mesh, 2, NOMINAL_CPU, batch_size=8 // mesh.dp)
+    plan = make_plan(recording, mesh, 2, NOMINAL_CPU, batch_size=8 // mesh.dp).plan
     return Case(model, plan, (_batch(0), _batch(1)), lift=True)
 
 

@@ -11,7 +11,7 @@ import pytest
 from merakc.errors import LedgerError
 from merakc.ir import ledger
 from merakc.ir.ledger import Header, Modelled, Spent, StepLine, line_text, read_ledger
-from merakc.ir.plan import Prediction
+from merakc.ir.plan_file import Prediction
 from merakc.machines.cluster_files import preset
 
 HEADER = Header(

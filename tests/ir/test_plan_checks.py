@@ -12,9 +12,11 @@ from merakc.errors import PlanError
 from merakc.ir.batches import Rows
 from merakc.ir.plan import CoupledLoss, OpaqueModule
 from merakc.ir.plan_checks import MOST, check_values, first_unlike
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import NOMINAL_GPU
 from tests.ir.test_plan import PLAN
+from tests.ir.test_plan_file import FILE
 
 FULL = dataclasses.replace(
     PLAN,
@@ -34,8 +36,9 @@ FULL = dataclasses.replace(
 
 
 def test_sound_values_pass() -> None:
-    for plan in (PLAN, FULL, dataclasses.replace(PLAN, prediction=None, batch_size=0)):
-        check_values(dataclasses.asdict(plan))
+    for plan in (PLAN, FULL, dataclasses.replace(PLAN, batch_size=0)):
+        for file in (PlanFile(plan), dataclasses.replace(FILE, decisions=plan)):
+            check_values(dataclasses.asdict(file))
 
 
 @pytest.mark.parametrize(
@@ -100,8 +103,8 @@ def test_sound_values_pass() -> None:
     ],
 )  # fmt: skip
 def test_each_fault_is_named(place: tuple[Any, ...], value: Any, text: str | None) -> None:
-    values = copy.deepcopy(dataclasses.asdict(FULL))
-    owner: Any = values
+    values = copy.deepcopy(dataclasses.asdict(dataclasses.replace(FILE, decisions=FULL)))
+    owner: Any = values if place[0] in values else values["decisions"]
     for key in place[:-1]:
         if isinstance(owner[key], tuple):
             owner[key] = list(owner[key])
@@ -115,7 +118,8 @@ def test_each_fault_is_named(place: tuple[Any, ...], value: Any, text: str | Non
 
 
 def test_sequences_need_tensor_parallelism() -> None:
-    values = dataclasses.asdict(dataclasses.replace(PLAN, tp=1, splits={}, sequence_parallel=True))
+    plan = dataclasses.replace(PLAN, tp=1, splits={}, sequence_parallel=True)
+    values = dataclasses.asdict(PlanFile(plan))
     with pytest.raises(PlanError, match="sequence_parallel is true; with tp=1"):
         check_values(values)
 

@@ -14,7 +14,8 @@ from merakc.costs.stage import stage_cost
 from merakc.errors import PlanError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import InputKind, OutputKind, Ref
-from merakc.ir.plan import Plan, load_plan
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.program import ActionKind, Mesh
 from merakc.lowering.lowered import (
     Lowered,
@@ -39,15 +40,16 @@ def recording(name: str = "gpt2", samples: int = 2) -> Recording:
 
 
 def planned(mesh: Mesh, name: str = "gpt2", **options: str) -> tuple[Plan, Lowered]:
-    return make_plan(recording(name), mesh, MICRO_BATCHES, NOMINAL_CPU, **options)  # type: ignore[arg-type]
+    lowered = make_plan(recording(name), mesh, MICRO_BATCHES, NOMINAL_CPU, **options)  # type: ignore[arg-type]
+    return lowered.plan, lowered
 
 
 @pytest.mark.parametrize("mesh", LAYOUTS)
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet"])
 def test_a_saved_plan_gives_the_same_graphs(name: str, mesh: Mesh, tmp_path: Path) -> None:
     plan, lowered = planned(mesh, name)
-    plan.save(tmp_path / "plan.json")
-    again = apply_plan(load_plan(tmp_path / "plan.json"), recording(name))
+    PlanFile(plan).save(tmp_path / "plan.json")
+    again = apply_plan(load_plan(tmp_path / "plan.json").decisions, recording(name))
     assert again.plan == plan
     assert again.stages.of == lowered.stages.of
     assert again.stages.graphs == lowered.stages.graphs
@@ -59,7 +61,7 @@ def test_a_saved_plan_gives_the_same_graphs(name: str, mesh: Mesh, tmp_path: Pat
 def test_the_same_recording_gives_the_same_plan() -> None:
     fresh = one_of_several(MODELS["t5"].model(), MODELS["t5"].batch(2))
     first, _ = planned(Mesh(1, 2, 2), "t5")
-    second, _ = make_plan(fresh, Mesh(1, 2, 2), MICRO_BATCHES, NOMINAL_CPU)
+    second = make_plan(fresh, Mesh(1, 2, 2), MICRO_BATCHES, NOMINAL_CPU).plan
     assert first.hash == second.hash
 
 
@@ -94,7 +96,7 @@ def test_ops_that_every_rank_computes_whole_are_named() -> None:
     model = Clipped(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
     clipped = one_of_several(model, (torch.randn(4, 4),))
     # One micro-batch: of several, what no rule knows would be in the head.
-    plan, _ = make_plan(clipped, Mesh(tp=2), 1, NOMINAL_CPU)
+    plan = make_plan(clipped, Mesh(tp=2), 1, NOMINAL_CPU).plan
     assert [text.partition(" at ")[0] for text in plan.whole_ops] == ["aten.renorm.default"]
     assert planned(Mesh(tp=2))[0].whole_ops == ()
 
@@ -146,27 +148,28 @@ def test_a_schedule_says_how_many_stages_there_are() -> None:
     chunk = lowered.rank_graphs(0)[3]
     assert chunk.input_grad is not None
     assert chunk.checkpoint is None
-    more, _ = make_plan(
+    more = make_plan(
         recording(),
         Mesh(pp=2),
         MICRO_BATCHES,
         NOMINAL_CPU,
         schedule="interleaved-1f1b",
         virtual_stages=3,
-    )
+    ).plan
     assert more.placement == (0, 1, 0, 1, 0, 1)
     assert planned(Mesh(pp=2))[0].placement == ()
 
 
 def test_an_order_of_the_users_own(tmp_path: Path) -> None:
     text = format_schedule(make_schedule("gpipe", 2, MICRO_BATCHES))
-    plan, lowered = make_plan(
+    lowered = make_plan(
         recording(), Mesh(pp=2), MICRO_BATCHES, NOMINAL_CPU, schedule="mine",
         order=tuple(text.splitlines()),
     )  # fmt: skip
+    plan = lowered.plan
     assert lowered.programs() == planned(Mesh(pp=2), schedule="gpipe")[1].programs()
-    plan.save(tmp_path / "plan.json")
-    again = apply_plan(load_plan(tmp_path / "plan.json"), recording())
+    PlanFile(plan).save(tmp_path / "plan.json")
+    again = apply_plan(load_plan(tmp_path / "plan.json").decisions, recording())
     assert again.programs() == lowered.programs()
 
 

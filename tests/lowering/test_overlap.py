@@ -16,7 +16,7 @@ from merakc.costs.roofline import graph_seconds
 from merakc.costs.work.flops import PIPELINED
 from merakc.errors import ConfigError, PlanError
 from merakc.frontend.record import Recording
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.program import Mesh
 from merakc.kernels.ops import STARTED
 from merakc.lowering.lowered import Lowered, apply_plan, make_plan
@@ -55,7 +55,7 @@ def planned(
     mesh: Mesh = TP_AND_PP,
     micro_batches: int = MICRO_BATCHES,
 ) -> Lowered:
-    _, lowered = make_plan(
+    lowered = make_plan(
         recorded(name, micro_batches), mesh, micro_batches, cluster, batch_size=SAMPLES
     )
     return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
@@ -144,8 +144,8 @@ def test_a_model_that_writes_buffers_runs_whole() -> None:
 
 def test_the_plan_says_it_and_means_the_same_everywhere(tmp_path: Path) -> None:
     lowered = planned("llama", SLOW, 2)
-    lowered.plan.save(tmp_path / "plan.json")
-    plan = load_plan(tmp_path / "plan.json")
+    PlanFile(lowered.plan).save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json").decisions
     assert plan == lowered.plan
     assert plan.machines == replace(SLOW, memory_bytes=0)
     again = with_parts(
@@ -192,7 +192,7 @@ SYMMETRIC = replace(CALLS, symmetric_memory=True)
 def fused_plan(name: str, cluster: Cluster, asked: int | None = None) -> Lowered:
     """Micro-batches of one sample, with split sequences."""
     recording = recorded(name, SAMPLES)
-    _, lowered = make_plan(
+    lowered = make_plan(
         recording, TP_AND_PP, SAMPLES, cluster, batch_size=SAMPLES, sequence_parallel=True
     )
     return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
@@ -244,8 +244,8 @@ def test_only_products_that_gain_by_it_are_fused() -> None:
 def test_a_plan_with_fused_products_means_the_same_everywhere(tmp_path: Path) -> None:
     lowered = fused_plan("gpt2", SYMMETRIC)
     assert lowered.plan.fused_products
-    lowered.plan.save(tmp_path / "plan.json")
-    plan = load_plan(tmp_path / "plan.json")
+    PlanFile(lowered.plan).save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json").decisions
     assert plan == lowered.plan
     again = apply_plan(plan, recorded("gpt2", SAMPLES))
     for stage in (0, 1):
@@ -273,7 +273,7 @@ def test_a_node_of_h100_fuses_the_products_of_wide_layers() -> None:
     plans = []
     for hardware in (h100, replace(h100, links=plain), replace(h100, nodes=nodes, links=apart)):
         cluster = hardware.flat()
-        _, lowered = make_plan(recording, Mesh(1, 8, 1), 1, cluster, batch_size=1,
+        lowered = make_plan(recording, Mesh(1, 8, 1), 1, cluster, batch_size=1,
                                sequence_parallel=True)  # fmt: skip
         plans.append(choose_overlap(lowered, lambda _: recording, cluster, None).plan)
     fused, *others = plans

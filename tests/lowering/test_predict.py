@@ -27,7 +27,8 @@ def recording() -> Recording:
 
 
 def lowered(mesh: Mesh, *counts: int) -> Lowered:
-    plan, found = make_plan(recording(), mesh, MICRO_BATCHES, NOMINAL_CPU)
+    found = make_plan(recording(), mesh, MICRO_BATCHES, NOMINAL_CPU)
+    plan = found.plan
     shards = (StateShards(*counts),) * mesh.pp if counts else ()
     return replace(found, plan=replace(plan, state_shards=shards))
 

@@ -37,7 +37,8 @@ def lowered(name: str = "gpt2", **options: str) -> Lowered:
     def record(parts: int) -> object:
         return recorded(case.model(), case.batch(8), parts, dp=2, divided=True)
 
-    plan, made = make_plan(record(2), mesh, 2, NOMINAL_GPU, batch_size=8, **options)  # type: ignore[arg-type]
+    made = make_plan(record(2), mesh, 2, NOMINAL_GPU, batch_size=8, **options)  # type: ignore[arg-type]
+    plan = made.plan
     return choose_overlap(replace(made, plan=plan), record, NOMINAL_GPU, 2)  # type: ignore[arg-type]
 
 

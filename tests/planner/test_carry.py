@@ -44,7 +44,7 @@ def _made(schedule: str, chunks: int | None = None, recompute: str = "none") -> 
     return make_plan(
         recorded(8), Mesh(pp=pp), 8, NOMINAL_GPU, batch_size=SAMPLES, schedule=schedule,
         virtual_stages=chunks, recompute=recompute,
-    )[0]  # fmt: skip
+    ).plan  # fmt: skip
 
 
 def _large(plan: Plan, dp: int = 1, tp: int = 1, pp: int = 2, **more: object) -> Plan:

@@ -14,14 +14,12 @@ from benchmarks.peers.training import Training
 from merakc.analysis.buckets import plan_buckets
 from merakc.errors import ConfigError, CutError, ShardError
 from merakc.frontend.record import Recording
-from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind
 from merakc.ir.state import StateShards, lattice
-from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Sharing
 from merakc.planner.choose import choose
-from merakc.planner.search import SAME, Record, Request, improve, meshes, plan_layout, with_schedule
+from merakc.planner.search import SAME, Request, improve, meshes, plan_layout, with_schedule
 from tests.recorded import one_of_several
 
 BATCH_SIZE = 8
@@ -33,39 +31,33 @@ def recording(samples: int) -> Recording:
     return one_of_several(case.model(), case.batch(samples))
 
 
-def search(request: Request, record: Record, cluster: Cluster) -> tuple[Plan, Lowered]:
-    lowered = choose(request, record, cluster)
-    return lowered.plan, lowered
-
-
 def test_the_fastest_plan_that_fits_is_taken() -> None:
     request = Request(4, BATCH_SIZE)
-    plan, lowered = search(request, recording, NOMINAL_CPU)
-    assert lowered.plan is plan
-    assert plan.mesh in meshes(request)
-    assert plan.prediction is not None
-    best = plan.prediction.step_s / plan.dp
+    best = choose(request, recording, NOMINAL_CPU)
+    assert best.plan.mesh in meshes(request)
+    assert best.prediction is not None
+    least_s = best.prediction.step_s / best.plan.dp
     for mesh in meshes(request):
         fixed = replace(request, dp=mesh.dp, tp=mesh.tp, pp=mesh.pp)
-        other, _ = search(fixed, recording, NOMINAL_CPU)
+        other = choose(fixed, recording, NOMINAL_CPU)
         assert other.prediction is not None
-        assert best <= other.prediction.step_s / other.dp
+        assert least_s <= other.prediction.step_s / other.plan.dp
 
 
 def test_where_nothing_fits_recomputation_and_a_split_model_win() -> None:
-    roomy, _ = search(Request(4, BATCH_SIZE), recording, NOMINAL_CPU)
+    roomy = choose(Request(4, BATCH_SIZE), recording, NOMINAL_CPU)
     assert roomy.prediction is not None
     tight = replace(NOMINAL_CPU, memory_bytes=max(roomy.prediction.peak_bytes) // 2)
-    plan, _ = search(Request(4, BATCH_SIZE), recording, tight)
-    assert plan.prediction is not None
-    assert max(plan.prediction.peak_bytes) < max(roomy.prediction.peak_bytes)
-    fixed, _ = search(Request(1, BATCH_SIZE, micro_batches=1), recording, tight)
-    assert fixed.recompute in ("solved", "full")
-    parts, _ = search(Request(1, BATCH_SIZE), recording, tight)
-    assert parts.recompute == "none"
-    assert parts.micro_batches > 1
-    kept, _ = search(Request(1, BATCH_SIZE, recompute="none"), recording, tight)
-    assert kept.recompute == "none"
+    best = choose(Request(4, BATCH_SIZE), recording, tight)
+    assert best.prediction is not None
+    assert max(best.prediction.peak_bytes) < max(roomy.prediction.peak_bytes)
+    fixed = choose(Request(1, BATCH_SIZE, micro_batches=1), recording, tight)
+    assert fixed.plan.recompute in ("solved", "full")
+    parts = choose(Request(1, BATCH_SIZE), recording, tight)
+    assert parts.plan.recompute == "none"
+    assert parts.plan.micro_batches > 1
+    kept = choose(Request(1, BATCH_SIZE, recompute="none"), recording, tight)
+    assert kept.plan.recompute == "none"
 
 
 @pytest.mark.parametrize("gather_share", [NOMINAL_CPU.gather_share, 1.0])
@@ -76,48 +68,53 @@ def test_sequences_are_split_where_gathers_are_as_fast_as_all_reduces(gather_sha
     wide = one_of_several(model, training.batch(0))
     cluster = replace(NOMINAL_CPU, gather_share=gather_share)
     request = Request(2, training.samples, dp=1, tp=2, pp=1, overlap=0)
-    assert search(request, lambda _: wide, cluster)[0].sequence_parallel is (gather_share == 1.0)
+    assert choose(request, lambda _: wide, cluster).plan.sequence_parallel is (gather_share == 1.0)
 
 
 def test_sequences_are_split_where_the_memory_asks_for_it() -> None:
     request = Request(2, BATCH_SIZE, dp=1, tp=2, pp=1, recompute="none")
     slow = replace(NOMINAL_CPU, link_latency_s=1.0)  # the additional collectives do not pay
-    plain, _ = search(request, recording, slow)
-    assert not plain.sequence_parallel
+    plain = choose(request, recording, slow)
+    assert not plain.plan.sequence_parallel
     assert plain.prediction is not None
     tight = replace(slow, memory_bytes=plain.prediction.peak_bytes[0] - 1)
-    plan, _ = search(request, recording, tight)
-    assert plan.sequence_parallel
-    assert plan.prediction is not None
-    assert plan.prediction.peak_bytes[0] < plain.prediction.peak_bytes[0]
-    kept, _ = search(replace(request, sequence_parallel=False), recording, tight)
-    assert not kept.sequence_parallel
+    best = choose(request, recording, tight)
+    assert best.plan.sequence_parallel
+    assert best.prediction is not None
+    assert best.prediction.peak_bytes[0] < plain.prediction.peak_bytes[0]
+    kept = choose(replace(request, sequence_parallel=False), recording, tight)
+    assert not kept.plan.sequence_parallel
 
 
 def test_the_users_choices_are_kept() -> None:
     request = Request(2, BATCH_SIZE, pp=2, micro_batches=4, schedule="gpipe", recompute="full")
-    plan, _ = search(request, recording, NOMINAL_CPU)
-    assert (plan.pp, plan.micro_batches, plan.schedule, plan.recompute) == (2, 4, "gpipe", "full")
-    assert plan.batch_size == BATCH_SIZE
+    best = choose(request, recording, NOMINAL_CPU)
+    assert (best.plan.pp, best.plan.micro_batches, best.plan.schedule, best.plan.recompute) == (
+        2,
+        4,
+        "gpipe",
+        "full",
+    )
+    assert best.plan.batch_size == BATCH_SIZE
 
 
 def test_an_order_is_made_for_the_stages_and_the_memory() -> None:
     request = Request(4, BATCH_SIZE, dp=1, tp=1, pp=4, micro_batches=8)
-    plan, lowered = search(request, recording, NOMINAL_CPU)
-    plain, _ = search(replace(request, schedule="1f1b"), recording, NOMINAL_CPU)
-    assert plan.prediction is not None
+    best = choose(request, recording, NOMINAL_CPU)
+    plain = choose(replace(request, schedule="1f1b"), recording, NOMINAL_CPU)
+    assert best.prediction is not None
     assert plain.prediction is not None
-    assert plan.schedule == "auto"
-    assert len(plan.order) == 4
-    assert plan.prediction.step_s < 0.9 * plain.prediction.step_s
-    assert {a.kind for p in lowered.programs() for a in p.actions} >= {ActionKind.WEIGHT_GRAD}
+    assert best.plan.schedule == "auto"
+    assert len(best.plan.order) == 4
+    assert best.prediction.step_s < 0.9 * plain.prediction.step_s
+    assert {a.kind for p in best.programs() for a in p.actions} >= {ActionKind.WEIGHT_GRAD}
     tight = replace(NOMINAL_CPU, memory_bytes=int(0.8 * max(plain.prediction.peak_bytes)))
-    less, _ = search(request, recording, tight)
-    assert less.recompute in ("solved", "full")
+    less = choose(request, recording, tight)
+    assert less.plan.recompute in ("solved", "full")
     assert less.prediction is not None
     assert max(less.prediction.peak_bytes) <= tight.memory_bytes
-    never, _ = search(replace(request, recompute="none"), recording, tight)
-    assert never.recompute == "none"
+    never = choose(replace(request, recompute="none"), recording, tight)
+    assert never.plan.recompute == "none"
 
 
 def test_of_orders_as_short_the_one_that_keeps_less_is_taken() -> None:
@@ -127,7 +124,7 @@ def test_of_orders_as_short_the_one_that_keeps_less_is_taken() -> None:
         cluster = cluster.with_hardware(4)
         plain = plan_layout(request, recording, cluster)  # 1F1B
         found = improve(request, plain, recording, cluster)
-        first, second = plain.plan.prediction, found.plan.prediction
+        first, second = plain.prediction, found.prediction
         assert first is not None
         assert second is not None
         return max(first.peak_bytes), max(second.peak_bytes)
@@ -139,38 +136,38 @@ def test_of_orders_as_short_the_one_that_keeps_less_is_taken() -> None:
 
 def test_each_stage_keeps_as_much_as_its_memory_lets_it() -> None:
     request = Request(4, BATCH_SIZE, dp=1, tp=1, pp=4, micro_batches=8, schedule="1f1b")
-    plain, _ = search(request, recording, NOMINAL_CPU)
+    plain = choose(request, recording, NOMINAL_CPU)
     assert plain.prediction is not None
     tight = replace(NOMINAL_CPU, memory_bytes=int(0.8 * max(plain.prediction.peak_bytes)))
-    plan, lowered = search(request, recording, tight)
-    full, _ = search(replace(request, recompute="full"), recording, tight)
-    assert plan.recompute == "solved"
-    assert plan.keep_bytes[0] >= 0
-    assert plan.keep_bytes[-1] == -1
-    assert plan.prediction is not None
+    best = choose(request, recording, tight)
+    full = choose(replace(request, recompute="full"), recording, tight)
+    assert best.plan.recompute == "solved"
+    assert best.plan.keep_bytes[0] >= 0
+    assert best.plan.keep_bytes[-1] == -1
+    assert best.prediction is not None
     assert full.prediction is not None
-    assert max(plan.prediction.peak_bytes) <= tight.memory_bytes
-    assert plain.prediction.step_s < plan.prediction.step_s < full.prediction.step_s
-    checkpoint = lowered.stage_graphs(0, 0).checkpoint
+    assert max(best.prediction.peak_bytes) <= tight.memory_bytes
+    assert plain.prediction.step_s < best.prediction.step_s < full.prediction.step_s
+    checkpoint = best.stage_graphs(0, 0).checkpoint
     assert checkpoint is not None
-    assert lowered.stage_graphs(3, 0).checkpoint is None
+    assert best.stage_graphs(3, 0).checkpoint is None
 
 
 def test_each_rank_is_held_against_the_memory_of_its_own_device() -> None:
     request = Request(4, BATCH_SIZE, dp=1, tp=1, pp=4, micro_batches=8, schedule="1f1b")
     roomy = NOMINAL_CPU.described(4)
-    plain, _ = search(request, recording, roomy.flat("float32"))
+    plain = choose(request, recording, roomy.flat("float32"))
     assert plain.prediction is not None
-    assert plain.recompute == "none"
+    assert plain.plan.recompute == "none"
     (device,) = {n.device for n in roomy.nodes}
     small = replace(device, memory_bytes=int(0.8 * plain.prediction.peak_bytes[1]))
     mixed = Hardware("mixed", (Nodes(device, 1), Nodes(small, 1), Nodes(device, 2)), roomy.links)
-    plan, _ = search(request, recording, mixed.flat("float32"))
-    assert plan.stages == plain.stages
-    assert plan.recompute == "solved"
-    assert [kept == -1 for kept in plan.keep_bytes] == [True, False, True, True]
-    assert plan.prediction is not None
-    own, whole = plan.prediction.peak_bytes, plain.prediction.peak_bytes
+    best = choose(request, recording, mixed.flat("float32"))
+    assert best.plan.stages == plain.plan.stages
+    assert best.plan.recompute == "solved"
+    assert [kept == -1 for kept in best.plan.keep_bytes] == [True, False, True, True]
+    assert best.prediction is not None
+    own, whole = best.prediction.peak_bytes, plain.prediction.peak_bytes
     assert own[1] <= small.memory_bytes < own[0]
     assert own == (whole[0], own[1], *whole[2:])
 
@@ -178,19 +175,19 @@ def test_each_rank_is_held_against_the_memory_of_its_own_device() -> None:
 def test_an_order_of_the_users_own_is_planned() -> None:
     text = "0F0 0F1 0R0 0B0 0R1 0B1; 1F0 1I0 1F1 1I1 1W0 1W1"
     request = with_schedule(Request(2, BATCH_SIZE, pp=2, micro_batches=2, schedule=text))
-    plan, lowered = search(request, recording, NOMINAL_CPU)
-    assert (plan.schedule, plan.recompute) == ("custom", "full")
-    assert lowered.stage_graphs(0, 0).recompute is not None
-    assert lowered.stage_graphs(1, 0).recompute is None
+    best = choose(request, recording, NOMINAL_CPU)
+    assert (best.plan.schedule, best.plan.recompute) == ("custom", "full")
+    assert best.stage_graphs(0, 0).recompute is not None
+    assert best.stage_graphs(1, 0).recompute is None
     with pytest.raises(ConfigError, match="an order of 2 micro-batches on 2 ranks"):
-        search(replace(request, micro_batches=4), recording, NOMINAL_CPU)
+        choose(replace(request, micro_batches=4), recording, NOMINAL_CPU)
 
 
 def test_the_first_error_is_raised_where_no_mesh_works() -> None:
     with pytest.raises(CutError, match="at most"):
-        search(Request(10_000, BATCH_SIZE, pp=10_000), recording, NOMINAL_CPU)
+        choose(Request(10_000, BATCH_SIZE, pp=10_000), recording, NOMINAL_CPU)
     with pytest.raises(ShardError, match="tp=4096"):
-        search(Request(4096, BATCH_SIZE, tp=4096), recording, NOMINAL_CPU)
+        choose(Request(4096, BATCH_SIZE, tp=4096), recording, NOMINAL_CPU)
 
 
 # --- sharded state ---------------------------------------------------------------------------
@@ -200,75 +197,75 @@ SHARDED = Request(4, BATCH_SIZE, dp=4, tp=1, pp=1, micro_batches=4)
 
 def peak_bytes(state_shards: object, cluster: Cluster = NOMINAL_CPU, **fixed: object) -> int:
     request = replace(SHARDED, state_shards=state_shards, recompute="none", **fixed)  # type: ignore[arg-type]
-    plan, _ = search(request, recording, cluster)
-    assert plan.prediction is not None
-    return max(plan.prediction.peak_bytes)
+    best = choose(request, recording, cluster)
+    assert best.prediction is not None
+    return max(best.prediction.peak_bytes)
 
 
 def test_state_stays_whole_where_nothing_is_waited_for() -> None:
     fast = replace(NOMINAL_CPU, link_latency_s=0.0, link_bytes_per_s=1e15)
-    assert set(search(SHARDED, recording, fast)[0].state_shards) <= {StateShards()}
+    assert set(choose(SHARDED, recording, fast).plan.state_shards) <= {StateShards()}
 
 
 def test_state_is_sharded_before_anything_is_recomputed() -> None:
     whole, zero_1 = peak_bytes("zero-0"), peak_bytes("zero-1")
     assert zero_1 < whole
     tight = replace(NOMINAL_CPU, memory_bytes=zero_1)
-    plan, lowered = search(SHARDED, recording, tight)
-    assert plan.recompute == "none"
-    (shards,) = plan.state_shards
+    best = choose(SHARDED, recording, tight)
+    assert best.plan.recompute == "none"
+    (shards,) = best.plan.state_shards
     assert shards.optimizer == 4
-    assert plan.prediction is not None
-    assert max(plan.prediction.peak_bytes) <= zero_1
+    assert best.prediction is not None
+    assert max(best.prediction.peak_bytes) <= zero_1
     # It is the one that waits least of all that fit.
     for other in lattice(4):
-        made = replace(lowered, plan=replace(plan, state_shards=(other,)))
+        made = replace(best, plan=replace(best.plan, state_shards=(other,)))
         found, _ = predict(made, tight, dp_rank=0)
         if max(found.peak_bytes) <= tight.memory_bytes:
-            assert found.exposed_s[0] >= plan.prediction.exposed_s[0] - 1e-9
+            assert found.exposed_s[0] >= best.prediction.exposed_s[0] - 1e-9
 
 
 def test_recomputation_comes_after_sharding() -> None:
     least = min(peak_bytes((s.parameters, s.gradients, s.optimizer)) for s in lattice(4))
     tight = replace(NOMINAL_CPU, memory_bytes=least - 1)
-    plan, _ = search(SHARDED, recording, tight)
-    assert plan.recompute != "none"
-    assert plan.state_shards != ()
-    given, _ = search(replace(SHARDED, state_shards=(1, 1, 1)), recording, tight)
-    assert given.state_shards == ()
+    best = choose(SHARDED, recording, tight)
+    assert best.plan.recompute != "none"
+    assert best.plan.state_shards != ()
+    given = choose(replace(SHARDED, state_shards=(1, 1, 1)), recording, tight)
+    assert given.plan.state_shards == ()
 
 
 def test_auto_takes_what_waits_least() -> None:
     request = replace(SHARDED, state_shards="auto")
     # Compute hides everything, or nothing: the latency alone counts, and then the bytes.
     slow = replace(NOMINAL_CPU, link_latency_s=0.0, link_bytes_per_s=1e5)
-    plan, lowered = search(request, recording, slow)
-    assert plan.prediction is not None
+    best = choose(request, recording, slow)
+    assert best.prediction is not None
     exposed_s = {}
     for shards in lattice(4):
-        made = replace(lowered, plan=replace(plan, state_shards=(shards,)))
+        made = replace(best, plan=replace(best.plan, state_shards=(shards,)))
         exposed_s[shards] = predict(made, slow, dp_rank=0)[0].exposed_s[0]
-    assert plan.prediction.exposed_s[0] == pytest.approx(min(exposed_s.values()))
+    assert best.prediction.exposed_s[0] == pytest.approx(min(exposed_s.values()))
     assert max(exposed_s.values()) > 1.1 * min(exposed_s.values())
-    one, _ = search(replace(request, world_size=1, dp=1), recording, slow)
-    assert one.state_shards == ()
+    one = choose(replace(request, world_size=1, dp=1), recording, slow)
+    assert one.plan.state_shards == ()
 
 
 @patch.object(plan_buckets, "__defaults__", (20_000,))  # several buckets a stage
 def test_each_stage_has_its_own_shards() -> None:
     """What one stage's memory asks for is no reason to shard another's state alike."""
     request = replace(SHARDED, dp=2, pp=2, schedule="1f1b", recompute="none", state_shards="auto")
-    roomy, lowered = search(request, recording, NOMINAL_CPU)
+    roomy = choose(request, recording, NOMINAL_CPU)
     peaks = {}
     for shards in lattice(2):
-        made = replace(lowered, plan=replace(roomy, state_shards=(shards,) * 2))
+        made = replace(roomy, plan=replace(roomy.plan, state_shards=(shards,) * 2))
         peaks[shards] = predict(made, NOMINAL_CPU, dp_rank=0)[0].peak_bytes
     # One rank has not the bytes for the fastest, and the other one has.
-    full, other = sorted((0, 1), key=lambda rank: -peaks[roomy.state_shards[rank]][rank])
-    limit = peaks[roomy.state_shards[full]][full] - 1
+    full, other = sorted((0, 1), key=lambda rank: -peaks[roomy.plan.state_shards[rank]][rank])
+    limit = peaks[roomy.plan.state_shards[full]][full] - 1
     assert min(peak[full] for peak in peaks.values()) <= limit
-    assert peaks[roomy.state_shards[other]][other] <= limit
-    plan, _ = search(request, recording, replace(NOMINAL_CPU, memory_bytes=limit))
-    assert peaks[plan.state_shards[full]][full] <= limit
-    assert plan.state_shards[full] != roomy.state_shards[full]
-    assert plan.state_shards[other] == roomy.state_shards[other]
+    assert peaks[roomy.plan.state_shards[other]][other] <= limit
+    best = choose(request, recording, replace(NOMINAL_CPU, memory_bytes=limit))
+    assert peaks[best.plan.state_shards[full]][full] <= limit
+    assert best.plan.state_shards[full] != roomy.plan.state_shards[full]
+    assert best.plan.state_shards[other] == roomy.plan.state_shards[other]

@@ -84,11 +84,11 @@ def test_a_freer_request_is_never_worse(seed: int) -> None:
     cluster, seconds = CLUSTERS[machines](ranks), float("inf")
     request = Request(ranks, 0, total_batch_size=samples, **given)
     for dropped, asked in freer(request, rng.sample([*given], len(given))):
-        plan = choose(asked, record(kind), cluster).plan
-        assert plan.prediction is not None
+        best = choose(asked, record(kind), cluster)
+        assert best.prediction is not None
         told = f"{kind} on {ranks} {machines}, {samples} samples: {given}, dropping {dropped}"
-        assert plan.prediction.step_s <= seconds * SAME, told
-        seconds = plan.prediction.step_s
+        assert best.prediction.step_s <= seconds * SAME, told
+        seconds = best.prediction.step_s
 
 
 # --- auto_parallel and merakc plan -----------------------------------------------------------
@@ -110,10 +110,10 @@ def planned(model: nn.Module, batch: Any, given: dict[str, Any]) -> tuple[str, P
 )  # fmt: skip
 def test_auto_parallel_and_merakc_plan_choose_the_same(given: dict[str, Any]) -> None:
     samples = 8
-    offline, _, _ = plan_offline(source(), Request(2, 0, **given), samples, NOMINAL_CPU)
+    offline, _ = plan_offline(source(), Request(2, 0, **given), samples, NOMINAL_CPU)
     batch = source().batch(samples // given["dp"])
     found = run_ranks(2, planned, source().model, batch, given)
-    assert {hash_ for hash_, _ in found} == {offline.hash}
+    assert {hash_ for hash_, _ in found} == {offline.plan.hash}
 
 
 # --- the seconds of a plan -------------------------------------------------------------------
@@ -122,12 +122,12 @@ def test_auto_parallel_and_merakc_plan_choose_the_same(given: dict[str, Any]) ->
 @pytest.mark.parametrize("machines", [*CLUSTERS])
 def test_a_plan_takes_the_same_seconds_wherever_they_are_asked_for(machines: str) -> None:
     cluster = CLUSTERS[machines](4)
-    plan, lowered, _ = plan_offline(source(), Request(4, 0, pp=2), 8, cluster)
-    assert plan.prediction is not None
+    lowered, _ = plan_offline(source(), Request(4, 0, pp=2), 8, cluster)
+    assert lowered.prediction is not None
     told = {
         "simulator": predict(lowered, cluster)[1].step_s,
         "one dp rank": predict(lowered, cluster, dp_rank=0)[0].step_s,
-        "merakc simulate": simulated(plan, source(), cluster).prediction.step_s,  # type: ignore[union-attr]
+        "merakc simulate": simulated(lowered.plan, source(), cluster).prediction.step_s,  # type: ignore[union-attr]
         "report": make_report(lowered, cluster).verdict.step_s,
     }
-    assert told == pytest.approx(dict.fromkeys(told, plan.prediction.step_s), rel=1e-9)
+    assert told == pytest.approx(dict.fromkeys(told, lowered.prediction.step_s), rel=1e-9)

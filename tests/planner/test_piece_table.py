@@ -36,7 +36,7 @@ def llama(samples: int) -> Recording:
 def test_pieces_are_those_of_the_plans_own_graph(form: tuple[int, bool], samples: int) -> None:
     tp, sequence_parallel = form
     found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
-    _, lowered = make_plan(
+    lowered = make_plan(
         llama(samples), Mesh(1, tp, 1), 2, NOMINAL_GPU, sequence_parallel=sequence_parallel
     )
     local = lowered.stages.local[0]

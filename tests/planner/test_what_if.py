@@ -10,7 +10,9 @@ import transformers
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.state import StateShards
+from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.offline import plan_offline
 from merakc.planner.search import Request
@@ -27,46 +29,53 @@ def gpt2() -> Source:
 
 
 @cache
-def plan() -> Plan:
+def planned() -> Lowered:
     request = Request(4, 0, dp=2, tp=1, pp=2, micro_batches=4, schedule="1f1b",
                       state_shards="zero-1", recompute="none")  # fmt: skip
     return plan_offline(gpt2(), request, 16, NOMINAL_GPU)[0]
 
 
-def _step_s(found: Plan) -> float:
+def plan() -> Plan:
+    return planned().plan
+
+
+def _step_s(found: PlanFile) -> float:
     assert found.prediction is not None
     return found.prediction.step_s
 
 
-def _peak_bytes(found: Plan) -> int:
+def _peak_bytes(found: PlanFile) -> int:
     assert found.prediction is not None
     return max(found.prediction.peak_bytes)
 
 
 def test_nothing_changed_costs_the_same() -> None:
     before = simulated(plan(), gpt2(), NOMINAL_GPU)
-    assert before.prediction == plan().prediction
+    assert before.prediction == planned().prediction
     after = changed(plan(), gpt2(), Changes(), NOMINAL_GPU)
-    assert replace(after, prediction=None) == replace(before, prediction=None)
+    assert after.decisions == before.decisions
     assert _step_s(after) == pytest.approx(_step_s(before), rel=1e-6)
 
 
 def test_figures_move_as_they_should() -> None:
     before = simulated(plan(), gpt2(), NOMINAL_GPU)
     twice = changed(plan(), gpt2(), Changes(batch=32), NOMINAL_GPU)
-    assert (twice.micro_batches, twice.batch_size) == (8, 16), "micro-batches stay as large"
+    assert (twice.decisions.micro_batches, twice.decisions.batch_size) == (8, 16), (
+        "micro-batches stay as large"
+    )
     assert 1.5 < _step_s(twice) / _step_s(before) < 2.0
     bubbles = [p.prediction.bubble_share for p in (before, twice) if p.prediction]
     assert bubbles[1] < bubbles[0]
     slow = replace(NOMINAL_GPU, flops_per_s=1e12, bytes_per_s=1e11, op_overhead_s=1e-4)
     assert _step_s(changed(plan(), gpt2(), Changes(), slow)) > 5 * _step_s(before)
-    four = changed(plan(), gpt2(), Changes(pp=4), NOMINAL_GPU)
+    deep = changed(plan(), gpt2(), Changes(pp=4), NOMINAL_GPU)
+    four = deep.decisions
     assert (four.pp, four.schedule, len(four.stages)) == (4, "1f1b", len(four.rank_of))
-    assert _peak_bytes(four) < _peak_bytes(before)
+    assert _peak_bytes(deep) < _peak_bytes(before)
     wide = changed(plan(), gpt2(), Changes(dp=4), NOMINAL_GPU)
-    assert wide.state_shards == (StateShards(1, 1, 4),) * 2
+    assert wide.decisions.state_shards == (StateShards(1, 1, 4),) * 2
     folded = changed(plan(), gpt2(), Changes(schedule="zb-v"), NOMINAL_GPU)
-    assert folded.rank_of == (0, 1, 1, 0)
+    assert folded.decisions.rank_of == (0, 1, 1, 0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from functools import cache
 from benchmarks.models import MODELS
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
-from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.precision import parse_precision
 from merakc.ir.program import Mesh
 from merakc.ir.report import Report
@@ -47,15 +47,16 @@ def lowered(
     sequence_parallel: bool = False,
 ) -> Lowered:
     """A plan for four micro-batches of a small GPT-2, with its prediction."""
-    plan, found = make_plan(
+    found = make_plan(
         recording(), mesh, MICRO_BATCHES, cluster, batch_size=MICRO_BATCHES * SAMPLES,
         schedule=schedule, recompute=recompute, sequence_parallel=sequence_parallel,
     )  # fmt: skip
+    plan = found.plan
     state = (StateShards(*shards),) * len(plan.rank_of) if max(shards) > 1 else ()
     plan = replace(plan, state_shards=state, precision=parse_precision(precision))
     found = replace(found, plan=plan)
     prediction, _ = predict(found, cluster, dp_rank=0)
-    return replace(found, plan=replace(plan, prediction=prediction))
+    return replace(found, prediction=prediction)
 
 
 @cache
@@ -64,7 +65,7 @@ def coupled(mesh: Mesh = Mesh(dp=2, pp=2)) -> Lowered:  # noqa: B008 - a value
     found, _ = planned(TOWERS, mesh, BatchLayout((SAMPLES * MICRO_BATCHES,) * mesh.dp, 4), {})
     prediction, _ = predict(found, SLOW, dp_rank=0)
     size = SAMPLES * MICRO_BATCHES
-    return replace(found, plan=replace(found.plan, batch_size=size, prediction=prediction))
+    return replace(found, plan=replace(found.plan, batch_size=size), prediction=prediction)
 
 
 _reports: dict[tuple[int, Cluster], tuple[Lowered, Report]] = {}
@@ -78,5 +79,6 @@ def report(found: Lowered | None = None, cluster: Cluster = SLOW) -> Report:
     return _reports[key][1]
 
 
-def plan_with_report(name: str = "gpt2") -> Plan:
-    return replace(lowered().plan, model=name, report=report(cluster=BUSY))
+def plan_with_report(name: str = "gpt2") -> PlanFile:
+    made = lowered()
+    return PlanFile(replace(made.plan, model=name), made.prediction, report=report(cluster=BUSY))

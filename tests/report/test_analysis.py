@@ -47,7 +47,7 @@ def case(request: pytest.FixtureRequest) -> Lowered:
 
 
 def test_its_verdict_is_the_prediction(case: Lowered) -> None:
-    found, expected = report(case).verdict, case.plan.prediction
+    found, expected = report(case).verdict, case.prediction
     assert expected is not None
     assert (found.step_s, found.bubble_share) == (expected.step_s, expected.bubble_share)
     assert found.peak_bytes == max(expected.peak_bytes)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from merakc.report.decisions import plan_facts, plan_sections, stage_modules
-from tests.report.test_text import tiny_plan
+from tests.report.test_text import tiny_file, tiny_plan
 
 
 def test_rows_have_a_cell_for_each_column() -> None:
-    sections = plan_sections(tiny_plan())
+    sections = plan_sections(tiny_file())
     assert [s.title for s in sections] == [
         "Stages",
         "Tensors over tp 2",
@@ -23,20 +21,19 @@ def test_rows_have_a_cell_for_each_column() -> None:
 
 
 def test_what_is_not_split_or_cut_is_not_told() -> None:
-    plan = replace(tiny_plan(), tp=1, pp=1, splits={}, stages=tiny_plan().stages[:1])
+    plan = tiny_file(tp=1, pp=1, splits={}, stages=tiny_plan().stages[:1])
     titles = [section.title for section in plan_sections(plan)]
     assert not any(title.startswith(("Tensors over", "Cut into")) for title in titles)
 
 
 def test_the_batch_is_that_of_all_ranks() -> None:
-    plan = replace(tiny_plan(), dp=4, micro_batches=1)
+    plan = tiny_file(dp=4, micro_batches=1)
     assert dict(plan_facts(plan))["batch"] == "64 samples: 16 on each dp rank, in 1 micro-batch"
 
 
 def test_all_parameters_are_counted_once() -> None:
-    plan = tiny_plan()
-    tensors = plan_sections(plan)[1]
-    assert sum(int(row[-1]) for row in tensors.rows) == len(plan.parameters)
+    tensors = plan_sections(tiny_file())[1]
+    assert sum(int(row[-1]) for row in tensors.rows) == len(tiny_plan().parameters)
 
 
 def test_a_stage_has_the_modules_of_its_runs() -> None:
@@ -44,5 +41,5 @@ def test_a_stage_has_the_modules_of_its_runs() -> None:
 
 
 def test_a_plan_that_nobody_simulated_predicts_nothing() -> None:
-    assert "predicted" in dict(plan_facts(tiny_plan()))
-    assert "predicted" not in dict(plan_facts(replace(tiny_plan(), prediction=None)))
+    assert "predicted" in dict(plan_facts(tiny_file()))
+    assert "predicted" not in dict(plan_facts(tiny_file(None)))

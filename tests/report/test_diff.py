@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from merakc.ir.plan import Plan, Prediction
+from merakc.ir.plan import Plan
+from merakc.ir.plan_file import Prediction
 from merakc.ir.state import StateShards
 from merakc.report.diff import Change, changes_table, plan_changes, prediction_changes
-from tests.report.test_text import tiny_plan
+from tests.report.test_text import tiny_file, tiny_plan
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def plan() -> Plan:
 
 
 def test_equal_plans_have_no_changes(plan: Plan) -> None:
-    assert plan_changes(plan, replace(plan, prediction=None, merakc_version="9")) == []
+    assert plan_changes(plan, replace(plan, merakc_version="9")) == []
 
 
 def test_every_decision_is_told(plan: Plan) -> None:
@@ -47,12 +48,12 @@ def test_every_decision_is_told(plan: Plan) -> None:
     ]
 
 
-def test_predictions_and_the_table(plan: Plan) -> None:
-    slower = replace(plan, dp=2, prediction=Prediction(0.0246, 0.5, (3 << 29, 0)))
-    changes = prediction_changes(plan, slower)
+def test_predictions_and_the_table() -> None:
+    first, slower = tiny_file(), tiny_file(Prediction(0.0246, 0.5, (3 << 29, 0)), dp=2)
+    changes = prediction_changes(first, slower)
     assert changes[0] == Change("step", "12.30 ms", "24.60 ms (+100.0%)")
     assert changes[2] == Change("peak of a rank", "3.00 GiB", "1.50 GiB (-50.0%)")
-    assert prediction_changes(plan, replace(plan, prediction=None)) == []
+    assert prediction_changes(first, tiny_file(None)) == []
     page = io.StringIO()
     Console(file=page, width=80).print(changes_table(changes, "a.json", "[b] :x:.json"))
     assert "a.json" in page.getvalue()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from merakc.errors import PlanError
+from merakc.ir.plan_file import PlanFile
 from merakc.ir.report import SourceFile, SourceLine
 from merakc.report.page import page, require_report, write_page
 from tests.ir.test_alternatives import OTHERS
@@ -102,7 +103,7 @@ def test_a_column_with_a_long_cell_is_broken_into_lines_as_a_whole() -> None:
 
 
 def test_a_page_of_a_plan_without_a_report_tells_the_decisions(tmp_path: Path) -> None:
-    plan = lowered().plan
+    plan = PlanFile(lowered().plan, lowered().prediction)
     with pytest.raises(PlanError, match=r"x\.json: the plan was made without a report; make it"):
         require_report(plan, "x.json")
     write_page(plan, tmp_path / "page.html")

@@ -10,18 +10,18 @@ from rich.console import Console
 
 from merakc.errors import LedgerError
 from merakc.ir.ledger import Ledger, Spent
-from merakc.ir.plan import Plan, Prediction
+from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.report.run import Row, compare_run, figures, rows_table, timed_steps
 from tests.ir.test_ledger import HEADER, STEP
-from tests.report.test_text import tiny_plan
+from tests.report.test_text import tiny_file
 
 
 @pytest.fixture
-def plan() -> Plan:
-    return replace(tiny_plan(), prediction=Prediction(0.1, 0.2, (1000, 900), (0.0, 0.01)))
+def plan() -> PlanFile:
+    return tiny_file(Prediction(0.1, 0.2, (1000, 900), (0.0, 0.01)))
 
 
-def ledger(plan: Plan, *step_s: float) -> Ledger:
+def ledger(plan: PlanFile, *step_s: float) -> Ledger:
     steps = tuple(
         replace(
             STEP,
@@ -42,7 +42,7 @@ def ledger(plan: Plan, *step_s: float) -> Ledger:
     return Ledger("run.jsonl", replace(HEADER, plan=plan.hash), steps)
 
 
-def test_rows_are_medians_of_the_steps_that_count(plan: Plan) -> None:
+def test_rows_are_medians_of_the_steps_that_count(plan: PlanFile) -> None:
     found = {
         row.what: row for row in compare_run(plan, ledger(plan, 9.0, 9.0, 9.0, 0.1, 0.4, 0.2), "p")
     }
@@ -63,7 +63,7 @@ def test_rows_are_medians_of_the_steps_that_count(plan: Plan) -> None:
     assert not any("gather" in what for what in found)
 
 
-def test_the_table_marks_what_is_far_off(plan: Plan) -> None:
+def test_the_table_marks_what_is_far_off(plan: PlanFile) -> None:
     rows = [*compare_run(plan, ledger(plan, *[0.101] * 6), "p"), Row("new", "s", 0.0, 1.0)]
     page = io.StringIO()
     Console(file=page, width=100, color_system="standard", force_terminal=True).print(
@@ -81,13 +81,13 @@ def test_the_table_marks_what_is_far_off(plan: Plan) -> None:
     assert figures(rows)[-1]["ratio"] is None
 
 
-def test_the_ledger_of_another_plan_is_refused(plan: Plan) -> None:
-    other = replace(plan, micro_batches=8)
+def test_the_ledger_of_another_plan_is_refused(plan: PlanFile) -> None:
+    other = tiny_file(micro_batches=8)
     with pytest.raises(LedgerError, match=r"is of plan .*, and a.json is plan .*"):
         compare_run(other, ledger(plan, *[0.1] * 6), "a.json")
 
 
-def test_a_run_that_only_warmed_up_is_refused(plan: Plan) -> None:
+def test_a_run_that_only_warmed_up_is_refused(plan: PlanFile) -> None:
     short = ledger(plan, 0.1, 0.1, 0.1)
     with pytest.raises(LedgerError, match=r"holds 3 steps.*run more"):
         compare_run(plan, short, "p")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -13,9 +14,9 @@ from merakc.ir.plan import (
     GraphId,
     OpaqueModule,
     Plan,
-    Prediction,
     StageRun,
 )
+from merakc.ir.plan_file import PlanFile, Prediction
 from merakc.ir.state import StateShards
 from merakc.report.findings import verdict
 from merakc.report.text import format_bytes, format_seconds, plan_text, report_table
@@ -49,8 +50,14 @@ def tiny_plan() -> Plan:
         splits=splits,
         collectives={"all_reduce": 16},
         cut=CutReport("dp", 1.0625, 1.03, 3 << 20, 1.25, 5 << 20, 2),
-        prediction=Prediction(0.0123, 0.2, (3 << 30, 1 << 29)),
     )
+
+
+PREDICTED = Prediction(0.0123, 0.2, (3 << 30, 1 << 29))
+
+
+def tiny_file(prediction: Prediction | None = PREDICTED, **decided: Any) -> PlanFile:
+    return PlanFile(replace(tiny_plan(), **decided), prediction)
 
 
 GOLDEN = """\
@@ -103,31 +110,31 @@ Cut into 2 stages (load 1 is even)
 
 
 def test_golden() -> None:
-    plan = tiny_plan()
+    plan = tiny_file()
     assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
 
 
 def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
-    text = plan_text(replace(tiny_plan(), sequence_parallel=True))
+    text = plan_text(tiny_file(sequence_parallel=True))
     assert "mesh       dp 1 x tp 2 x pp 2 = 4 ranks, sequence parallel" in text
 
 
 def test_sharded_state_is_said() -> None:
     shards = StateShards(1, 4, 4), StateShards(4, 4, 4)
     waits = Prediction(1.0, 0.1, (1024, 2048), (0.25, 0.002))
-    plan = replace(tiny_plan(), dp=4, state_shards=shards, prediction=waits)
+    plan = tiny_file(dp=4, state_shards=shards, prediction=waits)
     text = plan_text(plan)
     assert "1, 4, 4; 4, 4, 4 of parameters, gradients, optimizer state" in text
     assert "250.00 ms waiting for dp" in text
     assert re.search(r"1, 4, 4 +250\.00 ms\n", text)
     assert re.search(r"4, 4, 4 +2\.00 ms\n", text)
     assert re.search(r"4, 4, 4 +-\n", plan_text(replace(plan, prediction=None)))
-    assert "waits for dp" not in plan_text(tiny_plan())
+    assert "waits for dp" not in plan_text(tiny_file())
 
 
 def test_without_prediction_collectives_or_shared_parameters() -> None:
     parameters = {name: stages[:1] for name, stages in tiny_plan().parameters.items()}
-    text = plan_text(replace(tiny_plan(), prediction=None, collectives={}, parameters=parameters))
+    text = plan_text(tiny_file(prediction=None, collectives={}, parameters=parameters))
     assert "predicted  " not in text
     assert "several stages" not in text
     assert "collective" not in text
@@ -136,14 +143,14 @@ def test_without_prediction_collectives_or_shared_parameters() -> None:
 
 def test_indices_in_any_place_become_patterns_and_digits_in_words_stay() -> None:
     splits = {f"{i}.fc1.{i}": "8*" for i in range(11)}
-    text = plan_text(replace(tiny_plan(), splits=splits))
+    text = plan_text(tiny_file(splits=splits))
     assert "  *.fc1.*                  8*                       11\n" in text
 
 
 @pytest.mark.parametrize("width", [60, 200])
 def test_width_is_kept_and_no_name_is_cut_off(width: int) -> None:
     name = "model." + "deep." * 20 + "weight"
-    text = plan_text(replace(tiny_plan(), splits={name: "8*"}), width)
+    text = plan_text(tiny_file(splits={name: "8*"}), width)
     assert max(map(len, text.splitlines())) <= width
     joined = "".join(line[2:].split("   ")[0].strip() for line in text.splitlines())
     assert name in joined
@@ -158,12 +165,12 @@ def test_units() -> None:
 
 
 def test_ops_kept_whole_are_named_with_their_lines() -> None:
-    plan = replace(tiny_plan(), whole_ops=("aten.sort.default at model.py:12",))
+    plan = tiny_file(whole_ops=("aten.sort.default at model.py:12",))
     text = plan_text(plan)
     assert "no sharding rule" in text
     assert "aten.sort.default" in text
     assert "model.py:12" in text
-    assert "no sharding rule" not in plan_text(tiny_plan())
+    assert "no sharding rule" not in plan_text(tiny_file())
 
 
 def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
@@ -171,26 +178,24 @@ def test_modules_that_run_as_they_are_share_a_row_by_pattern() -> None:
         OpaqueModule(f"layers.{k}.mlp", "model.py:12", "depends on the data", 0.125)
         for k in range(2)
     )
-    assert "as they are" not in plan_text(tiny_plan())
-    text = plan_text(replace(tiny_plan(), opaque_modules=modules))
+    assert "as they are" not in plan_text(tiny_file())
+    text = plan_text(tiny_file(opaque_modules=modules))
     assert "Run as they are, whole on one stage" in text
     assert re.search(r"layers\.\*\.mlp +model.py:12 +depends on the data +2 +25%\n", text)
 
 
 def test_a_loss_that_couples_samples_is_named_with_its_line() -> None:
     head = CoupledLoss(1, "model.py:12", "every sample meets every other", 2048)
-    assert "whole batch" not in plan_text(tiny_plan())
-    text = plan_text(replace(tiny_plan(), head=head))
+    assert "whole batch" not in plan_text(tiny_file())
+    text = plan_text(tiny_file(head=head))
     assert "Micro-batches wait for the whole batch: the loss couples samples" in text
     assert re.search(r"model.py:12 +every sample meets every other +1 +2.00 KiB\n", text)
-    text = plan_text(replace(coupled().plan, report=report(coupled(), BUSY)))
+    text = plan_text(PlanFile(coupled().plan, report=report(coupled(), BUSY)))
     assert "Beside a step whose micro-batches go on by themselves." in text
 
 
 def test_all_stages_are_there_with_their_ranks() -> None:
-    plan = replace(
-        tiny_plan(), placement=(0, 1, 1, 0), prediction=Prediction(1.0, 0.1, (1024, 2048))
-    )
+    plan = tiny_file(placement=(0, 1, 1, 0), prediction=Prediction(1.0, 0.1, (1024, 2048)))
     rows = [line.split() for line in plan_text(plan).splitlines()]
     found = [(row[0], row[1], *row[-2:]) for row in rows if row and row[0] in ("2", "3")]
     assert found == [("2", "1", "2.00", "KiB"), ("3", "0", "1.00", "KiB")]
@@ -198,23 +203,23 @@ def test_all_stages_are_there_with_their_ranks() -> None:
 
 
 def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
-    made = replace(tiny_plan(), sub_batches=(2, 2), overlap_gains=(0.25, 0.125))
+    made = tiny_file(sub_batches=(2, 2), overlap_gains=(0.25, 0.125))
     wanted = r"overlap +micro-batches in 2 parts, saves 12\.5% to 25\.0% of a stage "
     assert re.search(wanted, plan_text(made))
-    mixed = plan_text(replace(made, sub_batches=(2, 1)), width=180)
+    mixed = plan_text(tiny_file(sub_batches=(2, 1), overlap_gains=(0.25, 0.125)), width=180)
     assert "micro-batches in 2 parts on stage 0, saves 25.0% of a stage; whole " in mixed
-    worse = plan_text(replace(made, overlap_gains=(-0.1, -0.05)), width=180)
+    worse = plan_text(tiny_file(sub_batches=(2, 2), overlap_gains=(-0.1, -0.05)), width=180)
     assert "micro-batches in 2 parts, costs 5.0% to 10.0% of a stage " in worse
 
 
 def test_overlap_says_how_many_products_are_in_chunks_of_rows() -> None:
-    made = replace(tiny_plan(), sub_batches=(1, 1), row_chunks={"up": 2, "down": 2, "head": 4})
+    made = tiny_file(sub_batches=(1, 1), row_chunks={"up": 2, "down": 2, "head": 4})
     text = plan_text(made, width=180)
     assert "whole micro-batches; 2 products beside collectives in 2 chunks of rows; 1 " in text
 
 
 def test_overlap_says_how_many_products_are_fused_with_collectives() -> None:
-    made = replace(tiny_plan(), sub_batches=(1, 1), fused_products=("down", "up"))
+    made = tiny_file(sub_batches=(1, 1), fused_products=("down", "up"))
     text = plan_text(made, width=180)
     assert "whole micro-batches; 2 products in one op with their collectives" in text
 

@@ -27,7 +27,7 @@ def two_layers(mesh: Mesh) -> Lowered:
     """8 -> 16 -> 8 on four samples a micro-batch."""
     model, batch = small()
     recording = one_of_several(model, batch)
-    return make_plan(recording, mesh, MICRO_BATCHES, SLOW, batch_size=4 * MICRO_BATCHES)[1]
+    return make_plan(recording, mesh, MICRO_BATCHES, SLOW, batch_size=4 * MICRO_BATCHES)
 
 
 def test_axes_of_one_rank_are_left_out() -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.ranks import RankError, run_ranks
 from merakc.errors import LedgerError, MerakWarning
 from merakc.ir.ledger import Ledger, read_ledger
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 from merakc.machines.cluster import NOMINAL_CPU, Factors
 from merakc.train.bookkeeping import COUNTED_STEP, _Optimizers, modelled
 from merakc.train.model import ParallelModel
@@ -37,7 +37,7 @@ def trained(path: Path, options: dict[str, Any], save: Path | None = None) -> Pa
     options = {"dp": 1, "micro_batches": 2, "ledger": path, **options}
     model = parallel(Words, words(0), **options)
     if save is not None and model.rank == 0:
-        model.plan.save(save)
+        model.plan_file.save(save)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -49,9 +49,9 @@ def trained(path: Path, options: dict[str, Any], save: Path | None = None) -> Pa
 
 
 def run(path: Path, options: dict[str, Any], save: Path | None = None) -> tuple[int, ...]:
-    plan = trained(path, options, save).plan
-    assert plan.prediction is not None
-    return plan.prediction.peak_bytes
+    prediction = trained(path, options, save).plan_file.prediction
+    assert prediction is not None
+    return prediction.peak_bytes
 
 
 def ledger_of(folder: Path, options: dict[str, Any], ranks: int = 2) -> tuple[Ledger, Any]:

@@ -44,7 +44,7 @@ def test_what_other_products_took_is_told_apart(monkeypatch: pytest.MonkeyPatch)
     places = set()
     for gain in (1.0, 2.0):
         monkeypatch.setattr(gemm, "gain", lambda gain=gain: gain)
-        measured = parallel(Words, words(0), cluster=None).plan.measured
+        measured = parallel(Words, words(0), cluster=None).plan_file.measured
         assert measured is not None
         places.add(measured.where)
     assert len(places) == 2
@@ -59,11 +59,11 @@ def test_a_plan_brings_along_what_was_measured(
 ) -> None:
     path = tmp_path / "plan.json"
     first = parallel(Words, words(0), cluster=None)
-    first.plan.save(path)
+    first.plan_file.save(path)
     with monkeypatch.context() as patched:
         patched.setattr("merakc.train.expected.measure_computes", refused)
         again = parallel(Words, words(0), cluster=None, plan=path)
-    assert again.plan == first.plan
+    assert again.plan_file == first.plan_file
     assert again.simulation.step_s == first.simulation.step_s
     losses = [model(**words(0))["loss"] for model in (first, again)]
     assert torch.equal(*losses)
@@ -73,19 +73,19 @@ def test_a_plan_brings_along_what_was_measured(
 def test_figures_of_something_else_are_measured_again(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = parallel(Words, words(0), cluster=None).plan
-    assert plan.measured is not None
+    file = parallel(Words, words(0), cluster=None).plan_file
+    assert file.measured is not None
     if what == "another plan":
-        plan = replace(plan, merakc_version="0")
+        file = replace(file, decisions=replace(file.decisions, merakc_version="0"))
     elif what == "another machine":
         monkeypatch.setattr("merakc.train.expected._processor", lambda: "an abacus")
     elif what == "more threads":
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     else:
-        plan = replace(plan, measured=None)
+        file = replace(file, measured=None)
     monkeypatch.setattr("merakc.train.expected.measure_computes", refused)
     with pytest.raises(AssertionError, match="computes were measured"):
-        parallel(Words, words(0), cluster=None, plan=plan)
+        parallel(Words, words(0), cluster=None, plan=file)
 
 
 def measure_twice(path: Path) -> tuple[bool, bool]:
@@ -101,13 +101,13 @@ def measure_twice(path: Path) -> tuple[bool, bool]:
     try:
         model = parallel(Words, words(0), cluster=None, pp=2)
         if model.rank == 0:
-            model.plan.save(path)
+            model.plan_file.save(path)
         dist.barrier()
         first = len(calls)
         again = parallel(
-            Words, words(0), cluster=None, plan=path if model.rank == 0 else model.plan
+            Words, words(0), cluster=None, plan=path if model.rank == 0 else model.plan_file
         )
-        assert again.plan == model.plan
+        assert again.plan_file == model.plan_file
     finally:
         module.measure_computes = real
     return first == 1, len(calls) == 2

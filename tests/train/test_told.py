@@ -67,7 +67,7 @@ def test_a_plan_is_told_once(
     assert lines[0].startswith("merakc: Regression is ready after ")
     assert "  mesh: dp 1 x tp 1 x pp 1 = 1 rank" in lines
     assert "  batch: 6 samples, in 2 micro-batches" in lines
-    prediction = model.plan.prediction
+    prediction = model.plan_file.prediction
     assert prediction is not None
     assert any(line.startswith("  predicted: ") and " a step" in line for line in lines)
 

@@ -8,7 +8,6 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from merakc.errors import CheckpointError, MerakError
-from merakc.ir.plan import file_text
 from merakc.machines.garbage import few_collections
 from merakc.runtime.groups import from_rank_0, together
 from merakc.runtime.health.job import ALONE_S, all_ranks, call, explained, new_group
@@ -155,8 +153,7 @@ _plans: WeakKeyDictionary[Steps, tuple[str, str]] = WeakKeyDictionary()
 def _plan_of(steps: Steps) -> tuple[str, str]:
     """The hash and the text of a plan, which stay as they are: they take half a second."""
     if steps not in _plans:
-        plan = steps.planned.plan
-        _plans[steps] = plan.hash, file_text(plan.hash, asdict(plan))
+        _plans[steps] = steps.file.hash, steps.file.text
     return _plans[steps]
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from benchmarks.overhead.first import main
-from merakc.ir.plan import load_plan
+from merakc.ir.plan_file import load_plan
 
 
 def test_a_plan_is_written_once_and_then_read(tmp_path: Path) -> None:

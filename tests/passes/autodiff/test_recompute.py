@@ -36,7 +36,7 @@ STAGES = 2
 def lowered(name: str) -> Lowered:
     case = MODELS[name]
     recording = record(case.model(dropout=0.1), (), case.batch(2))
-    return make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)[1]
+    return make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)
 
 
 @cache

@@ -41,7 +41,7 @@ def lowered(name: str, tp: int, samples: int, *, sequence_parallel: bool) -> Low
         model = case.model(torch.float64, dropout=0.2)
         recording = recorded(model, case.batch(samples, torch.float64))
     mesh = Mesh(1, tp, 1)
-    return make_plan(recording, mesh, 1, LINK, sequence_parallel=sequence_parallel)[1]
+    return make_plan(recording, mesh, 1, LINK, sequence_parallel=sequence_parallel)
 
 
 @cache

@@ -35,7 +35,7 @@ def in_parts(
         whole = make_plan(
             recorded(model, batch, divided=True), Mesh(1, 1, pp), 1, NOMINAL_CPU,
             batch_size=SAMPLES,
-        )[1]  # fmt: skip
+        )  # fmt: skip
         plan = replace(whole.plan, sub_batches=(count,) * pp)
         made = with_parts(replace(whole, plan=plan), lambda parts: recorded(model, batch, parts))
     return whole, made
@@ -209,7 +209,7 @@ def test_samples_may_stand_in_any_dim() -> None:
 def test_a_stage_that_hands_values_to_the_head_runs_whole() -> None:
     def planned(parts: int) -> Lowered:
         recording = ROUTED.record(BatchLayout((8,), parts))
-        return make_plan(recording, Mesh(1, 1, 1), parts, NOMINAL_CPU)[1]
+        return make_plan(recording, Mesh(1, 1, 1), parts, NOMINAL_CPU)
 
     whole, part = planned(2), planned(4)
     parts = make_parts(whole.loss.graph, whole.stages, part.loss.graph, part.stages, {})

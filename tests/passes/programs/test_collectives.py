@@ -114,7 +114,8 @@ def test_a_forward_alone_reduces_nothing() -> None:
 def lowered(pp: int, shards: StateShards, schedule: str = "1f1b", dp: int = 4) -> Lowered:
     case = MODELS["gpt2"]
     recording = one_of_several(case.model(), case.batch(2))
-    plan, found = make_plan(recording, Mesh(dp=dp, pp=pp), 4, NOMINAL_CPU, schedule=schedule)
+    found = make_plan(recording, Mesh(dp=dp, pp=pp), 4, NOMINAL_CPU, schedule=schedule)
+    plan = found.plan
     plan = replace(plan, state_shards=(shards,) * len(plan.rank_of))
     return replace(found, plan=plan)
 

@@ -154,7 +154,7 @@ def test_activations_shrink_with_tp() -> None:
     held = [
         sum(
             o.size_bytes
-            for n in make_plan(recording, Mesh(tp=4), 1, NOMINAL_GPU, sequence_parallel=form)[1]
+            for n in make_plan(recording, Mesh(tp=4), 1, NOMINAL_GPU, sequence_parallel=form)
             .stages.local[0].nodes
             for o in n.outputs if o is not None and n.op.startswith("aten.mul")
         )
