@@ -111,7 +111,7 @@ def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, .
     """
     if node.op in FREE or node.op in CONJUGATE.keys() - COLLECTIVES:
         return ()
-    dtype = next((dtype_name(o.dtype) for o in node.outputs if o is not None), "float32")
+    dtype = _dtype(node)
     if node.op in COLLECTIVES:
         moved_bytes = wire_bytes(node, specs)
         return (Kernel(KernelKind.COLLECTIVE, 0, moved_bytes, dtype=dtype, op=node.op),)
@@ -268,7 +268,12 @@ class _Reader:
 def _product(node: Node, shape: tuple[int, int, int, int], flops: int, moved_bytes: int) -> Kernel:
     attention = "attention" in node.op
     kind = KernelKind.ATTENTION if attention else KernelKind.PRODUCT
-    return Kernel(kind, flops, moved_bytes, shape, dtype_name(node.spec.dtype))
+    return Kernel(kind, flops, moved_bytes, shape, _dtype(node))
+
+
+def _dtype(node: Node) -> str:
+    """That of the first tensor made: a backward need not make the first of its results."""
+    return next((dtype_name(o.dtype) for o in node.outputs if o is not None), "float32")
 
 
 def _passed(node: Node, specs: Mapping[Ref, TensorSpec], passes: int) -> int:
