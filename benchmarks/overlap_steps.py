@@ -24,7 +24,8 @@ from benchmarks.peers.networks import Network, NetworkError
 from benchmarks.peers.rounds import MAX_OTHERS, cpu_busy_s
 from benchmarks.ranks import run_ranks
 from benchmarks.waiting import Device, standing_in
-from merakc.costs.roofline import graph_seconds, link_seconds, node_seconds
+from merakc.costs.device import Place, place_on
+from merakc.costs.nodes import graph_seconds, link_seconds, node_seconds
 from merakc.ir.graph import Graph
 from merakc.kernels.ops import STARTED
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
@@ -226,38 +227,34 @@ def simulated(
 ) -> tuple[float, float]:
     """Seconds of a step and its bound, on machines that compute and communicate in these times.
 
-    The roofline's figures are scaled until its sums are the measured ones. The CPU that computes
+    The figures of kernels are scaled until their sums are the measured ones. The CPU that computes
     also spends `driven_s` on collectives: on blocking ones within their time, on others beside.
     """
 
-    def totals(machines: Cluster) -> list[tuple[float, float, float]]:
+    def totals(place: Place, slower: float) -> list[tuple[float, float, float]]:
         """Of each graph, seconds of computing, of the link, and those of blocking collectives."""
         found = []
         for graph in graphs:
             specs, compute_s, link_s, blocking_s = graph.specs(), 0.0, 0.0, 0.0
             for node in graph.nodes:
-                own_s = link_seconds(node, specs, machines)
+                own_s = link_seconds(node, specs, place)
                 link_s += own_s
                 if own_s and node.op not in STARTED:
                     blocking_s += own_s
                 else:
-                    compute_s += node_seconds(node, specs, machines)
+                    compute_s += slower * node_seconds(node, specs, place)
             found.append((compute_s, link_s, blocking_s))
         return found
 
-    machines = replace(NOMINAL_CPU, link_latency_s=0.0)
-    compute_s, link_s, blocking_s = (sum(each) for each in zip(*totals(machines), strict=True))
+    machines = replace(NOMINAL_CPU, link_latency_s=0.0, op_overhead_s=0.0)
+    each = totals(place_on(machines, 2), 1.0)
+    compute_s, link_s, blocking_s = (sum(column) for column in zip(*each, strict=True))
     without_s += driven_s * (1 - blocking_s / link_s)
     slower, longer = without_s / MICRO_BATCHES / compute_s, alone_s / MICRO_BATCHES / link_s
-    machines = replace(
-        machines,
-        flops_per_s=machines.flops_per_s / slower,
-        bytes_per_s=machines.bytes_per_s / slower,
-        op_overhead_s=machines.op_overhead_s * slower,
-        link_bytes_per_s=machines.link_bytes_per_s / longer,
-    )
-    step_s = sum(graph_seconds(graph, machines) for graph in graphs)
-    bound_s = sum(max(compute_s, link_s) for compute_s, link_s, _ in totals(machines))
+    machines = replace(machines, link_bytes_per_s=machines.link_bytes_per_s / longer)
+    place = place_on(machines, 2)
+    step_s = sum(graph_seconds(graph, place, slower) for graph in graphs)
+    bound_s = sum(max(compute_s, link_s) for compute_s, link_s, _ in totals(place, slower))
     return MICRO_BATCHES * step_s, MICRO_BATCHES * bound_s
 
 

@@ -18,7 +18,8 @@ from unittest import mock
 
 import torch
 
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.costs.work.flops import COLLECTIVES, FREE
 from merakc.ir.graph import Graph, Node
 from merakc.kernels.ops import STARTED, WAIT
@@ -95,7 +96,7 @@ class _Waiting(codegen._Writer):
         if node.op in FREE:
             return super()._call(node)
         made = [None if o is None else torch.zeros(o.shape, dtype=o.dtype) for o in node.outputs]
-        seconds = node_seconds(node, self.specs, self.stand_in.machines)
+        seconds = node_seconds(node, self.specs, place_on(self.stand_in.machines, 1))
         name = f"wait{len(self.scope)}"
         whole = made if node.name in self.tuples else made[0]
         self.scope[name] = partial(self.stand_in.compute, seconds, whole)

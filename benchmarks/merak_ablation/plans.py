@@ -22,8 +22,9 @@ from benchmarks.merak_ablation.costs import (
     pieces_of,
     with_kept_blocks,
 )
+from merakc.costs.device import rank_place
 from merakc.costs.fabric import message_seconds
-from merakc.costs.stages import even_stages, piece_cost, rank_place
+from merakc.costs.stages import even_stages, piece_cost
 from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
 from merakc.ir.state import StateShards

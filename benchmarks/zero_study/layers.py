@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.costs.state import Layer
 from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.machines.cluster import Cluster
@@ -28,7 +29,7 @@ def graph_layers(
     The seconds of a node count to the bucket that is open when it runs. A recomputed layer runs
     its forward again in the backward.
     """
-    specs = graph.specs()
+    specs, place = graph.specs(), place_on(cluster, 1)
     sizes = {
         Ref(i.name): i.spec
         for i in graph.inputs
@@ -42,6 +43,6 @@ def graph_layers(
         last = found[-1]
         last.parameters += sum(spec.numel for spec in fresh)
         last.size_bytes += sum(spec.size_bytes for spec in fresh)
-        last.forward_s += node_seconds(node, specs, cluster)
+        last.forward_s += node_seconds(node, specs, place)
     again = BACKWARD_PER_FORWARD + recompute
     return [Layer(o.parameters, o.forward_s, o.forward_s * again) for o in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from merakc.costs.device import place_on
 from merakc.ir.plan import Plan
 from merakc.lowering.overlap import with_parts
 from merakc.machines.cluster import Cluster
@@ -22,9 +23,10 @@ def pass_effects(
     Raises `PlanError` where the plan is of another model.
     """
     found: list[PassEffect] = []
+    place = place_on(cluster, plan.tp)
 
     def tell(each: Pass, given: Any, made: Any, seconds: float) -> None:
-        found.append(pass_effect(each, given, made, cluster))
+        found.append(pass_effect(each, given, made, place))
 
     with watched(tell):
         lowered = applied(plan, source, progress)

@@ -16,14 +16,12 @@ from merakc.machines.cluster import Cluster
 
 def dp_group(mesh: Mesh, cluster: Cluster) -> DpGroup:
     """The dp ranks of a mesh on a cluster; as one node where it says nothing of nodes."""
-    return DpGroup(mesh.dp, _fabric(mesh, cluster), stride=mesh.dp_stride)
+    return DpGroup(mesh.dp, mesh_fabric(mesh, cluster), stride=mesh.dp_stride)
 
 
-def _fabric(mesh: Mesh, cluster: Cluster) -> Fabric:
-    if cluster.hardware is not None:
-        return hardware_fabric(cluster.hardware, mesh.world_size)
-    link = cluster.link_bytes_per_s
-    return Fabric(mesh.world_size, link, link, cluster.link_latency_s, cluster.link_latency_s)
+def mesh_fabric(mesh: Mesh, cluster: Cluster) -> Fabric:
+    """The links of a cluster that the ranks of a mesh use."""
+    return hardware_fabric(cluster.described(mesh.world_size), mesh.world_size)
 
 
 def bucket_seconds(
@@ -48,7 +46,7 @@ def bucket_seconds(
 
 def tied_seconds(shared_bytes: Mapping[int, int], mesh: Mesh, cluster: Cluster) -> float:
     """Seconds of adding up gradients over so many ranks of the pipeline each, bytes by ranks."""
-    fabric = _fabric(mesh, cluster)
+    fabric = mesh_fabric(mesh, cluster)
     return sum(
         all_reduce_seconds(size_bytes, Group(ranks, ranks), fabric)
         for ranks, size_bytes in shared_bytes.items()

@@ -21,9 +21,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import cast
 
-from merakc.costs.fabric import Fabric, Group, all_gather_seconds, all_reduce_seconds, axis_group
+from merakc.costs.fabric import (
+    Fabric,
+    Group,
+    all_gather_seconds,
+    all_reduce_seconds,
+    axis_group,
+    hardware_fabric,
+)
 from merakc.costs.work.kernels import Kernel, KernelKind, Work
-from merakc.machines.cluster import Device, DtypeName, Factors, Points, Profile
+from merakc.machines.cluster import (
+    Cluster,
+    Device,
+    DtypeName,
+    Factors,
+    Hardware,
+    Points,
+    Profile,
+)
 
 # Tiles of a product that libraries choose from, rows by columns, and the share of the best rate
 # that each reaches: smaller ones read their arguments more often (the guide above, figure 4).
@@ -55,7 +70,8 @@ class Place:
 
     `tp` of None is a group of unknown size in a node, taken for a whole node. With `overlap` the
     collectives of tp run beside other kernels, as where both are cut into parts. `factors` are
-    those of measured steps; those of collectives are in the fabric.
+    those of measured steps; those of collectives are in the fabric. With `symmetric_memory` the
+    ranks of the group read each other's.
     """
 
     device: Device
@@ -63,11 +79,33 @@ class Place:
     tp: int | None = None
     overlap: bool = False
     factors: Factors = PLAIN
+    symmetric_memory: bool = False
 
     @property
     def group(self) -> Group:
         """The tp group: neighbouring ranks."""
         return axis_group(self.tp or self.fabric.ranks_per_node, 1, self.fabric)
+
+
+def rank_place(
+    hardware: Hardware,
+    ranks: int,
+    tp: int | None = None,
+    *,
+    overlap: bool = False,
+    device: Device | None = None,
+) -> Place:
+    """Where each rank of a job works: on its device, or else the slowest, which all wait for."""
+    fabric = hardware_fabric(hardware, ranks)
+    symmetric = hardware.level(tp or fabric.ranks_per_node).symmetric_memory
+    own = device or hardware.slowest
+    return Place(own, fabric, tp, overlap, hardware.factors, symmetric)
+
+
+def place_on(cluster: Cluster, tp: int, device: Device | None = None) -> Place:
+    """Where the ranks of a tp group work on a cluster; of a nominal one, on a node of their own."""
+    hardware = cluster.described(tp)
+    return rank_place(hardware, len(hardware.devices), tp, device=device)
 
 
 def forward_seconds(work: Work, place: Place) -> float:
@@ -97,7 +135,11 @@ def work_seconds(kernels: Mapping[Kernel, int], place: Place, factor: float = 1.
     device_s = compute_s + wire_s
     if place.overlap:
         device_s = max(compute_s, wire_s) + CONTENTION * min(compute_s, wire_s)
-    host_s = factor * sum(kernels.values()) * place.device.launch_s
+    return launched(device_s, factor * sum(kernels.values()) * place.device.launch_s)
+
+
+def launched(device_s: float, host_s: float) -> float:
+    """Seconds of what the device takes so long for while the host takes so long to launch it."""
     longer, shorter = max(device_s, host_s), min(device_s, host_s)
     if not longer:
         return 0.0
@@ -190,5 +232,5 @@ def _attention_seconds(kernel: Kernel, units: int, rate: float) -> float:
     """Blocks of 128 rows of each head are worked off in waves."""
     heads, rows, _, _ = kernel.shape
     blocks = heads * -(-rows // 128)
-    full = -(-blocks // units) * units / max(blocks, 1) if units > 1 else 1.0
+    full = -(-blocks // units) * units / blocks if blocks and units > 1 else 1.0
     return kernel.flops * full / (rate * ATTENTION_SHARE)

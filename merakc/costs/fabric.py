@@ -30,6 +30,11 @@ class Fabric:
     network_latency_s: float
     gather_share: float = 1.0
 
+    @property
+    def by_cores(self) -> bool:
+        """Whether the cores that compute put messages together and carry them, as over gloo."""
+        return self.gather_share < 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from merakc.analysis.liveness import live_bytes
 from merakc.costs.buckets import dp_group
+from merakc.costs.device import place_on
 from merakc.costs.fabric import all_gather_seconds, axis_group
-from merakc.costs.roofline import graph_seconds
+from merakc.costs.nodes import graph_seconds
 from merakc.costs.stage import rough_seconds
 from merakc.costs.work.memory import order_bytes
 from merakc.costs.work.pieces import kept_and_again
@@ -16,7 +17,7 @@ from merakc.ir.batches import BatchLayout, Head, Share, ShareKind
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.program import ActionKind, Mesh, StageGraphs
-from merakc.machines.cluster import Cluster, Device, Factors
+from merakc.machines.cluster import Cluster, Device
 
 ORDER = (ActionKind.FORWARD, ActionKind.BACKWARD)
 
@@ -107,7 +108,7 @@ def planned_head(
     device: Device | None = None,
 ) -> StageCost:  # fmt: skip
     """The cost of the stage that runs the head, from forwards alone."""
-    seconds = sum(rough_seconds(head.graph, cluster, mesh.tp, device))
+    seconds = sum(rough_seconds(head.graph, place_on(cluster, mesh.tp, device)))
     specs, own = local.specs(), {i.name for i in local.inputs}
     waist = {o.ref for o in local.outputs if o.kind is OutputKind.WAIST and o.ref.node not in own}
     found = _rough_bytes(head, layout)
@@ -129,10 +130,10 @@ def compiled_head(
     cluster: Cluster,
 ) -> StageCost:
     """The cost of the stage that runs the head, from the head's own graphs."""
-    factors = cluster.hardware.factors if cluster.hardware else Factors()
-    seconds = graph_seconds(chunk.forward, cluster.slower(factors.forward))
+    place = place_on(cluster, mesh.tp)
+    seconds = graph_seconds(chunk.forward, place, place.factors.forward)
     if chunk.backward is not None:
-        seconds += graph_seconds(chunk.backward, cluster.slower(factors.backward))
+        seconds += graph_seconds(chunk.backward, place, place.factors.backward)
     found = head_bytes(head, chunk, layout)
     return replace(
         cost,

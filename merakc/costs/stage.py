@@ -7,9 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from merakc.analysis.liveness import live_bytes
-from merakc.costs.device import backward_seconds, forward_seconds
-from merakc.costs.roofline import graph_seconds
-from merakc.costs.stages import rank_place
+from merakc.costs.device import Place, backward_seconds, forward_seconds
+from merakc.costs.nodes import graph_seconds
 from merakc.costs.work.kernels import graph_work
 from merakc.costs.work.memory import ActionBytes, order_bytes
 from merakc.costs.work.pieces import kept_and_again
@@ -19,10 +18,7 @@ from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.ir.state import UNSHARDED, StateShards
-from merakc.machines.cluster import Cluster, Device, Factors
 
-# A backward is about two forwards: the gradients of both arguments of every product.
-BACKWARD_PER_FORWARD = 2.0
 NONE_TIED: Mapping[str, StateShards] = MappingProxyType({})
 _F, _B, _I, _W, _R = (
     ActionKind.FORWARD,
@@ -35,7 +31,7 @@ _F, _B, _I, _W, _R = (
 
 def stage_cost(
     chunk: StageGraphs,
-    cluster: Cluster,
+    place: Place,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
@@ -47,10 +43,10 @@ def stage_cost(
     The parameters of `tied` are sharded as another stage has them. `fused` calls add no gradients
     to those that are there.
     """
-    factors = cluster.hardware.factors if cluster.hardware else Factors()
+    factors = place.factors
 
     def seconds(graph: Graph | None, factor: float = factors.backward) -> float:
-        return graph_seconds(graph, cluster.slower(factor)) if graph else 0.0
+        return graph_seconds(graph, place, factor) if graph else 0.0
 
     def bytes_of(*order: ActionKind) -> tuple[ActionBytes, ...]:
         return order_bytes(chunk, order, later=True, fused=fused)
@@ -116,21 +112,19 @@ def with_state(
 
 def rough_stage_cost(
     local: Graph,
-    cluster: Cluster,
+    place: Place,
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
-    tp: int | None = None,
-    device: Device | None = None,
 ) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
     Half of what is saved counts as deferred from the input to the weight gradient; a recomputation
     starts from what the stage has received.
     """
-    forward_s, backward_s = rough_seconds(local, cluster, tp, device)
+    forward_s, backward_s = rough_seconds(local, place)
     saved, again = local.told(kept_and_again)
-    backward_s += rough_seconds(again, cluster, tp, device)[0]
+    backward_s += rough_seconds(again, place)[0]
     received = sum(i.spec.size_bytes for i in local.inputs if i.kind is InputKind.ACTIVATION)
     peak_bytes = local.told(live_bytes).peak_bytes
     half_s = backward_s / 2
@@ -153,18 +147,8 @@ def rough_stage_cost(
     )
 
 
-def rough_seconds(
-    local: Graph, cluster: Cluster, tp: int | None = None, device: Device | None = None
-) -> tuple[float, float]:
-    """Seconds of a forward, and of the backward that it will have.
-
-    `tp` neighbouring ranks share its collectives, all of a node where that is not known. It runs on
-    `device`, or else on the cluster's slowest.
-    """
-    if cluster.hardware is None:
-        forward_s = graph_seconds(local, cluster)
-        return forward_s, forward_s * BACKWARD_PER_FORWARD
-    place = rank_place(cluster.hardware, len(cluster.hardware.devices), tp, device=device)
+def rough_seconds(local: Graph, place: Place) -> tuple[float, float]:
+    """Seconds of a forward, and of the backward that it will have."""
     work = local.told(graph_work)
     return forward_seconds(work, place), backward_seconds(work, place)
 

@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from merakc.costs.device import Place, backward_seconds, forward_seconds, traffic_seconds
-from merakc.costs.fabric import hardware_fabric
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.state import MIXED, Precision, state_bytes
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.state import UNSHARDED, StateShards
-from merakc.machines.cluster import Device, Hardware
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,16 +163,3 @@ def optimizer_seconds(updated: int, precision: Precision, place: Place) -> float
     """
     moved = 2 * precision.optimizer_bytes + precision.gradient_bytes + precision.parameter_bytes
     return place.factors.optimizer * traffic_seconds(moved * updated, place.device)
-
-
-def rank_place(
-    hardware: Hardware,
-    ranks: int,
-    tp: int | None = None,
-    *,
-    overlap: bool = False,
-    device: Device | None = None,
-) -> Place:
-    """Where each rank of a job works: on its device, or else the slowest, which all wait for."""
-    fabric = hardware_fabric(hardware, ranks)
-    return Place(device or hardware.slowest, fabric, tp, overlap, hardware.factors)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+from merakc.costs.device import Place, place_on
 from merakc.costs.work.pieces import part_starts
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
@@ -77,8 +78,8 @@ def choose_overlap(
     plan = lowered.plan
     if asked == 0 or plan.tp == 1:
         return lowered
-    cluster = cluster.joining(plan.tp)
-    open_counts = COUNTS_BY_CORES if cluster.by_cores else COUNTS
+    place = overlap_place(cluster, plan.tp)
+    open_counts = COUNTS_BY_CORES if place.fabric.by_cores else COUNTS
     counts = open_counts if asked is None else (asked,)
     tried, failure = _tried(lowered, record, counts)
     forms, gains = [], []
@@ -89,11 +90,11 @@ def choose_overlap(
             found: list[_Form] = []
             for count, made in tried.items():
                 try:
-                    found.append(_Form(stage_seconds(made.local(stage, 0), cluster)[0], count))
+                    found.append(_Form(stage_seconds(made.local(stage, 0), place)[0], count))
                 except MerakError as error:
                     failure = error
-            form = _best(found, local, cluster, asked)
-            known[kind] = form, targets, stage_seconds(local, cluster)[1]
+            form = _best(found, local, place, asked)
+            known[kind] = form, targets, stage_seconds(local, place)[1]
         form, names, blocking_s = known[kind]
         forms.append(form.renamed(dict(zip(names, targets, strict=True))))
         gains.append(1 - form.seconds / blocking_s)
@@ -108,9 +109,20 @@ def choose_overlap(
         row_chunks=dict(sorted(chunks.items())),
         fused_products=tuple(sorted({weight for form in forms for weight in form.fused})),
         overlap_gains=tuple(gains),
-        machines=replace(cluster, memory_bytes=0, hardware=None),
+        machines=_recorded(cluster, plan.tp),
     )
     return with_parts(replace(lowered, plan=chosen), record)
+
+
+def overlap_place(cluster: Cluster, tp: int) -> Place:
+    """Where communication is put under computation: on the machines that the plan records, by
+    which every rank comes to the same orders.
+    """
+    return place_on(_recorded(cluster, tp), tp)
+
+
+def _recorded(cluster: Cluster, tp: int) -> Cluster:
+    return replace(cluster.joining(tp), memory_bytes=0, hardware=None)
 
 
 class _Short(Generic[W]):
@@ -129,9 +141,9 @@ class _Short(Generic[W]):
         """Of most blocks."""
         return self.written[-1]
 
-    def seconds(self, write: Callable[[W], Graph], cluster: Cluster) -> float:
+    def seconds(self, write: Callable[[W], Graph], place: Place) -> float:
         """Those of the whole stage, if each further block takes as long as the third does."""
-        found = [stage_seconds(write(own), cluster)[0] for own in self.written]
+        found = [stage_seconds(write(own), place)[0] for own in self.written]
         return found[0] + self.more * (found[-1] - found[0])
 
 
@@ -164,7 +176,7 @@ def _kind(tried: Mapping[int, Lowered], stage: int) -> tuple[object, tuple[str, 
     return tuple(found), targets
 
 
-def _best(found: Sequence[_Form], local: Graph, cluster: Cluster, asked: int | None) -> _Form:
+def _best(found: Sequence[_Form], local: Graph, place: Place, asked: int | None) -> _Form:
     """The form of a stage that was asked for, or the fastest of those found and of one micro-batch
     whole.
     """
@@ -173,19 +185,19 @@ def _best(found: Sequence[_Form], local: Graph, cluster: Cluster, asked: int | N
             return form
     best = min(found, key=lambda form: (form.seconds, form.count))
     counts = COUNTS if asked is None else (asked,)
-    by_cores = asked is None and cluster.by_cores
-    chunks, seconds = ({}, math.inf) if by_cores else choose_chunks(local, cluster, counts)
+    by_cores = asked is None and place.fabric.by_cores
+    chunks, seconds = ({}, math.inf) if by_cores else choose_chunks(local, place, counts)
     if chunks and (asked is not None or seconds < best.seconds):
         best = _Form(seconds, chunks=chunks)
-    if asked is None and cluster.symmetric_memory:
-        fused, seconds = choose_fused(local, cluster)
+    if asked is None and place.symmetric_memory:
+        fused, seconds = choose_fused(local, place)
         if fused and seconds < best.seconds:
             best = _Form(seconds, fused=fused)
     return best
 
 
 def choose_chunks(
-    local: Graph, cluster: Cluster, counts: Sequence[int]
+    local: Graph, place: Place, counts: Sequence[int]
 ) -> tuple[dict[str, int], float]:
     """The numbers of chunks of rows for products of a stage, by their weights, and its seconds.
 
@@ -202,12 +214,12 @@ def choose_chunks(
             return {weight: count for kind in kinds for weight in kind}
 
         def seconds(kinds: Collection[frozenset[str]]) -> float:
-            return short.seconds(lambda rows: rows.written(chunks(kinds)), cluster)
+            return short.seconds(lambda rows: rows.written(chunks(kinds)), place)
 
         kept = _fastest(short.most.kinds(count), seconds)
         for kinds in _in_full(kept, rows.kinds(count)):
             own = chunks(kinds)
-            own_s = stage_seconds(rows.written(own), cluster)[0]
+            own_s = stage_seconds(rows.written(own), place)[0]
             if own_s < found_s:
                 found, found_s = own, own_s
     return found, found_s
@@ -235,7 +247,7 @@ def _in_full(
     return [chosen for chosen in ([kinds, own] if len(own) < len(kinds) else [kinds]) if chosen]
 
 
-def choose_fused(local: Graph, cluster: Cluster) -> tuple[frozenset[str], float]:
+def choose_fused(local: Graph, place: Place) -> tuple[frozenset[str], float]:
     """The weights of the products of a stage that are best in one op with the collective beside
     them, and the seconds of the stage; those that are alike are in it together.
     """
@@ -244,13 +256,13 @@ def choose_fused(local: Graph, cluster: Cluster) -> tuple[frozenset[str], float]
 
     def seconds(kinds: Collection[frozenset[str]]) -> float:
         weights = frozenset().union(*kinds)
-        return short.seconds(lambda products: products.written(weights), cluster)
+        return short.seconds(lambda products: products.written(weights), place)
 
     kept = _fastest(short.most.kinds(), seconds)
     found: tuple[frozenset[str], float] = frozenset(), math.inf
     for kinds in _in_full(kept, products.kinds()):
         weights = frozenset().union(*kinds)
-        own_s = stage_seconds(products.written(weights), cluster)[0]
+        own_s = stage_seconds(products.written(weights), place)[0]
         found = min(found, (weights, own_s), key=lambda one: one[1])
     return found
 

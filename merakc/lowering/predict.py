@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
+from merakc.costs.device import place_on
 from merakc.costs.head import even_layout, planned_head
 from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
@@ -94,12 +95,10 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     costs = tuple(
         rough_stage_cost(
             g,
-            cluster,
+            place_on(cluster, plan.tp, devices[s]),
             plan.shards(s),
             precision=plan.precision,
             tied=plan.tied_shards(s),
-            tp=plan.tp,
-            device=devices[s],
         )
         for s, g in enumerate(lowered.stages.local)
     )

@@ -252,11 +252,6 @@ class Cluster:
     symmetric_memory: bool = False
     gather_share: float = 1.0
 
-    @property
-    def by_cores(self) -> bool:
-        """Whether the cores that compute put messages together and carry them, as over gloo."""
-        return self.gather_share < 1.0
-
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""
         if self.hardware is None:
@@ -269,15 +264,6 @@ class Cluster:
             link_bytes_per_s=share * level.bytes_per_s / level.shared_by / slower,
             symmetric_memory=level.symmetric_memory,
             gather_share=level.gather_share,
-        )
-
-    def slower(self, factor: float) -> Cluster:
-        """The same with devices that take so many times as long."""
-        return replace(
-            self,
-            flops_per_s=self.flops_per_s / factor,
-            bytes_per_s=self.bytes_per_s / factor,
-            op_overhead_s=self.op_overhead_s * factor,
         )
 
     def with_hardware(self, ranks: int) -> Cluster:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from merakc.costs.device import place_on
 from merakc.costs.work.flops import PIPELINED
 from merakc.ir.graph import Graph, Ref
 from merakc.ir.plan import Plan
@@ -138,7 +139,7 @@ def _checkpoint(stage: StageGraphs, at: StageOptions) -> StageGraphs:
         kept = selective(stage)
     elif at.plan.recompute == "solved":
         # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
-        kept = within_bytes(stage, at.plan.keep_bytes[at.stage], NOMINAL_GPU)
+        kept = within_bytes(stage, at.plan.keep_bytes[at.stage], place_on(NOMINAL_GPU, at.plan.tp))
     return checkpointed(stage, kept)
 
 
@@ -146,14 +147,14 @@ def _overlap(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     plan = at.plan
     if at.apart or not at.train or not plan.sub_batches or plan.tp == 1:
         return stage
-    machines = plan.machines or NOMINAL_GPU
+    place = place_on(plan.machines or NOMINAL_GPU, plan.tp)
     # Every rank comes to the same order, without a word to the others.
     before = STAGE[: [p.name for p in STAGE].index("overlap")]
     with unwatched():
         kinds = [run_passes(before, at.graph, replace(at, tp_rank=r)) for r in at.unlike()]
     kinds = kinds or [stage]
     alike = all(same_nodes(c, kinds[0]) for c in kinds)
-    return overlapped(stage, machines, kinds[0]) if alike else stage
+    return overlapped(stage, place, kinds[0]) if alike else stage
 
 
 def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tuple[Program, ...]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from merakc.costs.device import rank_place
 from merakc.costs.ranks import rank_devices
-from merakc.costs.stages import piece_cost, rank_place
+from merakc.costs.stages import piece_cost
 from merakc.machines.cluster import Device, Hardware
 from merakc.planner.estimate import Degrees
 from merakc.planner.piece_table import Form, PieceTable

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from merakc.costs.device import place_on
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.keep import keep_bytes
 from merakc.frontend.record import Recording
@@ -110,8 +111,8 @@ def _figures(cluster: Cluster) -> Cluster:
 
 def _with_gains(lowered: Lowered, machines: Cluster) -> Lowered:
     """The same with the share of its seconds that each stage is expected to save by its parts."""
-    gains = []
+    gains, place = [], place_on(machines, lowered.plan.tp)
     for stage, whole in enumerate(lowered.stages.local):
-        parted_s = stage_seconds(lowered.local(stage, 0), machines)[0]
-        gains.append(1 - parted_s / stage_seconds(whole, machines)[1])
+        parted_s = stage_seconds(lowered.local(stage, 0), place)[0]
+        gains.append(1 - parted_s / stage_seconds(whole, place)[1])
     return replace(lowered, plan=replace(lowered.plan, overlap_gains=tuple(gains)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from merakc.costs.device import Place
+from merakc.costs.device import Place, rank_place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections
 from merakc.costs.ranks import rank_devices
@@ -21,7 +21,6 @@ from merakc.costs.stages import (
     even_stages,
     optimizer_seconds,
     piece_cost,
-    rank_place,
     shared_parameters,
     stage_costs,
     stage_parameters,

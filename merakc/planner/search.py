@@ -29,7 +29,7 @@ from merakc.ir.state import (
     parse_shards,
 )
 from merakc.lowering.lowered import Lowered, make_plan
-from merakc.lowering.overlap import choose_overlap
+from merakc.lowering.overlap import choose_overlap, overlap_place
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
@@ -213,11 +213,11 @@ def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster
 
 def least_seconds(lowered: Lowered, cluster: Cluster) -> float:
     """Seconds of a step that no order of work, and no communication under computation, can beat."""
-    plan, near = lowered.plan, cluster.joining(lowered.plan.tp)
+    plan, place = lowered.plan, overlap_place(cluster, lowered.plan.tp)
     costs = planned_costs(lowered, cluster)
     if plan.tp > 1:
         stages = zip(costs, lowered.stages.local, strict=True)
-        costs = tuple(faster(cost, least_share(local, near)) for cost, local in stages)
+        costs = tuple(faster(cost, least_share(local, place)) for cost, local in stages)
     pipeline = _pipeline(lowered, costs, cluster)
     return lower_bound_s(pipeline, rank_memory_bytes(cluster, plan.mesh))
 

@@ -208,7 +208,7 @@ def _origins(cluster: Cluster) -> tuple[Origin, ...]:
     """What the models are fed with: of an offline plan, at the most kernels were measured."""
     profiled = False
     if cluster.hardware is None:
-        how = f"a roofline of each node, with the nominal figures of {cluster.name}"
+        how = f"kernels at the nominal figures of {cluster.name}"
         links = f"latency and bandwidth of one nominal link, {cluster.link_bytes_per_s:.3g} B/s"
     else:
         devices = dict.fromkeys(n.device for n in cluster.hardware.nodes)

@@ -7,18 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from merakc.costs.device import Place, collective_seconds, kernel_seconds
+from merakc.costs.device import Place, collective_seconds, kernel_seconds, place_on
 from merakc.costs.ranks import stage_devices
-from merakc.costs.roofline import link_seconds, node_seconds
-from merakc.costs.stage import BACKWARD_PER_FORWARD
-from merakc.costs.stages import rank_place
-from merakc.costs.work.flops import COLLECTIVES
 from merakc.costs.work.kernels import Kernel, KernelKind, Work, parts_work
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Node, Ref
 from merakc.ir.program import ActionKind
 from merakc.lowering.lowered import Lowered
-from merakc.machines.cluster import Cluster, Device
+from merakc.machines.cluster import Cluster
 from merakc.passes.sharding.layouts import Sharding
 from merakc.report.units import name_pattern
 
@@ -119,7 +115,7 @@ def attribute(lowered: Lowered, cluster: Cluster, costs: Sequence[StageCost]) ->
     devices = stage_devices(cluster, lowered.plan.mesh, lowered.plan.rank_of)
     for local, cost, device in zip(lowered.stages.local, costs, devices, strict=True):
         kinds = {n.name: _kind(n, nodes, lowered.stages.sharding) for n in local.nodes}
-        spent, collectives = _spent(local, kinds, cluster, device)
+        spent, collectives = _spent(local, kinds, place_on(cluster, lowered.plan.tp, device))
         forward_s = sum(s.forward_s for s in spent.values())
         backward_s = sum(s.backward_s for s in spent.values())
         forward = cost.forward_s / forward_s if forward_s else 0.0
@@ -155,7 +151,7 @@ def _layout(node: Node, sharding: Sharding) -> str:
 
 
 def _spent(
-    local: Graph, kinds: Mapping[str, Kind], cluster: Cluster, device: Device
+    local: Graph, kinds: Mapping[str, Kind], place: Place
 ) -> tuple[dict[Kind, Spent], Counter[Kernel]]:
     """Relative seconds by kind of node, and the collectives, with the model that the stage has."""
     order = list(dict.fromkeys(kinds.values()))
@@ -167,19 +163,7 @@ def _spent(
         for kernels in (work.forward, work.backward):
             found = {k: n for k, n in kernels.items() if k.kind is KernelKind.COLLECTIVE}
             collectives.update(found)
-    if cluster.hardware is not None:
-        place = rank_place(cluster.hardware, len(cluster.hardware.devices), device=device)
-        return {k: _on_place(w, place) for k, w in zip(order, works, strict=True)}, collectives
-    specs, spent = local.specs(), {kind: Spent() for kind in order}
-    for node in local.nodes:
-        own, seconds = spent[kinds[node.name]], node_seconds(node, specs, cluster)
-        own.forward_s += seconds
-        if node.op in COLLECTIVES:
-            own.forward_wire_s += link_seconds(node, specs, cluster)
-    for own in spent.values():
-        own.backward_s = BACKWARD_PER_FORWARD * own.forward_s
-        own.backward_wire_s = BACKWARD_PER_FORWARD * own.forward_wire_s
-    return spent, collectives
+    return {k: _on_place(w, place) for k, w in zip(order, works, strict=True)}, collectives
 
 
 def _on_place(work: Work, place: Place) -> Spent:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.analysis.aliases import FREE
-from merakc.costs.roofline import graph_seconds
+from merakc.costs.device import Place
+from merakc.costs.nodes import graph_seconds
 from merakc.ir.graph import Graph
 from merakc.ir.program import Program, StageGraphs
-from merakc.machines.cluster import Cluster
 from merakc.passes.pipeline import PIPELINE
 from merakc.passes.running import Pass, graphs_of
 from merakc.report.tables import Fitted
@@ -27,7 +27,7 @@ class Size:
     """How large a value of the pipeline is.
 
     Of graphs, `bytes` are those of all values that its nodes write, and `seconds` those of running
-    each graph once, by the roofline. Of Programs, nodes are actions and bytes those of messages.
+    each graph once. Of Programs, nodes are actions and bytes those of messages.
     """
 
     nodes: int = 0
@@ -56,18 +56,18 @@ class PassEffect:
         return PassEffect(self.name, self.runs + other.runs, before, after)
 
 
-def pass_effect(each: Pass, given: Any, made: Any, cluster: Cluster) -> PassEffect:
-    """What one run of a pass did, with its graphs on the devices of a cluster."""
-    before = value_size(given, cluster)
-    return PassEffect(each.name, 1, before, before if made is given else value_size(made, cluster))
+def pass_effect(each: Pass, given: Any, made: Any, place: Place) -> PassEffect:
+    """What one run of a pass did, with its graphs run by a rank."""
+    before = value_size(given, place)
+    return PassEffect(each.name, 1, before, before if made is given else value_size(made, place))
 
 
-def value_size(value: Any, cluster: Cluster) -> Size:
+def value_size(value: Any, place: Place) -> Size:
     """How large a value is that a pass takes or gives; of a stage, what a micro-batch runs."""
     graphs = _executed(value) if isinstance(value, StageGraphs) else graphs_of(value)
     if not graphs:
         return sum(map(_program_size, value), Size())
-    return sum((_graph_size(graph, cluster) for graph in graphs), Size())
+    return sum((_graph_size(graph, place) for graph in graphs), Size())
 
 
 def _executed(stage: StageGraphs) -> tuple[Graph, ...]:
@@ -78,9 +78,9 @@ def _executed(stage: StageGraphs) -> tuple[Graph, ...]:
     return tuple(graph for graph in every if graph is not None)
 
 
-def _graph_size(graph: Graph, cluster: Cluster) -> Size:
+def _graph_size(graph: Graph, place: Place) -> Size:
     written = (o for n in graph.nodes if n.op not in FREE for o in n.outputs if o is not None)
-    return Size(len(graph.nodes), sum(o.size_bytes for o in written), graph_seconds(graph, cluster))
+    return Size(len(graph.nodes), sum(o.size_bytes for o in written), graph_seconds(graph, place))
 
 
 def _program_size(program: Program) -> Size:

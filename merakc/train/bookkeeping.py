@@ -24,9 +24,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from merakc.costs.device import Place, collective_seconds, work_seconds
+from merakc.costs.device import Place, collective_seconds, rank_place, work_seconds
 from merakc.costs.spent import Total, by_rank, merged, rank_totals
-from merakc.costs.stages import optimizer_seconds, rank_place
+from merakc.costs.stages import optimizer_seconds
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import Kernel, KernelKind, graph_work
 from merakc.costs.work.sharded import OPTIMIZER_STATES

@@ -12,8 +12,9 @@ from statistics import median
 
 import torch
 
+from merakc.costs.device import place_on
 from merakc.costs.head import compiled_head, head_bytes
-from merakc.costs.lanes import chunk_collectives
+from merakc.costs.nodes import chunk_collectives
 from merakc.costs.spent import by_rank, merged
 from merakc.costs.stage import stage_cost, with_seconds
 from merakc.costs.timeline import Times, program_memory, rank_times, verify_memory
@@ -58,7 +59,10 @@ def expected(
             cluster, link_latency_s=latency_s, link_bytes_per_s=bytes_per_s, sharing=here.sharing
         )
     touches = {s: stage_touches(c) if plan.dp > 1 else {} for s, c in step.chunks.items()}
-    inside = {s: chunk_collectives(s, chunk, cluster) for s, chunk in step.chunks.items()}
+    inside = {
+        s: chunk_collectives(s, chunk, place_on(cluster, plan.tp))
+        for s, chunk in step.chunks.items()
+    }
     found = together(lambda: {s: (cost, touches[s], inside[s]) for s, cost in own.items()})
     mesh, rank_of = plan.mesh, plan.rank_of
     of_stage = [found[mesh.rank(0, r, 0)][s] for s, r in enumerate(rank_of)]
@@ -89,8 +93,8 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     """Of a stage of this rank, from its graphs."""
     plan = step.lowered.plan
     cost = stage_cost(
-        step.chunks[stage], cluster, plan.shards(stage), plan.precision, plan.tied_shards(stage),
-        fused=step.lowered.compiled,
+        step.chunks[stage], place_on(cluster, plan.tp), plan.shards(stage), plan.precision,
+        plan.tied_shards(stage), fused=step.lowered.compiled,
     )  # fmt: skip
     head = step.executor.head
     if head is None or stage != step.lowered.head_stage:

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from benchmarks.waiting import Device, _Waiting, standing_in
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import WAIT
 from merakc.machines.cluster import NOMINAL_CPU
@@ -30,7 +31,7 @@ def test_a_kernel_takes_its_modelled_time_and_makes_zeros() -> None:
     (out,) = run([torch.ones(256, 256)])
     assert out.shape == (256, 256)
     assert not out.any()
-    expected_s = node_seconds(node, graph.specs(), NOMINAL_CPU)
+    expected_s = node_seconds(node, graph.specs(), place_on(NOMINAL_CPU, 1))
     assert device.busy_until_s - start_s == pytest.approx(expected_s)
     device.finish()
     assert time.perf_counter() - start_s >= expected_s

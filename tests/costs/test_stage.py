@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
-from merakc.costs.device import work_seconds
+from merakc.costs.device import place_on, rank_place, work_seconds
 from merakc.costs.stage import (
     faster,
     reduced_bytes,
@@ -19,7 +19,6 @@ from merakc.costs.stage import (
     static_bytes,
     with_seconds,
 )
-from merakc.costs.stages import rank_place
 from merakc.costs.work import pieces
 from merakc.costs.work.kernels import graph_work
 from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
@@ -30,6 +29,8 @@ from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, Factors
 from merakc.machines.cluster_files import preset
 from tests.recorded import one_of_several
+
+CPU = place_on(NOMINAL_CPU, 1)
 
 
 @cache
@@ -42,7 +43,7 @@ def lowered(schedule: str, recompute: str) -> Lowered:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_recomputation_trades_seconds_for_bytes(stage: int) -> None:
     none, full, some = (
-        stage_cost(lowered("1f1b", how).stage_graphs(stage, 0), NOMINAL_CPU)
+        stage_cost(lowered("1f1b", how).stage_graphs(stage, 0), CPU)
         for how in ("none", "full", "selective")
     )
     assert none.recompute_s == none.checkpoint_bytes == 0
@@ -55,38 +56,39 @@ def test_recomputation_trades_seconds_for_bytes(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_the_halves_of_a_backward_take_as_long_as_the_whole(stage: int) -> None:
-    cost = stage_cost(lowered("zb-h1", "none").stage_graphs(stage, 0), NOMINAL_CPU)
-    assert cost.input_grad_s + cost.weight_grad_s == pytest.approx(cost.backward_s)
+    # But for launches, which are hidden within a half alone.
+    cost = stage_cost(lowered("zb-h1", "none").stage_graphs(stage, 0), CPU)
+    assert cost.input_grad_s + cost.weight_grad_s == pytest.approx(cost.backward_s, rel=0.01)
     assert 0 < cost.deferred_bytes <= cost.saved_bytes + cost.backward_peak_bytes
 
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_rough_costs(stage: int) -> None:
     made = lowered("1f1b", "full")
-    cost = stage_cost(made.stage_graphs(stage, 0), NOMINAL_CPU)
-    rough = rough_stage_cost(made.stages.local[stage], NOMINAL_CPU)
+    cost = stage_cost(made.stage_graphs(stage, 0), CPU)
+    rough = rough_stage_cost(made.stages.local[stage], CPU)
     assert rough.checkpoint_bytes == cost.checkpoint_bytes
     assert rough.static_bytes == cost.static_bytes == static_bytes(made.stages.local[stage])
     assert rough.saved_bytes == pytest.approx(cost.saved_bytes, rel=0.15)
-    assert rough.input_grad_s + rough.weight_grad_s == rough.backward_s == 2 * rough.forward_s
+    assert rough.input_grad_s + rough.weight_grad_s == rough.backward_s > rough.forward_s
 
 
 @pytest.mark.parametrize("hardware", [False, True])
 def test_what_is_made_again_takes_seconds_and_no_memory(
     monkeypatch: pytest.MonkeyPatch, hardware: bool
 ) -> None:
-    cluster = preset("a100-80").flat() if hardware else NOMINAL_CPU
+    place = place_on(preset("a100-80").flat(), 1) if hardware else CPU
     local = lowered("1f1b", "full").stages.local[0]
-    small = rough_stage_cost(local, cluster)
+    small = rough_stage_cost(local, place)
     monkeypatch.setattr(pieces, "LEAST_BYTES", 0)
-    found = rough_stage_cost(replace(local), cluster)  # a graph remembers what is told of it
+    found = rough_stage_cost(replace(local), place)  # a graph remembers what is told of it
     assert found.saved_bytes < small.saved_bytes
     assert small.backward_s < found.backward_s < 1.2 * small.backward_s
     assert found.forward_s == small.forward_s
 
 
 def test_measured_seconds_replace_those_of_the_formula() -> None:
-    cost = stage_cost(lowered("1f1b", "full").stage_graphs(0, 0), NOMINAL_CPU)
+    cost = stage_cost(lowered("1f1b", "full").stage_graphs(0, 0), CPU)
     found = with_seconds(cost, {ActionKind.BACKWARD: 7.0, ActionKind.RECOMPUTE: 3.0})
     assert (found.forward_s, found.backward_s, found.recompute_s) == (cost.forward_s, 7.0, 3.0)
     assert found.saved_bytes == cost.saved_bytes
@@ -119,7 +121,7 @@ def test_sharded_state_is_a_share(counts: tuple[int, int, int], precision: str |
 
 
 def test_a_faster_stage_has_the_same_bytes() -> None:
-    cost = rough_stage_cost(lowered("1f1b", "none").stages.local[0], NOMINAL_CPU)
+    cost = rough_stage_cost(lowered("1f1b", "none").stages.local[0], CPU)
     made = faster(cost, 0.5)
     assert made.forward_s == cost.forward_s / 2
     assert made.backward_s == cost.backward_s / 2
@@ -129,15 +131,16 @@ def test_a_faster_stage_has_the_same_bytes() -> None:
 def test_rough_seconds_where_the_devices_are_known() -> None:
     local = lowered("1f1b", "full").stages.local[0]
     hardware = preset("a100-80")
-    cost = rough_stage_cost(local, hardware.flat())
+    cost = rough_stage_cost(local, place_on(hardware.flat(), 8))
     work = graph_work(local)
     place = rank_place(hardware, 8)
     assert cost.forward_s == work_seconds(work.forward, place)
     assert cost.backward_s == work_seconds(work.backward, place) > cost.forward_s
     slower = replace(hardware.slowest, launch_s=2 * hardware.slowest.launch_s, bytes_per_s=1e9)
-    assert rough_stage_cost(local, hardware.flat(), device=slower).forward_s > cost.forward_s
-    plain = rough_stage_cost(local, replace(hardware.flat(), hardware=None))
-    assert plain.backward_s == 2 * plain.forward_s != cost.backward_s
+    there = place_on(hardware.flat(), 8, slower)
+    assert rough_stage_cost(local, there).forward_s > cost.forward_s
+    plain = rough_stage_cost(local, place_on(replace(hardware.flat(), hardware=None), 8))
+    assert plain.forward_s != cost.forward_s
     assert replace(cost, forward_s=0, backward_s=0, input_grad_s=0, weight_grad_s=0,
                    recompute_s=0) == replace(plain, forward_s=0, backward_s=0, input_grad_s=0,
                                              weight_grad_s=0, recompute_s=0)  # fmt: skip
@@ -148,9 +151,13 @@ def test_measured_steps_correct_the_seconds_of_graphs() -> None:
     chunk = planned.stage_graphs(0, 0)
     hardware = preset("cpu")
     slow = replace(hardware, factors=Factors(forward=2.0, backward=3.0))
-    before, after = (stage_cost(chunk, own.flat("float32")) for own in (hardware, slow))
+    before, after = (
+        stage_cost(chunk, place_on(own.flat("float32"), 1)) for own in (hardware, slow)
+    )
     assert after.forward_s == pytest.approx(2 * before.forward_s)
     assert after.backward_s == pytest.approx(3 * before.backward_s)
     local = planned.stages.local[0]
-    rough, corrected = (rough_seconds(local, own.flat("float32"), 1) for own in (hardware, slow))
+    rough, corrected = (
+        rough_seconds(local, place_on(own.flat("float32"), 1)) for own in (hardware, slow)
+    )
     assert corrected == pytest.approx((2 * rough[0], 3 * rough[1]))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from merakc.costs.device import Place, work_seconds
+from merakc.costs.device import Place, rank_place, work_seconds
 from merakc.costs.fabric import Fabric
 from merakc.costs.measured import Corrections
 from merakc.costs.stages import (
@@ -17,7 +17,6 @@ from merakc.costs.stages import (
     balanced_stages,
     even_stages,
     piece_cost,
-    rank_place,
     shared_parameters,
     stage_costs,
     stage_parameters,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks.models import MODELS
+from merakc.costs.device import place_on
 from merakc.costs.stage import stage_cost
 from merakc.errors import PlanError
 from merakc.frontend.record import Recording
@@ -113,7 +114,7 @@ def test_no_rank_holds_more_than_tp_rank_0() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_the_predicted_peak_is_that_of_a_replay(schedule: str, recompute: str) -> None:
     _, lowered = planned(Mesh(), schedule=schedule, recompute=recompute)
-    cost = stage_cost(lowered.stage_graphs(0, 0), NOMINAL_CPU)
+    cost = stage_cost(lowered.stage_graphs(0, 0), place_on(NOMINAL_CPU, 1))
     prediction, simulation = predict(lowered, NOMINAL_CPU, (cost,))
     full = recompute == "full"
     kept = cost.checkpoint_bytes if full else cost.saved_bytes
@@ -179,7 +180,7 @@ def test_each_stage_keeps_what_the_plan_lets_it() -> None:
     lowered = dataclasses.replace(lowered, plan=solved)
     first, last = lowered.stage_graphs(0, 0), lowered.stage_graphs(1, 0)
     assert last.recompute is None
-    cost = stage_cost(first, NOMINAL_CPU)
+    cost = stage_cost(first, place_on(NOMINAL_CPU, 1))
     assert 20_000 < cost.checkpoint_bytes <= 40_000 < cost.saved_bytes
     kinds = [{a.kind for a in p.actions} for p in lowered.programs()]
     assert [ActionKind.RECOMPUTE in k for k in kinds] == [True, False]
@@ -190,7 +191,8 @@ def test_stages_that_are_compiled_keep_less(schedule: str) -> None:
     _, lowered = planned(Mesh(pp=2), schedule=schedule)
     lean = dataclasses.replace(lowered, compiled=True)
     for stage in range(2):
-        plain, other = (stage_cost(x.stage_graphs(stage, 0), NOMINAL_CPU) for x in (lowered, lean))
+        place = place_on(NOMINAL_CPU, 1)
+        plain, other = (stage_cost(x.stage_graphs(stage, 0), place) for x in (lowered, lean))
         assert other.saved_bytes < 0.9 * plain.saved_bytes
         halves = lean.stage_graphs(stage, 0)
         assert (halves.input_grad is not None) is (schedule == "zb-h1")

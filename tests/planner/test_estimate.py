@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.gpt import Shape, gpt_pieces
-from merakc.costs.device import traffic_seconds
+from merakc.costs.device import rank_place, traffic_seconds
 from merakc.costs.fabric import all_reduce_seconds, axis_group
 from merakc.costs.measured import Corrections
-from merakc.costs.stages import rank_place
 from merakc.ir.costs import CostTable
 from merakc.ir.program import Mesh, Transfer
 from merakc.ir.state import StateShards

@@ -27,7 +27,7 @@ def llama(samples: int) -> Recording:
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
-    ids = torch.zeros(samples, 16, dtype=torch.long)
+    ids = torch.zeros(samples, 64, dtype=torch.long)
     return one_of_several(model, {"input_ids": ids, "labels": ids})
 
 

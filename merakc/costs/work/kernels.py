@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from merakc.analysis.aliases import is_view, view_roots
-from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops
-from merakc.ir.graph import Graph, InputKind, Node, Ref, dtype_name
+from merakc.analysis.aliases import FREE, is_view, view_roots
+from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, wire_bytes
+from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.gemm import TORCHS
 
 
@@ -104,6 +104,30 @@ def parts_work(
     return tuple(Work(Counter(own[0]), Counter(own[1]), own) for own in found)
 
 
+def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, ...]:
+    """The kernels that a node runs when it is run by itself.
+
+    Of products beside a collective in one node, that of the products.
+    """
+    if node.op in FREE or node.op in CONJUGATE.keys() - COLLECTIVES:
+        return ()
+    dtype = _dtype(node)
+    if node.op in COLLECTIVES:
+        moved_bytes = wire_bytes(node, specs)
+        return (Kernel(KernelKind.COLLECTIVE, 0, moved_bytes, dtype=dtype, op=node.op),)
+    if node.op in LOSSES:
+        passed_bytes = _passed(node, specs, LOSSES[node.op][0])
+        own = Kernel(KernelKind.TRAFFIC, 0, passed_bytes, dtype=dtype)
+        if node.op != "composite.vocab_parallel_embedding":
+            return (own,)
+        size_bytes = node.spec.size_bytes
+        return own, Kernel(KernelKind.COLLECTIVE, 0, size_bytes, dtype=dtype, op=ALL_REDUCE)
+    flops, moved_bytes = node_flops(node, specs), node_bytes(node, specs)
+    if flops:
+        return (_product(node, _shape(node, specs), flops, moved_bytes),)
+    return (Kernel(KernelKind.TRAFFIC, 0, moved_bytes, dtype=dtype),)
+
+
 def moves_nothing(node: Node) -> bool:
     """Whether a node is a view in the backward too, where some views are collectives."""
     return is_view(node) and node.op not in CONJUGATE
@@ -150,22 +174,14 @@ class _Reader:
     def forward(self, group: list[Node]) -> Iterator[Kernel]:
         """The kernels of a group."""
         node = group[0]
-        dtype = dtype_name(node.spec.dtype)
         if node.op in COLLECTIVES:
             yield self._collective(node, node.op)
-        elif node.op in LOSSES:
-            yield Kernel(KernelKind.TRAFFIC, 0, self._moved(node, LOSSES[node.op][0]), dtype=dtype)
-            if node.op == "composite.vocab_parallel_embedding":
-                yield self._collective(node, ALL_REDUCE)
-        elif node.op in CONJUGATE:
-            return
-        elif not self._is_plain(node):
-            flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
-            yield _product(node, self._shape(node), flops, moved)
-        else:
+        elif self._is_plain(node):
             read, written = self._outside(group)
             moved = sum(self.specs[ref].size_bytes for ref in read | written)
-            yield Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype)
+            yield Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype_name(node.spec.dtype))
+        else:
+            yield from node_kernels(node, self.specs)
 
     def backward(self, group: list[Node]) -> Iterator[Kernel]:
         """The kernels of a group's gradients; none where nothing asks for them."""
@@ -179,7 +195,8 @@ class _Reader:
         elif node.op in COLLECTIVES:
             return
         elif node.op in LOSSES:
-            yield Kernel(KernelKind.TRAFFIC, 0, self._moved(node, LOSSES[node.op][1]), dtype=dtype)
+            moved = _passed(node, self.specs, LOSSES[node.op][1])
+            yield Kernel(KernelKind.TRAFFIC, 0, moved, dtype=dtype)
         elif not self._is_plain(node):
             yield from self._product_gradients(node, asked)
         else:
@@ -197,7 +214,7 @@ class _Reader:
 
     def _product_gradients(self, node: Node, asked: list[Ref]) -> Iterator[Kernel]:
         flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
-        batch, m, n, k = self._shape(node)
+        batch, m, n, k = _shape(node, self.specs)
         if "attention" in node.op:  # the scores once more, and four products
             yield _product(node, (batch, m, n, k), flops * 5 // 2, 2 * moved)
             return
@@ -242,35 +259,6 @@ class _Reader:
         size = max([*sizes, *(o.size_bytes for o in node.outputs if o is not None)])
         return Kernel(KernelKind.COLLECTIVE, 0, size, dtype=dtype_name(node.spec.dtype), op=op)
 
-    def _moved(self, node: Node, passes: int) -> int:
-        """Of a loss, so many times its largest tensor; of a table, its rows in and out."""
-        if not passes:
-            return 2 * node.spec.size_bytes
-        return passes * max(self.specs[r].size_bytes for r in node.refs)
-
-    def _shape(self, node: Node) -> tuple[int, int, int, int]:
-        """Batch, m, n, k of a product."""
-        op = TORCHS.get(node.op, node.op)
-        if op == "merakc.attention.default":
-            b, h, m, d = self.specs[node.args[0]].shape
-            return b * h, m, d, self.specs[node.args[1]].shape[-2]
-        if op == "aten.addmm.default":
-            first, second = node.args[1:3]
-        elif op == "aten.linear.default":
-            first = node.args[0]
-            n, k = self.specs[node.args[1]].shape
-            return 1, self.specs[first].numel // k, n, k
-        elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default"):
-            first, second = node.args[:2]
-        else:
-            return 0, 0, 0, 0
-        left, right = self.specs[first].shape, self.specs[second].shape
-        k, n = left[-1], right[-1] if len(right) > 1 else 1
-        if len(right) <= 2:
-            return 1, math.prod(left[:-1]), n, k
-        m = left[-2] if len(left) > 1 else 1
-        return node.spec.numel // (m * n), m, n, k
-
     def _is_plain(self, node: Node) -> bool:
         """Whether a node does no more than move its tensors."""
         special = node.op in COLLECTIVES or node.op in CONJUGATE or node.op in LOSSES
@@ -280,4 +268,41 @@ class _Reader:
 def _product(node: Node, shape: tuple[int, int, int, int], flops: int, moved_bytes: int) -> Kernel:
     attention = "attention" in node.op
     kind = KernelKind.ATTENTION if attention else KernelKind.PRODUCT
-    return Kernel(kind, flops, moved_bytes, shape, dtype_name(node.spec.dtype))
+    return Kernel(kind, flops, moved_bytes, shape, _dtype(node))
+
+
+def _dtype(node: Node) -> str:
+    """That of the first tensor made: a backward need not make the first of its results."""
+    return next((dtype_name(o.dtype) for o in node.outputs if o is not None), "float32")
+
+
+def _passed(node: Node, specs: Mapping[Ref, TensorSpec], passes: int) -> int:
+    """Of a loss, so many times its largest tensor; of a table, its rows in and out."""
+    if not passes:
+        return 2 * node.spec.size_bytes
+    return passes * max(specs[r].size_bytes for r in node.refs)
+
+
+def _shape(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[int, int, int, int]:
+    """Batch, m, n, k of a product."""
+    op = TORCHS.get(node.op, node.op)
+    if op in ("merakc.attention.default", "merakc.attention_backward.default"):
+        first, second = node.args[:2] if op == "merakc.attention.default" else node.args[1:3]
+        b, h, m, d = specs[first].shape
+        return b * h, m, d, specs[second].shape[-2]
+    if op == "aten.addmm.default":
+        first, second = node.args[1:3]
+    elif op == "aten.linear.default":
+        first = node.args[0]
+        n, k = specs[node.args[1]].shape
+        return 1, specs[first].numel // k, n, k
+    elif op in ("aten.matmul.default", "aten.mm.default", "aten.bmm.default"):
+        first, second = node.args[:2]
+    else:
+        return 0, 0, 0, 0
+    left, right = specs[first].shape, specs[second].shape
+    k, n = left[-1], right[-1] if len(right) > 1 else 1
+    if len(right) <= 2:
+        return 1, math.prod(left[:-1]), n, k
+    m = left[-2] if len(left) > 1 else 1
+    return node.spec.numel // (m * n), m, n, k

@@ -16,12 +16,12 @@ from itertools import count
 import numpy as np
 
 from merakc.analysis.aliases import is_view
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import Place
+from merakc.costs.nodes import node_seconds
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.ir.program import StageGraphs
 from merakc.kernels.opaque import OPAQUE
-from merakc.machines.cluster import Cluster
 
 # Products with weights, and what is fused: no selective recomputation runs them again. A product
 # of two activations, the core of an attention, is cheap for the bytes that it gives back
@@ -82,15 +82,15 @@ def selective(stage: StageGraphs) -> frozenset[Ref]:
     return Cut(stage, costs).kept(1.0)
 
 
-def within_bytes(stage: StageGraphs, budget_bytes: int, cluster: Cluster) -> frozenset[Ref]:
+def within_bytes(stage: StageGraphs, budget_bytes: int, place: Place) -> frozenset[Ref]:
     """What to keep in at most `budget_bytes` a micro-batch so that recomputing takes least time.
 
-    Found among the cuts of all prices of a byte; seconds are the roofline's, and no collective
+    Found among the cuts of all prices of a byte; seconds are those of kernels, and no collective
     runs again, so that the ranks of a tp group may choose apart. Where even the least that this
     allows is more than the budget, that is kept.
     """
     nodes = stage.forward.nodes
-    seconds = _seconds(stage.forward, cluster)
+    seconds = _seconds(stage.forward, place)
     costs = {
         n.name: np.inf
         if n.op in COLLECTIVES or n.op in PIPELINED
@@ -119,10 +119,10 @@ def kept_bytes(stage: StageGraphs, kept: Collection[Ref]) -> int:
     return sum(specs[r].size_bytes for r in kept)
 
 
-def _seconds(graph: Graph, cluster: Cluster) -> dict[str, float]:
+def _seconds(graph: Graph, place: Place) -> dict[str, float]:
     """The seconds of each node; views take none."""
     specs = graph.specs()
-    return {n.name: 0.0 if is_view(n) else node_seconds(n, specs, cluster) for n in graph.nodes}
+    return {n.name: node_seconds(n, specs, place) for n in graph.nodes}
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,19 @@ from dataclasses import replace
 from typing import Final
 
 from merakc.analysis.liveness import Memory, live_bytes
-from merakc.costs.roofline import (
-    computing_seconds,
+from merakc.costs.device import Place, kernel_seconds, launched, traffic_seconds
+from merakc.costs.nodes import (
     graph_seconds,
     link_seconds,
     node_seconds,
     pipelined,
+    product_seconds,
 )
-from merakc.costs.stage import BACKWARD_PER_FORWARD
 from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
+from merakc.costs.work.kernels import node_kernels
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.kernels.ops import STARTS, WAIT
-from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.rematerialise import late
 from merakc.passes.overlap.list_scheduling import Task, list_schedule
 
@@ -34,6 +34,8 @@ LAGS = (0, 1, 4)
 WORTH = 0.01
 # How much longer arithmetic takes beside communication, as Galvatron measured (arXiv 2211.13878).
 SLOWDOWN = 1.126
+# A backward is about two forwards: the gradients of both arguments of every product.
+BACKWARD_PER_FORWARD = 2.0
 # What each collective is in the backward; of the others' results every rank has its own part.
 CONJUGATES = {
     "merakc.copy_to.default": "merakc.all_reduce.default",
@@ -46,9 +48,7 @@ CONJUGATES = {
 PIECES: Final = ("forward", "backward", "checkpoint", "recompute", "input_grad", "weight_grad")
 
 
-def overlapped(
-    stage: StageGraphs, cluster: Cluster, like: StageGraphs | None = None
-) -> StageGraphs:
+def overlapped(stage: StageGraphs, place: Place, like: StageGraphs | None = None) -> StageGraphs:
     """The stage with the communication of each of its graphs under their computation.
 
     The order is that of the stage `like`, where given: ranks of a group must start collectives in
@@ -58,7 +58,7 @@ def overlapped(
     for name in PIECES:
         graph, model = getattr(stage, name), getattr(like or stage, name)
         if graph is not None:
-            found[name] = overlap(graph, cluster, model)
+            found[name] = overlap(graph, place, model)
     return replace(stage, **found)
 
 
@@ -72,7 +72,7 @@ def same_nodes(one: StageGraphs, other: StageGraphs) -> bool:
     return listed(one) == listed(other)
 
 
-def overlap(graph: Graph, cluster: Cluster, like: Graph | None = None) -> Graph:
+def overlap(graph: Graph, place: Place, like: Graph | None = None) -> Graph:
     """The graph in the best order that is found, with its collectives in starts and waits.
 
     `like` has the same nodes: its costs decide.
@@ -80,19 +80,19 @@ def overlap(graph: Graph, cluster: Cluster, like: Graph | None = None) -> Graph:
     model = like or graph
     if not any(n.op in COLLECTIVES for n in model.nodes):
         return graph
-    orders = _orders(model, cluster)
+    orders = _orders(model, place)
     graphs = [written(model, order) for order in orders]
-    step_s = WORTH * graph_seconds(graphs[0], cluster)
-    prices = [_price(g, cluster, step_s) for g in graphs]
+    step_s = WORTH * graph_seconds(graphs[0], place)
+    prices = [_price(g, place, step_s) for g in graphs]
     best = prices.index(min(prices))
     return graphs[best] if model is graph else written(graph, orders[best])
 
 
-def _orders(graph: Graph, cluster: Cluster) -> list[tuple[str, ...]]:
+def _orders(graph: Graph, place: Place) -> list[tuple[str, ...]]:
     """Orders to choose from. What a backward makes again hides no communication: it stands where
     it is read, so that it takes memory as late as can be.
     """
-    tasks, nodes = graph_tasks(graph, cluster), {n.name: n for n in graph.nodes}
+    tasks, nodes = graph_tasks(graph, place), {n.name: n for n in graph.nodes}
     found = []
     for lag in LAGS:
         in_order = tuple(nodes[name] for name in list_schedule(tasks, lag)[1])
@@ -100,11 +100,11 @@ def _orders(graph: Graph, cluster: Cluster) -> list[tuple[str, ...]]:
     return list(dict.fromkeys(found))
 
 
-def _price(graph: Graph, cluster: Cluster, step_s: float) -> tuple[int, int]:
+def _price(graph: Graph, place: Place, step_s: float) -> tuple[int, int]:
     """Seconds, in steps that count, then bytes."""
     saved = (i for i in graph.inputs if i.kind is InputKind.SAVED)
     handed = {i.name: Memory(i.name, i.spec.size_bytes) for i in saved}
-    return round(graph_seconds(graph, cluster) / step_s), live_bytes(graph, handed).peak_bytes
+    return round(graph_seconds(graph, place) / step_s), live_bytes(graph, handed).peak_bytes
 
 
 def written(graph: Graph, order: tuple[str, ...]) -> Graph:
@@ -148,32 +148,32 @@ def _parted(in_order: list[Node]) -> set[str]:
     }
 
 
-def graph_tasks(graph: Graph, cluster: Cluster) -> list[Task]:
+def graph_tasks(graph: Graph, place: Place) -> list[Task]:
     """What a graph's nodes ask of the two resources."""
     specs = graph.specs()
     found = []
     for node in graph.nodes:
         after = tuple(dict.fromkeys(r.node for r in node.refs))
         if node.op in PIPELINED:
-            found.append(_pipelined_task(node, after, specs, cluster))
+            found.append(_pipelined_task(node, after, specs, place))
             continue
         is_link = node.op in COLLECTIVES
-        own_s = cluster.op_overhead_s if is_link else node_seconds(node, specs, cluster)
-        link_s = link_seconds(node, specs, cluster) if is_link else 0.0
+        own_s = place.device.launch_s if is_link else node_seconds(node, specs, place)
+        link_s = link_seconds(node, specs, place) if is_link else 0.0
         found.append(Task(node.name, after, own_s, link_s))
     return found
 
 
 def _pipelined_task(
-    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], cluster: Cluster
+    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], place: Place
 ) -> Task:
     """A product and its collective in one, slowed down by what they do at once."""
-    own = pipelined(node, specs, cluster)
+    own = pipelined(node, specs, place)
     slower_s = (SLOWDOWN - 1) * own.hidden_s
     return Task(node.name, after, own.seconds + slower_s, 0.0, holds_link=True)
 
 
-def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
+def stage_seconds(local: Graph, place: Place) -> tuple[float, float]:
     """Seconds of a stage's forward and backward, overlapped and blocking, from its forward alone:
     for planning, where nothing is differentiated.
 
@@ -182,7 +182,7 @@ def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
     too; its collectives are the conjugates of the forward's.
     """
     overlapped_s = blocking_s = 0.0
-    for tasks in (graph_tasks(local, cluster), _backward_tasks(local, cluster)):
+    for tasks in (graph_tasks(local, place), _backward_tasks(local, place)):
         compute_s, link_s = sum(t.compute_s for t in tasks), sum(t.link_s for t in tasks)
         end_s, _ = list_schedule(tasks, LAGS[0])
         hidden_s = compute_s + link_s - end_s
@@ -191,7 +191,7 @@ def stage_seconds(local: Graph, cluster: Cluster) -> tuple[float, float]:
     return min(overlapped_s, blocking_s), blocking_s
 
 
-def least_share(local: Graph, cluster: Cluster) -> float:
+def least_share(local: Graph, place: Place) -> float:
     """The share of a stage's blocking seconds that no form of it beats: what is computed, with all
     communication hidden.
 
@@ -201,20 +201,21 @@ def least_share(local: Graph, cluster: Cluster) -> float:
     """
     specs = local.specs()
     saved_s = blocking_s = 0.0
-    for tasks in (graph_tasks(local, cluster), _backward_tasks(local, cluster)):
+    for tasks in (graph_tasks(local, place), _backward_tasks(local, place)):
         blocking_s += sum(t.compute_s + t.link_s for t in tasks)
         saved_s += sum(t.link_s for t in tasks)
-    if cluster.symmetric_memory:
+    if place.symmetric_memory:
         for node in local.nodes:
             if node.op in COLLECTIVES:
-                saved_s += 2 * cluster.op_overhead_s
-            elif flops := node_flops(node, specs):
-                arithmetic_s = flops / cluster.flops_per_s
-                saved_s += 3 * (node_seconds(node, specs, cluster) - arithmetic_s)
+                saved_s += 2 * place.device.launch_s
+            elif node_flops(node, specs):
+                (kernel,) = node_kernels(node, specs)
+                arithmetic_s = kernel_seconds(replace(kernel, traffic_bytes=0), place.device)
+                saved_s += 3 * (node_seconds(node, specs, place) - arithmetic_s)
     return 1.0 - saved_s / blocking_s
 
 
-def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
+def _backward_tasks(local: Graph, place: Place) -> list[Task]:
     grads, specs, readers = local.grad_values(), local.specs(), local.users()
     trained = {i.name for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
     made: set[str] = set()
@@ -226,16 +227,17 @@ def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
         after = tuple(n.name for n in readers[node.name] if n.name in made)
         made.add(node.name)
         if node.op in PIPELINED:
-            found += _pipelined_backward(node, after, specs, cluster)
+            found += _pipelined_backward(node, after, specs, place)
             continue
-        own_s, link_s = node_seconds(node, specs, cluster), 0.0
+        own_s, link_s = node_seconds(node, specs, place), 0.0
         if node.op in CONJUGATES:
-            own_s = cluster.op_overhead_s
+            own_s = place.device.launch_s
             conjugate = replace(node, op=CONJUGATES[node.op])
-            link_s = link_seconds(conjugate, specs, cluster)
+            link_s = link_seconds(conjugate, specs, place)
         elif read := {r.node for r in node.refs if r.node in trained}:
             again_s = sum(
-                3 * specs[Ref(name)].size_bytes / cluster.bytes_per_s + cluster.op_overhead_s
+                traffic_seconds(3 * specs[Ref(name)].size_bytes, place.device)
+                + place.device.launch_s
                 for name in sorted(read & summed)
             )
             summed |= read
@@ -247,20 +249,20 @@ def _backward_tasks(local: Graph, cluster: Cluster) -> list[Task]:
 
 
 def _pipelined_backward(
-    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], cluster: Cluster
+    node: Node, after: tuple[str, ...], specs: Mapping[Ref, TensorSpec], place: Place
 ) -> list[Task]:
     """The other one of the two for what the node read, and products for the weights.
 
     Several weights, and the gradients of their products, are put together for it. Behind a scatter
     the weights wait for what it gathers.
     """
-    weights = list(dict.fromkeys(node.refs))[1:]
-    own = _pipelined_task(node, after, specs, cluster)
+    weights, launch_s = list(dict.fromkeys(node.refs))[1:], place.device.launch_s
+    own = _pipelined_task(node, after, specs, place)
     if len(weights) > 1:
         parts = [specs[w] for w in weights] + [o for o in node.outputs[1:] if o is not None]
-        joined_s = 2 * sum(part.size_bytes for part in parts) / cluster.bytes_per_s
-        own = replace(own, compute_s=own.compute_s + joined_s + 2 * cluster.op_overhead_s)
-    of_weights_s = computing_seconds(node, specs, cluster) + len(weights) * cluster.op_overhead_s
+        joined_s = traffic_seconds(2 * sum(part.size_bytes for part in parts), place.device)
+        own = replace(own, compute_s=own.compute_s + joined_s + 2 * launch_s)
+    of_weights_s = launched(product_seconds(node, specs, place), len(weights) * launch_s)
     if node.op == "merakc.matmul_scatter.default":
         after = (node.name,)
     return [own, Task(f"{node.name} weights", after, of_weights_s, 0.0)]

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from merakc.analysis.buckets import BucketSpec, Held, parameters_in_order, plan_buckets
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
@@ -27,6 +28,8 @@ from merakc.ir.program import (
 )
 from merakc.machines.cluster import NOMINAL_GPU
 
+# A rank of a group of that size, on nominal machines: only the ratio of seconds matters.
+TP = 8
 GRADIENTS = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD)
 
 
@@ -134,12 +137,10 @@ def trained(graph: Graph) -> set[str]:
 
 
 def _shares(graph: Graph) -> list[float]:
-    """The share of the graph's seconds before each node, and 1.
-
-    Of the machines only the ratio of arithmetic to traffic matters.
-    """
+    """The share of the graph's seconds before each node, and 1."""
     specs = graph.specs()
-    seconds = [node_seconds(n, specs, NOMINAL_GPU) for n in graph.nodes]
+    place = place_on(NOMINAL_GPU, TP)
+    seconds = [node_seconds(n, specs, place) for n in graph.nodes]
     total_s = sum(seconds)
     return [done_s / total_s for done_s in accumulate(seconds, initial=0.0)] if seconds else []
 

@@ -10,7 +10,9 @@ from itertools import combinations
 
 import numpy as np
 
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on, traffic_seconds
+from merakc.costs.fabric import all_gather_seconds, all_reduce_seconds
+from merakc.costs.nodes import divided_seconds
 from merakc.errors import PlanError, ShardError
 from merakc.ir.graph import InputKind, Node, Ref
 from merakc.ir.layout import DimFactor, Layout
@@ -48,22 +50,20 @@ AT_ANY_PRICE = replace(LIKE_LARGE, link_bytes_per_s=math.inf)
 
 @dataclass(slots=True)
 class Candidate:
-    """A factor that could be split, and what that saves and costs a micro-batch."""
+    """A factor that could be split: seconds of a forward that ranks then share, those of moving
+    its parameters once, and those of the collectives of a forward and a backward.
+    """
 
     factor: Factor
     work_s: float = 0.0
-    parameter_bytes: int = 0
-    wire_bytes: int = 0
-    collectives: int = 0
+    parameters_s: float = 0.0
+    wire_s: float = 0.0
     rivals: set[Factor] = field(default_factory=set)
 
-    def gain_s(self, tp: int, cluster: Cluster) -> float:
+    def gain_s(self, tp: int) -> float:
         """Seconds of a micro-batch, forward and backward, that splitting the factor saves."""
-        saved = 1 - 1 / tp
-        held_s = PARAMETER_TRAFFIC * self.parameter_bytes / cluster.bytes_per_s
-        wire_s = 2 * saved * self.wire_bytes / cluster.link_bytes_per_s  # a ring all-reduce
-        latency_s = self.collectives * cluster.link_latency_s
-        return saved * (PASSES * self.work_s + held_s) - wire_s - latency_s
+        shared_s = PASSES * self.work_s + PARAMETER_TRAFFIC * self.parameters_s
+        return (1 - 1 / tp) * shared_s - self.wire_s
 
 
 def node_factors(dims: Dims, node: Node) -> set[Factor]:
@@ -74,8 +74,8 @@ def node_factors(dims: Dims, node: Node) -> set[Factor]:
 
 def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]:
     """The factors of parameters that may be split in `tp` parts, with what they save and cost."""
-    graph = dims.graph
-    specs = graph.specs()
+    graph, place = dims.graph, place_on(cluster, tp)
+    specs, group, fabric = graph.specs(), place.group, place.fabric
     found: dict[Factor, Candidate] = {}
     for item in graph.inputs:
         if item.kind is not InputKind.PARAMETER:
@@ -83,7 +83,7 @@ def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]
         for factor in dict.fromkeys(f for dim in dims.of[Ref(item.name)] for f in atoms(dim)):
             if not factor.blocked and factor.size >= tp:
                 candidate = found.setdefault(factor, Candidate(factor))
-                candidate.parameter_bytes += item.spec.size_bytes
+                candidate.parameters_s += traffic_seconds(item.spec.size_bytes, place.device)
                 candidate.rivals |= _others(dims.of[Ref(item.name)], factor)
     grads = graph.grad_values()
     entered: set[tuple[Ref, Factor]] = set()
@@ -93,23 +93,20 @@ def candidates(dims: Dims, tp: int, cluster: Cluster) -> dict[Factor, Candidate]
             found[a].rivals.add(b)
             found[b].rivals.add(a)
         summed = {f for dim in dims.summed.get(node.name, ()) for f in atoms(dim)}
-        work_s = node_seconds(node, specs, cluster) - cluster.op_overhead_s if here else 0.0
+        work_s = divided_seconds(node, specs, place) if here else 0.0
         for factor in here:
             candidate = found[factor]
             if not _is_cut_off(dims, node, factor):
                 candidate.work_s += work_s
             if factor in summed:
-                candidate.wire_bytes += _sum_bytes(node)
-                candidate.collectives += 1
+                candidate.wire_s += all_reduce_seconds(_sum_bytes(node), group, fabric)
             if node.op == GATHERED and factor in atoms(dims.of[node.args[0]][node.args[1]]):
-                candidate.wire_bytes += node.spec.size_bytes // 2  # half an all-reduce
-                candidate.collectives += 1
+                candidate.wire_s += all_gather_seconds(node.spec.size_bytes, group, fabric)
             for ref in node.refs:
                 own = {f for dim in dims.of[ref] for f in atoms(dim)}
                 if ref in grads and factor not in own and (ref, factor) not in entered:
                     entered.add((ref, factor))
-                    candidate.wire_bytes += specs[ref].size_bytes
-                    candidate.collectives += 1
+                    candidate.wire_s += all_reduce_seconds(specs[ref].size_bytes, group, fabric)
     for factor in refused_factors(dims):
         found.pop(factor, None)
     return found
@@ -228,7 +225,7 @@ def choose(dims: Dims, tp: int, cluster: Cluster) -> set[Factor]:
         if prices is AT_ANY_PRICE and chosen:
             break
         free = [c for c in found.values() if c.factor not in chosen and not c.rivals & chosen]
-        gains_s = {c.factor: c.gain_s(tp, prices) for c in free}
+        gains_s = {c.factor: c.gain_s(tp) for c in free}
         chosen |= _packed([c for c in free if gains_s[c.factor] > 0], gains_s)
     return chosen
 

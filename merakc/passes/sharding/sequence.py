@@ -19,7 +19,9 @@ from dataclasses import replace
 import numpy as np
 
 from merakc.analysis.aliases import FREE
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on, traffic_seconds
+from merakc.costs.fabric import all_gather_seconds
+from merakc.costs.nodes import divided_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, map_refs
 from merakc.ir.layout import Layout
 from merakc.machines.cluster import NOMINAL_GPU
@@ -64,6 +66,7 @@ class Problem:
         self.dims, self.sharding, self.chosen = dims, sharding, chosen
         self.graph = dims.graph
         self.specs = self.graph.specs()
+        self.machine = place_on(FIGURES, sharding.tp)
         self.grads = self.graph.grad_values()
         self.taken: frozenset[str] = frozenset()
         self.kept: frozenset[Ref] = frozenset()
@@ -227,12 +230,12 @@ class Problem:
         made_bytes = sum(o.size_bytes for o in node.outputs if o is not None)
         if node.name in movable:
             # Once more for the activations that it leaves: as if they were written and read.
-            work_s = node_seconds(node, self.specs, FIGURES) - FIGURES.op_overhead_s
-            held_s = 0.0 if node.op in FREE else made_bytes / FIGURES.bytes_per_s
+            work_s = divided_seconds(node, self.specs, self.machine)
+            held_s = 0.0 if node.op in FREE else traffic_seconds(made_bytes, self.machine.device)
             repeated_s = PASSES * work_s + held_s
             cut.add("source", node.name, (1 - 1 / self.sharding.tp) * repeated_s)
         else:
-            cut.add("source", node.name, made_bytes / FIGURES.link_bytes_per_s)
+            cut.add("source", node.name, self._gathered_s(made_bytes))
 
     def _add_reads(
         self, cut: _Cut, node: Node, factor: Factor, movable: Set[str], exits: Set[str]
@@ -245,7 +248,7 @@ class Problem:
         is_split = any(map(self.splits, (*node.refs, *outs)))
         for ref in dict.fromkeys(node.refs):
             made = ref.node if ref.node in movable or ref.node in exits else "sink"
-            size_s = self.specs[ref].size_bytes / FIGURES.link_bytes_per_s
+            size_s = self._gathered_s(self.specs[ref].size_bytes)
             if made != "sink" and reader != made:
                 # Gathered for split work it is what the all-reduce of its gradient would be.
                 extra_s = 0.0 if is_split else size_s
@@ -257,6 +260,10 @@ class Problem:
                 entered = f"enter:{ref}"
                 cut.add(reader, entered)
                 cut.add(entered, made, size_s * (1 if has else 2))
+
+    def _gathered_s(self, size_bytes: int) -> float:
+        """Seconds of half an all-reduce."""
+        return all_gather_seconds(size_bytes, self.machine.group, self.machine.fabric)
 
 
 def _aliases(node: Node) -> dict[Ref, Ref]:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.costs.stage import rough_seconds
 from merakc.costs.work.flops import node_flops
 from merakc.errors import CutError, PlanError
@@ -124,8 +125,10 @@ def assign_stages(
         if r.node in position
     }
 
+    place = place_on(cluster, sharding.tp)
+
     def seconds(node: Node) -> float:
-        return node_seconds(node, sharding.node_specs(node, specs, 0), cluster)
+        return node_seconds(node, sharding.node_specs(node, specs, 0), place)
 
     weights_s = [seconds(n) for n in nodes]
     for node in graph.nodes:
@@ -149,7 +152,7 @@ def _speeds(
     if len(kinds) < 2:
         return None
     local = spmd_partition(graph, sharding, 0)
-    seconds = {d: sum(rough_seconds(local, cluster, sharding.tp, d)) for d in kinds}
+    seconds = {d: sum(rough_seconds(local, place_on(cluster, sharding.tp, d))) for d in kinds}
     return [1.0 / seconds[device] for device in devices]
 
 

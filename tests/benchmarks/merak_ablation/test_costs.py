@@ -18,9 +18,9 @@ from benchmarks.merak_ablation.costs import (
     pieces_of,
     with_kept_blocks,
 )
-from merakc.costs.device import Place
+from merakc.costs.device import Place, rank_place
 from merakc.costs.fabric import all_reduce_seconds
-from merakc.costs.stages import even_stages, piece_cost, rank_place, stage_costs
+from merakc.costs.stages import even_stages, piece_cost, stage_costs
 from merakc.passes.overlap.async_collectives import SLOWDOWN
 
 SHAPE = Shape(1024, 16, 6, 512, 2048)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from benchmarks.zero_study.layers import graph_layers
-from merakc.costs.roofline import graph_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
 from merakc.machines.cluster import NOMINAL_GPU
@@ -26,8 +27,10 @@ def recorded() -> Graph:
 def test_every_trained_parameter_and_every_second_count_once(bucket_bytes: int) -> None:
     graph = recorded()
     layers = graph_layers(graph, NOMINAL_GPU, bucket_bytes)
+    place, specs = place_on(NOMINAL_GPU, 1), graph.specs()
+    total_s = sum(node_seconds(node, specs, place) for node in graph.nodes)
     assert sum(y.parameters for y in layers) == DEPTH * (WIDTH + 1) * WIDTH - WIDTH * WIDTH
-    assert sum(y.forward_s for y in layers) == pytest.approx(graph_seconds(graph, NOMINAL_GPU))
+    assert sum(y.forward_s for y in layers) == pytest.approx(total_s)
     assert all(y.backward_s == 2 * y.forward_s for y in layers)
     assert len(layers) == {1: DEPTH, 10**9: 1}.get(bucket_bytes, 2)
 

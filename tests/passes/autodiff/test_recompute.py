@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.models import MODELS
 from merakc.analysis.aliases import is_view
-from merakc.costs.roofline import node_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import node_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
@@ -29,6 +30,7 @@ from merakc.passes.autodiff.recompute import (
 from merakc.passes.pipeline import differentiate
 
 MODELS_WITH_BUFFERS = ("resnet",)
+GPU = place_on(NOMINAL_GPU, 1)
 STAGES = 2
 
 
@@ -69,12 +71,12 @@ def run(graph: Graph, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def test_what_is_made_again_is_bit_equal(name: str, how: str) -> None:
     for stage in range(STAGES):
         chunk = chunk_of(name, stage)
-        half_bytes = kept_bytes(chunk, within_bytes(chunk, 1 << 60, NOMINAL_GPU)) // 2
+        half_bytes = kept_bytes(chunk, within_bytes(chunk, 1 << 60, GPU)) // 2
         kept = frozenset[Ref]()
         if how == "selective":
             kept = selective(chunk)
         elif how == "half":
-            kept = within_bytes(chunk, half_bytes, NOMINAL_GPU)
+            kept = within_bytes(chunk, half_bytes, GPU)
         made = checkpointed(chunk, kept)
         assert made.checkpoint is not None
         assert made.recompute is not None
@@ -108,22 +110,22 @@ def test_selective_runs_no_product_with_weights_again(name: str) -> None:
         assert made.recompute is not None
         assert made.recompute.nodes
         assert not [n for n in made.recompute.nodes if n.op in KEPT_BY_SELECTIVE]
-        everything = kept_bytes(chunk, within_bytes(chunk, 1 << 60, NOMINAL_GPU))
+        everything = kept_bytes(chunk, within_bytes(chunk, 1 << 60, GPU))
         assert kept_bytes(chunk, selective(chunk)) < everything / 2
 
 
 def test_more_bytes_never_take_longer() -> None:
     chunk = chunk_of("gpt2", 1)
-    everything = kept_bytes(chunk, within_bytes(chunk, 1 << 60, NOMINAL_GPU))
+    everything = kept_bytes(chunk, within_bytes(chunk, 1 << 60, GPU))
     times = []
     for tenth in range(11):
         budget_bytes = everything * tenth // 10
-        kept = within_bytes(chunk, budget_bytes, NOMINAL_GPU)
+        kept = within_bytes(chunk, budget_bytes, GPU)
         assert kept_bytes(chunk, kept) <= budget_bytes
         graph = checkpointed(chunk, kept).recompute
         computing = [n for n in graph.nodes if not is_view(n)] if graph else []
         specs = graph.specs() if graph else {}
-        times.append(sum(node_seconds(n, specs, NOMINAL_GPU) for n in computing))
+        times.append(sum(node_seconds(n, specs, GPU) for n in computing))
     assert times == sorted(times, reverse=True)
     assert times[0] > 4 * times[8] > 0
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
 from benchmarks.zoo_models import ZOO
-from merakc.costs.roofline import graph_seconds
+from merakc.costs.device import place_on
+from merakc.costs.nodes import graph_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
 from merakc.lowering.lowered import Lowered, make_plan
@@ -30,7 +31,8 @@ from tests.recorded import recorded
 
 BOUND = 1e-10
 # Collectives take about half as long as the rest of these models; nothing waits but for bytes.
-LINK = Cluster("a link", 1e9, 1e10, 1e-9, 1 << 33, 0.0, 3e7)
+CLUSTER = Cluster("a link", 1e7, 1e8, 1e-9, 1 << 33, 0.0, 1.5e5)
+LINK = place_on(CLUSTER, 2)
 CPU = torch.device("cpu")
 
 
@@ -41,7 +43,7 @@ def lowered(name: str, tp: int, samples: int, *, sequence_parallel: bool) -> Low
         model = case.model(torch.float64, dropout=0.2)
         recording = recorded(model, case.batch(samples, torch.float64))
     mesh = Mesh(1, tp, 1)
-    return make_plan(recording, mesh, 1, LINK, sequence_parallel=sequence_parallel)
+    return make_plan(recording, mesh, 1, CLUSTER, sequence_parallel=sequence_parallel)
 
 
 @cache

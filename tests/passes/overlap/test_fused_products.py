@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from merakc.costs.roofline import pipelined
+from merakc.costs.device import place_on
+from merakc.costs.nodes import pipelined
 from merakc.costs.work.flops import PIPELINED, graph_flops
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
@@ -224,7 +225,8 @@ def test_what_can_be_fused(nodes: list[Node], outputs: tuple[str, ...], wanted: 
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_what_planning_expects_of_fused_products_is_what_their_graphs_take(symmetric: bool) -> None:
     # Products and links alone take time, each as much as the other.
-    cluster = Cluster("products", 1e8, 1e18, 0.0, 1, 0.0, 1e8, symmetric_memory=symmetric)
+    machine = Cluster("products", 1e6, 1e18, 0.0, 1, 0.0, 5e5, symmetric_memory=symmetric)
+    cluster = place_on(machine, 2)
     local = lowered("llama", 2, 1, sequence_parallel=True).local(0, 0)
     made = fuse_products(local, everything(local))
     chunk = differentiate(made)
@@ -246,7 +248,7 @@ def test_what_planning_expects_of_fused_products_is_what_their_graphs_take(symme
 def test_no_recomputation_runs_them_again() -> None:
     local = lowered("llama", 2, 1, sequence_parallel=True).local(0, 0)
     chunk = differentiate(fuse_products(local, everything(local)))
-    for kept in (selective(chunk), within_bytes(chunk, 0, NOMINAL_GPU)):
+    for kept in (selective(chunk), within_bytes(chunk, 0, place_on(NOMINAL_GPU, 2))):
         again = checkpointed(chunk, kept).recompute
         assert again is not None
         assert again.nodes

@@ -1,0 +1,210 @@
+"""Seconds of nodes and of graphs: the kernel that each node runs, one after the other.
+
+Collectives that are only started run beside, one after the other, and a wait lasts until its own
+has ended. A collective in one node with products waits for the link, as one that blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from merakc.costs.device import (
+    Place,
+    collective_seconds,
+    kernel_seconds,
+    launched,
+    traffic_seconds,
+    work_seconds,
+)
+from merakc.costs.work.flops import COLLECTIVES, PIPELINED, wire_bytes
+from merakc.costs.work.kernels import Kernel, KernelKind, node_kernels
+from merakc.ir.costs import GraphCollective, GraphCollectives
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.ir.program import ActionKind, StageGraphs
+from merakc.kernels.ops import STARTED, WAIT
+
+Specs = Mapping[Ref, TensorSpec]
+
+
+def node_seconds(node: Node, specs: Specs, place: Place) -> float:
+    """Seconds of one node by itself; of one that starts a collective, those of the call."""
+    if node.op in STARTED:
+        return place.device.launch_s
+    if node.op in PIPELINED:
+        return pipelined(node, specs, place).seconds
+    return work_seconds(dict.fromkeys(node_kernels(node, specs), 1), place)
+
+
+def link_seconds(node: Node, specs: Specs, place: Place) -> float:
+    """Seconds of a node's collective on the link, blocking, started or beside products; of other
+    nodes 0.
+    """
+    op = PIPELINED.get(node.op) or STARTED.get(node.op, node.op)
+    if op not in COLLECTIVES:
+        return 0.0
+    kernel = Kernel(KernelKind.COLLECTIVE, traffic_bytes=wire_bytes(node, specs), op=op)
+    return collective_seconds(kernel, place.group, place.fabric)
+
+
+def divided_seconds(node: Node, specs: Specs, place: Place) -> float:
+    """Those of a node's seconds that ranks share if they split it: without what any call takes."""
+    seconds = 0.0
+    for kernel in node_kernels(node, specs):
+        if kernel.kind is KernelKind.TRAFFIC:
+            seconds += traffic_seconds(kernel.traffic_bytes, place.device)
+        elif kernel.kind is not KernelKind.COLLECTIVE:
+            seconds += kernel_seconds(kernel, place.device)
+    return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Pipelined:
+    """Seconds of products and the collective beside them in one node, launched by `host_s`.
+
+    The device takes `device_s`, of which it waits `exposed_s` for the link; `hidden_s` of the link
+    are under the products.
+    """
+
+    device_s: float
+    host_s: float
+    exposed_s: float
+    hidden_s: float
+
+    @property
+    def wire_s(self) -> float:
+        """Those of the collective."""
+        return self.exposed_s + self.hidden_s
+
+    @property
+    def seconds(self) -> float:
+        """All, launches included."""
+        return launched(self.device_s, self.host_s)
+
+
+def pipelined(node: Node, specs: Specs, place: Place, factor: float = 1.0) -> Pipelined:
+    """What a node of `PIPELINED` takes: one after the other, or pipelined in symmetric memory.
+
+    There it goes rank by rank: products of one part of the rows while the next is copied. The
+    longer of the two hides the shorter, but for its first part. Every part is a call and a step of
+    the link of its own, and reads the weights; where the parts are none of consecutive rows, torch
+    puts them in order first. Products take `factor` times what formulas say.
+    """
+    *_, dim, sizes, _ = node.args
+    parts = len(sizes) if place.symmetric_memory else 1
+    wire_s = link_seconds(node, specs, place)
+    product_s = product_seconds(node, specs, place, parts)
+    if parts > 1 and math.prod(specs[node.refs[0]].shape[:dim]) > 1:
+        ordered = (specs[node.refs[0]], *(o for o in node.outputs if o is not None))
+        product_s += traffic_seconds(2 * sum(o.size_bytes for o in ordered), place.device)
+    product_s, host_s = factor * product_s, factor * parts * place.device.launch_s
+    hidden_s = min(product_s, wire_s) * (1 - 1 / parts)
+    return Pipelined(product_s + wire_s - hidden_s, host_s, wire_s - hidden_s, hidden_s)
+
+
+def product_seconds(node: Node, specs: Specs, place: Place, parts: int = 1) -> float:
+    """Seconds of the products of a node of `PIPELINED`, whose weights are read by every part."""
+    (kernel,) = node_kernels(node, specs)
+    _, *weights = dict.fromkeys(node.refs)
+    moved_bytes = kernel.traffic_bytes + (parts - 1) * sum(specs[w].size_bytes for w in weights)
+    return kernel_seconds(replace(kernel, traffic_bytes=moved_bytes), place.device)
+
+
+def graph_seconds(graph: Graph, place: Place, factor: float = 1.0) -> float:
+    """Seconds of all nodes in their order. Those that are no collectives take `factor` times what
+    formulas say, launches included.
+    """
+    return _walked(graph, place, factor).seconds
+
+
+def graph_collectives(graph: Graph, place: Place) -> tuple[GraphCollective, ...]:
+    """The collectives of a graph, in the order in which they are issued."""
+    if not any(n.op in COLLECTIVES or n.op in STARTED or n.op in PIPELINED for n in graph.nodes):
+        return ()
+    walk = _walked(graph, place)
+    return tuple(
+        GraphCollective(
+            _name(node), _axis(node), wire_bytes(node, walk.specs), *(s / walk.now_s for s in own_s)
+        )
+        for node, own_s in walk.collectives.values()
+    )
+
+
+def chunk_collectives(stage: int, chunk: StageGraphs, place: Place) -> GraphCollectives:
+    """Those of a stage's graphs, by what runs them."""
+    graphs = {(kind, False): chunk.piece(kind) for kind in ActionKind if kind.is_compute} | {
+        (ActionKind.FORWARD, True): chunk.checkpoint
+    }
+    return {(stage, *of): graph_collectives(graph, place) for of, graph in graphs.items() if graph}
+
+
+@dataclass(slots=True)
+class _Walk:
+    """The device and the link along a graph. `collectives` have their start and end, and those of
+    the wait for them; the host launches ahead.
+    """
+
+    specs: Specs
+    now_s: float = 0.0
+    free_s: float = 0.0  # the link
+    host_s: float = 0.0
+    collectives: dict[str, tuple[Node, list[float]]] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        """Those of the whole graph."""
+        return launched(self.now_s, self.host_s)
+
+
+def _walked(graph: Graph, place: Place, factor: float = 1.0) -> _Walk:
+    walk, launch_s = _Walk(graph.specs()), factor * place.device.launch_s
+    for node in graph.nodes:
+        if node.op in PIPELINED:
+            _beside(walk, node, pipelined(node, walk.specs, place, factor))
+        elif node.op in COLLECTIVES:
+            start_s, wire_s = walk.now_s, link_seconds(node, walk.specs, place)
+            walk.now_s = walk.free_s = max(walk.now_s, walk.free_s) + wire_s
+            walk.collectives[node.name] = node, [start_s, walk.now_s] * 2
+            walk.host_s += launch_s
+        elif node.op in STARTED:
+            start_s = walk.now_s
+            walk.free_s = max(start_s, walk.free_s) + link_seconds(node, walk.specs, place)
+            walk.collectives[node.name] = node, [start_s, *[walk.free_s] * 3]
+            walk.host_s += launch_s
+        elif node.op == WAIT:
+            own_s = walk.collectives[node.refs[0].node][1]
+            own_s[2:] = walk.now_s, max(walk.now_s, own_s[1])
+            walk.now_s = own_s[3]
+        else:
+            for kernel in node_kernels(node, walk.specs):
+                walk.host_s += launch_s
+                if kernel.kind is KernelKind.COLLECTIVE:
+                    walk.now_s += collective_seconds(kernel, place.group, place.fabric)
+                else:
+                    walk.now_s += factor * kernel_seconds(kernel, place.device)
+    return walk
+
+
+def _beside(walk: _Walk, node: Node, own: Pipelined) -> None:
+    """What of a collective its products do not hide is before the first, or behind the last."""
+    start_s = max(walk.now_s, walk.free_s)
+    end_s = walk.now_s = walk.free_s = start_s + own.device_s
+    walk.host_s += own.host_s
+    if node.op == "merakc.matmul_scatter.default":
+        spans = [end_s - own.wire_s, end_s, end_s - own.exposed_s, end_s]
+    else:
+        spans = [start_s, start_s + own.wire_s, start_s, start_s + own.exposed_s]
+    walk.collectives[node.name] = node, spans
+
+
+def _name(node: Node) -> str:
+    """What the runtime calls it."""
+    op = PIPELINED.get(node.op) or STARTED.get(node.op, node.op)
+    name = op.split(".")[1]
+    return "all_gather" if name == "gather_to" else name
+
+
+def _axis(node: Node) -> str:
+    """The mesh axis that it runs over: the first name among its arguments."""
+    return next(arg for arg in node.args if isinstance(arg, str))
