@@ -99,7 +99,7 @@ def test_a_graph_takes_the_sum() -> None:
 def test_a_graph_takes_what_its_kernels_do(name: str) -> None:
     case = MODELS[name]
     recording = one_of_several(case.model(), case.batch(2))
-    _, lowered = make_plan(recording, Mesh(tp=2), 4, NOMINAL_CPU)
+    lowered = make_plan(recording, Mesh(tp=2), 4, NOMINAL_CPU)
     local, place = lowered.stages.local[0], place_on(NOMINAL_CPU, 2)
     told = forward_seconds(graph_work(local), place)
     assert graph_seconds(local, place) == pytest.approx(told, rel=1e-9)
