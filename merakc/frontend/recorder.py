@@ -31,7 +31,15 @@ from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
 from merakc.frontend.calls.communication import check_call, no_objects_sent
 from merakc.frontend.calls.draws import ASKED, Draws
-from merakc.frontend.calls.forms import Forms, is_plain_fake, make_fake, run_bare, tensors_of
+from merakc.frontend.calls.forms import (
+    Forms,
+    is_plain_fake,
+    lifted,
+    make_fake,
+    op_name,
+    run_bare,
+    tensors_of,
+)
 from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.calls.strides import by_dims
 from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
@@ -64,6 +72,8 @@ WRITTEN_OTHERWISE = {
     "aten.as_strided.default": "_strided",
     "aten.scaled_dot_product_attention.default": "_attention",
 }
+# Calls that give what they are given: a tensor made of numbers, one without a history.
+LIFTED, DETACHED = "aten.lift_fresh.default", "aten.detach_.default"
 # Calls that only ask about a tensor.
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
@@ -174,7 +184,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             raise self._untraceable(f"no shape rule for {error}", remedy) from error
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = str(func)
+        name = op_name(func)
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise self._error(
                 f"higher-order op {name}", "merakc records plain ops: torch.where, or attention "
@@ -265,7 +275,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _is_drawn(func):
             if self.symbolic and is_symbolic((args, kwargs)):
                 raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
@@ -284,7 +294,9 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         try:
             if self.symbolic and is_symbolic((args, kwargs)):
                 out = func(*args, **kwargs)
-            else:
+            elif name == DETACHED and isinstance(args[0], FakeTensor):
+                out = args[0]
+            elif name != LIFTED or (out := lifted(self.fake_mode, args[0])) is None:
                 out = self.forms.run(func, args, kwargs)
         finally:
             self.paused = before
@@ -363,3 +375,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             ref = self._add("aten.to.dtype", (ref, target.dtype), {}, (cast,))
         shape = tuple(target.shape)
         return self._emit("aten.expand.default", (ref, shape), {}, (target,))
+
+
+@functools.cache
+def _is_drawn(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
