@@ -30,10 +30,8 @@ CLOCK_S = 90061 * 401 + 0.4321
 
 
 @contextlib.contextmanager
-def untouched(
-    model: torch.nn.Module, state: PythonState | None = None
-) -> Iterator[PythonState]:
-    """Takes back what a forward does to the modules, and to what their Python holds: its `state`."""
+def untouched(model: torch.nn.Module, state: PythonState | None = None) -> Iterator[PythonState]:
+    """Takes back what a forward does to the modules, and to their Python: its `state`."""
     state = PythonState(model) if state is None else state
     try:
         yield state

@@ -290,16 +290,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         name = normalise.recorded_name(func, args)
         if name == normalise.GROUPED:  # torch's knows no shapes for all dtypes
             func = torch.ops.merakc.grouped_mm.default
-        self.paused, before = True, self.paused
-        try:
-            if self.symbolic and is_symbolic((args, kwargs)):
-                out = func(*args, **kwargs)
-            elif name == DETACHED and isinstance(args[0], FakeTensor):
-                out = args[0]
-            elif name != LIFTED or (out := lifted(self.fake_mode, args[0])) is None:
-                out = self.forms.run(func, args, kwargs)
-        finally:
-            self.paused = before
+        out = self._out(name, func, args, kwargs)
         if targets:
             self._write(func, args, kwargs, targets)
             return out
@@ -326,6 +317,19 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         self._bind(name, ref, outs, tensors, args)
         self._name_sizes(outs, ref)
         return out
+
+    def _out(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call on the fake tensors returns."""
+        self.paused, before = True, self.paused
+        try:
+            if self.symbolic and is_symbolic((args, kwargs)):
+                return func(*args, **kwargs)
+            if name == DETACHED and isinstance(args[0], FakeTensor):
+                return args[0]
+            known = lifted(self.fake_mode, args[0]) if name == LIFTED else None
+            return self.forms.run(func, args, kwargs) if known is None else known
+        finally:
+            self.paused = before
 
     def _bind(
         self, op: str, ref: Ref, outs: list[Any], tensors: list[torch.Tensor], args: Any

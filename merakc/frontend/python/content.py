@@ -75,9 +75,8 @@ class Names:
 
 def _is_state(value: Any, module: str | None) -> bool:
     """Whether a value that functions of a module share is something to keep things in."""
-    return _is_state_type(type(value)) or (
-        type(value).__module__ == module and not isinstance(value, type)
-    )
+    kind: Any = type(value)
+    return _is_state_type(kind) or (kind.__module__ == module and not isinstance(value, type))
 
 
 @lru_cache(maxsize=MOST_TYPES)
@@ -139,6 +138,7 @@ def _told(value: Any) -> Any:
 
 
 def slots(cls: type) -> list[str]:
+    """The attributes that a class has places for."""
     found = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())

@@ -219,7 +219,6 @@ class PythonState:
                 if code and (near or not code.co_filename.startswith(INSTALLED)):
                     self._see_function(callee)
 
-
     def _looked_up(self, space: dict[str, Any], name: str) -> Any:
         self.gets.append(space.get)
         self.names.append(name)

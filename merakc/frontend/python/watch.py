@@ -1,4 +1,4 @@
-"""Whether anything in what a model's Python holds has moved, told in a fraction of a millisecond."""
+"""Whether anything in what a model's Python holds has moved, told in a millisecond."""
 
 from __future__ import annotations
 
