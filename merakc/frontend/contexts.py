@@ -30,9 +30,9 @@ CLOCK_S = 90061 * 401 + 0.4321
 
 
 @contextlib.contextmanager
-def untouched(model: torch.nn.Module) -> Iterator[PythonState]:
-    """Takes back what a forward does to the modules, and to what their Python holds."""
-    state = PythonState(model)
+def untouched(model: torch.nn.Module, state: PythonState | None = None) -> Iterator[PythonState]:
+    """Takes back what a forward does to the modules, and to their Python: its `state`."""
+    state = PythonState(model) if state is None else state
     try:
         yield state
     finally:

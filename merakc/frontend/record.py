@@ -207,7 +207,7 @@ def _record(
         Recorder(fake_mode, **modes, told=how.told, loose=fallbacks.loose) for _ in range(2)
     )
     current = [first]
-    with untouched(model) as state:
+    with untouched(model, how.compared.state_of(model)) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
         outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()

@@ -31,7 +31,15 @@ from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
 from merakc.frontend.calls.communication import check_call, no_objects_sent
 from merakc.frontend.calls.draws import ASKED, Draws
-from merakc.frontend.calls.forms import Forms, is_plain_fake, make_fake, run_bare, tensors_of
+from merakc.frontend.calls.forms import (
+    Forms,
+    is_plain_fake,
+    lifted,
+    make_fake,
+    op_name,
+    run_bare,
+    tensors_of,
+)
 from merakc.frontend.calls.generators import DrawnError, GeneratorWatch, without_entropy
 from merakc.frontend.calls.strides import by_dims
 from merakc.frontend.calls.writes import REVIEWS, functional, without_out, written
@@ -64,6 +72,8 @@ WRITTEN_OTHERWISE = {
     "aten.as_strided.default": "_strided",
     "aten.scaled_dot_product_attention.default": "_attention",
 }
+# Calls that give what they are given: a tensor made of numbers, one without a history.
+LIFTED, DETACHED = "aten.lift_fresh.default", "aten.detach_.default"
 # Calls that only ask about a tensor.
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
@@ -174,7 +184,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             raise self._untraceable(f"no shape rule for {error}", remedy) from error
 
     def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        name = str(func)
+        name = op_name(func)
         if isinstance(func, torch._ops.HigherOrderOperator):
             raise self._error(
                 f"higher-order op {name}", "merakc records plain ops: torch.where, or attention "
@@ -265,7 +275,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call on the fake tensors and writes its node."""
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if _is_drawn(func):
             if self.symbolic and is_symbolic((args, kwargs)):
                 raise self._error("random numbers of a shape that depends on the data", UNDRAWN)
             self.draws.prepare(self._scalar)
@@ -280,14 +290,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         name = normalise.recorded_name(func, args)
         if name == normalise.GROUPED:  # torch's knows no shapes for all dtypes
             func = torch.ops.merakc.grouped_mm.default
-        self.paused, before = True, self.paused
-        try:
-            if self.symbolic and is_symbolic((args, kwargs)):
-                out = func(*args, **kwargs)
-            else:
-                out = self.forms.run(func, args, kwargs)
-        finally:
-            self.paused = before
+        out = self._out(name, func, args, kwargs)
         if targets:
             self._write(func, args, kwargs, targets)
             return out
@@ -314,6 +317,19 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
         self._bind(name, ref, outs, tensors, args)
         self._name_sizes(outs, ref)
         return out
+
+    def _out(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a call on the fake tensors returns."""
+        self.paused, before = True, self.paused
+        try:
+            if self.symbolic and is_symbolic((args, kwargs)):
+                return func(*args, **kwargs)
+            if name == DETACHED and isinstance(args[0], FakeTensor):
+                return args[0]
+            known = lifted(self.fake_mode, args[0]) if name == LIFTED else None
+            return self.forms.run(func, args, kwargs) if known is None else known
+        finally:
+            self.paused = before
 
     def _bind(
         self, op: str, ref: Ref, outs: list[Any], tensors: list[torch.Tensor], args: Any
@@ -363,3 +379,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             ref = self._add("aten.to.dtype", (ref, target.dtype), {}, (cast,))
         shape = tuple(target.shape)
         return self._emit("aten.expand.default", (ref, shape), {}, (target,))
+
+
+@functools.cache
+def _is_drawn(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags

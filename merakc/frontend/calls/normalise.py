@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from merakc.frontend.calls.forms import op_name
+
 # Composite ops kept whole: the sharding rules and the cost model know them. Any other composite
 # op is recorded as the ops that it is made of.
 KEPT = frozenset(
@@ -51,9 +53,10 @@ RENAMED = {
 
 def recorded_name(func: Any, args: Sequence[Any]) -> str:
     """The name under which a call is recorded."""
-    if str(func) == "aten._grouped_mm.default" and [a.dim() for a in args[:2]] == [2, 3]:
-        return GROUPED if len(args) == 3 else str(func)
-    return RENAMED.get(str(func), str(func))
+    name = op_name(func)
+    if name == "aten._grouped_mm.default" and [a.dim() for a in args[:2]] == [2, 3]:
+        return GROUPED if len(args) == 3 else name
+    return RENAMED.get(name, name)
 
 
 @cache

@@ -32,6 +32,7 @@ def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
+@cache
 def functional(func: Any) -> Any | None:
     """The op that returns what `func` writes: `add` for `add_` and for `add.out`.
 

@@ -8,7 +8,10 @@ from itertools import combinations_with_replacement, product
 from math import prod
 from typing import Any
 
+from torch import nn
+
 from merakc.frontend.python.content import content_hash
+from merakc.frontend.python.watch import WatchedState
 from merakc.ir.graph import Graph, InputKind
 
 MOST = 8  # forwards that are kept, each of other calls
@@ -37,6 +40,12 @@ class Compared:
     """
 
     known: list[_Forward] = field(default_factory=list)
+    state: WatchedState | None = None  # of the model, when one was recorded last
+
+    def state_of(self, model: nn.Module) -> WatchedState:
+        """What the model's Python holds now."""
+        self.state = self.state.again(model) if self.state is not None else WatchedState(model)
+        return self.state
 
     def add(self, graph: Graph) -> None:
         """One that was compared."""

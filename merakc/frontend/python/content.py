@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from threading import local
 from types import (
@@ -36,6 +36,7 @@ PLAIN = (
 MISSING: Any = object()
 # Larger arrays are told apart by a hash, and cannot be put back.
 MAX_ARRAY_BYTES = 2**20
+MOST_TYPES = 1024  # of which is known whether they are state
 # Objects in objects that are looked into: deeper ones are a library's own affairs.
 DEPTH = 6
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -74,9 +75,14 @@ class Names:
 
 def _is_state(value: Any, module: str | None) -> bool:
     """Whether a value that functions of a module share is something to keep things in."""
-    return isinstance(value, _STATE) or (
-        type(value).__module__ == module and not isinstance(value, type)
-    )
+    kind: Any = type(value)
+    return _is_state_type(kind) or (kind.__module__ == module and not isinstance(value, type))
+
+
+@lru_cache(maxsize=MOST_TYPES)
+def _is_state_type(kind: type) -> bool:
+    """Whether objects of a type are state wherever they are; abstract classes take long to ask."""
+    return issubclass(kind, _STATE)
 
 
 def content_of(value: Any) -> dict[Any, Any] | None:
@@ -104,7 +110,7 @@ def content_of(value: Any) -> dict[Any, Any] | None:
         return None
     if type(value).__module__ == "_io" and hasattr(value, "getvalue"):
         return {"": value.getvalue()}
-    found = {n: getattr(value, n) for n in _slots(type(value)) if hasattr(value, n)}
+    found = {n: getattr(value, n) for n in slots(type(value)) if hasattr(value, n)}
     found |= getattr(value, "__dict__", {})
     return found if found or hasattr(value, "__dict__") else None
 
@@ -131,7 +137,8 @@ def _told(value: Any) -> Any:
     return None
 
 
-def _slots(cls: type) -> list[str]:
+def slots(cls: type) -> list[str]:
+    """The attributes that a class has places for."""
     found = []
     for base in cls.__mro__:
         slots = vars(base).get("__slots__", ())
@@ -242,15 +249,15 @@ def put_back(value: Any, content: Mapping[Any, Any]) -> None:
 
 
 def _set_attributes(value: Any, content: Mapping[str, Any]) -> None:
-    slots = _slots(type(value))
-    for name in slots:
+    own = slots(type(value))
+    for name in own:
         if name in content:
             object.__setattr__(value, name, content[name])
         elif hasattr(value, name):
             object.__delattr__(value, name)
     if hasattr(value, "__dict__"):
         vars(value).clear()
-        vars(value).update({n: v for n, v in content.items() if n not in slots})
+        vars(value).update({n: v for n, v in content.items() if n not in own})
 
 
 def _name_again(names: Names, content: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache, partial
 from types import CodeType, FunctionType, ModuleType
@@ -82,6 +82,8 @@ class PythonState:
         self._held: dict[int, Held] = {}
         self._caches: dict[Any, Any] = {}
         self._classes: set[type] = set()
+        self.gets: list[Callable[[str], Any]] = []  # with
+        self.names: list[str] = []  # what functions look up in modules
         classes: dict[type, None] = dict.fromkeys(others)
         modules = []
         for path, module in model.named_modules():
@@ -200,7 +202,7 @@ class PythonState:
         names, space = _global_names(function.__code__), function.__globals__
         self._see(Names(space, _globals(function.__code__)), function.__module__ or "globals", True)
         for used in names:
-            helper = space.get(used)
+            helper = self._looked_up(space, used)
             if (
                 isinstance(helper, type)
                 and helper.__module__ == space.get("__name__")
@@ -208,13 +210,19 @@ class PythonState:
             ):
                 self._classes.add(helper)
                 self._see(Names(helper), helper.__name__, True)
-            found = [vars(helper).get(n) for n in names] if isinstance(helper, ModuleType) else []
+            inside = vars(helper) if isinstance(helper, ModuleType) else None
+            found = [self._looked_up(inside, n) for n in names] if inside is not None else []
             for callee in (helper, *found):  # `mask(...)`, or `helpers.mask(...)`
                 code = getattr(inspect.unwrap(callee) if callable(callee) else 0, "__code__", None)
                 near = getattr(callee, "__globals__", None) is space
                 # Not into libraries, which are large, and Python's own.
                 if code and (near or not code.co_filename.startswith(INSTALLED)):
                     self._see_function(callee)
+
+    def _looked_up(self, space: dict[str, Any], name: str) -> Any:
+        self.gets.append(space.get)
+        self.names.append(name)
+        return space.get(name)
 
 
 @cache
@@ -235,7 +243,7 @@ def _global_names(code: CodeType) -> tuple[str, ...]:
 def differences(held: Held) -> Iterator[tuple[Any, Any, Any]]:
     """Keys of what has changed, with what stood there and what stands there now."""
     before, now = held.content, content_of(held.value) or {}
-    if len(before) == len(now) and all(map(same, before.values(), now.values())):
+    if before.keys() == now.keys() and all(map(same, before.values(), now.values())):
         return
     for key in {**before, **now}:
         old, new = before.get(key, MISSING), now.get(key, MISSING)

@@ -79,6 +79,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a list in a list": (lambda m: m.things[1].pop(), "things[1][1]"),
     "a mapping in a mapping": (lambda m: m.pairs["a"].update(b=2), "pairs['a']['b']"),
     "a set": (lambda m: m.names.clear(), "names['x']"),
+    "another in a set": (lambda m: (m.names.clear(), m.names.add("y")), "names['x']"),
     "a queue": (lambda m: m.queue.append(3), "queue[0]"),
     "a counter": (lambda m: m.counted.update("a"), "counted['a']"),
     "an ordered mapping": (lambda m: m.ordered.update(b=1), "ordered['b']"),

@@ -1,0 +1,138 @@
+"""Whether anything in what a model's Python holds has moved, told in a millisecond."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from operator import attrgetter, call, is_
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+from merakc.frontend.python.content import MISSING, Names, slots
+from merakc.frontend.python.state import Change, Held, PythonState, differences
+
+# What holds the same for ever.
+_FIXED = (tuple, FunctionType, MethodType)
+_EMPTY = (dict, list, set, deque, OrderedDict)
+
+
+class Watch:
+    """Whether anything has been replaced, added or taken away in what is `held`.
+
+    Objects are compared by identity, and by loops in C alone: there are thousands of them. That
+    nothing has moved is certain, but for what is `unwatched`.
+    """
+
+    def __init__(self, held: Iterable[Held], unwatched: tuple[type, ...] = ()) -> None:
+        self._unwatched = unwatched
+        self._empty: list[Any] = []
+        self._lists: list[list[Any]] = []
+        self._dicts: list[dict[Any, Any]] = []
+        self._spaces: list[Any] = []  # of classes
+        self._gets: list[Callable[[str, Any], Any]] = []  # of namespaces
+        self._names: list[str] = []
+        self._rest: list[Held] = []
+        for one in held:
+            self._add(one)
+        self._missing = [MISSING] * len(self._names)
+        self._before, self._there = self._numbers(), list(self._items())
+
+    def _add(self, held: Held) -> None:
+        value, content = held.value, held.content
+        if type(value) in _FIXED or isinstance(value, self._unwatched):
+            return
+        fields = value if type(value) is dict else getattr(value, "__dict__", None)
+        if isinstance(value, Names):
+            self._add_names(value)
+        elif type(value) in _EMPTY and not len(value):
+            self._empty.append(value)
+        elif type(value) is list:
+            self._lists.append(value)
+        elif type(fields) is dict and fields.keys() == content.keys() and not slots(type(value)):
+            self._dicts.append(fields)
+        else:
+            self._rest.append(held)
+
+    def _add_names(self, names: Names) -> None:
+        is_class = not isinstance(names.space, dict)
+        space = vars(names.space) if is_class else names.space
+        wanted = list(space) if names.names is None else names.names
+        self._spaces += [space] if names.names is None else []
+        self._gets += [space.get] * len(wanted)
+        self._names += wanted
+
+    def _items(self) -> Iterator[Any]:
+        """What is compared by identity: all keys, and what stands under them."""
+        inside = chain(self._dicts, map(dict.values, self._dicts), self._lists)
+        found = map(call, self._gets, self._names, self._missing)
+        return chain(chain.from_iterable(inside), found)
+
+    def _numbers(self) -> list[int]:
+        """What is compared by value."""
+        return list(map(len, chain(self._dicts, self._lists, self._spaces)))
+
+    def moved(self) -> bool:
+        """Whether anything has."""
+        return (
+            any(self._empty)
+            or self._numbers() != self._before
+            or not all(map(is_, self._items(), self._there))
+            or any(any(True for _ in differences(held)) for held in self._rest)
+        )
+
+
+class WatchedState(PythonState):
+    """A state that can be taken for the next one, too, where nothing has moved in between."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._modules = list(model.modules())
+        self._classes_of = list(map(type, self._modules))
+        alone = [held for held in self.held() if held.names_alone]
+        self._states = [(held.value, held.content) for held in alone]
+        self._watch = Watch(held for held in self.held() if not held.names_alone)
+        self._functions = [h.value for h in self.held() if isinstance(h.value, FunctionType)]
+        self._way = list(self._ways())
+
+    def again(self, model: nn.Module) -> WatchedState:
+        """The state now."""
+        same = (
+            model is self._modules[0]
+            and self._classes_of == list(map(type, self._modules))
+            and all(map(is_, self._ways(), self._way))
+            and all(
+                len(states) == len(content) and all(map(is_, states.values(), content.values()))
+                for states, content in self._states
+            )
+        )
+        if not same or self._moved():
+            return WatchedState(model)
+        self._caches = {function: function.cache_info() for function in self._caches}
+        return self
+
+    def _ways(self) -> Iterator[Any]:
+        """What has led from functions to other objects."""
+        parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+        found = map(call, self.gets, self.names)
+        return chain(chain.from_iterable(map(parts, self._functions)), found)
+
+    def _moved(self) -> bool:
+        """Whether anything has, beside which tensors the parameters and buffers are."""
+        names = all(states.keys() == content.keys() for states, content in self._states)
+        return not names or self._watch.moved()
+
+    def changes(self) -> list[Change]:
+        """What was assigned, added, taken away or advanced since."""
+        return super().changes() if self._moved() else []
+
+    def put_back(self) -> None:
+        """Gives every object what it held, but for generators and iterators that have advanced."""
+        if self._moved():
+            super().put_back()
+            return
+        self.forget()
+        for states, content in self._states:
+            states.update(content)
