@@ -51,6 +51,7 @@ from merakc.runtime.groups import Groups, agree, from_rank_0, together
 from merakc.runtime.health.job import TIMEOUT_S, call
 from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scale_for
 from merakc.simulation.simulate import Simulation
+from merakc.train.batch_layout import may_be_joined
 from merakc.train.bookkeeping import Bookkeeper, make_header
 from merakc.train.checkpoints.weight_files import WeightFiles
 from merakc.train.compiled_step import CompiledStep, Form
@@ -199,6 +200,7 @@ def _decide(
     asked = from_rank_0(lambda: requested(fixed, plan, batch))
     given, requests, specs = asked.plan, asked.readings, asked.specs
     likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
+    joined = likely > 1 and len(requests) > 1 and may_be_joined(batch, requests[0].batch_dims)
     tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
 
     @cache
@@ -216,7 +218,7 @@ def _decide(
     def reading() -> int:
         """Which request reads the batch as the forward does."""
         among = range(len(requests)), first, partial(made, parts=1, dp=1)
-        found = find_samples(*among, dp=likely) if len(requests) > 1 else 0
+        found = find_samples(*among, joined=joined) if len(requests) > 1 else 0
         if found == 0 and asked.undivided is not None:
             raise asked.undivided
         return found
@@ -231,8 +233,7 @@ def _decide(
     outside = not isinstance(model, WithLoss) and first(reading()).is_beside
     request = for_forward(requests[reading()], given, first(reading()).checkpoints, outside=outside)
     record = partial(_of_samples, model, example(), request, device, recorded)
-    shared = cluster is None and device.type == "cpu"
-    fit = Fit(request, record, cluster or nominal(device), shared)
+    fit = Fit(request, record, cluster or nominal(device), not cluster and device.type == "cpu")
     lowered, recording = _lowered(given, recorded, fit, likely)
     return _Decision(
         model, device, example(), recording, lowered, given=asked.file, fit=fit, outside=outside

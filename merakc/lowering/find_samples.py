@@ -35,7 +35,7 @@ def find_samples(
     record: Callable[[int], BatchRecording],
     alone: Callable[[int], BatchRecording] | None = None,
     *,
-    dp: int = 1,
+    joined: bool = False,
 ) -> int:
     """Which of several readings of a batch, likeliest first, its forward fits.
 
@@ -45,18 +45,18 @@ def find_samples(
     to be, and `alone` in one part, by which draws are keyed.
 
     In one replica every reading that fits gives the same step. Several dp ranks have batches that
-    are joined in one way, which no forward can tell: where the first could be it and is refused, it
-    is taken, and so its error. Raises `ConfigError` where several others could be it, and
-    `ValuesNeededError` as recordings do.
+    are joined in one way, which no forward can tell: where that may be the first (`joined`), and it
+    is refused, it is taken, and so its error. Raises `ConfigError` where several others could be
+    it, and `ValuesNeededError` as recordings do.
     """
-    found = _fitting(readings, record, dp)
+    found = _fitting(readings, record, joined)
     if found != readings[0] and alone is not None and has_draws(record(found).graph):
-        return _fitting(readings, alone, 1)
+        return _fitting(readings, alone, joined)
     return found
 
 
-def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording], dp: int) -> int:
-    """The reading that the recordings fit, of `dp` ranks' batches together."""
+def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording], joined: bool) -> int:
+    """The reading that the recordings fit."""
     first, *others = readings
     recording, told = _recorded(record, first), first
     sized = not isinstance(recording, OtherSizeError)
@@ -65,7 +65,7 @@ def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording], d
         return first
     if not isinstance(recording, MerakError) and fit is Fit.COUPLED and _all_sampled(recording):
         return first
-    if fit is Fit.REFUSED and sized and dp > 1:
+    if fit is Fit.REFUSED and sized and joined:
         return first
     found: list[tuple[Fit, int, BatchRecording]] = []
     for reading in others[:MOST_TRIED]:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from merakc.batches.split import batch_size_of, named_tensors, sample_rows
+from merakc.batches.split import batch_size_of, call_arguments, named_tensors, sample_rows
 from merakc.errors import ConfigError, MismatchError
-from merakc.ir.batches import BatchLayout
+from merakc.frontend.python.content import content_hash
+from merakc.ir.batches import BatchDims, BatchLayout
 from merakc.ir.plan import Plan
+from merakc.runtime.groups import together
 from merakc.runtime.shards import all_gather
 from merakc.train.lengths import lengths_mark
 
@@ -85,3 +87,14 @@ def _read_otherwise(
         f"({'; '.join(told)}); say it: auto_parallel(..., batch_dims={{name: dim}}), with None for "
         "a tensor that is the same for all samples"
     )
+
+
+def may_be_joined(batch: Any, dims: BatchDims) -> bool:
+    """Whether the ranks' batches may be parts of one that is read by `dims`: what these take to be
+    the same for all samples is the same on all ranks. Collective.
+    """
+    args, kwargs = call_arguments(batch)
+    named, sampled = named_tensors(args, kwargs), sample_rows(args, kwargs, dims)
+    own = {n: content_hash(t) for n, t in named.items() if t.dim() and n not in sampled}
+    told = together(lambda: sorted(own.items()) if named else None)
+    return len({str(one) for one in told if one is not None}) == 1

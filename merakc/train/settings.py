@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
-from operator import call, is_
+from itertools import count
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
 from merakc.frontend.python.content import (
-    CONTAINERS,
     RANDOM,
-    Names,
     content_hash,
     describe,
 )
-from merakc.frontend.python.state import Change, Held, PythonState, differences
+from merakc.frontend.python.state import Change, PythonState
+from merakc.frontend.python.watch import Watch
 
 # What never changes, and what advances by itself: a forward that draws from it is refused.
 _UNWATCHED = (tuple, FunctionType, MethodType, *RANDOM)
@@ -39,6 +37,7 @@ class Settings:
 
     def _begin(self) -> None:
         self._first = self._look()
+        self._code = list(self._first.code())
         self._written = {name: (x, _version(x)) for name, x in self._first.tensors()}
         self._before = self._key  # what was changed until then
 
@@ -48,11 +47,13 @@ class Settings:
 
     def changed(self) -> tuple[tuple[str, str], ...]:
         """What is otherwise than at first, and how: the same where a forward sees the same."""
-        if self._watch.moved():
+        if self._moved():
             self._look()
             found = {c.name: c.after for c in self._first.changes() if self._counts(c)}
             written = {n: x for n, (x, before) in self._written.items() if _version(x) != before}
-            told = {n: repr(describe(x, self._leaf)) for n, x in (written | found).items()}
+            code = zip(count(), self._code, self._first.code(), strict=False)
+            others = {f"code {k}": now for k, before, now in code if now is not before}
+            told = {n: repr(describe(x, self._leaf)) for n, x in (written | found | others).items()}
             self._key = (*self._before, *sorted(told.items()))
         return self._key
 
@@ -63,13 +64,23 @@ class Settings:
 
     def settle(self) -> None:
         """Takes what has changed since the last look for something that a step itself has done."""
-        if self._watch.moved():
+        if self._moved():
             self._begin()
 
     def _look(self) -> PythonState:
         self._last = PythonState(self._model)
-        self._watch = _Watch(self._last)
+        self._watch = Watch(self._last.held(), RANDOM)
+        self._tensors = [x for _, x in self._last.tensors()]
+        self._versions, self._led = list(map(_version, self._tensors)), list(self._last.ways())
         return self._last
+
+    def _moved(self) -> bool:
+        """Whether anything has been replaced, added, taken away or written to since."""
+        return (
+            self._watch.moved()
+            or list(map(_version, self._tensors)) != self._versions
+            or not all(map(is_, self._last.ways(), self._led))
+        )
 
     def _counts(self, change: Change) -> bool:
         return not (
@@ -86,63 +97,6 @@ class Settings:
         if number == len(self._things):
             self._things.append(thing)
         return number
-
-
-class _Watch:
-    """Whether anything in a state has been replaced, added or taken away.
-
-    Objects are compared by identity, and by loops in C alone: there are thousands of them.
-    """
-
-    def __init__(self, state: PythonState) -> None:
-        self._empty: list[Any] = []
-        self._lists: list[list[Any]] = []
-        self._dicts: list[dict[Any, Any]] = []
-        self._gets: list[Callable[[str], Any]] = []  # of namespaces
-        self._names: list[str] = []
-        self._rest: list[Held] = []
-        for held in state.held():
-            self._add(held)
-        self._tensors = [x for _, x in state.tensors()]
-        self._before, self._there = self._numbers(), list(self._items())
-
-    def _add(self, held: Held) -> None:
-        value, content = held.value, held.content
-        fields = value if isinstance(value, dict) else getattr(value, "__dict__", None)
-        if isinstance(value, _UNWATCHED):
-            return
-        if isinstance(value, Names):
-            space = value.space if isinstance(value.space, dict) else vars(value.space)
-            self._gets += [space.get] * len(content)
-            self._names += content
-        elif isinstance(value, CONTAINERS) and not len(value):
-            self._empty.append(value)
-        elif isinstance(fields, dict) and len(fields) == len(content):
-            self._dicts.append(fields)
-        elif type(value) is list:
-            self._lists.append(value)
-        else:
-            self._rest.append(held)
-
-    def _items(self) -> Iterator[Any]:
-        """What is compared by identity. A key that is new stands last."""
-        last = map(next, map(reversed, self._dicts))
-        inside = chain.from_iterable(chain(map(dict.values, self._dicts), self._lists, [last]))
-        return chain(inside, map(call, self._gets, self._names))
-
-    def _numbers(self) -> list[int]:
-        """What is compared by value."""
-        lengths = map(len, chain(self._dicts, self._lists))
-        return [*lengths, *map(_version, self._tensors)]
-
-    def moved(self) -> bool:
-        """Whether anything has."""
-        return (
-            any(self._empty)
-            or self._numbers() != self._before
-            or not all(map(is_, self._items(), self._there))
-            or any(any(True for _ in differences(held)) for held in self._rest)
-        )
 
 
 def _version(tensor: Tensor) -> int:

@@ -126,7 +126,7 @@ def test_samples_that_meet_early_are_not_read_along_another_dim_by_several_ranks
     readings, own, _ = recorder(Mixed(), {"x": torch.zeros(8, 4, 3)}, *given)
     assert find_samples(readings, own) == 1
     readings, own, seen = recorder(Mixed(), {"x": torch.zeros(8, 4, 3)}, *given, dp=2)
-    assert find_samples(readings, own, dp=2) == 0
+    assert find_samples(readings, own, joined=True) == 0
     assert seen == [0]
     assert fit_of(own(0)) is Fit.REFUSED
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,70 @@ from torch import Tensor, nn
 import merakc
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.settings import Settings
+from tests.train import other_settings, settings_module
 
 WEIGHTS = [1.0]
 Change = Callable[[Any], Any]
+
+
+class Base:
+    """A class whose attribute objects of another have."""
+
+    factor = 1.0
+
+
+class Derived(Base):
+    """It is looked up here."""
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """A method that reads a global, too."""
+        return z * self.factor * OPTIONS.factor
+
+
+OPTIONS = SimpleNamespace(factor=1.0)
+PARTLY = partial(torch.mul, other=1.0)
+DERIVED = Derived()
+
+
+def by_default(z: Tensor, factor: float = 1.0) -> Tensor:
+    """It is multiplied by its default."""
+    return z * factor
+
+
+def everywhere(z: Tensor) -> Tensor:
+    """What a forward may read beside its model."""
+    from tests.train import settings_module as late
+
+    z = DERIVED(by_default(PARTLY(z))) * other_settings.FACTOR * late.FACTOR
+    return z * float(os.environ.get("FACTOR", "1"))
+
+
+OUTSIDE: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "an attribute of a base class": lambda m: m.setattr(Base, "factor", 2.0),
+    "a method": lambda m: m.setattr(Derived, "__call__", lambda self, z: z * 2),
+    "options": lambda m: m.setattr(OPTIONS, "factor", 2.0),
+    "a partial's keyword": lambda m: m.setitem(PARTLY.keywords, "other", 2.0),
+    "a default": lambda m: m.setattr(by_default, "__defaults__", (2.0,)),
+    "another function": lambda m: m.setitem(globals(), "by_default", scaled(2)),
+    "a module's variable": lambda m: m.setattr(other_settings, "FACTOR", 2.0),
+    "that of one that is imported late": lambda m: m.setattr(settings_module, "FACTOR", 2.0),
+    "the environment": lambda m: m.setenv("FACTOR", "2"),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_a_forward_reads_beside_its_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Free()
+    model.act = lambda z: everywhere(z)
+    settings, x = Settings(model), torch.ones(2, 4)
+    before = model(x).item()
+    assert settings.changed() == ()
+    OUTSIDE[name](monkeypatch)
+    assert model(x).item() == pytest.approx(4 * before)
+    assert settings.changed() != ()
+    monkeypatch.undo()
+    assert model(x).item() == before
+    assert settings.changed() == ()
 
 
 def scaled(factor: float) -> Callable[[Tensor], Tensor]:

@@ -9,13 +9,13 @@ import inspect
 import logging
 import random
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
-from threading import local
 from types import (
+    BuiltinFunctionType,
     CellType,
     FunctionType,
     GeneratorType,
@@ -36,19 +36,20 @@ PLAIN = (
 MISSING: Any = object()
 # Larger arrays are told apart by a hash, and cannot be put back.
 MAX_ARRAY_BYTES = 2**20
-MOST_TYPES = 1024  # of which is known whether they are state
+MOST_TYPES = 1024  # of which is known whether they are code
 # Objects in objects that are looked into: deeper ones are a library's own affairs.
 DEPTH = 6
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 CONTAINERS = (dict, list, tuple, set, deque)
 _BYTES = (bytearray, array.array)
 _ADVANCING = ("builtins", "itertools")  # where the iterators are that say where they stand
-_STATE = (
-    *PLAIN, *CONTAINERS, *RANDOM, *_BYTES, Tensor, np.ndarray, count, ContextVar, local,
-    Iterator, MutableMapping,
-)  # fmt: skip
 _CLOSED = (FunctionType, ModuleType, type, GenericAlias, Tensor, logging.Logger)
 _NO_CONTENT = (*PLAIN, *_CLOSED)
+# What names stand for that hold nothing: which of it a name stands for is another matter.
+_CODE = (
+    FunctionType, BuiltinFunctionType, ModuleType, type, GenericAlias, logging.Logger,
+    staticmethod, classmethod, property,
+)  # fmt: skip
 
 
 class Attribute(str):
@@ -66,23 +67,20 @@ class Names:
 
     def content(self) -> dict[str, Any]:
         """The names and values of a namespace, now, that are state."""
-        is_class = not isinstance(self.space, dict)
-        space = vars(self.space) if is_class else self.space
-        own = space.get("__module__" if is_class else "__name__")
+        space = self.space if isinstance(self.space, dict) else vars(self.space)
         names = [n for n in space if not n.startswith("__")] if self.names is None else self.names
-        return {n: space[n] for n in names if n in space and _is_state(space[n], own)}
+        return {n: space[n] for n in names if n in space and is_data(space[n])}
 
 
-def _is_state(value: Any, module: str | None) -> bool:
-    """Whether a value that functions of a module share is something to keep things in."""
+def is_data(value: Any) -> bool:
+    """Whether a name stands for something else than code."""
     kind: Any = type(value)
-    return _is_state_type(kind) or (kind.__module__ == module and not isinstance(value, type))
+    return not _is_code(kind)
 
 
 @lru_cache(maxsize=MOST_TYPES)
-def _is_state_type(kind: type) -> bool:
-    """Whether objects of a type are state wherever they are; abstract classes take long to ask."""
-    return issubclass(kind, _STATE)
+def _is_code(kind: type) -> bool:
+    return issubclass(kind, _CODE)
 
 
 def content_of(value: Any) -> dict[Any, Any] | None:

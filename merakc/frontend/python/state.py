@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache, partial
-from types import CodeType, FunctionType, ModuleType
+from itertools import chain
+from operator import attrgetter, call
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +30,7 @@ from merakc.frontend.python.content import (
     Attribute,
     Names,
     content_of,
+    is_data,
     put_back,
     same,
 )
@@ -34,6 +39,9 @@ from merakc.frontend.values.outside import WithLoss
 
 _ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
+_CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
+_PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_BASES = ("torch.", "builtins", "merakc.", "typing", "abc", "enum", "collections.abc")
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -82,8 +90,11 @@ class PythonState:
         self._held: dict[int, Held] = {}
         self._caches: dict[Any, Any] = {}
         self._classes: set[type] = set()
-        self.gets: list[Callable[[str], Any]] = []  # with
-        self.names: list[str] = []  # what functions look up in modules
+        self._functions: list[FunctionType] = []
+        self._seen_names: set[tuple[int, str]] = set()
+        self._gets: list[Callable[[str], Any]] = []  # with
+        self._names: list[str] = []  # what is looked up in modules
+        self._code: list[tuple[Mapping[str, Any], str]] = []  # of classes
         classes: dict[type, None] = dict.fromkeys(others)
         modules = []
         for path, module in model.named_modules():
@@ -95,8 +106,7 @@ class PythonState:
         for held in modules:
             self._see_inside(held, 0)
         for cls in classes:
-            if cls is not object and not cls.__module__.startswith("torch."):
-                self._see_class(cls)
+            self._see_class(cls)
         for name in _HOOKS:
             self._see(getattr(torch_modules, name), name, True)
         if isinstance(model, WithLoss) and model.loss is not None:
@@ -154,6 +164,9 @@ class PythonState:
         content = content_of(value)
         if content is None:
             return
+        if not _is_installed(type(value).__module__):
+            for cls in type(value).__mro__:
+                self._see_class(cls)
         deeper = depth + (not isinstance(value, CONTAINERS))
         self._see_inside(self._hold(Held(value, name, content, shared)), deeper)
 
@@ -171,15 +184,19 @@ class PythonState:
         self._see(function, "loss", True)
         inner = function.func if isinstance(function, partial) else function
         self._see_function(inspect.unwrap(getattr(inner, "__func__", inner)))
-        owner = type(getattr(inner, "__self__", inner))
-        for cls in owner.__mro__:
-            if not cls.__module__.startswith(("torch.", "builtins")):
-                self._see_class(cls)
+        for cls in type(getattr(inner, "__self__", inner)).__mro__:
+            self._see_class(cls)
 
     def _see_class(self, cls: type) -> None:
+        if cls in self._classes or cls.__module__.startswith(_BASES):
+            return
+        self._classes.add(cls)
         self._see(Names(cls), cls.__name__, True)
-        for value in vars(cls).values():
-            self._see(value, "", True)
+        for name, value in vars(cls).items():
+            if not is_data(value):
+                self._code.append((vars(cls), name))
+            if not is_data(value) or not name.startswith("__"):  # what Python keeps there
+                self._see(value, "", True)
 
     def _see_function(self, function: Any) -> None:
         if isinstance(function, _lru_cache_wrapper):
@@ -191,6 +208,7 @@ class PythonState:
         if (function.__module__ or "").startswith(("torch.", "merakc.")):
             return
         self._hold(Held(function, "", {}, True))
+        self._functions.append(function)
         name = function.__qualname__
         for cell, free in zip(
             function.__closure__ or (), function.__code__.co_freevars, strict=True
@@ -202,27 +220,63 @@ class PythonState:
         names, space = _global_names(function.__code__), function.__globals__
         self._see(Names(space, _globals(function.__code__)), function.__module__ or "globals", True)
         for used in names:
-            helper = self._looked_up(space, used)
-            if (
-                isinstance(helper, type)
-                and helper.__module__ == space.get("__name__")
-                and helper not in self._classes
-            ):
-                self._classes.add(helper)
-                self._see(Names(helper), helper.__name__, True)
-            inside = vars(helper) if isinstance(helper, ModuleType) else None
-            found = [self._looked_up(inside, n) for n in names] if inside is not None else []
-            for callee in (helper, *found):  # `mask(...)`, or `helpers.mask(...)`
-                code = getattr(inspect.unwrap(callee) if callable(callee) else 0, "__code__", None)
-                near = getattr(callee, "__globals__", None) is space
-                # Not into libraries, which are large, and Python's own.
-                if code and (near or not code.co_filename.startswith(INSTALLED)):
-                    self._see_function(callee)
+            self._see_named(self._looked_up(space, used), names, space)
+        for module in _imports(function.__code__):
+            inside = f"{space.get('__package__')}.{module}"  # `from . import settings`
+            for name in (module, inside.rstrip(".")):
+                self._see_named(sys.modules.get(name), names, space)
+
+    def _see_named(self, value: Any, names: tuple[str, ...], space: dict[str, Any]) -> None:
+        """What code has by one of its `names`: a module (of which it looks some up, too), a class,
+        or a function; not inside of libraries, which are large, and of Python's own.
+        """
+        if isinstance(value, ModuleType):
+            self._see_module(value, names, space)
+        elif isinstance(value, type):
+            near = value.__module__ == space.get("__name__")
+            for cls in value.__mro__ if near or not _is_installed(value.__module__) else ():
+                self._see_class(cls)
+        elif isinstance(value, _CALLED):
+            code = getattr(inspect.unwrap(value), "__code__", None)
+            near = getattr(value, "__globals__", None) is space
+            if code and (near or not code.co_filename.startswith(INSTALLED)):
+                self._see_function(value)
+
+    def _see_module(
+        self, module: ModuleType, names: tuple[str, ...], space: dict[str, Any]
+    ) -> None:
+        inside = vars(module)
+        names = tuple(n for n in names if n in inside and (id(inside), n) not in self._seen_names)
+        values = [self._looked_up(inside, n) for n in names]
+        installed = _is_installed(module.__name__)  # what libraries keep is their own affair
+        held = tuple(
+            n
+            for n, v in zip(names, values, strict=True)
+            if v is os.environ or isinstance(v, PLAIN) or (is_data(v) and not installed)
+        )
+        if held:
+            self._see(Names(inside, held), module.__name__, True)
+        for value in values:
+            self._see_named(value, names, space)
+            if value is os.getenv:
+                self._see(os.environ, "os.environ", True)
 
     def _looked_up(self, space: dict[str, Any], name: str) -> Any:
-        self.gets.append(space.get)
-        self.names.append(name)
-        return space.get(name)
+        value = space.get(name)
+        if name in space and (id(space), name) not in self._seen_names:
+            self._seen_names.add((id(space), name))
+            self._gets.append(space.get)
+            self._names.append(name)
+        return value
+
+    def code(self) -> Iterator[Any]:
+        """The functions that stand in classes, now, and the ways."""
+        return chain((space.get(name) for space, name in self._code), self.ways())
+
+    def ways(self) -> Iterator[Any]:
+        """What leads from modules and functions to other objects, now."""
+        parts = chain.from_iterable(map(_PARTS, self._functions))
+        return chain(parts, map(call, self._gets, self._names))
 
 
 @cache
@@ -231,6 +285,20 @@ def _globals(code: CodeType) -> tuple[str, ...]:
     found = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL]
     inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _globals(c)]
     return tuple(dict.fromkeys([*found, *inner]))
+
+
+@cache
+def _imports(code: CodeType) -> tuple[str, ...]:
+    """The modules that some code, and the code in it, imports where it runs."""
+    found = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _imports(c)]
+    return tuple(dict.fromkeys([*found, *inner]))
+
+
+@cache
+def _is_installed(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module in sys.builtin_module_names or str(file).startswith(INSTALLED)
 
 
 @cache

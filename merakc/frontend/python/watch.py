@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, call, is_
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,7 @@ class Watch:
         self._spaces: list[Any] = []  # of classes
         self._gets: list[Callable[[str, Any], Any]] = []  # of namespaces
         self._names: list[str] = []
+        self._cells: list[CellType] = []
         self._rest: list[Held] = []
         for one in held:
             self._add(one)
@@ -51,24 +52,28 @@ class Watch:
             self._empty.append(value)
         elif type(value) is list:
             self._lists.append(value)
+        elif type(value) is CellType and content:
+            self._cells.append(value)
         elif type(fields) is dict and fields.keys() == content.keys() and not slots(type(value)):
             self._dicts.append(fields)
         else:
             self._rest.append(held)
 
     def _add_names(self, names: Names) -> None:
-        is_class = not isinstance(names.space, dict)
-        space = vars(names.space) if is_class else names.space
-        wanted = list(space) if names.names is None else names.names
-        self._spaces += [space] if names.names is None else []
-        self._gets += [space.get] * len(wanted)
+        if not isinstance(names.space, dict):
+            self._spaces.append(vars(names.space))
+            return
+        wanted = list(names.space) if names.names is None else names.names
+        self._gets += [names.space.get] * len(wanted)
         self._names += wanted
 
     def _items(self) -> Iterator[Any]:
         """What is compared by identity: all keys, and what stands under them."""
-        inside = chain(self._dicts, map(dict.values, self._dicts), self._lists)
+        values = map(call, map(attrgetter("values"), chain(self._dicts, self._spaces)))
+        inside = chain(self._dicts, self._spaces, values, self._lists)
         found = map(call, self._gets, self._names, self._missing)
-        return chain(chain.from_iterable(inside), found)
+        cells = map(attrgetter("cell_contents"), self._cells)
+        return chain(chain.from_iterable(inside), found, cells)
 
     def _numbers(self) -> list[int]:
         """What is compared by value."""
@@ -76,12 +81,15 @@ class Watch:
 
     def moved(self) -> bool:
         """Whether anything has."""
-        return (
-            any(self._empty)
-            or self._numbers() != self._before
-            or not all(map(is_, self._items(), self._there))
-            or any(any(True for _ in differences(held)) for held in self._rest)
-        )
+        try:
+            return (
+                any(self._empty)
+                or self._numbers() != self._before
+                or not all(map(is_, self._items(), self._there))
+                or any(any(True for _ in differences(held)) for held in self._rest)
+            )
+        except ValueError:  # a cell is empty now
+            return True
 
 
 class WatchedState(PythonState):
@@ -94,15 +102,14 @@ class WatchedState(PythonState):
         alone = [held for held in self.held() if held.names_alone]
         self._states = [(held.value, held.content) for held in alone]
         self._watch = Watch(held for held in self.held() if not held.names_alone)
-        self._functions = [h.value for h in self.held() if isinstance(h.value, FunctionType)]
-        self._way = list(self._ways())
+        self._way = list(self.ways())
 
     def again(self, model: nn.Module) -> WatchedState:
         """The state now."""
         same = (
             model is self._modules[0]
             and self._classes_of == list(map(type, self._modules))
-            and all(map(is_, self._ways(), self._way))
+            and all(map(is_, self.ways(), self._way))
             and all(
                 len(states) == len(content) and all(map(is_, states.values(), content.values()))
                 for states, content in self._states
@@ -112,12 +119,6 @@ class WatchedState(PythonState):
             return WatchedState(model)
         self._caches = {function: function.cache_info() for function in self._caches}
         return self
-
-    def _ways(self) -> Iterator[Any]:
-        """What has led from functions to other objects."""
-        parts = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-        found = map(call, self.gets, self.names)
-        return chain(chain.from_iterable(map(parts, self._functions)), found)
 
     def _moved(self) -> bool:
         """Whether anything has, beside which tensors the parameters and buffers are."""
