@@ -80,7 +80,7 @@ def trained(**options: object) -> dict[str, object]:
     own = {n: p.detach().as_subclass(torch.Tensor) for n, p in model.named_parameters()}
     local = {name: tuple(p.shape) for name, p in own.items()}
     return {
-        "norms": norms, "shown": shown, "local": local, "plan": model.plan,
+        "norms": norms, "shown": shown, "local": local, "plan": model.plan, "file": model.plan_file,
         "full": model.full_state_dict(),
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def test_a_tied_parameter_with_gradients_of_one_stage_alone(shards: object) -> N
 
 def test_state_that_does_not_fit_is_sharded_and_trains_alike() -> None:
     plain = run_ranks(2, partial(trained, dp=2))
-    needed = plain[0]["plan"].prediction.peak_bytes[0]
+    needed = plain[0]["file"].prediction.peak_bytes[0]
     tiny = replace(NOMINAL_CPU, memory_bytes=int(0.96 * needed))
     found = run_ranks(2, partial(trained, dp=2, cluster=tiny))
     assert plain[0]["plan"].state_shards == ()

@@ -90,7 +90,7 @@ def test_planning_knows_what_is_made_again(name: str) -> None:
         order = (ActionKind.FORWARD, ActionKind.BACKWARD)
         kept_bytes = order_bytes(lean(chunk), order)[0].held_bytes
         told_bytes, _ = pieces.kept_and_again(lowered(name).stages.local[stage])
-        assert told_bytes == pytest.approx(kept_bytes, rel=0.03)
+        assert told_bytes == pytest.approx(kept_bytes, rel=0.05)
 
 
 @pytest.mark.usefixtures("small")
