@@ -35,7 +35,7 @@ def with_memory(memory_bytes: int) -> Hardware:
     return replace(HARDWARE, nodes=nodes)
 
 
-@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 19])
+@pytest.mark.parametrize("memory_bytes", [1 << 34, 1 << 20])
 def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     hardware = with_memory(memory_bytes)
     found = find(Request(8, 0), hardware)

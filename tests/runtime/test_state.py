@@ -60,6 +60,8 @@ def test_digest_is_of_the_elements() -> None:
     assert digest([x]) == digest([x.T.contiguous().T])
     assert digest([x]) != digest([x + 1])
     assert digest([x.bool()]) != digest([x])
+    column = torch.arange(6.0).view(3, 2)[:, 1]  # apart in memory
+    assert digest([column]) == digest([column.clone()])
 
 
 def test_owner_is_the_first_stage() -> None:
