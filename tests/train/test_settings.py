@@ -52,6 +52,7 @@ def everywhere(z: Tensor) -> Tensor:
     from tests.train import settings_module as late
 
     z = DERIVED(by_default(PARTLY(z))) * other_settings.FACTOR * late.FACTOR
+    z = z * (other_settings.TABLE["factor"] if z.dim() else other_settings.factor_of(z))
     return z * float(os.environ.get("FACTOR", "1"))
 
 
@@ -63,6 +64,7 @@ OUTSIDE: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a default": lambda m: m.setattr(by_default, "__defaults__", (2.0,)),
     "another function": lambda m: m.setitem(globals(), "by_default", scaled(2)),
     "a module's variable": lambda m: m.setattr(other_settings, "FACTOR", 2.0),
+    "a module's mapping": lambda m: m.setitem(other_settings.TABLE, "factor", 2.0),
     "that of one that is imported late": lambda m: m.setattr(settings_module, "FACTOR", 2.0),
     "the environment": lambda m: m.setenv("FACTOR", "2"),
 }

@@ -41,7 +41,7 @@ _ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-_BASES = ("torch.", "builtins", "merakc.", "typing", "abc", "enum", "collections.abc")
+_BASES = frozenset(("torch", "builtins", "merakc", "typing", "abc", "enum", "collections"))
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -91,7 +91,8 @@ class PythonState:
         self._caches: dict[Any, Any] = {}
         self._classes: set[type] = set()
         self._functions: list[FunctionType] = []
-        self._seen_names: set[tuple[int, str]] = set()
+        self._inside: set[tuple[int, str]] = set()  # names of modules that others look up
+        self._looked: set[tuple[int, str]] = set()
         self._gets: list[Callable[[str], Any]] = []  # with
         self._names: list[str] = []  # what is looked up in modules
         self._code: list[tuple[Mapping[str, Any], str]] = []  # of classes
@@ -188,7 +189,7 @@ class PythonState:
             self._see_class(cls)
 
     def _see_class(self, cls: type) -> None:
-        if cls in self._classes or cls.__module__.startswith(_BASES):
+        if cls in self._classes or cls.__module__.partition(".")[0] in _BASES:
             return
         self._classes.add(cls)
         self._see(Names(cls), cls.__name__, True)
@@ -246,7 +247,8 @@ class PythonState:
         self, module: ModuleType, names: tuple[str, ...], space: dict[str, Any]
     ) -> None:
         inside = vars(module)
-        names = tuple(n for n in names if n in inside and (id(inside), n) not in self._seen_names)
+        names = tuple(n for n in names if n in inside and (id(inside), n) not in self._inside)
+        self._inside.update((id(inside), n) for n in names)
         values = [self._looked_up(inside, n) for n in names]
         installed = _is_installed(module.__name__)  # what libraries keep is their own affair
         held = tuple(
@@ -263,8 +265,8 @@ class PythonState:
 
     def _looked_up(self, space: dict[str, Any], name: str) -> Any:
         value = space.get(name)
-        if name in space and (id(space), name) not in self._seen_names:
-            self._seen_names.add((id(space), name))
+        if name in space and (id(space), name) not in self._looked:
+            self._looked.add((id(space), name))
             self._gets.append(space.get)
             self._names.append(name)
         return value
