@@ -48,7 +48,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     """SHA-256 of the elements' bytes, in order."""
     found = hashlib.sha256()
     for tensor in tensors:
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return found.hexdigest()
 
 
