@@ -28,6 +28,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LAST_WORDS_S = 1.0
 
 
 class RankError(RuntimeError):
@@ -109,15 +110,22 @@ def _store_file() -> Iterator[str]:
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
-    """Waits for one message of every rank; raises for the first that is no result."""
+    """Waits for one message of every rank; raises for the first rank that gives no result.
+
+    The sockets of a rank that dies close before its pipe: a peer that fails because of it may be
+    heard first. So once one has failed, the others have `_LAST_WORDS_S` to say that they did.
+    """
     deadline_s = time.monotonic() + timeout_s
     waiting = {connection: rank for rank, connection in enumerate(connections)}
     results: dict[int, Any] = {}
+    failures: list[tuple[float, int, str, BaseException | None]] = []
     while waiting:
-        ready = wait(list(waiting), max(0.0, deadline_s - time.monotonic()))
-        if not ready:
+        left_s = _LAST_WORDS_S if failures else max(0.0, deadline_s - time.monotonic())
+        ready = wait(list(waiting), left_s)
+        if not ready and not failures:
             raise RankTimeoutError(tuple(waiting.values()), len(connections), timeout_s)
-        failures: list[tuple[float, int, str, BaseException | None]] = []
+        if not ready:
+            break
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
@@ -131,9 +139,9 @@ def _collect(connections: list[Connection], timeout_s: float) -> list[Any]:
                 results[rank] = value
             else:
                 failures.append((time_s, rank, *value))
-        if failures:
-            _, rank, details, cause = min(failures, key=lambda failure: failure[0])
-            raise RankError(rank, details) from cause
+    if failures:
+        _, rank, details, cause = min(failures, key=lambda failure: failure[0])
+        raise RankError(rank, details) from cause
     return [results[rank] for rank in range(len(connections))]
 
 
