@@ -13,10 +13,11 @@ from torch import nn
 
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import together
-from merakc.runtime.part import place_of
+from merakc.runtime.part import TensorPart, place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
 from merakc.train.model import ParallelModel
+from merakc.train.parameters.elements import Known
 from merakc.train.parameters.optimizers import is_together
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.states import tagged_state
@@ -166,15 +167,30 @@ def extras(scheduler: Any, extra: Any) -> tuple[Any, Tensors]:
         "scheduler": encode(states, tensors, "scheduler"),
         "extra": encode(stated(extra), tensors, "extra"),
     }
+    for name, value in tensors.items():
+        if isinstance(value, TensorPart) or (isinstance(value, Known) and value.source.is_part):
+            raise _of_one_plan(name)
     return found, tensors
 
 
-def stated(extra: Any) -> Any:
+def _of_one_plan(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name} is this rank's part of the model or of its values, and another plan has other "
+        "parts: keep such values in a copy of the model (copy.deepcopy(model), or AveragedModel), "
+        "and save that as a checkpoint of its own: merakc.save(folder, copy)"
+    )
+
+
+def stated(extra: Any, name: str = "extra") -> Any:
     """What is given, with the state dict of everything that has one."""
+    if isinstance(extra, nn.Module):
+        inside = [m for m in extra.modules() if isinstance(m, ParallelModel)]
+        if any(m.plan.mesh.world_size > 1 for m in inside):
+            raise _of_one_plan(name)
     if callable(getattr(extra, "state_dict", None)):
         return extra.state_dict()
     if isinstance(extra, Mapping):
-        return {key: stated(value) for key, value in extra.items()}
+        return {key: stated(value, f"{name}.{key}") for key, value in extra.items()}
     return extra
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 import merakc
 from benchmarks.ranks import RankError, run_ranks
@@ -99,6 +100,10 @@ def with_loader(path: Path, *, load: bool) -> tuple[int, Any]:
     model, optimizer = trained(1, tp=2)
     rank = dist.get_rank()
     loader = Loader(0 if load else 10 + rank)
+    average = AveragedModel(model)
+    for extra in ({"ema": [*map(torch.Tensor.detach, model.parameters())]}, {"average": average}):
+        with pytest.raises(CheckpointError, match=r"extra.*another plan has other parts"):
+            merakc.save(path, model, optimizer, extra=extra)
     if load:
         random.seed(99)
         loaded = merakc.load(path, model, optimizer, extra={"loader": loader})
