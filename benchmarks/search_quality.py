@@ -7,6 +7,7 @@ held against the degrees that Megatron-LM was run with, by the same model and on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,7 +29,7 @@ from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.lowering.recording import record_part
-from merakc.machines.cluster import Hardware
+from merakc.machines.cluster import Cluster, Hardware
 from merakc.machines.cluster_files import hardware_for, preset
 from merakc.planner.candidates import (
     Candidates,
@@ -40,10 +41,11 @@ from merakc.planner.candidates import (
 from merakc.planner.choose import asked_for, state_precision
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request, improve, plan_layout
+from merakc.planner.search import Request, cut_layout, improve, with_memory
 from merakc.planner.sources import Source
 
 TOLERANCE = 0.01
+RECOMPUTATIONS = ("auto", "none", "selective", "full")
 CPU = torch.device("cpu")
 
 
@@ -95,23 +97,40 @@ def against_all(
     record = Recordings(source, request, lambda _: None)
     table, hardware = PieceTable(record, machines), machines.described(ranks)
     precision = state_precision(record, request)
-    best_s, count = float("inf"), 0
+    best_s, count = math.inf, 0
     for layout in open_layouts(table, request, hardware, Candidates(), lambda _: None):
         priced = price_layout(table, layout, request, hardware, precision)
         if isinstance(priced, Shortage):
             continue
         count += 1
         say(f"{kind} on {ranks} devices: layout {count}")
+        asked = asked_for(request, layout, priced.habits.shards)
+        best_s = min(best_s, *of_layout(request, asked, record, machines))
+    name = f"{kind}, {ranks} x {cluster}"
+    return Found(name, "all layouts", best.prediction.step_s, best_s, count)
+
+
+def of_layout(
+    request: Request, asked: Request, record: Recordings, machines: Cluster
+) -> list[float]:
+    """Seconds of a step with each kind of recomputation, in the best order; infinite where it does
+    not fit.
+    """
+    found = [math.inf]
+    try:
+        cut = cut_layout(asked, record, machines)
+    except MerakError:
+        return found
+    for recompute in RECOMPUTATIONS:
         try:
-            asked = asked_for(request, layout, priced.habits.shards)
-            other = improve(request, plan_layout(asked, record, machines), record, machines)
+            fitted = with_memory(replace(asked, recompute=recompute), cut, machines)
+            other = improve(replace(request, recompute=recompute), fitted, record, machines)
         except MerakError:
             continue
         assert other.prediction is not None
         if max(other.prediction.peak_bytes) <= machines.memory_bytes:
-            best_s = min(best_s, other.prediction.step_s)
-    name = f"{kind}, {ranks} x {cluster}"
-    return Found(name, "all layouts", best.prediction.step_s, best_s, count)
+            found.append(other.prediction.step_s)
+    return found
 
 
 @cache

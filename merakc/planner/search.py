@@ -157,31 +157,39 @@ def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     Collectives block, and the order of work is 1F1B's, where the request leaves these open:
     `improve` looks for better. Raises `MerakError`s of what cannot be planned.
     """
+    return with_memory(request, cut_layout(request, record, cluster), cluster)
+
+
+def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
+    """The model split over tp and cut into stages, as a request that leaves no degree open says."""
     (mesh,) = meshes(request)
     micro_batches = micro_batches_for(request, mesh)
-    recording = record(request.batch_size // micro_batches)
-    schedule = "1f1b" if request.schedule == "auto" else request.schedule
-    choices = _recomputations(request)
     lowered = make_plan(
-        recording, mesh, micro_batches, cluster, batch_size=request.batch_size,
-        schedule=schedule, order=request.order, virtual_stages=request.chunks, recompute=choices[0],
+        record(request.batch_size // micro_batches), mesh, micro_batches, cluster,
+        batch_size=request.batch_size,
+        schedule="1f1b" if request.schedule == "auto" else request.schedule,
+        order=request.order, virtual_stages=request.chunks,
         sequence_parallel=bool(request.sequence_parallel),
     )  # fmt: skip
-    plan, asked = lowered.plan, request.state_shards
+    plan, asked = replace(lowered.plan, precision=request.precision), request.state_shards
     if asked is not None and asked != AUTO:
         plan = _sharded(plan, parse_shards(asked, mesh.dp, len(plan.rank_of)))
-    plan = replace(plan, precision=request.precision)
-    made: list[Lowered] = []
-    for choice in choices:
-        kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
-        plan = replace(plan, recompute=choice, keep_bytes=kept)
+    return replace(lowered, plan=plan)
+
+
+def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
+    """The fastest that fits of what may be recomputed and, if need be, sharded; what needs least
+    where nothing fits. More is recomputed only where less does not fit, except by ranks that share
+    cores: they may be faster where one of them has more to do.
+    """
+    asked, made = request.state_shards, list[Lowered]()
+    for choice in _recomputations(request):
+        kept = _kept(lowered, cluster) if choice == "solved" else ()
+        plan = replace(lowered.plan, recompute=choice, keep_bytes=kept)
         lowered = _with_prediction(replace(lowered, plan=plan), cluster)
-        suffices = _fits(lowered, cluster)
-        if mesh.dp > 1 and (asked == AUTO or (asked is None and not suffices)):
+        if plan.dp > 1 and (asked == AUTO or (asked is None and not _fits(lowered, cluster))):
             lowered = _with_fastest_shards(lowered, cluster)
-            plan = lowered.plan
         made.append(lowered)
-        # Ranks that share cores may be faster where one of them has more to do.
         if _fits(lowered, cluster) and cluster.sharing is None:
             break
     fitting = [one for one in made if _fits(one, cluster)]
