@@ -27,6 +27,7 @@ from torch import nn
 from benchmarks.harness import JsonPath, finish
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Cluster
@@ -142,7 +143,7 @@ def measure(model: str) -> CompileTime:
     recorded_s = time.perf_counter()
     shard(recording.graph, TP)
     sharded_s = time.perf_counter()
-    make_plan(recording, Mesh(tp=TP, pp=PP), MICRO_BATCHES, CLUSTER)
+    make_plan(recording, Strategy().on(Mesh(tp=TP, pp=PP), micro_batches=MICRO_BATCHES), CLUSTER)
     return CompileTime(
         model,
         build_s=built_s - start_s,

@@ -41,6 +41,7 @@ from merakc.ir.plan_file import PlanFile, file_text, parse_plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Mesh
 from merakc.ir.state import parse_shards
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import apply_plan, make_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.predict import predict
@@ -51,8 +52,7 @@ from merakc.simulation.faults import verify_programs
 SAMPLES, MICRO_BATCHES, VOCABULARY, LENGTH = 8, 4, 24, 6
 REFUSED, SAME, OTHER = "refused", "the same plan", "another plan that is sound"
 # What a plan reports and does not decide.
-REPORTED = ("model", "cut", "collectives", "whole_ops", "opaque_modules", "head",
-            "merakc_version", "overlap_gains", "batch_size")  # fmt: skip
+REPORTED = ("model", "whole_ops", "opaque_modules", "head", "batch_size")
 HEAD = ("schema_version", "hash", "file_hash")
 MOST_RANKS = 8  # that are started to train
 _ADAPTER = pydantic.TypeAdapter(PlanFile)
@@ -97,7 +97,7 @@ def plans() -> tuple[PlanFile, ...]:
         _plan(Mesh(tp=2, pp=2), "interleaved-1f1b", chunks=2, recompute="full", sequences=True),
         _plan(Mesh(dp=2, pp=2), "custom", order=order, state_shards=zero, precision=DOUBLE),
         _plan(Mesh(pp=2), "1f1b", recompute="solved", keep_bytes=(4096, -1)),
-        _plan(Mesh(tp=2, pp=2), "1f1b", sub_batches=(2, 1), overlap_gains=(0.1, 0.0),
+        _plan(Mesh(tp=2, pp=2), "1f1b", sub_batches=(2, 1),
               machines=replace(NOMINAL_GPU, memory_bytes=0)),
     )  # fmt: skip
 
@@ -107,17 +107,26 @@ def _plan(
     schedule: str,
     *,
     order: tuple[str, ...] = (),
-    chunks: int | None = None,
+    chunks: int = 1,
     recompute: str = "none",
     sequences: bool = False,
     precision: Precision | None = None,
     **decided: Any,
 ) -> PlanFile:
     lowered = make_plan(
-        recorded(MICRO_BATCHES, precision), mesh, MICRO_BATCHES, NOMINAL_GPU, batch_size=SAMPLES,
-        schedule=schedule, order=order, virtual_stages=chunks, recompute=recompute,
-        sequence_parallel=sequences,
-    )  # fmt: skip
+        recorded(MICRO_BATCHES, precision),
+        Strategy().on(
+            mesh,
+            micro_batches=MICRO_BATCHES,
+            batch_size=SAMPLES,
+            schedule=schedule,
+            order=order,
+            chunks=chunks,
+            recompute=recompute,
+            sequence_parallel=sequences,
+        ),
+        NOMINAL_GPU,
+    )
     plan = lowered.plan
     plan = replace(plan, precision=precision, **decided)
     prediction, _ = predict(replace(lowered, plan=plan), NOMINAL_GPU, dp_rank=0)

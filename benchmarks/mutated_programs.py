@@ -27,6 +27,7 @@ from merakc.errors import ProgramError
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import CollectiveKind, Mesh, Program, Transfer
 from merakc.ir.state import parse_shards
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import NOMINAL_CPU
@@ -68,7 +69,11 @@ def lowered_of(shards: str, schedule: str) -> Lowered:
     case = MODELS["gpt2"]
     layout = BatchLayout((2, 2), 1)  # a batch that is one part of several
     recording = record_part(case.model(), (), case.batch(2), layout, torch.device("cpu"))
-    lowered = make_plan(recording, MESH, 4, NOMINAL_CPU, batch_size=8, schedule=schedule)
+    lowered = make_plan(
+        recording,
+        Strategy().on(MESH, micro_batches=4, batch_size=8, schedule=schedule),
+        NOMINAL_CPU,
+    )
     plan = lowered.plan
     plan = replace(plan, state_shards=parse_shards(shards, MESH.dp, len(plan.rank_of)))
     return replace(lowered, plan=plan)

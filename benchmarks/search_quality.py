@@ -35,13 +35,14 @@ from merakc.planner.candidates import (
     Candidates,
     Shortage,
     find_candidates,
-    open_layouts,
-    price_layout,
+    open_strategies,
+    price_strategy,
 )
-from merakc.planner.choose import asked_for, state_precision
+from merakc.planner.choose import state_precision
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request, cut_layout, improve, with_memory
+from merakc.planner.request import Request
+from merakc.planner.search import cut_layout, improve, with_memory
 from merakc.planner.sources import Source
 
 TOLERANCE = 0.01
@@ -98,13 +99,14 @@ def against_all(
     table, hardware = PieceTable(record, machines), machines.described(ranks)
     precision = state_precision(record, request)
     best_s, count = math.inf, 0
-    for layout in open_layouts(table, request, hardware, Candidates(), lambda _: None):
-        priced = price_layout(table, layout, request, hardware, precision)
+    for strategy in open_strategies(table, request, hardware, Candidates(), lambda _: None):
+        priced = price_strategy(table, strategy, request, hardware, precision)
         if isinstance(priced, Shortage):
             continue
         count += 1
         say(f"{kind} on {ranks} devices: layout {count}")
-        asked = asked_for(request, layout, priced.habits.shards)
+        assert priced is not None
+        asked = request.decided(priced.strategy)
         best_s = min(best_s, *of_layout(request, asked, record, machines))
     name = f"{kind}, {ranks} x {cluster}"
     return Found(name, "all layouts", best.prediction.step_s, best_s, count)
@@ -151,31 +153,31 @@ def roomy(hardware: Hardware) -> Hardware:
 
 def against_published(row: Row) -> Found:
     """The search against the degrees that were published, all else left to the search."""
-    d = row.degrees
-    hardware = preset("a100-80", -(-d.ranks // NODE))
+    d = row.strategy
+    hardware = preset("a100-80", -(-d.world_size // NODE))
     table = PieceTable(partial(gpt_record, row.shape), hardware.flat())
     batch_size = d.dp * row.micro_batch * d.micro_batches
     find = partial(find_candidates, table, hardware=hardware, precision=MIXED)
-    best = find(request=Request(d.ranks, 0, total_batch_size=batch_size))
+    best = find(request=Request(d.world_size, 0, total_batch_size=batch_size))
     fixed = Request(
-        d.ranks, 0, d.dp, tp=d.tp, pp=d.pp, micro_batches=d.micro_batches,
+        d.world_size, 0, d.dp, tp=d.tp, pp=d.pp, micro_batches=d.micro_batches,
         schedule="interleaved-1f1b" if d.chunks > 1 else "1f1b",
         chunks=d.chunks if d.chunks > 1 else None,
         total_batch_size=batch_size,
     )  # fmt: skip
     against = f"dp {d.dp} tp {d.tp} pp {d.pp}"
     same = find(request=fixed)
-    if not same.found:
+    if not same.ranked:
         # A stage that recomputes keeps all of one micro-batch here, in Megatron-LM one block.
         fixed = replace(fixed, recompute="full")
         same = find(request=fixed, hardware=roomy(hardware))
         against += ", memory aside"
-    one = best.found[0].layout.degrees
+    one = best.ranked[0].strategy
     return Found(
-        f"{row.name}, {d.ranks} x a100-80: dp {one.dp} tp {one.tp} pp {one.pp}",
+        f"{row.name}, {d.world_size} x a100-80: dp {one.dp} tp {one.tp} pp {one.pp}",
         against,
-        best.found[0].estimate.step_s,
-        same.found[0].estimate.step_s,
+        best.ranked[0].estimate.step_s,
+        same.ranked[0].estimate.step_s,
         best.looked_at,
     )
 
@@ -188,7 +190,7 @@ def all_found(data: Path, say: Callable[[str], None]) -> Iterator[Found]:
         yield against_all(kind, ranks, batch_size, cluster, say)
     for row in published_rows(data / FILES[2])["a100-80"]:
         if row.source == "Narayanan":
-            say(f"{row.name} on {row.degrees.ranks} devices")
+            say(f"{row.name} on {row.strategy.world_size} devices")
             yield against_published(row)
 
 

@@ -43,8 +43,8 @@ from merakc.machines.start import device_of
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
 from merakc.planner.fit import Fit
+from merakc.planner.request import Request, meshes
 from merakc.planner.requested import GivenPlan, first_parts, for_forward, requested
-from merakc.planner.search import Request, meshes
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, agree, from_rank_0, together

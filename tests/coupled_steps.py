@@ -12,6 +12,7 @@ from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import InputKind, Ref
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.kernels.collectives import bind_axis
 from merakc.lowering.lowered import Lowered, adapt_plan, make_plan
 from merakc.machines.cluster import NOMINAL_CPU
@@ -38,7 +39,9 @@ def planned(
 ) -> tuple[Lowered, list[Tensors]]:
     """The plan made of the first dp rank's part, for this one's; its micro-batches."""
     first = case.record(BatchLayout(layout.sizes, layout.micro_batches))
-    lowered = make_plan(first, mesh, layout.micro_batches, NOMINAL_CPU, **options)
+    lowered = make_plan(
+        first, Strategy().on(mesh, micro_batches=layout.micro_batches, **options), NOMINAL_CPU
+    )
     batch, each = case.rank_batch(layout), layout.each
     parts = [
         {n: v[j * each :][:each] for n, v in batch.items()} for j in range(layout.micro_batches)

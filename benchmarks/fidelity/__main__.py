@@ -91,7 +91,7 @@ class Learned:
 
 def vtrain_hardware(rows: Sequence[Row]) -> Hardware:
     """The machines that vTrain's rows were measured on: A100s, 800 Gb/s a node."""
-    hardware = preset("a100-80", -(-max(r.degrees.ranks for r in rows) // NODE))
+    hardware = preset("a100-80", -(-max(r.strategy.world_size for r in rows) // NODE))
     inside, outside = hardware.links
     return replace(hardware, links=(inside, replace(outside, bytes_per_s=VTRAIN_BYTES_PER_S)))
 
@@ -148,9 +148,9 @@ def memory_errors(rows: Sequence[Row], hardware: Hardware) -> list[tuple[Row, fl
     found = []
     for row in rows:
         if row.activation_bytes:
-            kept = replace(row, habits=replace(row.habits, recompute="none"))
+            kept = replace(row, strategy=replace(row.strategy, recompute="none"))
             estimate = predict(kept, hardware)
-            state = sum(s.static_bytes for s in estimate.stages[:: row.degrees.pp])
+            state = sum(s.static_bytes for s in estimate.stages[:: row.strategy.pp])
             held = estimate.peak_bytes[0] - state
             found.append((row, held, held / row.activation_bytes - 1))
     return found
@@ -205,7 +205,7 @@ def check_vtrain(
     for path in others:
         rows = read_rows(path)
         for name in learned:
-            own = [r for r in rows if (r.degrees.ranks > NODE) == (name == "several nodes")]
+            own = [r for r in rows if (r.strategy.world_size > NODE) == (name == "several nodes")]
             found = learned[name].find(own)
             everything += found
             if found:
@@ -220,7 +220,7 @@ def check_papers(console: Console, folder: Path, *, refit: bool) -> tuple[list[C
     checks: list[Check] = []
     everything: list[Found] = []
     for kind, rows in published_rows(folder / FILES[2]).items():
-        hardware = preset(kind, -(-max(r.degrees.ranks for r in rows) // NODE))
+        hardware = preset(kind, -(-max(r.strategy.world_size for r in rows) // NODE))
         if refit:
             with console.status(f"fitting {kind}"):
                 hardware = fit(rows, hardware)

@@ -13,7 +13,8 @@ from typing import Any
 from benchmarks.gpt import Shape
 from merakc.costs.state import Precision
 from merakc.ir.state import StateShards
-from merakc.planner.estimate import Degrees, Habits
+from merakc.ir.strategy import Strategy
+from merakc.planner.estimate import Framework
 
 FILES = ("vtrain_single_node.csv", "vtrain_multi_node.csv", "published.json")
 COLUMNS = (
@@ -50,9 +51,9 @@ class Row:
     source: str
     name: str
     shape: Shape
-    degrees: Degrees
+    strategy: Strategy
     micro_batch: int
-    habits: Habits
+    framework: Framework
     step_s: float
     sequence_parallel: bool = False
     activation_bytes: float = 0.0
@@ -60,13 +61,13 @@ class Row:
     @property
     def group(self) -> tuple[Shape, int, int]:
         """Rows of the same model, batch and number of GPUs."""
-        batch = self.degrees.dp * self.micro_batch * self.degrees.micro_batches
-        return self.shape, batch, self.degrees.ranks
+        batch = self.strategy.dp * self.micro_batch * self.strategy.micro_batches
+        return self.shape, batch, self.strategy.world_size
 
     @property
     def label(self) -> str:
         """The row in a table."""
-        d = self.degrees
+        d = self.strategy
         chunks = f" x{d.chunks}" if d.chunks > 1 else ""
         return (
             f"{self.name} tp{d.tp} dp{d.dp} pp{d.pp}{chunks}, "
@@ -101,16 +102,18 @@ def _vtrain(given: dict[str, str], where: str) -> Row:
     if n["tp"] * n["dp"] * n["pp"] != n["gpus"] or n["global_batch"] % size or step_s <= 0:
         raise DataError(f"{where}: degrees, batch and time do not fit each other: {given}")
     shape = Shape(n["hidden_size"], n["heads"], n["layers"], n["seq_len"], VOCAB)
-    degrees = Degrees(n["dp"], n["tp"], n["pp"], n["global_batch"] // size, 1, "dp")
-    habits = Habits("full" if n["gpus"] > NODE else "none", split_messages=True)
+    strategy = Strategy(
+        n["dp"], n["tp"], n["pp"], "dp", micro_batches=n["global_batch"] // size,
+        recompute="full" if n["gpus"] > NODE else "none",
+    )  # fmt: skip
     name = f"{shape.layers} x {shape.hidden_size}"
     return Row(
         "vTrain",
         name,
         shape,
-        degrees=degrees,
+        strategy=strategy,
         micro_batch=n["micro_batch"],
-        habits=habits,
+        framework=Framework(split_messages=True),
         step_s=step_s,
     )
 
@@ -137,14 +140,17 @@ def _megatron(row: dict[str, Any], table: dict[str, Any], source: str) -> Row:
     shape = Shape(row["hidden_size"], row["heads"], row["layers"], table["seq_len"], table["vocab"])
     dp = row["gpus"] // (row["tp"] * row["pp"]) if "gpus" in row else table["dp"]
     micro_batches = row["global_batch"] // dp // row["micro_batch"]
-    degrees = Degrees(dp, row["tp"], row["pp"], micro_batches, row["interleave"], "dp")
+    strategy = Strategy(
+        dp, row["tp"], row["pp"], "dp", micro_batches=micro_batches, chunks=row["interleave"],
+        recompute="full",
+    )  # fmt: skip
     return Row(
         source,
         row["model"],
         shape,
-        degrees=degrees,
+        strategy=strategy,
         micro_batch=row["micro_batch"],
-        habits=Habits("full", split_messages=True),
+        framework=Framework(split_messages=True),
         step_s=row.get("step_s") or row["full_recompute_step_s"],
         activation_bytes=row.get("activations_no_recompute_gib", 0.0) * 2**30,
     )
@@ -163,13 +169,17 @@ def _core(row: dict[str, Any], table: dict[str, Any]) -> Row:
     shape = Shape(
         hidden_size, hidden_size // 128, layers, table["seq_len"], table["vocab"], "fused"
     )
+    strategy = Strategy(
+        dp, tp, pp, "dp", micro_batches=row["global_batch"] // dp, chunks=chunks,
+        state_shards=(StateShards(1, 1, dp),) * layers,
+    )  # fmt: skip
     return Row(
         "Megatron-Core",
         row["model"],
         shape,
-        degrees=Degrees(dp, tp, pp, row["global_batch"] // dp, chunks, "dp"),
+        strategy=strategy,
         micro_batch=1,
-        habits=Habits("none", StateShards(1, 1, dp), IN_FLOAT32, 1.0, True, True),
+        framework=Framework(IN_FLOAT32, 1.0, split_messages=True, tp_overlap=True),
         step_s=row["step_s"],
         sequence_parallel=tp > 1,
     )
@@ -177,7 +187,7 @@ def _core(row: dict[str, Any], table: dict[str, Any]) -> Row:
 
 def labels(row: Row, kind: str) -> tuple[str, ...]:
     """What a piece of a row shares with those of others, from the general to the particular."""
-    place = f"{kind}, tp {row.degrees.tp}"
+    place = f"{kind}, tp {row.strategy.tp}"
     width = f"{place}, width {row.shape.hidden_size}"
     if kind != "block":
         return (place,)
@@ -202,8 +212,8 @@ def choose_rows(rows: Sequence[Row], count: int) -> list[int]:
         return sum(levels[label] * 0.5 ** told[label] for label in some)
 
     def size(k: int) -> tuple[float, int, int]:
-        degrees = rows[k].degrees
-        return rows[k].shape.layers / degrees.pp, degrees.micro_batches, degrees.dp
+        strategy = rows[k].strategy
+        return rows[k].shape.layers / strategy.pp, strategy.micro_batches, strategy.dp
 
     while len(taken) < min(count, len(rows)):
         best = max(gain(own[k]) for k in range(len(rows)) if k not in taken)

@@ -67,7 +67,7 @@ def with_constants(hardware: Hardware, constants: Constants) -> Hardware:
 def predict(row: Row, hardware: Hardware, corrections: Corrections = NONE) -> Estimate:
     """The model's estimate of a row on so many nodes of a kind."""
     pieces = gpt_pieces(
-        row.shape, row.micro_batch, row.degrees.tp, sequence_parallel=row.sequence_parallel
+        row.shape, row.micro_batch, row.strategy.tp, sequence_parallel=row.sequence_parallel
     )
     last = pieces[-1]
 
@@ -76,7 +76,7 @@ def predict(row: Row, hardware: Hardware, corrections: Corrections = NONE) -> Es
             return labels(row, "block")
         return labels(row, "head") if piece is last else ()
 
-    return estimate_step(pieces, row.degrees, hardware, row.habits, corrections, own)
+    return estimate_step(pieces, row.strategy, hardware, row.framework, corrections, own)
 
 
 def errors(rows: Sequence[Row], hardware: Hardware, corrections: Corrections = NONE) -> np.ndarray:

@@ -154,7 +154,7 @@ def cells(row: Row, setting: Setting) -> list[str]:
     if row.found is None:
         return [row.model, row.label, "does not fit", "", "", "", "", "", published]
     laid, found = row.found.laid, row.found
-    layout, degrees = laid.layout, laid.degrees
+    layout, strategy = laid.layout, laid.strategy
     how = [found.how]
     how += [f"{layout.parts} parts" if layout.parts > 1 else "overlapped"] if layout.parts else []
     how += ["sequence parallel"] if layout.sequence_parallel else []
@@ -162,8 +162,8 @@ def cells(row: Row, setting: Setting) -> list[str]:
     return [
         row.model,
         row.label,
-        f"{degrees.tp}·{degrees.pp}·{degrees.dp}",
-        f"{degrees.micro_batches} x {layout.micro_batch}",
+        f"{strategy.tp}·{strategy.pp}·{strategy.dp}",
+        f"{strategy.micro_batches} x {layout.micro_batch}",
         "as above" if row.same else ", ".join(how),
         f"{found.peak_bytes / 1e9:.1f}",
         f"{found.step_s:.2f}",
@@ -311,7 +311,7 @@ def figures(found: Sequence[tuple[Setting, Sequence[Row]]]) -> list[dict[str, An
             "published": row.published,
             "step_s": row.found.step_s if row.found else None,
             "peak_bytes": row.found.peak_bytes if row.found else None,
-            "degrees": dataclasses.asdict(row.found.laid.degrees) if row.found else None,
+            "degrees": dataclasses.asdict(row.found.laid.strategy) if row.found else None,
             "layout": dataclasses.asdict(row.found.laid.layout) if row.found else None,
             "how": row.found.how if row.found else None,
         }

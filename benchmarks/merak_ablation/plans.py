@@ -28,9 +28,10 @@ from merakc.costs.stages import even_stages, piece_cost
 from merakc.errors import ConfigError
 from merakc.ir.costs import StageCost
 from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
 from merakc.passes.overlap.async_collectives import SLOWDOWN
-from merakc.planner.estimate import Degrees, Habits, estimate_step
+from merakc.planner.estimate import Framework, estimate_step
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
 from merakc.schedules.placement import Placement, place
@@ -106,7 +107,7 @@ class Laid:
     """A layout of a model with its pipeline, the blocks of each stage, and what follows it."""
 
     layout: Layout
-    degrees: Degrees
+    strategy: Strategy
     pipeline: Pipeline
     blocks: tuple[int, ...]
     after_s: float
@@ -141,7 +142,7 @@ def lay_out(shape: Shape, setting: Setting, layout: Layout) -> Laid | None:
     if layout.zero and dp == 1:
         return None
     m = setting.batch // (dp * b)
-    degrees = Degrees(dp, tp, pp, m, inner="pp" if layout.ours else "dp")
+    strategy = Strategy(dp, tp, pp, "pp" if layout.ours else "dp", micro_batches=m)
     pieces = pieces_of(shape, b, tp, sequence_parallel=layout.sequence_parallel)
     at = rank_place(setting.hardware, setting.ranks, tp)
     blocks = block_seconds(shape, b, at, layout.parts, sequence_parallel=layout.sequence_parallel)
@@ -158,13 +159,13 @@ def lay_out(shape: Shape, setting: Setting, layout: Layout) -> Laid | None:
     costs = parted_costs(pieces, stages, blocks, at, shards)
     share = 1 if layout.ours or layout.sequence_parallel else tp
     links = [
-        message_seconds(pieces[stage[-1]].handed_bytes / share, degrees.mesh.pp_stride, at.fabric)
+        message_seconds(pieces[stage[-1]].handed_bytes / share, strategy.mesh.pp_stride, at.fabric)
         for stage in stages[:-1]
     ]
     pipeline = make_pipeline(place(layout.placement, pp, layout.chunks), costs, m, links)
     counts = tuple(sum(bool(pieces[k].path) for k in stage) for stage in stages)
     after_s = _after_s(shape, setting, replace(layout, parts=0, placement="plain", chunks=1))
-    return Laid(layout, degrees, pipeline, counts, after_s, setting.capacity_bytes)
+    return Laid(layout, strategy, pipeline, counts, after_s, setting.capacity_bytes)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -172,11 +173,11 @@ def _after_s(shape: Shape, setting: Setting, layout: Layout) -> float:
     """Seconds of reducing gradients, of what is gathered again, and of the optimizer."""
     tp, pp = layout.tp, layout.pp
     dp = setting.ranks // (tp * pp)
-    degrees = Degrees(dp, tp, pp, 1, inner="pp" if layout.ours else "dp")
     pieces = pieces_of(shape, layout.micro_batch, tp, sequence_parallel=layout.sequence_parallel)
     shards = StateShards(1, 1, dp) if layout.zero else StateShards()
-    habits = Habits(shards=shards, overlap=1 / SLOWDOWN if layout.ours else 0.0)
-    estimate = estimate_step(pieces, degrees, setting.hardware, habits)
+    strategy = Strategy(dp, tp, pp, "pp" if layout.ours else "dp", state_shards=(shards,) * pp)
+    framework = Framework(overlap=1 / SLOWDOWN if layout.ours else 0.0)
+    estimate = estimate_step(pieces, strategy, setting.hardware, framework)
     return estimate.state_s + estimate.optimizer_s
 
 

@@ -35,7 +35,7 @@ from merakc.ir.precision import parse_precision
 from merakc.ir.report import Verdict
 from merakc.machines.garbage import leave_garbage
 from merakc.planner.offline import plan_offline
-from merakc.planner.search import Request, with_schedule
+from merakc.planner.request import Request, with_schedule
 from merakc.planner.sources import load_source
 from merakc.report.analysis import make_report
 from merakc.report.charts.plot import plot_timeline

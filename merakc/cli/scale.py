@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from merakc.cli.clusters import machines
 from merakc.cli.console import AsJson, TrustCode, check_outputs, progress_console, told, working
 from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
 from merakc.planner.offline import Recordings
-from merakc.planner.scaling import Point, sweep, write_csv
-from merakc.planner.search import Request
+from merakc.planner.request import Request
+from merakc.planner.scaling import SizedPlan, sweep, write_csv
 from merakc.planner.sources import load_source
 from merakc.report.charts.scaling_plot import plot_scaling
 from merakc.report.tables import Fitted
@@ -61,18 +62,20 @@ def scale(
             precision=None if precision == "none" else parse_precision(precision),
         )  # fmt: skip
         record = Recordings(load_source(source, sequence, trust_remote_code=trust), request, tell)
-        points = sweep(record, request, cluster, counts, per_rank, batch)
+        dtype = request.precision.compute if request.precision else "float32"
+        at = partial(machines, cluster, dtype)
+        points = sweep(record, request, at, counts, per_rank, batch)
         if table is not None:
             write_csv(points, table)
         if picture is not None:
             _draw(picture, points, f"{source} on {cluster}")
     if as_json:
-        Terminal().print_json(json.dumps([asdict(point) for point in points]))
+        Terminal().print_json(json.dumps([point.row for point in points]))
     else:
         Terminal().print(points_table(points))
 
 
-def points_table(points: Sequence[Point]) -> Fitted:
+def points_table(points: Sequence[SizedPlan]) -> Fitted:
     """A row for each number of devices; CSV and JSON hold more."""
     heads = (
         "devices", "dp", "tp", "pp", "shards", "step", "tok/s each", "to first", "MFU",
@@ -80,7 +83,8 @@ def points_table(points: Sequence[Point]) -> Fitted:
     )  # fmt: skip
     rows = [
         (
-            f"{p.ranks:,}", str(p.dp), str(p.tp), str(p.pp), _shards(p), format_seconds(p.step_s),
+            f"{p.ranks:,}", *(str(getattr(p.strategy, axis)) for axis in ("dp", "tp", "pp")),
+            _shards(p), format_seconds(p.step_s),
             f"{p.tokens_per_s_per_rank:,.0f}",
             f"{p.tokens_per_s_per_rank / points[0].tokens_per_s_per_rank:.2f}", f"{p.mfu:.0%}",
             f"{p.power_w:.0f}", f"{p.tokens_per_joule:.2f}",
@@ -90,17 +94,18 @@ def points_table(points: Sequence[Point]) -> Fitted:
     return Fitted(dict.fromkeys(heads, True), rows)
 
 
-def _shards(point: Point) -> str:
+def _shards(point: SizedPlan) -> str:
     """The shards of parameters, gradients and optimizer state; `dp` for one on every dp rank."""
-    own = ("dp" if n == str(point.dp) and point.dp > 1 else n for n in point.shards.split(", "))
-    return ", ".join(own)
+    dp = point.strategy.dp
+    counts = ("dp" if n == str(dp) and dp > 1 else n for n in point.shards.split(", "))
+    return ", ".join(counts)
 
 
-def _draw(path: Path, points: Sequence[Point], title: str) -> None:
+def _draw(path: Path, points: Sequence[SizedPlan], title: str) -> None:
     panels = {
         "tokens a second and device": [p.tokens_per_s_per_rank for p in points],
         "MFU, %": [100 * p.mfu for p in points],
         "tokens a joule": [p.tokens_per_joule for p in points],
     }
-    labels = [f"dp {p.dp} tp {p.tp} pp {p.pp}" for p in points]
+    labels = [f"dp {s.dp} tp {s.tp} pp {s.pp}" for s in (p.strategy for p in points)]
     plot_scaling(path, [p.ranks for p in points], panels, labels, title=title)

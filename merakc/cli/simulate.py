@@ -15,8 +15,9 @@ from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_co
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.machines.cluster import Cluster
+from merakc.planner.request import Request
 from merakc.planner.sources import load_source
-from merakc.planner.what_if import Changes, changed, changed_degrees, simulated
+from merakc.planner.what_if import changed, changed_strategy, simulated
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds
 
@@ -52,9 +53,12 @@ def simulate(
         made = load_plan(file)
         plan = made.decisions
         given = load_source(source, sequence, trust_remote_code=trust)
-        changes = Changes(batch, dp, tp, pp, micro_batches, schedule)
+        changes = Request(
+            0, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule or "auto",
+            total_batch_size=batch,
+        )  # fmt: skip
         first = made_for or machines_of(made)
-        dtype, now = product_dtype(plan, given), changed_degrees(plan, changes).mesh.world_size
+        dtype, now = product_dtype(plan, given), changed_strategy(plan, changes).world_size
         old = machines(first, dtype, plan.mesh.world_size)
         new = machines(cluster or first, dtype, now)
         before = simulated(plan, given, old, tell)

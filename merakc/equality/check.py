@@ -14,7 +14,7 @@ from torch import nn
 
 from merakc.batches.split import call_arguments
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
-from merakc.equality.lower import lost, lower_degrees, replicas
+from merakc.equality.lower import lost, lower_strategy, replicas
 from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
 from merakc.equality.references import yardstick
 from merakc.equality.samples import drawn_batch, drawn_model
@@ -27,8 +27,9 @@ from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
+from merakc.ir.strategy import Strategy
 from merakc.lowering.recording import record_part
-from merakc.planner.carry import Degrees, carry_plan
+from merakc.planner.carry import carry_plan
 from merakc.planner.sources import Source
 from merakc.report.units import format_bytes
 
@@ -110,20 +111,19 @@ def check_plan(
     start_s = time.perf_counter()
     progress(f"recording {source.name}")
     check_source(plan, source)
-    degrees = lower_degrees(plan, ranks)
-    dp_alone = replicas(plan, degrees, ranks)
-    found, lowered = _small_source(plan, source, degrees, progress)
+    strategy = lower_strategy(plan, ranks)
+    dp_alone = replicas(plan, strategy, ranks)
+    found, lowered = _small_source(plan, source, strategy, progress)
     rows: list[Row] = []
     checked: list[Plan] = []
     compared_with, failed = "", ""
-    runs = [degrees] if dp_alone is None else [degrees, dp_alone]
+    runs = [strategy] if dp_alone is None else [strategy, dp_alone]
     for (precision, limit, arithmetic), run in product(_comparisons(plan), runs):
-        own = plan if run is degrees else replace(plan, schedule="1f1b", order=())
         with drawn_model(found, seed) as model:
-            case = _case(own, found, model, run, precision, seed)
+            case = _case(plan, found, model, replace(run, precision=precision), seed)
             checked.append(case.plan)
-            what = f"{arithmetic}, dp={run.mesh.dp} alone" if run is dp_alone else arithmetic
-            progress(f"training on {run.mesh.world_size} local ranks, {what}")
+            what = f"{arithmetic}, dp={run.dp} alone" if run is dp_alone else arithmetic
+            progress(f"training on {run.world_size} local ranks, {what}")
             differences, compared_with, failed = _compare(case, train, limit, timeout_s, progress)
         rows += [
             Row(LABELS[kind], what, worst.error, worst.name, limit)
@@ -223,7 +223,7 @@ def _comparisons(plan: Plan) -> Iterator[tuple[Precision | None, float, str]]:
 
 
 def _small_source(
-    plan: Plan, source: Source, degrees: Degrees, progress: Callable[[str], None]
+    plan: Plan, source: Source, strategy: Strategy, progress: Callable[[str], None]
 ) -> tuple[Source, dict[str, tuple[int, int]]]:
     """The smallest model of the structure that takes the plan's decisions, and what was lowered."""
     if source.config is None:
@@ -236,15 +236,16 @@ def _small_source(
                 "of fewer or narrower layers, and plan for that"
             )
         return source, {}
-    found = shrink(source, degrees.stages, progress)
+    found = shrink(source, strategy.stage_count, progress)
     refusal: MerakError | None = None
+    lifted = replace(strategy, precision=None)
     for small in reversed(found):
         if 8 * small.numbers > MOST_BYTES:
             break
         try:
             with drawn_model(small.source, 0) as model:
-                record = _recorder(small.source, model, plan, degrees, None, lift=True)
-                carry_plan(plan, degrees, record, None)
+                record = _recorder(small.source, model, plan, lifted, lift=True)
+                carry_plan(plan, lifted, record)
         except MerakError as error:
             refusal = refusal or error
             progress(f"trying a larger model: {error}")
@@ -259,46 +260,33 @@ def _small_source(
     )
 
 
-def _case(
-    plan: Plan,
-    source: Source,
-    model: nn.Module,
-    degrees: Degrees,
-    precision: Precision | None,
-    seed: int,
-) -> Case:
+def _case(plan: Plan, source: Source, model: nn.Module, strategy: Strategy, seed: int) -> Case:
     """The training of a drawn model; from the second step on, texts that can be padded are."""
-    lift = precision in (None, DOUBLE)
-    record = _recorder(source, model, plan, degrees, precision, lift=lift)
-    lowered = carry_plan(plan, degrees, record, precision)
-    parts = degrees.micro_batches * degrees.mesh.dp
+    lift = strategy.precision in (None, DOUBLE)
+    record = _recorder(source, model, plan, strategy, lift=lift)
+    lowered = carry_plan(plan, strategy, record)
+    parts = strategy.micro_batches * strategy.dp
     batches = tuple(
-        drawn_batch(source, parts * degrees.samples, seed + 1 + k, parts=parts, padded=k > 0)
+        drawn_batch(source, parts * strategy.samples, seed + 1 + k, parts=parts, padded=k > 0)
         for k in range(STEPS)
     )
     return Case(model, lowered.plan, batches, lift)
 
 
 def _recorder(
-    source: Source,
-    model: nn.Module,
-    plan: Plan,
-    degrees: Degrees,
-    precision: Precision | None,
-    *,
-    lift: bool,
+    source: Source, model: nn.Module, plan: Plan, strategy: Strategy, *, lift: bool
 ) -> Callable[[int], Recording]:
     """Records a dp rank's batch, in any number of micro-batches, as its ranks will."""
-    batch = drawn_batch(source, degrees.micro_batches * degrees.samples, 0)
-    sizes = (degrees.micro_batches * degrees.samples,) * degrees.mesh.dp
+    batch, sizes = drawn_batch(source, strategy.batch_size, 0), (strategy.batch_size,) * strategy.dp
 
     @cache
     def recorded(parts: int) -> Recording:
         args, kwargs = call_arguments(batch)
         with comparable(lift=lift):
             found = record_part(
-                model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"), precision,
-                couplings=plan.couplings, dims=plan.batch_dims, divided=degrees.mesh.tp > 1,
+                model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"),
+                strategy.precision, couplings=plan.couplings, dims=plan.batch_dims,
+                divided=strategy.tp > 1,
             )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")

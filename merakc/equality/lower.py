@@ -7,7 +7,8 @@ from dataclasses import replace
 from merakc.errors import ConfigError
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
-from merakc.planner.carry import Degrees, shard_counts
+from merakc.ir.strategy import Strategy
+from merakc.planner.carry import shards_like
 
 # The least that splits at all.
 DEGREE = 2
@@ -16,12 +17,12 @@ MICRO_BATCHES = 2
 SAMPLES = 2
 
 
-def lower_degrees(plan: Plan, ranks: int) -> Degrees:
-    """The degrees to check a plan with on at most so many ranks: its own where they suffice.
+def lower_strategy(plan: Plan, ranks: int) -> Strategy:
+    """The strategy to check a plan with on at most so many ranks: its own where they suffice.
 
-    Otherwise each is lowered to 2, but for dp, which has as many as the plan has levels of shards,
-    and for pp where the plan holds an order of work, which is for so many ranks. Raises
-    `ConfigError` where there are fewer.
+    Otherwise each degree is lowered to 2, but for dp, which has as many ranks as the plan has
+    levels of shards, and for pp where the plan holds an order of work, which is for so many ranks.
+    Raises `ConfigError` where there are fewer.
     """
     if ranks < (plan.pp if plan.order else 1):
         raise ConfigError(
@@ -29,50 +30,54 @@ def lower_degrees(plan: Plan, ranks: int) -> Degrees:
             f"give --ranks {plan.pp} or more"
         )
     levels, mesh = _levels(plan), plan.mesh
+    shards = {n: n for n in levels}
     if mesh.world_size > ranks:
         pp = plan.pp if plan.order else min(plan.pp, DEGREE)
         mesh = Mesh(max(levels.values()), min(plan.tp, DEGREE), pp)
         while mesh.world_size > ranks:
             mesh = _fewer(mesh)
-        shards = {n: min(own, mesh.dp) for n, own in levels.items()}
-    else:
-        shards = {n: n for n in levels}
-    micro_batches = plan.micro_batches
+        shards = {n: min(level, mesh.dp) for n, level in levels.items()}
+    micro_batches, chunks = plan.micro_batches, plan.chunks
     if not plan.order:
         enough = MICRO_BATCHES * mesh.pp
         micro_batches = enough if mesh.pp < plan.pp else min(plan.micro_batches, enough)
-    chunks = len(plan.rank_of) // plan.pp
-    if not plan.order:
         chunks = min(chunks, DEGREE)
     samples = max(SAMPLES, *plan.sub_batches) if plan.sub_batches else SAMPLES
-    return Degrees(mesh, micro_batches, samples, chunks, shards)
+    lowered = plan.strategy.on(
+        mesh, micro_batches=micro_batches, batch_size=micro_batches * samples, chunks=chunks,
+        sequence_parallel=plan.sequence_parallel and mesh.tp > 1,
+    )  # fmt: skip
+    return shards_like(plan, lowered, shards)
 
 
-def replicas(plan: Plan, degrees: Degrees, ranks: int) -> Degrees | None:
-    """Two dp ranks alone, where a plan has several and these degrees have no place for them."""
-    if plan.dp == 1 or degrees.mesh.dp > 1 or ranks < DEGREE:
+def replicas(plan: Plan, strategy: Strategy, ranks: int) -> Strategy | None:
+    """Two dp ranks alone, where a plan has several and this strategy has no place for them."""
+    if plan.dp == 1 or strategy.dp > 1 or ranks < DEGREE:
         return None
-    shards = {n: min(own, DEGREE) for n, own in _levels(plan).items()}
-    few = min(degrees.micro_batches, MICRO_BATCHES)
-    return Degrees(Mesh(dp=DEGREE), few, degrees.samples, 1, shards)
+    few = min(strategy.micro_batches, MICRO_BATCHES)
+    alone = strategy.on(
+        Mesh(dp=DEGREE), micro_batches=few, batch_size=few * strategy.samples, chunks=1,
+        schedule="1f1b", order=(), sequence_parallel=False,
+    )  # fmt: skip
+    return shards_like(plan, alone, {n: min(level, DEGREE) for n, level in _levels(plan).items()})
 
 
-def lost(plan: Plan, *runs: Degrees) -> tuple[str, ...]:
+def lost(plan: Plan, *runs: Strategy) -> tuple[str, ...]:
     """What of a plan these runs leave out, because there are too few ranks for it."""
-    found = [
+    missing = [
         f"{axis}={getattr(plan, axis)}"
         for axis in ("dp", "tp", "pp")
-        if getattr(plan, axis) > 1 and all(getattr(d.mesh, axis) == 1 for d in runs)
+        if getattr(plan, axis) > 1 and all(getattr(run, axis) == 1 for run in runs)
     ]
-    widest = max(runs, key=lambda d: d.mesh.dp)
-    if widest.mesh.dp > 1 and len(set(widest.shards.values())) < len(widest.shards):
-        found.append(f"shards of the state at more than {widest.mesh.dp} ranks")
-    return tuple(found)
+    widest, levels = max(run.dp for run in runs), _levels(plan)
+    if widest > 1 and len({min(level, widest) for level in levels.values()}) < len(levels):
+        missing.append(f"shards of the state at more than {widest} ranks")
+    return tuple(missing)
 
 
 def _levels(plan: Plan) -> dict[int, int]:
     """The numbers of shards that the plan has, each with its power of two."""
-    levels = sorted({1, plan.dp, *(n for s in plan.state_shards for n in shard_counts(s))})
+    levels = sorted({1, plan.dp, *(n for s in plan.state_shards for n in s.counts)})
     return {n: 1 << k for k, n in enumerate(levels)}
 
 

@@ -21,6 +21,7 @@ from merakc.ir.batches import PER_MICRO_BATCH, BatchLayout, Rows
 from merakc.ir.graph import OutputKind
 from merakc.ir.plan import Plan
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import NOMINAL_CPU
@@ -105,7 +106,11 @@ def _some(lines: tuple[str, ...]) -> str:
 def _alone(case: Case, parts: int, why: str) -> Yardstick:
     """A plan of one rank, for so many micro-batches."""
     samples = case.plan.batch_size * case.plan.dp
-    made = make_plan(_recorded(case, parts), Mesh(), parts, NOMINAL_CPU, batch_size=samples)
+    made = make_plan(
+        _recorded(case, parts),
+        Strategy().on(Mesh(), micro_batches=parts, batch_size=samples),
+        NOMINAL_CPU,
+    )
     plan = replace(made.plan, precision=case.plan.precision)
     how = f"in {parts} micro-batches" if parts > 1 else "on the whole batch"
     compared = parts == 1 or case.plan.dp == 1  # its dp ranks write buffers by themselves

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from merakc.ir.strategy import Strategy
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A plan that lost: its degrees, what it should cost, and what `loses` it the comparison.
+    """A strategy that lost: what it should cost, and what `loses` it the comparison."""
 
-    `shards` are those of parameters, gradients and optimizer state, in words; `chunks` are the
-    stages of a rank.
-    """
-
-    dp: int
-    tp: int
-    pp: int
-    micro_batches: int
-    schedule: str
-    recompute: str
-    shards: str
+    strategy: Strategy
     step_s: float
     peak_bytes: int
     loses: str
-    sequence_parallel: bool = False
-    chunks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

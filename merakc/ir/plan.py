@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from merakc.ir.batches import WHOLE_BATCH, Couplings, Rows
-from merakc.ir.precision import Precision
-from merakc.ir.program import Inner, Mesh
-from merakc.ir.state import UNSHARDED, StateShards
+from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Cluster
 
 
@@ -32,23 +31,6 @@ class StageRun:
     last_node: str
     first_module: str
     last_module: str
-
-
-@dataclass(frozen=True, slots=True)
-class CutReport:
-    """How the stages were found: what METIS proposed, what refinement made of it, the bound.
-
-    Loads are the largest stage's share of the work times the number of stages: 1.0 is even. Where
-    the stages' devices differ it is the largest share of the work over the share of the speed.
-    """
-
-    winner: str
-    load: float
-    bound_load: float
-    cut_bytes: int
-    metis_load: float
-    metis_cut_bytes: int
-    metis_moves: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,81 +60,50 @@ class CoupledLoss:
     waist_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A way to train one model on one number of ranks: decisions alone.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(Strategy):
+    """A strategy, and what follows from it for one model: decisions alone.
 
     `splits` holds the layout (`merakc.ir.layout`) of each parameter and buffer that is split over
-    tp; `parameters` the stages that hold each parameter. `collectives` counts the tp collectives
-    of one micro-batch, forward and backward. `whole_ops` names the ops, with their source lines,
-    that each tp rank computes whole because there is no rule to split them, `head` tells of a loss
-    that couples samples: with those of the whole batch, or by `couplings` of their micro-batch.
-    `conventions` names what is of each micro-batch by convention, with its lines. `batch_dims` says
-    where the samples of the batch's tensors stand, by name or pattern, where sizes do not. With
-    `sequence_parallel`, what tp leaves whole runs on parts of sequences. `state_shards` are those
-    of parameters, gradients and optimizer state over dp, stage by stage; empty, none is sharded.
-    Without a `precision` the model computes in its own dtypes.
+    tp; `parameters` the stages that hold each parameter. `whole_ops` names the ops, with their
+    source lines, that each tp rank computes whole because there is no rule to split them, `head`
+    tells of a loss that couples samples: with those of the whole batch, or by `couplings` of their
+    micro-batch. `conventions` names what is of each micro-batch by convention, with its lines.
+    `batch_dims` says where the samples of the batch's tensors stand, by name or pattern, where
+    sizes do not.
 
-    `placement` holds the pipeline rank of each stage; without it, each rank has one. `order` holds
-    the order of work of each pipeline rank, where the name of the schedule does not say it. `inner`
-    is the axis of ranks that are closer, after those of tp. `keep_bytes` is what a micro-batch may
-    keep on each stage from its forward to its backward where `recompute` is "solved"; at -1 it
-    keeps all. `sub_batches` is the number of parts in which each stage runs a micro-batch, one's
-    communication under the others' arithmetic; without it, collectives block. `row_chunks` holds
-    the numbers of chunks of rows, by the names of their weights, in which products beside
-    collectives are computed where a micro-batch runs whole; `fused_products` names the weights
-    whose products are one op with the collective beside them instead. `overlap_gains` is the share
-    of its seconds that each is expected to save so, on `machines`, whose figures decide the order
-    of its nodes.
+    `placement` holds the pipeline rank of each stage; without it, each rank has one. `keep_bytes`
+    is what a micro-batch may keep on each stage from its forward to its backward where `recompute`
+    is "solved"; at -1 it keeps all. `sub_batches` is the number of parts in which each stage runs a
+    micro-batch, one's communication under the others' arithmetic; without it, collectives block.
+    `row_chunks` holds the numbers of chunks of rows, by the names of their weights, in which
+    products beside collectives are computed where a micro-batch runs whole; `fused_products` names
+    the weights whose products are one op with the collective beside them instead. The figures of
+    `machines` decide the order of the nodes of such stages.
     """
 
     model: str
-    dp: int
-    tp: int
-    pp: int
-    batch_size: int
-    micro_batches: int
-    schedule: str
-    recompute: str
     graph: GraphId
     stages: tuple[StageRun, ...]
     parameters: dict[str, tuple[int, ...]]
     splits: dict[str, str]
-    collectives: dict[str, int]
-    cut: CutReport
     whole_ops: tuple[str, ...] = ()
     opaque_modules: tuple[OpaqueModule, ...] = ()
     head: CoupledLoss | None = None
     couplings: Couplings = WHOLE_BATCH
     conventions: tuple[str, ...] = ()
     batch_dims: dict[str, Rows | None] = dataclasses.field(default_factory=dict)
-    sequence_parallel: bool = False
-    state_shards: tuple[StateShards, ...] = ()
-    precision: Precision | None = None
     placement: tuple[int, ...] = ()
-    order: tuple[str, ...] = ()
     keep_bytes: tuple[int, ...] = ()
-    inner: Inner = "pp"
     sub_batches: tuple[int, ...] = ()
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     fused_products: tuple[str, ...] = ()
-    overlap_gains: tuple[float, ...] = ()
     machines: Cluster | None = None
-    merakc_version: str = ""
-
-    @property
-    def mesh(self) -> Mesh:
-        """The grid of ranks."""
-        return Mesh(self.dp, self.tp, self.pp, self.inner)
 
     @property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
         return self.placement or tuple(range(self.pp))
-
-    def shards(self, stage: int) -> StateShards:
-        """How the state of a stage is sharded over dp."""
-        return self.state_shards[stage] if self.state_shards else UNSHARDED
 
     def tied_shards(self, stage: int) -> dict[str, StateShards]:
         """How the parameters are sharded that a stage shares with one before it: as there."""

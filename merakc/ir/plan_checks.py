@@ -97,7 +97,9 @@ def _beside(file: Values) -> Iterator[str]:
                     f"prediction.{name} has {len(prediction[name])} entries; it must have one for "
                     f"each of {plan['pp']} pipeline ranks"
                 )
-        yield from _not_finite("prediction", prediction)
+        yield from _gains(plan, prediction["overlap_gains"])
+        figures = {name: value for name, value in prediction.items() if name != "overlap_gains"}
+        yield from _not_finite("prediction", figures)
     if measured:
         stages, entries = len(plan["placement"]) or plan["pp"], len(measured["seconds"])
         if entries != stages:
@@ -105,6 +107,16 @@ def _beside(file: Values) -> Iterator[str]:
         yield from _measured(measured)
     if file["report"]:
         yield from _report(file["report"])
+
+
+def _gains(plan: Values, gains: Sequence[float]) -> Iterator[str]:
+    """Shares that stages save; of one that costs more so, below zero."""
+    stages = len(plan["placement"]) or plan["pp"]
+    if len(gains) not in (0, stages):
+        yield f"prediction.overlap_gains has {len(gains)} entries for {stages} stages"
+    for stage, gain in enumerate(gains):
+        if not (math.isfinite(gain) and gain < 1):
+            yield f"prediction.overlap_gains.{stage} is {gain}; it must be finite, and less than 1"
 
 
 def _stage_problems(plan: Values) -> Iterator[str]:
@@ -116,6 +128,8 @@ def _stage_problems(plan: Values) -> Iterator[str]:
     stages = len(placement) or pp
     if {run["stage"] for run in plan["stages"]} != set(range(stages)):
         yield f"stages are not the {stages} that there are, from 0, each with nodes"
+    if plan["chunks"] != max(stages // pp, 1):
+        yield f"chunks is {plan['chunks']}; it must be {max(stages // pp, 1)}: {stages} stages"
     if plan["order"] and len(plan["order"]) != pp:
         yield f"order has {len(plan['order'])} entries; it must have one for each of {pp} ranks"
     for name, rows in plan["batch_dims"].items():
@@ -131,7 +145,7 @@ def _stage_problems(plan: Values) -> Iterator[str]:
 
 def _lengths(plan: Values, stages: int) -> Iterator[str]:
     """Tuples with an entry a stage, or none."""
-    for name in ("state_shards", "keep_bytes", "sub_batches", "overlap_gains"):
+    for name in ("state_shards", "keep_bytes", "sub_batches"):
         if plan[name] and len(plan[name]) != stages:
             yield (
                 f"{name} has {len(plan[name])} entries; it must have none, or one for each of "
@@ -187,11 +201,6 @@ def _layouts(plan: Values) -> Iterator[str]:
 
 def _figures(plan: Values) -> Iterator[str]:
     """Numbers that must be finite, and not below zero."""
-    for name in ("collectives", "cut"):
-        yield from _not_finite(name, plan[name])
-    for stage, gain in enumerate(plan["overlap_gains"]):
-        if not (math.isfinite(gain) and gain < 1):
-            yield f"overlap_gains.{stage} is {gain}; it must be finite, and less than 1"
     for k, module in enumerate(plan["opaque_modules"]):
         if not 0 <= module["flops_share"] <= 1:
             share = module["flops_share"]
@@ -237,6 +246,8 @@ def _report(report: Values) -> Iterator[str]:
     for name, number in numbers(report, "report"):
         if not math.isfinite(number):
             yield f"{name} is {number}; it must be finite"
+    for name in ("collectives", "cut"):
+        yield from _not_finite(f"report.{name}", report[name] or {})
     verdict = report["verdict"]
     for name in ("ranks", "peak_flops_per_s", "memory_bytes"):
         if not verdict[name] > 0:

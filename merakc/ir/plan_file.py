@@ -18,8 +18,9 @@ from merakc.ir.plan_checks import check_values, first_unlike
 from merakc.ir.report import Report
 from merakc.machines.cluster import Sharing
 from merakc.machines.cluster_files import check_hardware
+from merakc.version import __version__
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 
 
@@ -27,13 +28,15 @@ REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 class Prediction:
     """What the simulator expects of one step; `peak_bytes` and `exposed_s` per pipeline rank.
 
-    The latter are the seconds that a rank waits for collectives over dp.
+    The latter are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
+    share of its seconds that each stage saves by tp communication under computation.
     """
 
     step_s: float
     bubble_share: float
     peak_bytes: tuple[int, ...]
     exposed_s: tuple[float, ...] = ()
+    overlap_gains: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +63,14 @@ class PlanFile:
     """What stands in the file of a plan, of which the hash covers the decisions.
 
     `report` is what `merakc show` tells beside them. What is `measured` is not measured again where
-    the plan is run on machines like those.
+    the plan is run on machines like those. `merakc_version` is that which made the file.
     """
 
     decisions: Plan
     prediction: Prediction | None = None
     measured: Measured | None = None
     report: Report | None = None
+    merakc_version: str = __version__
 
     @property
     def hash(self) -> str:

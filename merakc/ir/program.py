@@ -60,8 +60,8 @@ class ActionKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
-    """The ranks as a grid. tp varies fastest, then the `inner` of the two other axes."""
+class Degrees:
+    """How many ranks each axis has, and which axis lies inside: the one place that lists them."""
 
     dp: int = 1
     tp: int = 1
@@ -72,6 +72,11 @@ class Mesh:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh(Degrees):
+    """The ranks as a grid. tp varies fastest, then the `inner` of the two other axes."""
 
     def rank(self, dp: int, pp: int, tp: int) -> int:
         """The global rank at these coordinates."""

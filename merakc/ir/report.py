@@ -6,10 +6,27 @@ has a number, it is its place in the pipeline: dp and tp ranks of the same place
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from merakc.ir.alternatives import Alternatives
+
+
+@dataclass(frozen=True, slots=True)
+class CutReport:
+    """How the stages were found: what METIS proposed, what refinement made of it, the bound.
+
+    Loads are the largest stage's share of the work times the number of stages: 1.0 is even. Where
+    the stages' devices differ it is the largest share of the work over the share of the speed.
+    """
+
+    winner: str
+    load: float
+    bound_load: float
+    cut_bytes: int
+    metis_load: float
+    metis_cut_bytes: int
+    metis_moves: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +239,8 @@ class Report:
     """What `merakc show` tells beside the decisions.
 
     `nodes` are those that take longest, of `node_count` kinds. `machines` is what the cluster was
-    asked for by: a preset, or a path.
+    asked for by: a preset, or a path. `collectives` counts the tp collectives of one micro-batch,
+    forward and backward; `cut` says how the stages were found.
     """
 
     cluster: str
@@ -239,6 +257,8 @@ class Report:
     alternatives: Alternatives | None = None
     machines: str = ""
     head: HeadTimes | None = None
+    collectives: dict[str, int] = field(default_factory=dict)
+    cut: CutReport | None = None
 
     @property
     def limits_bytes(self) -> tuple[int, ...]:

@@ -42,6 +42,11 @@ class StateShards:
     def __str__(self) -> str:
         return f"{self.parameters}, {self.gradients}, {self.optimizer}"
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """The three numbers."""
+        return self.parameters, self.gradients, self.optimizer
+
     def check(self, dp: int) -> None:
         """Raises `ConfigError` where the shards do not divide over `dp` ranks."""
         if dp % self.optimizer:

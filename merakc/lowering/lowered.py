@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,8 +19,10 @@ from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import Prediction
-from merakc.ir.program import Mesh, Program, StageGraphs
+from merakc.ir.program import Program, StageGraphs
+from merakc.ir.report import CutReport
 from merakc.ir.schedule import Schedule
+from merakc.ir.strategy import DECISIONS, Strategy
 from merakc.kernels.opaque import OPAQUE, find
 from merakc.machines.cluster import Cluster
 from merakc.passes import pipeline
@@ -44,14 +46,15 @@ from merakc.schedules.planned import planned_schedule
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.text import parse_schedule
 from merakc.simulation.collective_faults import verify_uses
-from merakc.version import __version__
 
 
 @dataclass(frozen=True)
 class Lowered:
     """A plan applied to a recording: what every rank agrees on, before any rank's own graphs.
 
-    `prediction` is of a step, where one was simulated.
+    `prediction` is of a step, where one was simulated. `cut` says how its stages were found.
+    `gains` are the shares of their blocking seconds that stages save by what runs under
+    computation, where they have been worked out.
     """
 
     plan: Plan
@@ -61,6 +64,8 @@ class Lowered:
     compiled: bool = False  # whether runs of its graphs' calls become kernels
     onednn: bool = False  # whether larger products of float32 are oneDNN's
     prediction: Prediction | None = None
+    cut: CutReport | None = None
+    gains: tuple[float, ...] | None = None
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -167,66 +172,51 @@ def training_graph(graph: Graph) -> Graph:
     return with_outputs(graph, tuple(o for o in graph.outputs if o.kind in TRAINING))
 
 
-def make_plan(
-    recording: Recording,
-    mesh: Mesh,
-    micro_batches: int,
-    cluster: Cluster,
-    *,
-    batch_size: int = 0,
-    schedule: str = "1f1b",
-    order: tuple[str, ...] = (),
-    virtual_stages: int | None = None,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-) -> Lowered:
-    """Decides the tensor split and the stages of a recorded forward for one mesh of ranks.
+def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Lowered:
+    """Decides the tensor split and the stages of a recorded forward, for one strategy.
 
-    Of as many stages as `schedule` has with `virtual_stages` a rank, or `order`, a text. Raises
-    `CutError` where the graph does not give them, `ShardError` where `mesh.tp` ranks do not divide
-    it.
+    Of as many stages as the strategy's schedule has with its `chunks` a rank, if these are several,
+    or its `order`. Raises `CutError` where the graph does not give them, `ShardError` where
+    `strategy.tp` ranks do not divide it.
     """
-    loss = headed(recording, mesh.dp * micro_batches, TRAINING, mesh.tp)
+    mesh, tp = strategy.mesh, strategy.tp
+    parts = strategy.dp * strategy.micro_batches
+    loss = headed(recording, parts, TRAINING, tp)
     sharding = shard(
-        loss.graph, mesh.tp, cluster=cluster.joining(mesh.tp), sequence_parallel=sequence_parallel
+        loss.graph, tp, cluster=cluster.joining(tp), sequence_parallel=strategy.sequence_parallel
     )
-    placement = _placement(mesh, schedule, order, virtual_stages)
+    placement = _placement(strategy)
     devices = stage_devices(cluster, mesh, placement)
     of, report = assign_stages(loss.graph, sharding, len(placement), cluster, devices)
     stages = cut_stages(loss.graph, of, len(placement), sharding)
     splits = sharding.splits(loss.graph)
-    splits |= _splits_of_results(recording.graph, splits, mesh.tp, gathered=gathers(loss.graph))
+    splits |= _splits_of_results(recording.graph, splits, tp, gathered=gathers(loss.graph))
+    decided = replace(
+        strategy,
+        chunks=max(len(placement) // mesh.pp, 1),
+        sequence_parallel=bool(sharding.sequences),
+    )
     plan = Plan(
+        **{name: getattr(decided, name) for name in DECISIONS},
         model=recording.model_name,
-        **asdict(mesh),
-        batch_size=batch_size,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        recompute=recompute,
         graph=fingerprint(recording.graph),
         stages=stage_runs(loss.graph, of),
         parameters=holders(stages.graphs),
         splits={name: str(layout) for name, layout in splits.items()},
-        collectives=_collectives(stages),
-        cut=report,
         whole_ops=tuple(o for o in sharding.whole_ops(loss.graph) if not o.startswith(OPAQUE)),
-        opaque_modules=_opaque_modules(loss, mesh.dp * micro_batches),
+        opaque_modules=_opaque_modules(loss, parts),
         **_of_batches(recording, loss, stages),
-        sequence_parallel=bool(sharding.sequences),
         placement=placement if placement != tuple(range(mesh.pp)) else (),
-        order=order,
-        merakc_version=__version__,
     )
-    return Lowered(plan, loss, stages)
+    return Lowered(plan, loss, stages, cut=report)
 
 
-def _placement(
-    mesh: Mesh, schedule: str, order: tuple[str, ...], virtual_stages: int | None
-) -> tuple[int, ...]:
+def _placement(strategy: Strategy) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
-    if order:
-        return parse_schedule("\n".join(order), schedule).rank_of
-    return stage_ranks(schedule, mesh.pp, virtual_stages)
+    if strategy.order:
+        return parse_schedule("\n".join(strategy.order), strategy.schedule).rank_of
+    several = strategy.chunks if strategy.chunks > 1 else None
+    return stage_ranks(strategy.schedule, strategy.pp, several)
 
 
 def apply_plan(plan: Plan, recording: Recording) -> Lowered:
@@ -351,21 +341,3 @@ def _opaque_modules(loss: BatchSplit, parts: int) -> tuple[OpaqueModule, ...]:
         OpaqueModule(name, seen[name].source, seen[name].reason, flops[name] / total)
         for name in dict.fromkeys(call.module for call, _ in calls)
     )
-
-
-def _collectives(stages: Stages) -> dict[str, int]:
-    """Tp collectives of one micro-batch: the forward's, and their conjugates in the backward."""
-    if stages.sharding.tp == 1:
-        return {}
-    ops = Counter(node.op for graph in stages.local for node in graph.nodes)
-    scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
-    found = {
-        "forward all-reduce": ops["merakc.all_reduce.default"],
-        "backward all-reduce": ops["merakc.copy_to.default"],
-        "forward reduce-scatter": scatters,
-        "forward all-gather": gathers + ops["merakc.all_gather.default"],
-        "backward reduce-scatter": gathers,
-        "backward all-gather": scatters + ops["merakc.scatter.default"],
-        "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
-    }
-    return {name: number for name, number in found.items() if number or "all-reduce" in name}

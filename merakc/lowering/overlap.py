@@ -108,20 +108,34 @@ def choose_overlap(
         sub_batches=tuple(form.count for form in forms),
         row_chunks=dict(sorted(chunks.items())),
         fused_products=tuple(sorted({weight for form in forms for weight in form.fused})),
-        overlap_gains=tuple(gains),
-        machines=_recorded(cluster, plan.tp),
+        machines=recorded_machines(cluster, plan.tp),
     )
-    return with_parts(replace(lowered, plan=chosen), record)
+    return with_parts(replace(lowered, plan=chosen, gains=tuple(gains)), record)
+
+
+def overlap_gains(lowered: Lowered) -> tuple[float, ...]:
+    """The share of its blocking seconds that each stage saves by what runs under computation, on
+    the machines that the plan records; none where collectives block.
+    """
+    plan = lowered.plan
+    if lowered.gains is not None or plan.machines is None or not plan.sub_batches or plan.tp == 1:
+        return lowered.gains or ()
+    place = place_on(plan.machines, plan.tp)
+    return tuple(
+        1 - stage_seconds(lowered.local(stage, 0), place)[0] / stage_seconds(whole, place)[1]
+        for stage, whole in enumerate(lowered.stages.local)
+    )
 
 
 def overlap_place(cluster: Cluster, tp: int) -> Place:
     """Where communication is put under computation: on the machines that the plan records, by
     which every rank comes to the same orders.
     """
-    return place_on(_recorded(cluster, tp), tp)
+    return place_on(recorded_machines(cluster, tp), tp)
 
 
-def _recorded(cluster: Cluster, tp: int) -> Cluster:
+def recorded_machines(cluster: Cluster, tp: int) -> Cluster:
+    """What of a cluster decides the order of nodes."""
     return replace(cluster.joining(tp), memory_bytes=0, hardware=None)
 
 

@@ -17,6 +17,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import CollectiveKind
 from merakc.lowering.lowered import Lowered
+from merakc.lowering.overlap import overlap_gains
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import Touches, rank_buckets
 from merakc.simulation.simulate import Simulation, simulate
@@ -72,6 +73,7 @@ def predict(
         simulation.bubble_share,
         tuple(simulation.peak_bytes[k] for k in own),
         tuple(simulation.exposed_s[k] for k in own),
+        lowered.gains or (),
     )
     return prediction, simulation
 
@@ -102,7 +104,7 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
         )
         for s, g in enumerate(lowered.stages.local)
     )
-    gains = plan.overlap_gains or (0.0,) * len(costs)
+    gains = overlap_gains(lowered) or (0.0,) * len(costs)
     found = [faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True)]
     head, at = lowered.loss.head, lowered.head_stage
     if head is not None and at is not None:

@@ -1,15 +1,15 @@
-"""The layouts of a job, priced from pieces: thousands of them, the best first.
+"""The strategies of a job, priced from pieces: thousands of them, the best first.
 
-Analytic bounds say which layouts are looked at, and when to stop; these are run by
+Analytic bounds say which are looked at, and when to stop; these are run by
 `merakc.planner.estimate`, with the orders of work that the runtime has: first 1F1B, then the other
-orders of those layouts that a better order could make the best.
+orders of those that a better order could make the best.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -19,21 +19,20 @@ from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
+from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
-from merakc.planner.bounds import Bounds, Layout
+from merakc.planner.bounds import Bounds
 from merakc.planner.estimate import (
-    Degrees,
     Estimate,
-    Habits,
+    Framework,
     Job,
-    Recompute,
     estimate_job,
     least_seconds,
     make_job,
     state_seconds,
 )
-from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request
+from merakc.planner.piece_table import Form, PieceTable
+from merakc.planner.request import Request
 from merakc.report.units import format_bytes
 from merakc.schedules.registry import KNOWN
 
@@ -43,25 +42,24 @@ MOST_RECORDED = 16
 CHUNKS = (2, 4)
 IDLE = "idle pipeline ranks"
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
-# Layouts of which the bound is more than that above the best are not looked at: planned in full
+# Strategies of which the bound is more than that above the best are not looked at: planned in full
 # they may be so much faster than by pieces.
 CLOSE = 1.05
 FAR = 1.15  # Estimates by pieces are off by up to 14 % where stages are few.
 # Ways to shard the state that are tried where something must be recomputed, the fastest first.
 TRIED_WAYS = 3
-RECOMPUTES: dict[str, tuple[Recompute, ...]] = {
+RECOMPUTES: dict[str, tuple[str, ...]] = {
     "none": ("none",), "full": ("full",), "solved": ("solved",), "selective": ("solved",),
 }  # fmt: skip
-# Layouts that are looked at behind the one that no other can beat: the runners-up.
+# Those that are looked at behind the one that no other can beat: the runners-up.
 RUNNERS_UP = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout with all that follows from it: how its state is sharded, what is recomputed."""
+    """A strategy, with its state sharded and recomputed as suits it best, and what it costs."""
 
-    layout: Layout
-    habits: Habits
+    strategy: Strategy
     estimate: Estimate
     seconds: dict[str, float]  # of the step, by what they go into
     flops: int  # of a micro-batch on one tp rank, forward and backward
@@ -74,12 +72,12 @@ class Candidate:
     @property
     def sample_s(self) -> float:
         """Seconds of a step for each sample of the whole batch."""
-        return self.estimate.step_s / self.layout.batch_size
+        return self.estimate.step_s / self.strategy.total_batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """That a layout does not fit: what its rank of least spare memory needs at the least, or what
+    """That a strategy does not fit: what its rank of least spare memory needs at the least, or what
     its state alone takes.
     """
 
@@ -97,33 +95,33 @@ class Candidates:
     and why.
     """
 
-    found: list[Candidate] = field(default_factory=list)
+    ranked: list[Candidate] = field(default_factory=list)
     refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
     looked_at: int = 0
     table: PieceTable | None = None
-    _short: list[tuple[int, Layout]] = field(default_factory=list)
+    _short: list[tuple[int, Strategy]] = field(default_factory=list)
 
     @property
     def best_s(self) -> float:
         """Seconds a sample of the fastest step, once as many were found as are to be shown."""
-        return self.found[0].sample_s if len(self.found) > RUNNERS_UP else math.inf
+        return self.ranked[0].sample_s if len(self.ranked) > RUNNERS_UP else math.inf
 
     @property
-    def nearest(self) -> list[Layout]:
-        """The layouts that were looked at and do not fit, what needs least memory first."""
-        return [layout for _, layout in sorted(self._short, key=lambda one: one[0])]
+    def nearest(self) -> list[Strategy]:
+        """Those that were looked at and do not fit, what needs least memory first."""
+        return [strategy for _, strategy in sorted(self._short, key=lambda one: one[0])]
 
-    def add(self, layout: Layout, found: Candidate | Shortage | None) -> None:
-        """A layout that was looked at, and what was found; None where it is slower than others."""
+    def add(self, strategy: Strategy, priced: Candidate | Shortage | None) -> None:
+        """What was looked at, and what it costs; None where it is slower than others."""
         self.looked_at += 1
-        d = layout.degrees
-        if isinstance(found, Shortage):
-            self.refused.setdefault((d.dp, d.tp, d.pp), str(found))
-            self._short.append((found.need_bytes, layout))
-        elif found is not None:
-            self.refused.pop((d.dp, d.tp, d.pp), None)
-            self.found.append(found)
-            self.found.sort(key=lambda c: c.sample_s)
+        degrees = strategy.dp, strategy.tp, strategy.pp
+        if isinstance(priced, Shortage):
+            self.refused.setdefault(degrees, str(priced))
+            self._short.append((priced.need_bytes, strategy))
+        elif priced is not None:
+            self.refused.pop(degrees, None)
+            self.ranked.append(priced)
+            self.ranked.sort(key=lambda c: c.sample_s)
 
 
 def find_candidates(
@@ -133,50 +131,52 @@ def find_candidates(
     precision: Precision,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Candidates:
-    """The fastest layouts of a request, by their pieces.
+    """The fastest strategies of a request, by the pieces of the model.
 
-    Every layout that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first
-    error where no form can be sharded, and `CutError` where there are too few places to cut.
+    Each that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first error
+    where no form can be sharded, and `CutError` where there are too few places to cut.
     """
     result = Candidates(table=table)
-    groups: dict[object, list[Layout]] = {}
-    for layout in open_layouts(table, request, hardware, result, progress):
-        key = layout.form, layout.samples, layout.degrees.pp, layout.degrees.inner
-        groups.setdefault(key, []).append(layout)
+    groups: dict[object, list[Strategy]] = {}
+    for strategy in open_strategies(table, request, hardware, result, progress):
+        key = strategy.form, strategy.samples, strategy.pp, strategy.inner
+        groups.setdefault(key, []).append(strategy)
     if not groups:
-        raise _no_layout(table, request)
+        raise _nothing_divides(table, request)
     progress(f"comparing {sum(map(len, groups.values()))} layouts")
-    bounds = Bounds(table, hardware)
 
-    def price(layout: Layout) -> Candidate | Shortage | None:
-        return price_layout(table, layout, request, hardware, precision, FAR * result.best_s)
+    def add(strategy: Strategy) -> Candidate | Shortage | None:
+        most_s = FAR * result.best_s
+        priced = price_strategy(table, strategy, request, hardware, precision, most_s)
+        result.add(strategy, priced)
+        return priced
 
-    firsts: list[tuple[float, list[Layout]]] = []
-    for own in sorted(groups.values(), key=lambda own: bounds.of(own[0])):
-        least_s = bounds.of(own[0])
+    bounds, alike = Bounds(table, hardware), [*groups.values()]
+    least = {id(own): bounds.of(own[0]) for own in alike}
+    left: list[tuple[float, list[Strategy]]] = []
+    for own in sorted(alike, key=lambda own: least[id(own)]):
+        least_s = least[id(own)]
         if least_s > CLOSE * result.best_s:
             break
-        first = price(own[0])
-        result.add(own[0], first)
+        first = add(own[0])
         if isinstance(first, Candidate) and not hardware.is_mixed:
             # Another order saves what is idle, unless its stages suit unlike devices better.
-            least_s = (first.estimate.step_s - first.seconds[IDLE]) / own[0].batch_size
+            idle_s = first.seconds[IDLE]
+            least_s = (first.estimate.step_s - idle_s) / own[0].total_batch_size
         if not isinstance(first, Shortage):
-            firsts.append((least_s, own[1:]))
-    for least_s, others in sorted(firsts, key=lambda one: one[0]):
+            left.append((least_s, own[1:]))
+    for least_s, others in sorted(left, key=lambda one: one[0]):
         if least_s > result.best_s:
             break
-        for layout in others:
-            result.add(layout, price(layout))
-    for one in result.found[:RUNNERS_UP]:  # with the other axis inside
-        d = one.layout.degrees
-        if min(d.dp, d.pp) > 1 and not hardware.is_mixed:
-            layout = replace(one.layout, degrees=replace(d, inner="dp"))
-            result.add(layout, price(layout))
+        for strategy in others:
+            add(strategy)
+    for one in result.ranked[:RUNNERS_UP]:  # with the other axis inside
+        if min(one.strategy.dp, one.strategy.pp) > 1 and not hardware.is_mixed:
+            add(replace(one.strategy, inner="dp"))
     return result
 
 
-def _no_layout(table: PieceTable, request: Request) -> MerakError:
+def _nothing_divides(table: PieceTable, request: Request) -> MerakError:
     """Why there is none."""
     size = request.total_batch_size or request.batch_size
     most = max((len(table.pieces(f, 1)) for f in table.forms), default=0)
@@ -187,56 +187,68 @@ def _no_layout(table: PieceTable, request: Request) -> MerakError:
     return next(iter(table.refused.values()), none)
 
 
-def open_layouts(
+def open_strategies(
     table: PieceTable,
     request: Request,
     hardware: Hardware,
     result: Candidates,
     progress: Callable[[str], None],
-) -> Iterator[Layout]:
-    """All layouts that divide."""
-    ranks, node = request.world_size, hardware.nodes[0].devices
-    for tp in _divisors(ranks):
+) -> Iterator[Strategy]:
+    """All strategies of a request that divide."""
+    node = hardware.nodes[0].devices
+    for form in _forms(request, node):
+        tp, sequence_parallel = form
+        progress(f"splitting over tp={tp}" + " and sequences" * sequence_parallel)
+        try:
+            pieces = table.pieces(form, 1)
+        except MerakError as error:
+            result.refused[0, tp, 0] = str(error)
+            continue
+        most = math.inf if table.can_scale(form) else MOST_RECORDED
+        for strategy in _of_form(request, form, len(pieces)):
+            if request.micro_batches is None and strategy.samples > most:
+                continue
+            yield strategy
+            if hardware.is_mixed and min(strategy.dp, strategy.pp) > 1:
+                # What devices a stage has depends on which axis lies inside.
+                yield replace(strategy, inner="dp")
+
+
+def _forms(request: Request, node: int) -> Iterator[Form]:
+    """The degrees of tp, over no more than the devices of a node where it is open, and whether
+    sequences are split.
+    """
+    for tp in _divisors(request.world_size):
         fixed = tp * (request.pp or 1) * (request.dp or 1)
-        if ranks % fixed or (request.pp and request.dp and fixed != ranks):
+        if request.world_size % fixed or (
+            request.pp and request.dp and fixed != request.world_size
+        ):
             continue
         if request.tp not in (None, tp) or (request.tp is None and tp > node):
             continue
         for sequence_parallel in (False, True) if tp > 1 else (False,):
-            if request.sequence_parallel not in (None, sequence_parallel) and tp > 1:
-                continue
-            progress(f"splitting over tp={tp}" + " and sequences" * sequence_parallel)
-            try:
-                pieces = table.pieces((tp, sequence_parallel), 1)
-            except MerakError as error:
-                result.refused[0, tp, 0] = str(error)
-                continue
-            most = math.inf if table.can_scale((tp, sequence_parallel)) else MOST_RECORDED
-            for degrees, samples in _degrees(request, tp, len(pieces)):
-                if request.micro_batches is None and samples > most:
-                    continue
-                yield Layout(degrees, samples, sequence_parallel)
-                if hardware.is_mixed and min(degrees.dp, degrees.pp) > 1:
-                    # What devices a stage has depends on which axis lies inside.
-                    yield Layout(replace(degrees, inner="dp"), samples, sequence_parallel)
+            if tp == 1 or request.sequence_parallel in (None, sequence_parallel):
+                yield tp, sequence_parallel
 
 
-def _degrees(request: Request, tp: int, pieces: int) -> Iterator[tuple[Degrees, int]]:
-    """The degrees for one of tp, with the samples of a micro-batch."""
-    stages = stages_given(request.state_shards)
+def _of_form(request: Request, form: Form, pieces: int) -> Iterator[Strategy]:
+    """The strategies with one degree of tp."""
+    (tp, sequence_parallel), stages = form, stages_given(request.state_shards)
     for pp in _divisors(request.world_size // tp):
         dp = request.world_size // tp // pp
         local = request.local_batch_size(dp)
         if request.pp not in (None, pp) or request.dp not in (None, dp) or local is None:
             continue
         for samples in _divisors(local):
-            micro_batches = local // samples
-            if request.micro_batches not in (None, micro_batches):
+            if request.micro_batches not in (None, local // samples):
                 continue
             for schedule, chunks in _schedules(request, pp):
                 if pp * chunks <= pieces and stages in (None, pp * chunks):
-                    degrees = Degrees(dp, tp, pp, micro_batches, chunks, schedule=schedule)
-                    yield degrees, samples
+                    yield Strategy(
+                        dp, tp, pp, batch_size=local, micro_batches=local // samples,
+                        schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel,
+                        precision=request.precision,
+                    )  # fmt: skip
 
 
 def _schedules(request: Request, pp: int) -> Iterator[tuple[str, int]]:
@@ -257,59 +269,79 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def price_layout(
+def job_of(table: PieceTable, strategy: Strategy, hardware: Hardware, precision: Precision) -> Job:
+    """The pieces of a model on the stages of a strategy, as merakc's runtime runs them."""
+    framework = Framework(precision, 1.0, stagewise=True, whole_batch=table.couples)
+    pieces = table.pieces(strategy.form, strategy.samples)
+    return make_job(pieces, strategy, hardware, framework)
+
+
+def price_strategy(
     table: PieceTable,
-    layout: Layout,
+    strategy: Strategy,
     request: Request,
     hardware: Hardware,
     precision: Precision,
     most_s: float = math.inf,
 ) -> Candidate | Shortage | None:
-    """The layout with the shards and the recomputation that suit it best, or why it cannot be; None
-    where it cannot take as few as `most_s` seconds a sample.
+    """The strategy with the shards and the recomputation that suit it best, or why it cannot be;
+    None where it cannot take as few as `most_s` seconds a sample.
     """
-    pieces = table.pieces(layout.form, layout.samples)
-    base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
-    job = make_job(pieces, layout.degrees, hardware, base)
+    job = job_of(table, strategy, hardware, precision)
     shards = state_choices(request, job, hardware)
-    waits = {one: state_seconds(job, replace(base, shards=one)) for one in shards}
-    ways = sorted((replace(base, shards=one) for one in waits), key=lambda w: sum(waits[w.shards]))
-    if least_seconds(job, base) + sum(waits[ways[0].shards]) > most_s * layout.batch_size:
+    waits = {one: state_seconds(job, one) for one in shards}
+    if least_seconds(job) + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
         return None
+    kinds = RECOMPUTES.get(request.recompute, ("none", "solved"))
+    fitting = _fitting(job, waits, kinds)
+    if isinstance(fitting, Shortage):
+        return fitting
+    best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
+    decided = replace(strategy, recompute=recompute, state_shards=(best,) * len(job.parts))
+    return Candidate(decided, estimate, _seconds(job, estimate), _flops(job))
+
+
+def _fitting(
+    job: Job, waits: Mapping[StateShards, tuple[float, float]], kinds: Sequence[str]
+) -> list[tuple[StateShards, str, Estimate]] | Shortage:
+    """What fits of these kinds of recomputation, the least first, with the shards that are waited
+    for least; nothing more is recomputed where the fastest shards fit.
+    """
+    ways = sorted(waits, key=lambda one: sum(waits[one]))
+    held, memory = [job.state_bytes(way) for way in ways], job.memory_bytes
+    of_state = least = min(_need(own, memory) for own in held)
+    fitting: list[tuple[StateShards, str, Estimate]] = []
 
     @cache
-    def estimated(habits: Habits) -> Estimate:
-        return estimate_job(job, habits, waits[habits.shards])
+    def estimated(way: StateShards, recompute: str) -> Estimate:
+        return estimate_job(job, way, recompute, waits[way])
 
-    held = [job.state_bytes(way.shards, precision) for way in ways]
-    memory = [place.device.memory_bytes for place in job.places]
-    least = min(_need(own, memory) for own in held)
-    tried: list[tuple[Habits, Estimate]] = []
-    for recompute in RECOMPUTES.get(request.recompute, ("none", "solved")):
+    for recompute in kinds:
         open_ways = [k for k, own in enumerate(held) if all(map(operator.lt, own, memory))]
         if recompute == "none" and open_ways:
-            kept = estimated(replace(ways[0], recompute=recompute))
+            kept = estimated(ways[0], recompute)
             others = [peak - own for peak, own in zip(kept.peak_bytes, held[0], strict=True)]
             peaks = [[a + b for a, b in zip(others, own, strict=True)] for own in held]
             open_ways = [k for k in open_ways if all(map(operator.le, peaks[k], memory))][:1]
             least = max(least, min(_need(own, memory) for own in peaks))
-        for k in open_ways[:TRIED_WAYS]:
-            habits = replace(ways[k], recompute=recompute)
-            found = estimated(habits)
-            least = min(least, _need(found.peak_bytes, memory)) if recompute != "none" else least
-            if all(map(operator.le, found.peak_bytes, memory)):
-                tried.append((habits, found))
-        if any(habits.shards == ways[0].shards for habits, _ in tried):
-            break  # the fastest shards, and nothing recomputed
-    if not tried:
-        return Shortage(least, least == min(_need(own, memory) for own in held))
-    habits, found = min(tried, key=lambda one: one[1].step_s)
+        for way in (ways[k] for k in open_ways[:TRIED_WAYS]):
+            estimate = estimated(way, recompute)
+            if recompute != "none":
+                least = min(least, _need(estimate.peak_bytes, memory))
+            if all(map(operator.le, estimate.peak_bytes, memory)):
+                fitting.append((way, recompute, estimate))
+        if any(way == ways[0] for way, *_ in fitting):
+            break
+    return fitting or Shortage(least, of_state=least == of_state)
+
+
+def _flops(job: Job) -> int:
+    """Those of a micro-batch on one tp rank, forward and backward."""
     flops = {
-        id(p): total_flops(p.work.forward) + total_flops(p.work.backward)
-        for p in {id(p): p for p in pieces}.values()
+        key: total_flops(piece.work.forward) + total_flops(piece.work.backward)
+        for key, piece in {id(piece): piece for piece in job.pieces}.items()
     }
-    total = sum(flops[id(p)] for p in pieces)
-    return Candidate(layout, habits, found, _seconds(job, found), total)
+    return sum(flops[id(piece)] for piece in job.pieces)
 
 
 def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:
@@ -319,10 +351,10 @@ def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:
 
 def state_choices(request: Request, job: Job, hardware: Hardware) -> list[StateShards]:
     """Those asked for; else those over no ranks, the ranks of a node and all of dp."""
-    dp, asked = job.degrees.dp, request.state_shards
+    dp, asked = job.strategy.dp, request.state_shards
     if asked is not None and asked != AUTO:
         return [parse_shards(asked, dp, len(job.parts))[0]]
-    return list(coarse_lattice(dp, hardware.nodes[0].devices // job.degrees.mesh.dp_stride))
+    return list(coarse_lattice(dp, hardware.nodes[0].devices // job.strategy.mesh.dp_stride))
 
 
 def _seconds(job: Job, found: Estimate) -> dict[str, float]:
@@ -338,7 +370,7 @@ def _seconds(job: Job, found: Estimate) -> dict[str, float]:
         )
         for key, piece in unique.items()
     }
-    tp_s = sum(wires[id(p)] for p in job.pieces) * job.degrees.micro_batches / job.degrees.pp
+    tp_s = sum(wires[id(p)] for p in job.pieces) * job.strategy.micro_batches / job.strategy.pp
     idle_s = found.pipeline_s * found.bubble_share
     rest_s = found.pipeline_s - idle_s - tp_s - found.recompute_s
     return {

@@ -37,65 +37,33 @@ from merakc.costs.state import (
 from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
-from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import UNSHARDED, StateShards
+from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Device, Hardware, Sharing
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.known_orders import KnownOrders, known_orders
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.timing import make_pipeline, run_orders
 
-Recompute = Literal["none", "full", "solved"]
 # So many times the pipeline ranks, and so many micro-batches of one rank, are simulated; what a
 # further one takes is what the last of them took.
 STEADY = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Degrees:
-    """How a job is laid out: degrees, stages a pipeline rank, micro-batches of a dp rank.
+class Framework:
+    """How what trains runs a strategy, as far as the seconds of a step depend on it.
 
-    `schedule` is one of `merakc.schedules.registry`; of several stages a rank, 1F1B is interleaved.
-    `inner` is the axis whose neighbours are closer, after those of tp: pipeline ranks (as
-    `merakc.ir.program.Mesh` has them) or dp ranks (as Megatron-LM has them).
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    micro_batches: int = 1
-    chunks: int = 1
-    inner: Inner = "pp"
-    schedule: str = "1f1b"
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return self.dp * self.tp * self.pp
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks."""
-        return Mesh(self.dp, self.tp, self.pp, self.inner)
-
-
-@dataclass(frozen=True, slots=True)
-class Habits:
-    """What else of a program's ways its step depends on.
-
-    With `recompute` "solved" each stage recomputes what its rank's memory does not hold. With
-    `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
+    With `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
     recomputation starts from what the stage has received; without, blocks are spread evenly and
     each is recomputed from what enters it. `overlap` is the share of its speed at which
     communication of gradients and parameters runs under computing; 0 waits for all of it. With
     `split_messages` each tp rank sends its part of a message alone, and the parts are gathered in
     the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run
     beside the products that they belong to. With `whole_batch` backwards wait for all forwards, as
-    a loss that couples samples makes them.
+    a loss that couples samples makes them. `precision` are the bytes of a parameter's state.
     """
 
-    recompute: Recompute = "none"
-    shards: StateShards = UNSHARDED
     precision: Precision = MIXED
     overlap: float = 0.0
     split_messages: bool = False
@@ -126,14 +94,16 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Job:
-    """A model's pieces on the stages of a layout, with their seconds.
+    """A model's pieces on the stages of a strategy, with their seconds.
 
     `places` and `costs`, those of all pieces there, are each pipeline rank's; `parts` are the
-    places of each stage's pieces. `sharing` is what the ranks of a node share.
+    places of each stage's pieces. `sharing` is what the ranks of a node share. What the strategy
+    says of the state's shards and of recomputation changes none of this.
     """
 
     pieces: Sequence[Piece]
-    degrees: Degrees
+    strategy: Strategy
+    framework: Framework
     places: Sequence[Place]
     costs: Sequence[Sequence[PieceCost]]
     parts: Sequence[Sequence[int]]
@@ -142,7 +112,7 @@ class Job:
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
-        return rank_of(self.degrees)
+        return rank_of(self.strategy)
 
     @property
     def links(self) -> Place:
@@ -152,15 +122,15 @@ class Job:
     @cached_property
     def rank_pieces(self) -> list[list[int]]:
         """The places of each pipeline rank's pieces."""
-        found: list[list[int]] = [[] for _ in range(self.degrees.pp)]
+        held: list[list[int]] = [[] for _ in range(self.strategy.pp)]
         for part, rank in zip(self.parts, self.rank_of, strict=True):
-            found[rank] += part
-        return found
+            held[rank] += part
+        return held
 
     @cached_property
     def rank_parameters(self) -> list[int]:
         """The trained elements of each pipeline rank."""
-        return [stage_parameters([self.pieces[k] for k in own]) for own in self.rank_pieces]
+        return [stage_parameters([self.pieces[k] for k in held]) for held in self.rank_pieces]
 
     @cached_property
     def stage_parameters(self) -> list[int]:
@@ -168,47 +138,49 @@ class Job:
         return [stage_parameters([self.pieces[k] for k in part]) for part in self.parts]
 
     @cached_property
-    def _stages(self) -> dict[tuple[Precision, bool], list[StageCost]]:
-        return {}
-
-    def stages(self, habits: Habits) -> list[StageCost]:
-        """The costs of the stages, of which only the bytes of their state depend on the shards."""
-        key = habits.precision, habits.stagewise
-        if key not in self._stages:
-            self._stages[key] = [
-                cost
-                for part, rank in zip(self.parts, self.rank_of, strict=True)
-                for cost in stage_costs(
-                    self.pieces, self.costs[rank], [part], self.places[rank],
-                    precision=habits.precision, stagewise=habits.stagewise,
-                )
-            ]  # fmt: skip
+    def _stages(self) -> list[StageCost]:
         return [
-            replace(cost, static_bytes=state_bytes(count, habits.shards, habits.precision))
-            for cost, count in zip(self._stages[key], self.stage_parameters, strict=True)
+            cost
+            for part, rank in zip(self.parts, self.rank_of, strict=True)
+            for cost in stage_costs(
+                self.pieces, self.costs[rank], [part], self.places[rank],
+                precision=self.framework.precision, stagewise=self.framework.stagewise,
+            )
+        ]  # fmt: skip
+
+    def stages(self, shards: StateShards) -> list[StageCost]:
+        """The costs of the stages, of which only the bytes of their state depend on the shards."""
+        return [
+            replace(cost, static_bytes=state_bytes(count, shards, self.framework.precision))
+            for cost, count in zip(self._stages, self.stage_parameters, strict=True)
         ]
 
-    def state_bytes(self, shards: StateShards, precision: Precision) -> list[int]:
+    def state_bytes(self, shards: StateShards) -> list[int]:
         """What each pipeline rank holds between two steps."""
-        return [state_bytes(count, shards, precision) for count in self.rank_parameters]
+        return [state_bytes(n, shards, self.framework.precision) for n in self.rank_parameters]
+
+    @property
+    def memory_bytes(self) -> list[int]:
+        """What each pipeline rank has."""
+        return [place.device.memory_bytes for place in self.places]
 
 
 def make_job(
     pieces: Sequence[Piece],
-    degrees: Degrees,
+    strategy: Strategy,
     hardware: Hardware,
-    habits: Habits = Habits(),
+    framework: Framework = Framework(),
     corrections: Corrections = NONE,
     labels: Callable[[Piece], Sequence[str]] = lambda piece: (),
 ) -> Job:
-    """Times pieces on `degrees.ranks` neighbouring devices and spreads them over stages.
+    """Times pieces on `strategy.world_size` neighbouring devices and spreads them over stages.
 
     `pieces` are of one tp rank and micro-batch; equal blocks may be one value many times.
     """
-    devices = rank_devices(hardware, degrees.mesh)
+    devices = rank_devices(hardware, strategy.mesh)
     places = {
         device: rank_place(
-            hardware, degrees.ranks, degrees.tp, overlap=habits.tp_overlap, device=device
+            hardware, strategy.world_size, strategy.tp, overlap=framework.tp_overlap, device=device
         )
         for device in dict.fromkeys(devices)
     }
@@ -218,50 +190,61 @@ def make_job(
         known = {k: piece_cost(p, place, corrections, labels(p)) for k, p in unique.items()}
         costs[device] = [known[id(piece)] for piece in pieces]
     on_ranks = [costs[device] for device in devices]
-    if habits.stagewise:
-        parts = balanced_stages([on_ranks[rank] for rank in rank_of(degrees)])
+    if framework.stagewise:
+        parts = balanced_stages([on_ranks[rank] for rank in rank_of(strategy)])
     else:
-        parts = even_stages(pieces, (), degrees.pp * degrees.chunks)
+        parts = even_stages(pieces, (), strategy.stage_count)
     of_ranks = [places[device] for device in devices]
-    return Job(pieces, degrees, of_ranks, on_ranks, parts, hardware.sharing)
+    return Job(
+        pieces, strategy, framework, of_ranks, costs=on_ranks, parts=parts, sharing=hardware.sharing
+    )
 
 
 def estimate_step(
     pieces: Sequence[Piece],
-    degrees: Degrees,
+    strategy: Strategy,
     hardware: Hardware,
-    habits: Habits = Habits(),
+    framework: Framework = Framework(),
     corrections: Corrections = NONE,
     labels: Callable[[Piece], Sequence[str]] = lambda piece: (),
 ) -> Estimate:
-    """One step of a model, as `make_job` lays it out."""
-    return estimate_job(make_job(pieces, degrees, hardware, habits, corrections, labels), habits)
+    """One step of a model, as `make_job` lays it out, with the shards and the recomputation of the
+    strategy.
+    """
+    job = make_job(pieces, strategy, hardware, framework, corrections, labels)
+    return estimate_job(job, strategy.shards(0), strategy.recompute)
 
 
-def estimate_job(job: Job, habits: Habits, of_state: tuple[float, float] | None = None) -> Estimate:
+def estimate_job(
+    job: Job,
+    shards: StateShards = UNSHARDED,
+    recompute: str = "none",
+    of_state: tuple[float, float] | None = None,
+) -> Estimate:
     """One step: the micro-batches in the order of the schedule; after them gradients are reduced
     over dp and over the holders of shared parameters, and the optimizer runs.
 
-    `of_state` are the `state_seconds`, where they are known.
+    With `recompute` "solved" each stage recomputes what its rank's memory does not hold. `of_state`
+    are the `state_seconds`, where they are known.
     """
-    stages = job.stages(habits)
-    run = _run(job, stages, habits)
-    state_s, optimizer_s = of_state or state_seconds(job, habits)
+    stages = job.stages(shards)
+    run = _run(job, stages, recompute)
+    state_s, optimizer_s = of_state or state_seconds(job, shards)
     pipeline_s, busy_s, sharing = run.seconds, run.busy_s, job.sharing
     if sharing is not None:  # all that ranks of a node do, they do with what they share
-        together = min(job.degrees.ranks, sharing.devices)
+        together = min(job.strategy.world_size, sharing.devices)
         busy_s *= together / sharing.most(together)
         pipeline_s = max(pipeline_s, busy_s)
     return Estimate(
         pipeline_s + state_s + optimizer_s,
-        pipeline_s,
-        state_s,
-        optimizer_s,
-        1.0 - busy_s / pipeline_s,
-        run.again_s,
-        run.peak_bytes,
-        tuple(stages),
-        "measured" if all(cost.measured for cost in job.costs[0]) else "formula",
+        pipeline_s=pipeline_s,
+        state_s=state_s,
+        optimizer_s=optimizer_s,
+        bubble_share=1.0 - busy_s / pipeline_s,
+        recompute_s=run.again_s,
+        peak_bytes=run.peak_bytes,
+        stages=tuple(stages),
+        source="measured" if all(cost.measured for cost in job.costs[0]) else "formula",
     )
 
 
@@ -277,49 +260,46 @@ class _Run:
     peak_bytes: tuple[int, ...]
 
 
-def least_seconds(job: Job, habits: Habits) -> float:
+def least_seconds(job: Job) -> float:
     """Seconds of a step's micro-batches at the least: in any order of work on these stages, with
     the least recomputation, whatever the shards of the state.
     """
-    costs = [replace(cost, static_bytes=0) for cost in job.stages(habits)]
-    memory = [place.device.memory_bytes for place in job.places]
-    links = _links(job, habits)
-    pipeline = make_pipeline(job.rank_of, costs, job.degrees.micro_batches, links)
-    return lower_bound_s(pipeline, memory)
+    costs = [replace(cost, static_bytes=0) for cost in job.stages(UNSHARDED)]
+    pipeline = make_pipeline(job.rank_of, costs, job.strategy.micro_batches, _links(job))
+    return lower_bound_s(pipeline, job.memory_bytes)
 
 
-def _links(job: Job, habits: Habits) -> list[float]:
+def _links(job: Job) -> list[float]:
     """Seconds of a message from each stage to the next."""
-    degrees, fabric = job.degrees, job.links.fabric
-    share = degrees.tp if habits.split_messages else 1
+    strategy, fabric = job.strategy, job.links.fabric
+    share, stride = strategy.tp if job.framework.split_messages else 1, strategy.mesh.pp_stride
     return [
-        message_seconds(job.pieces[part[-1]].handed_bytes / share, degrees.mesh.pp_stride, fabric)
+        message_seconds(job.pieces[part[-1]].handed_bytes / share, stride, fabric)
         for part in job.parts[:-1]
     ]
 
 
-def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
+def _run(job: Job, stages: Sequence[StageCost], recompute: str) -> _Run:
     """Runs so many micro-batches that the rest of them take as long each as the last ones."""
-    degrees, links = job.degrees, _links(job, habits)
-    period, total = degrees.pp, degrees.micro_batches
+    strategy, links = job.strategy, _links(job)
+    period, total = strategy.pp, strategy.micro_batches
     left = max(total - STEADY * period, 0) // period * period
-    if habits.whole_batch:  # all are in memory at once
+    if job.framework.whole_batch:  # all are in memory at once
         left = 0
     again: tuple[int, ...] = ()
-    if habits.recompute == "full":
+    if recompute == "full":
         again = tuple(range(len(stages)))
-    elif habits.recompute == "solved":
-        plain = _orders(degrees, total - left, habits)
-        memory = [place.device.memory_bytes for place in job.places]
-        kept = shared_out(plain.rank_of, plain.in_flight, stages, memory)
+    elif recompute == "solved":
+        plain = _orders(job, total - left)
+        kept = shared_out(plain.rank_of, plain.in_flight, stages, job.memory_bytes)
         stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
         again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
-    orders = _orders(degrees, total - left, habits, again)
+    orders = _orders(job, total - left, again)
     seconds = _end_s(orders, stages, links)
     if left:
-        fewer = _orders(degrees, total - left - period, habits, again)
+        fewer = _orders(job, total - left - period, again)
         seconds += left / period * (seconds - _end_s(fewer, stages, links))
-    mean = total / degrees.pp
+    mean = total / strategy.pp
     again_s = mean * sum(stages[k].recompute_s for k in again)
     busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
     return _Run(seconds, busy_s, again_s, orders.peak_bytes(stages))
@@ -333,60 +313,70 @@ def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[flo
     return max(end[-1] for end in ends)
 
 
-def _orders(
-    degrees: Degrees, micro_batches: int, habits: Habits, again: tuple[int, ...] = ()
-) -> KnownOrders:
+def _orders(job: Job, micro_batches: int, again: tuple[int, ...] = ()) -> KnownOrders:
     """The order of work of each rank, where these stages recompute."""
+    strategy = job.strategy
     return known_orders(
-        _name(degrees), degrees.pp, micro_batches, degrees.chunks, again,
-        whole_batch=habits.whole_batch,
+        _name(strategy), strategy.pp, micro_batches, strategy.chunks, again,
+        whole_batch=job.framework.whole_batch,
     )  # fmt: skip
 
 
-def _name(degrees: Degrees) -> str:
-    is_plain = degrees.schedule == "1f1b" and degrees.chunks > 1
-    return "interleaved-1f1b" if is_plain else degrees.schedule
+def _name(strategy: Strategy) -> str:
+    """The schedule; 1F1B of several stages a rank is interleaved."""
+    is_plain = strategy.schedule == "1f1b" and strategy.chunks > 1
+    return "interleaved-1f1b" if is_plain else strategy.schedule
 
 
-def rank_of(degrees: Degrees) -> tuple[int, ...]:
+def rank_of(strategy: Strategy) -> tuple[int, ...]:
     """The pipeline rank of each stage."""
-    chunks = degrees.chunks if degrees.chunks > 1 else None
-    return stage_ranks(_name(degrees), degrees.pp, chunks)
+    chunks = strategy.chunks if strategy.chunks > 1 else None
+    return stage_ranks(_name(strategy), strategy.pp, chunks)
 
 
-def state_seconds(job: Job, habits: Habits) -> tuple[float, float]:
+def state_seconds(job: Job, shards: StateShards) -> tuple[float, float]:
     """Seconds that gradients and parameters are waited for, and those of the optimizer.
 
     The rank with the most parameters is waited for, and the one with the slowest optimizer.
     """
-    pieces, degrees, rank_pieces = job.pieces, job.degrees, job.rank_pieces
-    fabric, precision, shards = job.links.fabric, habits.precision, habits.shards
-    parameters = job.rank_parameters
-    state_s = 0.0
-    if degrees.dp > 1:
-        most = parameters.index(max(parameters))
-        costs = job.costs[most]
-        layers = [
-            Layer(pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s)
-            for k in rank_pieces[most]
-        ]
-        if habits.stagewise:
-            layers = in_buckets(layers, precision.parameter_bytes)
-        group = DpGroup(degrees.dp, fabric, degrees.mesh.dp_stride, habits.overlap)
-        # Only the first and the last micro-batch meet communication, unless each one does: then
-        # those in between wait equally long.
-        total = degrees.micro_batches if shards.gradients > 1 else 1
-        met = min(total, STEADY)
-        state_s = state_cost(layers, met, shards, group, precision).exposed_s
-        if total > met:
-            fewer_s = state_cost(layers, met - 1, shards, group, precision).exposed_s
-            state_s += (total - met) * (state_s - fewer_s)
-    shared = sum(shared_parameters(pieces, job.parts).values())
-    if shared:
-        ends = Group(2, 2 if degrees.ranks <= fabric.ranks_per_node else 1, fabric.ranks_per_node)
-        state_s += all_reduce_seconds(precision.gradient_bytes * shared, ends, fabric)
+    precision = job.framework.precision
     optimizer_s = max(
         optimizer_seconds(-(-count // shards.optimizer), precision, place)
-        for count, place in zip(parameters, job.places, strict=True)
+        for count, place in zip(job.rank_parameters, job.places, strict=True)
     )
-    return state_s, optimizer_s
+    over_dp_s = _dp_seconds(job, shards) if job.strategy.dp > 1 else 0.0
+    return over_dp_s + _tied_seconds(job), optimizer_s
+
+
+def _dp_seconds(job: Job, shards: StateShards) -> float:
+    """What the rank with the most parameters waits for collectives over dp."""
+    strategy, framework, parameters = job.strategy, job.framework, job.rank_parameters
+    most = parameters.index(max(parameters))
+    costs = job.costs[most]
+    layers = [
+        Layer(job.pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s)
+        for k in job.rank_pieces[most]
+    ]
+    if framework.stagewise:
+        layers = in_buckets(layers, framework.precision.parameter_bytes)
+    stride = strategy.mesh.dp_stride
+    group = DpGroup(strategy.dp, job.links.fabric, stride, framework.overlap)
+    # Only the first and the last micro-batch meet communication, unless each one does: then
+    # those in between wait equally long.
+    total = strategy.micro_batches if shards.gradients > 1 else 1
+    met = min(total, STEADY)
+    exposed_s = state_cost(layers, met, shards, group, framework.precision).exposed_s
+    if total > met:
+        fewer_s = state_cost(layers, met - 1, shards, group, framework.precision).exposed_s
+        exposed_s += (total - met) * (exposed_s - fewer_s)
+    return exposed_s
+
+
+def _tied_seconds(job: Job) -> float:
+    """What adding up the gradients of parameters takes that several stages hold."""
+    shared, fabric = sum(shared_parameters(job.pieces, job.parts).values()), job.links.fabric
+    if not shared:
+        return 0.0
+    near = job.strategy.world_size <= fabric.ranks_per_node
+    ends = Group(2, 2 if near else 1, fabric.ranks_per_node)
+    return all_reduce_seconds(job.framework.precision.gradient_bytes * shared, ends, fabric)

@@ -13,14 +13,15 @@ from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.costs.state import Precision
 from merakc.errors import FitError, MerakError
 from merakc.ir.program import Mesh
-from merakc.ir.state import AUTO, StateShards
+from merakc.ir.state import AUTO, UNSHARDED
+from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Cluster, Hardware
-from merakc.planner.bounds import Layout
-from merakc.planner.candidates import Candidates, open_layouts, state_choices
+from merakc.planner.candidates import Candidates, job_of, open_strategies, state_choices
 from merakc.planner.choose import state_precision
-from merakc.planner.estimate import Habits, estimate_job, make_job
+from merakc.planner.estimate import estimate_job
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Record, Request
+from merakc.planner.request import Request
+from merakc.planner.search import Record
 from merakc.report.units import format_bytes
 
 # Seconds after which no more devices are looked for, and how many times as many as there are.
@@ -34,7 +35,7 @@ MUCH = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Least:
-    """The layout that lacks least memory, with most sharded and recomputed of what is open.
+    """The strategy that lacks least memory, with most sharded and recomputed of what is open.
 
     `need_bytes` are those of its rank that lacks most, `state_bytes` of them its parameters,
     gradients and optimizer state, `have_bytes` what that has.
@@ -43,9 +44,7 @@ class Least:
     need_bytes: int
     have_bytes: int
     state_bytes: int
-    layout: Layout
-    shards: StateShards
-    recompute: bool
+    strategy: Strategy
 
     @property
     def fits(self) -> bool:
@@ -58,57 +57,54 @@ class Least:
         return self.need_bytes - self.have_bytes
 
     def __str__(self) -> str:
-        d = self.layout.degrees
-        sharded = f", state in {self.shards} shards" if self.shards != StateShards() else ""
-        again = ", recompute='full'" if self.recompute else ""
+        chosen, shards = self.strategy, self.strategy.shards(0)
+        sharded = f", state in {shards} shards" if shards != UNSHARDED else ""
+        again = ", recompute='full'" if chosen.recompute == "full" else ""
         return (
-            f"dp={d.dp} tp={d.tp} pp={d.pp}, {d.micro_batches} micro-batches of "
-            f"{self.layout.samples}{sharded}{again}"
+            f"dp={chosen.dp} tp={chosen.tp} pp={chosen.pp}, {chosen.micro_batches} micro-batches "
+            f"of {chosen.samples}{sharded}{again}"
         )
 
 
 def find_least(
     table: PieceTable, request: Request, hardware: Hardware, precision: Precision
 ) -> Least | None:
-    """What a request needs at the least, by the pieces of the model; None without a layout."""
-    found = [
-        _least_of(table, layout, request, hardware, precision)
-        for layout in _leanest(table, request, hardware)
+    """What a request needs at the least, by the pieces of the model; None where nothing divides."""
+    every = [
+        _least_of(table, strategy, request, hardware, precision)
+        for strategy in _leanest(table, request, hardware)
     ]
-    return min(found, key=lambda one: (one.lacks_bytes, one.need_bytes), default=None)
+    return min(every, key=lambda one: (one.lacks_bytes, one.need_bytes), default=None)
 
 
-def _leanest(table: PieceTable, request: Request, hardware: Hardware) -> Iterator[Layout]:
-    """Of each mesh and form, the layout of the smallest micro-batches, and the plainest."""
-    first: dict[object, Layout] = {}
-    for layout in open_layouts(table, request, hardware, Candidates(), lambda _: None):
-        key = layout.degrees.mesh, layout.form
-        best = first.setdefault(key, layout)
-        if layout.samples < best.samples:
-            first[key] = layout
+def _leanest(table: PieceTable, request: Request, hardware: Hardware) -> Iterator[Strategy]:
+    """Of each mesh and form, the strategy of the smallest micro-batches, and the plainest."""
+    first: dict[object, Strategy] = {}
+    for strategy in open_strategies(table, request, hardware, Candidates(), lambda _: None):
+        key = strategy.mesh, strategy.form
+        if strategy.samples < first.setdefault(key, strategy).samples:
+            first[key] = strategy
     yield from first.values()
 
 
 def _least_of(
-    table: PieceTable, layout: Layout, request: Request, hardware: Hardware, precision: Precision
-) -> Least:
-    """Of one layout."""
-    pieces = table.pieces(layout.form, layout.samples)
-    base = Habits(stagewise=True, precision=precision, overlap=1.0, whole_batch=table.couples)
-    job = make_job(pieces, layout.degrees, hardware, base)
-    memory = [place.device.memory_bytes for place in job.places]
-    held = {one: job.state_bytes(one, precision) for one in state_choices(request, job, hardware)}
+    table: PieceTable, strategy: Strategy, request: Request, hardware: Hardware,
+    precision: Precision,
+) -> Least:  # fmt: skip
+    """Of one strategy."""
+    job = job_of(table, strategy, hardware, precision)
+    memory = job.memory_bytes
+    held = {one: job.state_bytes(one) for one in state_choices(request, job, hardware)}
     shards = min(held, key=lambda one: (max(held[one]), one))
-    found = []
-    for again in (False, True):
-        if again if request.recompute == "none" else request.recompute == "full" and not again:
-            continue
-        habits = replace(base, shards=shards, recompute="full" if again else "none")
-        peaks = estimate_job(job, habits, (0.0, 0.0)).peak_bytes
+    tried = []
+    for recompute in {"none": ("none",), "full": ("full",)}.get(
+        request.recompute, ("none", "full")
+    ):
+        peaks = estimate_job(job, shards, recompute, (0.0, 0.0)).peak_bytes
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - memory[r])
-        own = held[shards][rank]
-        found.append(Least(peaks[rank], memory[rank], own, layout, shards, again))
-    return min(found, key=lambda one: one.lacks_bytes)
+        decided = replace(strategy, recompute=recompute, state_shards=(shards,) * len(job.parts))
+        tried.append(Least(peaks[rank], memory[rank], held[shards][rank], decided))
+    return min(tried, key=lambda one: one.lacks_bytes)
 
 
 @dataclass(frozen=True)

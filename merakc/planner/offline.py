@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from merakc.batches.split import batch_size_of, call_arguments
-from merakc.costs.work.scaled import SAMPLES
 from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.batches import BatchLayout
-from merakc.ir.graph import InputKind, dtype_name
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST, check_recompute
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.recording import Shared, record_part, with_loss
 from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
 from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
-from merakc.planner.choose import Progress, choose, compare, describe
+from merakc.planner.choose import Progress, choose, compare
 from merakc.planner.fit import fit_error
-from merakc.planner.search import Request
+from merakc.planner.piece_table import PieceTable
+from merakc.planner.request import Request
 from merakc.planner.sources import Source
 from merakc.report.units import format_seconds
 
@@ -55,23 +54,6 @@ class Recordings:
             self.known[samples] = with_loss(found)
         return self.known[samples]
 
-    @property
-    def dtype(self) -> str:
-        """The name of the dtype that most parameters are computed with."""
-        graph = self(SAMPLES[0]).graph
-        sizes: Counter[str] = Counter()
-        for item in graph.inputs:
-            if item.kind is InputKind.PARAMETER:
-                sizes[dtype_name(item.spec.dtype)] += item.spec.numel
-        return max(sizes, key=lambda name: sizes[name])
-
-    @property
-    def tokens_per_sample(self) -> int:
-        """The elements of a sample's largest integer tensor; 1 where it has none."""
-        batch = [i.spec for i in self(SAMPLES[0]).graph.inputs if i.kind is InputKind.BATCH]
-        whole = [spec.numel // SAMPLES[0] for spec in batch if not spec.dtype.is_floating_point]
-        return max(whole, default=1)
-
 
 @few_collections()
 def plan_offline(
@@ -87,13 +69,23 @@ def plan_offline(
     planned in full. `progress` is told what is being done. Raises `ConfigError` where no degree
     divides the batch, and the first error where nothing can be planned.
     """
+    return plan_recorded(Recordings(source, request, progress), request, batch_size, cluster)
+
+
+def plan_recorded(
+    record: Recordings,
+    request: Request,
+    batch_size: int,
+    cluster: Cluster,
+    table: PieceTable | None = None,
+) -> tuple[Lowered, Alternatives]:
+    """The same, of a model that was recorded before, and with the pieces that are known of it."""
     check_request(request, batch_size)
     request = replace(request, total_batch_size=batch_size)
-    record = Recordings(source, request, progress)
-    candidates = compare(request, record, cluster, progress)
-    if not candidates.found:
+    candidates = compare(request, record, cluster, record.progress, table)
+    if not candidates.ranked:
         raise fit_error(request, record, cluster, candidates.table)
-    lowered = choose(request, record, cluster, progress, candidates)
+    lowered = choose(request, record, cluster, record.progress, candidates)
     return lowered, alternatives(candidates, lowered.plan)
 
 
@@ -101,17 +93,13 @@ def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
     """The best of the others by degrees and schedule, what loses them the comparison, and what was
     refused. They are compared with the candidate that was chosen.
     """
-    own = min(candidates.found, key=lambda c: _unlike(c, chosen))
+    best = min(candidates.ranked, key=lambda c: _unlike(c.strategy, chosen))
     others: dict[object, Alternative] = {}
-    for one in candidates.found:
-        d = one.layout.degrees
-        found = Alternative(
-            d.dp, d.tp, d.pp, d.micro_batches, d.schedule, one.habits.recompute,
-            str(one.habits.shards), one.estimate.step_s, one.peak_bytes,
-            loses_by(one, own), one.layout.sequence_parallel, d.chunks,
-        )  # fmt: skip
-        if _shown(one) != _shown(own):
-            others.setdefault(_shown(one), found)
+    for one in candidates.ranked:
+        if _shown(one.strategy) != _shown(best.strategy):
+            step_s, peak_bytes = one.estimate.step_s, one.peak_bytes
+            lost = Alternative(one.strategy, step_s, peak_bytes, loses_by(one, best))
+            others.setdefault(_shown(one.strategy), lost)
     refusals = tuple(
         Refusal(
             f"dp={dp} tp={tp} pp={pp}" if dp else f"tp={tp}", why,
@@ -119,28 +107,21 @@ def alternatives(candidates: Candidates, chosen: Plan) -> Alternatives:
         )
         for (dp, tp, pp), why in candidates.refused.items()
     )  # fmt: skip
-    best = tuple(others.values())[:RUNNERS_UP]
-    return Alternatives(best, refusals[:RUNNERS_UP], own.estimate.step_s)
+    runners_up = tuple(others.values())[:RUNNERS_UP]
+    return Alternatives(runners_up, refusals[:RUNNERS_UP], best.estimate.step_s)
 
 
-def _unlike(candidate: Candidate, plan: Plan) -> tuple[bool, ...]:
+def _unlike(candidate: Strategy, plan: Plan) -> tuple[bool, ...]:
     """In what a candidate is another than the plan, the weightiest first."""
-    d = candidate.layout.degrees
-    pairs = (
-        ((d.dp, d.tp, d.pp), (plan.dp, plan.tp, plan.pp)),
-        (d.micro_batches, plan.micro_batches),
-        (candidate.layout.sequence_parallel, plan.sequence_parallel),
-        (d.chunks * d.pp, len(plan.rank_of)),
-        (d.schedule, plan.schedule),
-        (d.inner, plan.inner),
-    )
-    return tuple(theirs != own for theirs, own in pairs)
+    degrees = (candidate.dp, candidate.tp, candidate.pp) != (plan.dp, plan.tp, plan.pp)
+    names = "micro_batches", "sequence_parallel", "stage_count", "schedule", "inner"
+    pairs = ((getattr(candidate, name), getattr(plan, name)) for name in names)
+    return degrees, *(theirs != chosen for theirs, chosen in pairs)
 
 
-def _shown(candidate: Candidate) -> tuple[object, ...]:
+def _shown(strategy: Strategy) -> tuple[object, ...]:
     """What people are told of a candidate: all but which axis lies inside, and its shards."""
-    habits = candidate.habits
-    return describe(candidate.layout), candidate.layout.sequence_parallel, habits.recompute
+    return str(strategy), strategy.sequence_parallel, strategy.recompute
 
 
 def check_request(request: Request, batch_size: int) -> None:
@@ -173,7 +154,7 @@ def loses_by(one: Candidate, best: Candidate) -> str:
     """What a candidate spends most more on than the best."""
     if one.sample_s < best.sample_s:
         return "planned in full it is slower"
-    each = best.layout.batch_size / one.layout.batch_size
+    each = best.strategy.total_batch_size / one.strategy.total_batch_size
     more = {name: each * value - best.seconds[name] for name, value in one.seconds.items()}
     name = max(more, key=lambda key: more[key])
     sign = "+" if more[name] >= 0 else "-"

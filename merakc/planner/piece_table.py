@@ -7,7 +7,7 @@ that thousands of layouts of a job are compared for a few recordings.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from merakc.costs.work.pieces import Piece, cut_pieces, part_runs, part_starts
 from merakc.costs.work.scaled import SAMPLES, scaled
@@ -16,7 +16,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
 from merakc.ir.layout import Layout
 from merakc.lowering.lowered import TRAINING, with_heads
-from merakc.machines.cluster import Cluster
+from merakc.machines.cluster import Cluster, Device
 from merakc.passes.autodiff.shorten import shorten
 from merakc.passes.batches.recorded import BatchRecording, in_parts
 from merakc.passes.sharding.gather_products import gathers
@@ -50,6 +50,12 @@ class PieceTable:
     _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
     _short: dict[int, tuple[Graph, tuple[int, ...]]] = field(default_factory=dict)
     _known: dict[tuple[Form, int], tuple[Piece, ...]] = field(default_factory=dict)
+
+    def on(self, cluster: Cluster) -> PieceTable:
+        """The table for other machines: this one where they split the model alike."""
+        forms = {*self._ends, *self.refused}
+        same = all(_near(self.cluster, tp) == _near(cluster, tp) for tp, _ in forms)
+        return self if same else PieceTable(self.record, cluster, _short=self._short)
 
     @property
     def forms(self) -> list[Form]:
@@ -107,3 +113,8 @@ class PieceTable:
             graph, self.couples = split.graph, self.couples or split.head is not None
             self._short[samples] = shorten(graph, part_starts(graph))
         return self._short[samples]
+
+
+def _near(cluster: Cluster, tp: int) -> tuple[Cluster, Device]:
+    """What of machines decides how a model is split over so many neighbours."""
+    return replace(cluster.joining(tp), hardware=None, name=""), cluster.described(tp).slowest

@@ -22,7 +22,7 @@ from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.state import AUTO, parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
-from merakc.planner.search import Request, meshes, micro_batches_for, with_schedule
+from merakc.planner.request import Request, meshes, micro_batches_for, with_schedule
 
 # A plan, with what is known of it or without, or its file.
 GivenPlan = Plan | PlanFile | str | Path
@@ -111,12 +111,15 @@ def first_parts(request: Request, given: Plan | None) -> int:
 
 
 def _check_plan(fixed: Request, given: Plan) -> None:
-    for name in (
-        "dp", "tp", "pp", "micro_batches", "schedule", "order", "recompute", "sequence_parallel",
-        "precision", "couplings",
-    ):  # fmt: skip
-        value, planned = getattr(fixed, name), getattr(given, name)
-        if value not in (None, "auto", (), WHOLE_BATCH, planned):
+    """Raises `ConfigError` where what is fixed contradicts the plan."""
+    asked = {
+        name: value for name, value in fixed.fixed.items() if name not in ("state_shards", "chunks")
+    }
+    if fixed.couplings != WHOLE_BATCH:
+        asked["couplings"] = fixed.couplings
+    for name, value in asked.items():
+        planned = getattr(given, name)
+        if value != planned:
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
@@ -131,12 +134,15 @@ def _check_plan(fixed: Request, given: Plan) -> None:
             f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
             "one of the two"
         )
-    asked = fixed.state_shards
+    shards = fixed.state_shards
     stages = len(given.rank_of)
     planned_shards = [given.shards(s) for s in range(stages)]
-    if asked not in (None, AUTO) and list(parse_shards(asked, given.dp, stages)) != planned_shards:
+    if (
+        shards not in (None, AUTO)
+        and list(parse_shards(shards, given.dp, stages)) != planned_shards
+    ):
         raise ConfigError(
-            f"state_shards={asked} contradicts the plan's state_shards="
+            f"state_shards={shards} contradicts the plan's state_shards="
             f"{'; '.join(map(str, planned_shards))}; give one of the two"
         )
     if given.mesh.world_size != fixed.world_size:

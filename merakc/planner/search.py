@@ -1,48 +1,40 @@
-"""What users ask for, and the plan in full of one layout: its memory, its order of work."""
+"""The plan in full of one strategy: its memory, its order of work, what it hides."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import faster, with_state
 from merakc.costs.work.keep import keep_bytes, with_kept
 from merakc.errors import ConfigError, MerakError
-from merakc.files.reading import read_text
 from merakc.frontend.record import Recording
-from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
 from merakc.ir.costs import StageCost
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
-from merakc.ir.precision import Precision
-from merakc.ir.program import ActionKind, Inner, Mesh
+from merakc.ir.program import ActionKind
 from merakc.ir.state import (
     AUTO,
     UNSHARDED,
-    ShardsGiven,
     StateShards,
     coarse_lattice,
     lattice,
     parse_shards,
 )
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap, overlap_place
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
+from merakc.planner.request import Request, meshes, micro_batches_for
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
-from merakc.schedules.registry import NAMES
 from merakc.schedules.text import format_schedule, parse_schedule
 from merakc.schedules.timing import Pipeline, make_pipeline
 
-# Micro-batches a stage beyond which the pipeline's bubble is small: (p - 1) / (m + p - 1) < 20 %.
-MICRO_BATCHES_PER_STAGE = 4
-ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
 # Works that the generator schedules: about a second.
 EFFORT = 100_000
 # What keeps no more bytes than 1F1B, but for so many, is looked for among fewer orders, the known
@@ -57,100 +49,6 @@ Record = Callable[[int], Recording]
 ALWAYS_RECOMPUTES = ("merak",)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What the user fixed; None is open. `batch_size` is one dp rank's.
-
-    `order` is an order of work of the user's own, which `schedule` then names.
-    """
-
-    world_size: int
-    batch_size: int
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    micro_batches: int | None = None
-    schedule: str = "auto"
-    order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
-    recompute: str = "auto"
-    sequence_parallel: bool | None = None
-    state_shards: ShardsGiven | None = None
-    precision: Precision | None = None
-    overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
-    chunks: int | None = None  # stages a pipeline rank, of schedules that leave a choice
-    couplings: Couplings = WHOLE_BATCH  # of the samples that the loss couples
-    batch_dims: BatchDims = field(default_factory=dict)  # where samples stand in the batch
-    inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
-    total_batch_size: int | None = None  # over all dp ranks; `batch_size` then follows from dp
-
-    def local_batch_size(self, dp: int) -> int | None:
-        """Samples of each of `dp` ranks; None where their batch does not divide."""
-        if self.total_batch_size is None:
-            return self.batch_size
-        each, left = divmod(self.total_batch_size, dp)
-        return None if left else each
-
-
-def with_schedule(request: Request) -> Request:
-    """The request with its schedule understood: a known name, or an order as text or in a file.
-
-    Raises `ConfigError` for what is none of these and `ProgramError` for an order that cannot run.
-    """
-    text = request.schedule
-    if text == "auto" or text in NAMES:
-        return request
-    name = "custom"
-    if not ACTION.search(text):
-        path = Path(text)
-        if not path.is_file():
-            raise ConfigError(
-                f"schedule {text!r} is not known, and no file; choose one of auto, "
-                f"{', '.join(NAMES)}, or give an order of work such as '0F0 0B0; 1F0 1B0'"
-            )
-        try:
-            text, name = read_text(path), path.stem
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"schedule {text}: {error}; give a file of text") from error
-    order = format_schedule(parse_schedule(text, name)).splitlines()
-    return replace(request, schedule=name, order=tuple(order))
-
-
-def meshes(request: Request) -> list[Mesh]:
-    """All meshes of the world that agree with the request. Raises `ConfigError` if none does."""
-    fixed = {"dp": request.dp, "tp": request.tp, "pp": request.pp}
-    for name, value in fixed.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}; a degree is at least 1")
-    found = [
-        Mesh(dp, tp, pp, request.inner)
-        for dp, tp, pp in _factorisations(request.world_size)
-        if all(v is None or v == g for v, g in zip(fixed.values(), (dp, tp, pp), strict=True))
-    ]
-    if not found:
-        given = " x ".join(f"{k}={v}" for k, v in fixed.items() if v is not None)
-        raise ConfigError(
-            f"{given} does not multiply to the {request.world_size} ranks that were started; "
-            "give degrees whose product is the number of ranks, or leave one of them None"
-        )
-    return found
-
-
-def micro_batches_for(request: Request, mesh: Mesh) -> int:
-    """The user's number of micro-batches, or the divisor of the batch nearest 4 a stage."""
-    if request.micro_batches is not None:
-        if request.micro_batches < 1 or request.batch_size % request.micro_batches:
-            raise ConfigError(
-                f"a batch of {request.batch_size} samples does not divide into "
-                f"{request.micro_batches} micro-batches"
-            )
-        return request.micro_batches
-    if mesh.pp == 1:
-        return 1
-    divisors = [d for d in range(1, request.batch_size + 1) if request.batch_size % d == 0]
-    wanted = MICRO_BATCHES_PER_STAGE * mesh.pp
-    return min(divisors, key=lambda d: (abs(d - wanted), -d))
-
-
 def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     """The plan of a request that leaves no degree open, with what suits its memory best.
 
@@ -163,18 +61,18 @@ def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
 def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     """The model split over tp and cut into stages, as a request that leaves no degree open says."""
     (mesh,) = meshes(request)
-    micro_batches = micro_batches_for(request, mesh)
-    lowered = make_plan(
-        record(request.batch_size // micro_batches), mesh, micro_batches, cluster,
-        batch_size=request.batch_size,
-        schedule="1f1b" if request.schedule == "auto" else request.schedule,
-        order=request.order, virtual_stages=request.chunks,
-        sequence_parallel=bool(request.sequence_parallel),
+    strategy = Strategy().on(
+        mesh, batch_size=request.batch_size, micro_batches=micro_batches_for(request, mesh),
+        schedule="1f1b" if request.schedule == AUTO else request.schedule, order=request.order,
+        chunks=request.chunks or 1, sequence_parallel=bool(request.sequence_parallel),
+        precision=request.precision,
     )  # fmt: skip
-    plan, asked = replace(lowered.plan, precision=request.precision), request.state_shards
-    if asked is not None and asked != AUTO:
-        plan = _sharded(plan, parse_shards(asked, mesh.dp, len(plan.rank_of)))
-    return replace(lowered, plan=plan)
+    lowered, asked = make_plan(record(strategy.samples), strategy, cluster), request.state_shards
+    if asked is None or asked == AUTO:
+        return lowered
+    plan = lowered.plan
+    shards = parse_shards(asked, mesh.dp, len(plan.rank_of))
+    return replace(lowered, plan=_sharded(plan, shards))
 
 
 def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
@@ -358,11 +256,3 @@ def _recomputations(request: Request) -> tuple[str, ...]:
         kinds = {a.kind for order in orders for a in order}
         return ("full",) if ActionKind.RECOMPUTE in kinds else ("none",)
     return ("full",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "solved", "full")
-
-
-def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:
-    for dp in range(1, world + 1):
-        if world % dp == 0:
-            for tp in range(1, world // dp + 1):
-                if world // dp % tp == 0:
-                    yield dp, tp, world // dp // tp

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
@@ -16,26 +16,20 @@ from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST
 from merakc.ir.plan_file import PlanFile
-from merakc.ir.program import Mesh
+from merakc.ir.state import AUTO
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, apply_plan
+from merakc.lowering.overlap import overlap_gains, with_parts
 from merakc.lowering.predict import predict
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Cluster
-from merakc.planner.carry import Degrees, carry_plan
+from merakc.planner.carry import carry_plan, shards_like
+from merakc.planner.request import Request
 from merakc.planner.sources import Source
 from merakc.schedules.registry import stage_ranks
 
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What is to be otherwise; None stays. `batch` counts samples over all ranks."""
-
-    batch: int | None = None
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    micro_batches: int | None = None
-    schedule: str | None = None
+# What a request changes of a plan.
+CHANGEABLE = ("dp", "tp", "pp", "schedule")
 
 
 def simulated(
@@ -43,6 +37,9 @@ def simulated(
 ) -> PlanFile:
     """The plan with what it costs on a cluster. Raises `PlanError` where it is of another model."""
     lowered = applied(plan, source, progress)
+    if plan.sub_batches:
+        lowered = with_parts(lowered, partial(_in_parts, source, plan, plan.batch_size))
+        lowered = replace(lowered, gains=overlap_gains(lowered))
     progress("simulating the plan")
     return _predicted(lowered, cluster)
 
@@ -52,78 +49,97 @@ def applied(
 ) -> Lowered:
     """The plan on the model that it was made for. Raises `PlanError` where that is another one."""
     progress(f"recording {source.name}")
-    samples = plan.batch_size // plan.micro_batches
-    return apply_plan(plan, record_source(source, samples, plan))
+    return apply_plan(plan, record_source(source, plan.samples, plan))
 
 
 def changed(
     plan: Plan,
     source: Source,
-    changes: Changes,
+    changes: Request,
     cluster: Cluster,
     progress: Callable[[str], None] = lambda _: None,
 ) -> PlanFile:
     """The same decisions with these changes, and what that costs on a cluster.
 
-    A micro-batch has as many samples as before unless their number is given. What is sharded over
-    all dp ranks still is. Raises `ConfigError` for numbers that do not divide, and what the model
-    does not allow.
+    What the request leaves open stays. A micro-batch has as many samples as before unless their
+    number is given. What is sharded over all dp ranks still is. Raises `ConfigError` for numbers
+    that do not divide, and what the model does not allow.
     """
-    degrees = changed_degrees(plan, changes)
-    local = degrees.micro_batches * degrees.samples
-    asked = plan
-    if changes.schedule is not None:
-        asked = replace(plan, schedule=changes.schedule, order=())
+    strategy = changed_strategy(plan, changes)
 
     @cache
     def record(parts: int) -> Recording:
-        progress(f"recording {source.name} with {local // parts} samples")
-        return record_source(source, local // parts, plan)
+        progress(f"recording {source.name} with {strategy.batch_size // parts} samples")
+        return _in_parts(source, plan, strategy.batch_size, parts)
 
-    lowered = carry_plan(asked, degrees, record, plan.precision, cluster)
+    lowered = carry_plan(plan, strategy, record, cluster)
     progress("simulating the changed plan")
     return _predicted(lowered, cluster)
 
 
-def changed_degrees(plan: Plan, changes: Changes) -> Degrees:
-    """The grid of ranks and the batch after the changes. Raises `ConfigError` as `changed` does."""
-    mesh = Mesh(changes.dp or plan.dp, changes.tp or plan.tp, changes.pp or plan.pp, plan.inner)
-    batch = changes.batch or plan.batch_size * plan.dp
-    for name, value in (("ranks", mesh.world_size), ("samples a step", batch)):
+def changed_strategy(plan: Plan, changes: Request) -> Strategy:
+    """The plan's strategy with what a request fixes. Raises `ConfigError` as `changed` does."""
+    asked = {name: value for name, value in changes.fixed.items() if name in CHANGEABLE}
+    strategy = replace(plan.strategy, **asked)
+    batch = changes.total_batch_size or plan.total_batch_size
+    for name, value in (("ranks", strategy.world_size), ("samples a step", batch)):
         if value > MOST:
             raise ConfigError(f"{value} {name} were asked for; give at most {MOST}")
-    if batch % mesh.dp:
-        raise ConfigError(
-            f"a batch of {batch} samples does not divide over dp={mesh.dp}; give --batch a "
-            "multiple of it"
-        )
-    local = batch // mesh.dp
-    size = plan.batch_size // plan.micro_batches
-    if changes.micro_batches is None and local % size:
-        raise ConfigError(
-            f"{local} samples of a dp rank do not divide into micro-batches of {size}, as the "
-            "plan's are; give --micro-batches"
-        )
-    micro_batches = changes.micro_batches or local // size
+    local = _divided(batch, strategy.dp)
+    micro_batches = changes.micro_batches or _micro_batches(local, plan.samples)
     if local % micro_batches:
         raise ConfigError(
             f"{local} samples of a dp rank do not divide into {micro_batches} micro-batches; give "
             f"--micro-batches one of {[d for d in range(1, local + 1) if local % d == 0]}"
         )
-    if plan.order and changes.schedule is None:
-        now, before = (mesh.pp, micro_batches), (plan.pp, plan.micro_batches)
-        if now != before:
-            raise ConfigError(
-                f"the plan's order of work is for {before[1]} micro-batches on {before[0]} "
-                f"pipeline ranks, and there are to be {now[1]} on {now[0]}; give --schedule"
-            )
-    chunks = len(plan.rank_of) // plan.pp
-    if changes.schedule is not None:
+    strategy = replace(strategy, batch_size=local, micro_batches=micro_batches)
+    if changes.schedule != AUTO:
         chunks = len(stage_ranks(changes.schedule, 1))
-    whole = {plan.dp: mesh.dp}
-    counts = {n for s in plan.state_shards for n in (s.parameters, s.gradients, s.optimizer)}
-    shards = {n: whole.get(n, math.gcd(n, mesh.dp)) for n in counts}
-    return Degrees(mesh, micro_batches, local // micro_batches, chunks, shards)
+        strategy = replace(strategy, order=(), chunks=chunks)
+    elif plan.order:
+        _check_order(plan, strategy)
+    if strategy.tp == 1:
+        strategy = replace(strategy, sequence_parallel=False)
+    counts = {n for shards in plan.state_shards for n in shards.counts}
+    divided = {n: math.gcd(n, strategy.dp) for n in counts} | {plan.dp: strategy.dp}
+    return shards_like(plan, strategy, divided)
+
+
+def _divided(batch: int, dp: int) -> int:
+    """The samples of each dp rank."""
+    local, left = divmod(batch, dp)
+    if left:
+        raise ConfigError(
+            f"a batch of {batch} samples does not divide over dp={dp}; give --batch a "
+            "multiple of it"
+        )
+    return local
+
+
+def _micro_batches(local: int, samples: int) -> int:
+    """The number of micro-batches of as many samples as before."""
+    micro_batches, left = divmod(local, samples)
+    if left:
+        raise ConfigError(
+            f"{local} samples of a dp rank do not divide into micro-batches of {samples}, as the "
+            "plan's are; give --micro-batches"
+        )
+    return micro_batches
+
+
+def _check_order(plan: Plan, strategy: Strategy) -> None:
+    """Raises `ConfigError` where a plan's own order is for other ranks or micro-batches."""
+    now, before = (strategy.pp, strategy.micro_batches), (plan.pp, plan.micro_batches)
+    if now != before:
+        raise ConfigError(
+            f"the plan's order of work is for {before[1]} micro-batches on {before[0]} "
+            f"pipeline ranks, and there are to be {now[1]} on {now[0]}; give --schedule"
+        )
+
+
+def _in_parts(source: Source, plan: Plan, batch_size: int, parts: int) -> Recording:
+    """The source's forward on one of so many parts of a dp rank's batch."""
+    return record_source(source, batch_size // parts, plan)
 
 
 def record_source(source: Source, samples: int, plan: Plan) -> Recording:

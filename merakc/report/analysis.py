@@ -67,7 +67,27 @@ def make_report(
         timeline=pack(placed(simulation, {rank: k for k, rank in enumerate(own)})),
         alternatives=alternatives,
         head=_head_times(lowered, cluster, costs, simulation),
+        collectives=tp_collectives(lowered),
+        cut=lowered.cut,
     )
+
+
+def tp_collectives(lowered: Lowered) -> dict[str, int]:
+    """Those of one micro-batch: the forward's, and their conjugates in the backward."""
+    if lowered.plan.tp == 1:
+        return {}
+    ops = Counter(node.op for graph in lowered.stages.local for node in graph.nodes)
+    scatters, gathers = ops["merakc.reduce_scatter.default"], ops["merakc.gather_to.default"]
+    found = {
+        "forward all-reduce": ops["merakc.all_reduce.default"],
+        "backward all-reduce": ops["merakc.copy_to.default"],
+        "forward reduce-scatter": scatters,
+        "forward all-gather": gathers + ops["merakc.all_gather.default"],
+        "backward reduce-scatter": gathers,
+        "backward all-gather": scatters + ops["merakc.scatter.default"],
+        "vocabulary-parallel": sum(n for op, n in ops.items() if op.startswith("composite.")),
+    }
+    return {name: number for name, number in found.items() if number or "all-reduce" in name}
 
 
 def _head_times(

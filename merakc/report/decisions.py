@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from merakc.ir.plan import CoupledLoss, CutReport, OpaqueModule, Plan
+from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import PlanFile, Prediction
+from merakc.ir.report import CutReport
 from merakc.report.units import count_of, format_bytes, format_seconds, name_pattern
 
 
@@ -38,7 +39,8 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
         shares = "; ".join(str(shards) for shards in dict.fromkeys(plan.state_shards))
         facts.append(("shards", f"{shares} of parameters, gradients, optimizer state"))
     if plan.sub_batches:
-        facts.append(("overlap", _overlap(plan)))
+        gains = file.prediction.overlap_gains if file.prediction else ()
+        facts.append(("overlap", _overlap(plan, gains)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if file.prediction:
@@ -57,16 +59,16 @@ def plan_sections(file: PlanFile) -> list[Section]:
         found.append(_tensors(plan))
     if any(len(stages) > 1 for stages in plan.parameters.values()):
         found.append(_shared(plan))
-    if plan.collectives:
-        found.append(_collectives(plan.collectives))
+    if file.report and file.report.collectives:
+        found.append(_collectives(file.report.collectives))
     if plan.whole_ops:
         found.append(_whole_ops(plan.whole_ops))
     if plan.head is not None:
         found.append(_head(plan.head))
     if plan.opaque_modules:
         found.append(_opaque(plan.opaque_modules))
-    if len(plan.rank_of) > 1:
-        found.append(_cut(plan.cut, len(plan.rank_of)))
+    if len(plan.rank_of) > 1 and file.report and file.report.cut:
+        found.append(_cut(file.report.cut, len(plan.rank_of)))
     return found
 
 
@@ -89,7 +91,7 @@ def _prediction(prediction: Prediction) -> str:
     )
 
 
-def _overlap(plan: Plan) -> str:
+def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:
     """In how many parts stages run a micro-batch, and what that saves."""
     parts = []
     for count in dict.fromkeys(plan.sub_batches):
@@ -97,7 +99,7 @@ def _overlap(plan: Plan) -> str:
         every = len(stages) == len(plan.sub_batches)
         where = "" if every else f" on stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
         form = f"micro-batches in {count} parts" if count > 1 else "whole micro-batches"
-        gains = [plan.overlap_gains[s] for s in stages if plan.overlap_gains]
+        gains = [of_stages[s] for s in stages if of_stages]
         saved = f", {_saved(gains)} of a stage" if gains else ""
         parts.append(form + where + saved)
     for count, products in sorted(Counter(plan.row_chunks.values()).items()):

@@ -16,7 +16,7 @@ from merakc.ir.plan_file import PlanFile
 from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 # What follows from the decisions, or is told by others.
-SKIPPED = {"graph", "stages", "cut", "merakc_version"}
+SKIPPED = {"graph", "stages"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from merakc.ir.alternatives import Alternative, Alternatives
+from merakc.ir.alternatives import Alternatives
 from merakc.ir.report import HeadTimes, RankMemory, Report, SourceFile, Verdict
+from merakc.ir.state import UNSHARDED
+from merakc.ir.strategy import Strategy
 from merakc.report.charts.labels import ComputeLabel, parse_label
 from merakc.report.decisions import Section
 from merakc.report.units import bytes_unit, count_of, format_bytes, format_count, format_seconds
@@ -78,7 +80,7 @@ def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
         base_s = others.chosen_s or chosen.step_s
         rows = [
             (
-                _alternative(a), format_seconds(a.step_s), _more(a.step_s, base_s),
+                _strategy(a.strategy), format_seconds(a.step_s), _more(a.step_s, base_s),
                 format_bytes(a.peak_bytes), a.loses,
             )
             for a in others.runners_up
@@ -96,8 +98,8 @@ def _alternatives(others: Alternatives, chosen: Verdict) -> dict[str, Section]:
     return found
 
 
-def _alternative(other: Alternative) -> str:
-    """The degrees of an alternative, and those of its decisions that are unusual."""
+def _strategy(other: Strategy) -> str:
+    """Its degrees, and those of its decisions that are unusual."""
     parts = [f"{other.dp} x {other.tp} x {other.pp}", count_of(other.micro_batches, "micro-batch")]
     if other.pp > 1:
         chunks = f" with {other.chunks} stages a rank" if other.chunks > 1 else ""
@@ -106,8 +108,8 @@ def _alternative(other: Alternative) -> str:
         parts.append("sequence parallel")
     if other.recompute != "none":
         parts.append(f"recompute {other.recompute}")
-    if set(other.shards.split(", ")) != {"1"}:
-        parts.append(f"shards {other.shards}")
+    if other.shards(0) != UNSHARDED:
+        parts.append(f"shards {other.shards(0)}")
     return ", ".join(parts)
 
 

@@ -49,7 +49,7 @@ def page(file: PlanFile) -> str:
         tag("title", title),
         tag("style", Markup(STYLE.read_text(encoding="utf-8"))),
     )
-    foot = f"merakc {plan.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
+    foot = f"merakc {file.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
     body = tag(
         "body",
         tag("header", tag("h1", title), *first),

@@ -11,11 +11,11 @@ from merakc.analysis.buckets import BucketSpec
 from merakc.costs.buckets import tied_seconds
 from merakc.costs.head import gather_seconds, gathered_bytes
 from merakc.costs.work.kernels import Kernel
-from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import Action, ActionKind, CollectiveKind
 from merakc.ir.report import AxisTraffic
 from merakc.lowering.lowered import Lowered
+from merakc.lowering.overlap import overlap_gains
 from merakc.lowering.predict import tied_bytes
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import rank_buckets
@@ -40,7 +40,7 @@ def traffic(
     plan, link = lowered.plan, Link(cluster.link_latency_s, cluster.link_bytes_per_s)
     every: list[AxisTraffic] = []
     if plan.tp > 1:
-        every.append(_busiest([_over_tp(plan, rank, found) for rank in range(plan.pp)]))
+        every.append(_busiest([_over_tp(lowered, rank, found) for rank in range(plan.pp)]))
     if plan.pp > 1:
         every.append(_busiest(_over_pp(lowered, cluster, steps, link)))
     if plan.dp > 1:
@@ -53,11 +53,12 @@ def _busiest(ranks: Sequence[AxisTraffic]) -> AxisTraffic:
     return max(ranks, key=lambda t: (t.seconds, t.sent_bytes))
 
 
-def _over_tp(plan: Plan, rank: int, found: Attribution) -> AxisTraffic:
+def _over_tp(lowered: Lowered, rank: int, found: Attribution) -> AxisTraffic:
     """Collectives of the graphs. What running them under computation saves counts as hidden."""
+    plan, gains = lowered.plan, overlap_gains(lowered)
     sent = seconds = saved_s = 0.0
     for stage in (s for s, holder in enumerate(plan.rank_of) if holder == rank):
-        gain = plan.overlap_gains[stage] if plan.overlap_gains else 0.0
+        gain = gains[stage] if gains else 0.0
         spent = found.step_spent(stage).values()
         seconds += sum(s.forward_wire_s + s.backward_wire_s for s in spent) / (1.0 - gain)
         saved_s += sum(s.forward_s + s.backward_s for s in spent) * gain / (1.0 - gain)

@@ -16,7 +16,7 @@ import merakc
 from benchmarks import demo
 from benchmarks.demo import Settings, largest_difference, plot_losses
 from benchmarks.models import Batch
-from merakc.ir.plan import CutReport, GraphId, Plan, StageRun
+from merakc.ir.plan import GraphId, Plan, StageRun
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
 from merakc.simulation.simulate import Simulation
@@ -36,8 +36,6 @@ PLAN = Plan(
     stages=(StageRun(0, "a", "b", "model", "model"), StageRun(1, "c", "d", "model", "lm_head")),
     parameters={"lm_head.weight": (1,)},
     splits={},
-    collectives={},
-    cut=CutReport("program order", 1.0, 1.0, 0, 1.0, 0, 0),
 )
 
 

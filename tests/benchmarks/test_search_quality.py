@@ -7,7 +7,8 @@ import pytest
 from benchmarks.fidelity.data import Row
 from benchmarks.gpt import Shape
 from benchmarks.search_quality import Found, against_all, against_published
-from merakc.planner.estimate import Degrees, Habits
+from merakc.ir.strategy import Strategy
+from merakc.planner.estimate import Framework
 
 
 def test_a_small_job_against_all_layouts() -> None:
@@ -19,7 +20,8 @@ def test_a_small_job_against_all_layouts() -> None:
 
 def test_a_published_row() -> None:
     shape = Shape(512, 8, 8, 128, 1024)
-    row = Row("Narayanan", "small", shape, Degrees(2, 2, 2, 4, 2, "dp"), 2, Habits("full"), 1.0)
+    strategy = Strategy(2, 2, 2, "dp", micro_batches=4, chunks=2, recompute="full")
+    row = Row("Narayanan", "small", shape, strategy, 2, Framework(), 1.0)
     found = against_published(row)
     assert found.passed
     assert found.against == "dp 2 tp 2 pp 2"

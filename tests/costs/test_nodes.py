@@ -22,6 +22,7 @@ from merakc.costs.nodes import (
 from merakc.costs.work.kernels import graph_work
 from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Mesh, StageGraphs
+from merakc.ir.strategy import Strategy
 from merakc.kernels.ops import WAIT
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
@@ -99,7 +100,7 @@ def test_a_graph_takes_the_sum() -> None:
 def test_a_graph_takes_what_its_kernels_do(name: str) -> None:
     case = MODELS[name]
     recording = one_of_several(case.model(), case.batch(2))
-    lowered = make_plan(recording, Mesh(tp=2), 4, NOMINAL_CPU)
+    lowered = make_plan(recording, Strategy().on(Mesh(tp=2), micro_batches=4), NOMINAL_CPU)
     local, place = lowered.stages.local[0], place_on(NOMINAL_CPU, 2)
     told = forward_seconds(graph_work(local), place)
     assert graph_seconds(local, place) == pytest.approx(told, rel=1e-9)

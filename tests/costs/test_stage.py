@@ -25,6 +25,7 @@ from merakc.ir.graph import Graph, Input, InputKind, TensorSpec
 from merakc.ir.precision import parse_precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, Factors
 from merakc.machines.cluster_files import preset
@@ -37,7 +38,11 @@ CPU = place_on(NOMINAL_CPU, 1)
 def lowered(schedule: str, recompute: str) -> Lowered:
     case = MODELS["gpt2"]
     recording = one_of_several(case.model(), case.batch(2))
-    return make_plan(recording, Mesh(pp=2), 4, NOMINAL_CPU, schedule=schedule, recompute=recompute)
+    return make_plan(
+        recording,
+        Strategy().on(Mesh(pp=2), micro_batches=4, schedule=schedule, recompute=recompute),
+        NOMINAL_CPU,
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1])

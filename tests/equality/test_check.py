@@ -24,7 +24,7 @@ from merakc.ir.program import Mesh
 from merakc.kernels import collectives
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.offline import plan_offline
-from merakc.planner.search import Request
+from merakc.planner.request import Request
 from merakc.planner.sources import Source, resized, source_of
 from merakc.runtime import executor
 from merakc.runtime.head import HeadRunner

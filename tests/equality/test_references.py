@@ -13,6 +13,7 @@ from merakc.equality.references import Yardstick, yardstick
 from merakc.equality.train import Case, train_on_rank
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchLayout, Couplings, Rows
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.lowering.recording import record_part
 from merakc.machines.cluster import NOMINAL_CPU
@@ -58,7 +59,9 @@ def case(*terms: str, couplings: Couplings = WHOLE_BATCH) -> Case:
     layout = BatchLayout((SAMPLES,), PARTS)
     cpu = torch.device("cpu")
     recording = record_part(model, (), batch, layout, cpu, couplings=couplings)
-    plan = make_plan(recording, Mesh(), PARTS, NOMINAL_CPU, batch_size=SAMPLES).plan
+    plan = make_plan(
+        recording, Strategy().on(Mesh(), micro_batches=PARTS, batch_size=SAMPLES), NOMINAL_CPU
+    ).plan
     return Case(model, plan, (batch,), lift=True)
 
 

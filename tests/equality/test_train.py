@@ -14,6 +14,7 @@ from merakc.equality.ranks import run_ranks
 from merakc.equality.train import Case, comparable, train_in_one_process, train_on_rank
 from merakc.errors import ConfigError
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.recorded import recorded
@@ -42,7 +43,9 @@ def _case(mesh: Mesh) -> Case:
     with comparable(lift=True):
         local = _batch(0, 8 // mesh.dp)
         recording = recorded(model, (local,), 2, dp=mesh.dp)
-    plan = make_plan(recording, mesh, 2, NOMINAL_CPU, batch_size=8 // mesh.dp).plan
+    plan = make_plan(
+        recording, Strategy().on(mesh, micro_batches=2, batch_size=8 // mesh.dp), NOMINAL_CPU
+    ).plan
     return Case(model, plan, (_batch(0), _batch(1)), lift=True)
 
 

@@ -8,9 +8,12 @@ from dataclasses import asdict
 import pydantic
 
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
+from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 
+OTHER = Strategy(8, batch_size=4, micro_batches=4, state_shards=(StateShards(1, 1, 8),))
 OTHERS = Alternatives(
-    (Alternative(8, 1, 1, 4, "1f1b", "none", "1, 1, 8", 0.25, 1 << 30, "waits for dp"),),
+    (Alternative(OTHER, 0.25, 1 << 30, "waits for dp"),),
     (Refusal("tp 16", "12 heads do not divide over 16 ranks", "use tp 4 or 12"),),
 )
 

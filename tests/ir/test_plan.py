@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from merakc.ir.plan import CutReport, GraphId, Plan, StageRun
+from merakc.ir.plan import GraphId, Plan, StageRun
 from merakc.ir.program import Mesh
 
 PLAN = Plan(
@@ -23,9 +23,6 @@ PLAN = Plan(
     ),
     parameters={"embed.weight": (0, 1), "head.bias": (1,)},
     splits={"embed.weight": "8* x 4"},
-    collectives={"all_reduce": 4},
-    cut=CutReport("program order", 1.02, 1.01, 4096, 1.10, 8192, 3),
-    merakc_version="0.1.0",
 )
 
 

@@ -17,6 +17,7 @@ from merakc.ir.state import StateShards
 from merakc.machines.cluster import NOMINAL_GPU
 from tests.ir.test_plan import PLAN
 from tests.ir.test_plan_file import FILE
+from tests.report.made import report
 
 FULL = dataclasses.replace(
     PLAN,
@@ -28,7 +29,6 @@ FULL = dataclasses.replace(
     row_chunks={"head.bias": 2},
     batch_dims={"x": Rows(1), "w": None},
     fused_products=("embed.weight",),
-    overlap_gains=(0.1, -0.01),
     machines=NOMINAL_GPU,
     opaque_modules=(OpaqueModule("gate", "x.py:1", "control flow", 0.25),),
     head=CoupledLoss(1, "x.py:2", "samples meet", 64),
@@ -84,15 +84,17 @@ def test_sound_values_pass() -> None:
         (("machines",), None, "machines is null; with sub_batches it must say"),
         (("machines", "flops_per_s"), 0.0, "machines.flops_per_s is 0.0; it must be above 0"),
         (("machines", "link_latency_s"), float("nan"), "machines.link_latency_s is nan"),
-        (("overlap_gains", 0), 1.5, "overlap_gains.0 is 1.5; it must be finite, and less than 1"),
+        (("prediction", "overlap_gains"), (1.5, 0.0), "overlap_gains.0 is 1.5; .* less than 1"),
+        (("prediction", "overlap_gains"), (0.1,), "overlap_gains has 1 entries for 2 stages"),
+        (("chunks",), 2, "chunks is 2; it must be 1: 2 stages"),
         (("splits", "embed.weight"), "8 x 4", "splits.embed.weight is '8 x 4'; it must be"),
         (("splits", "embed.weight"), "8* x", "splits.embed.weight is '8. x'"),
         (("splits", "embed.weight"), "08* x 4", "splits.embed.weight is '08. x 4'"),
         (("splits", "embed.weight"), "-8* x 4", "splits.embed.weight is '-8. x 4'"),
         (("splits", "embed.weight"), "(" * 5000, "splits.embed.weight is"),
         (("tp",), 1, "splits has 1 entries; with tp=1 it must have none"),
-        (("collectives", "all_reduce"), -1, "collectives.all_reduce is -1"),
-        (("cut", "load"), float("inf"), "cut.load is inf; it must be finite, and 0 or more"),
+        (("report", "collectives"), {"all_reduce": -1}, "collectives.all_reduce is -1"),
+        (("report", "cut"), {"load": -1.0}, "cut.load is -1.0; it must be finite, and 0 or more"),
         (("prediction", "step_s"), float("nan"), "prediction.step_s is nan"),
         (("prediction", "peak_bytes"), (1,), "prediction.peak_bytes has 1 entries"),
         (("prediction", "exposed_s"), (1.0,), "prediction.exposed_s has 1 entries"),
@@ -103,7 +105,9 @@ def test_sound_values_pass() -> None:
     ],
 )  # fmt: skip
 def test_each_fault_is_named(place: tuple[Any, ...], value: Any, text: str | None) -> None:
-    values = copy.deepcopy(dataclasses.asdict(dataclasses.replace(FILE, decisions=FULL)))
+    told = report() if place[0] == "report" else None
+    file = dataclasses.replace(FILE, decisions=FULL, report=told)
+    values = copy.deepcopy(dataclasses.asdict(file))
     owner: Any = values if place[0] in values else values["decisions"]
     for key in place[:-1]:
         if isinstance(owner[key], tuple):

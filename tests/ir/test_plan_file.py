@@ -45,7 +45,7 @@ def test_load_gives_back_what_was_saved(file: PlanFile, with_report: bool, path:
 def test_decisions_stand_beside_what_is_known_of_them(path: Path) -> None:
     FILE.save(path)
     body = json.loads(path.read_text())
-    named = {"schema_version", "hash", "file_hash"}
+    named = {"schema_version", "hash", "file_hash", "merakc_version"}
     assert set(body) == named | {"decisions", "prediction", "measured", "report"}
     assert set(body["decisions"]) == {field.name for field in dataclasses.fields(PLAN)}
 
@@ -101,8 +101,8 @@ def test_another_schema_is_refused(version: int | None, path: Path) -> None:
 
 def test_a_missing_field_is_named(path: Path) -> None:
     FILE.save(path)
-    _edit(path, lambda body: body["decisions"].pop("micro_batches"))
-    with pytest.raises(PlanError, match=r"not a valid plan: (.|\n)*decisions.micro_batches"):
+    _edit(path, lambda body: body["decisions"].pop("splits"))
+    with pytest.raises(PlanError, match=r"not a valid plan: (.|\n)*decisions.splits"):
         load_plan(path)
 
 

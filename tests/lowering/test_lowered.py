@@ -18,6 +18,7 @@ from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.program import ActionKind, Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import (
     Lowered,
     adapt_plan,
@@ -41,7 +42,9 @@ def recording(name: str = "gpt2", samples: int = 2) -> Recording:
 
 
 def planned(mesh: Mesh, name: str = "gpt2", **options: str) -> tuple[Plan, Lowered]:
-    lowered = make_plan(recording(name), mesh, MICRO_BATCHES, NOMINAL_CPU, **options)  # type: ignore[arg-type]
+    lowered = make_plan(
+        recording(name), Strategy().on(mesh, micro_batches=MICRO_BATCHES, **options), NOMINAL_CPU
+    )  # type: ignore[arg-type]
     return lowered.plan, lowered
 
 
@@ -62,7 +65,9 @@ def test_a_saved_plan_gives_the_same_graphs(name: str, mesh: Mesh, tmp_path: Pat
 def test_the_same_recording_gives_the_same_plan() -> None:
     fresh = one_of_several(MODELS["t5"].model(), MODELS["t5"].batch(2))
     first, _ = planned(Mesh(1, 2, 2), "t5")
-    second = make_plan(fresh, Mesh(1, 2, 2), MICRO_BATCHES, NOMINAL_CPU).plan
+    second = make_plan(
+        fresh, Strategy().on(Mesh(1, 2, 2), micro_batches=MICRO_BATCHES), NOMINAL_CPU
+    ).plan
     assert first.hash == second.hash
 
 
@@ -77,13 +82,10 @@ def test_drift_is_refused_with_the_first_module_that_differs() -> None:
         apply_plan(plan, recording("gpt2", 4))
 
 
-def test_the_plan_counts_its_collectives_and_names_its_holders() -> None:
+def test_the_plan_names_its_holders() -> None:
     plan, lowered = planned(Mesh(1, 2, 4))
-    assert plan.collectives["backward all-reduce"] == 9
-    assert plan.collectives["vocabulary-parallel"] >= 2
     assert plan.parameters["transformer.wte.weight"] == (0, 3)
     assert plan.splits["transformer.h.0.mlp.c_fc.weight"] == "32 x 128*"
-    assert planned(Mesh(pp=2))[0].collectives == {}
     assert set(plan.parameters) == {
         i.target for i in lowered.loss.graph.inputs if i.kind is InputKind.PARAMETER
     }
@@ -97,7 +99,7 @@ def test_ops_that_every_rank_computes_whole_are_named() -> None:
     model = Clipped(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4))
     clipped = one_of_several(model, (torch.randn(4, 4),))
     # One micro-batch: of several, what no rule knows would be in the head.
-    plan = make_plan(clipped, Mesh(tp=2), 1, NOMINAL_CPU).plan
+    plan = make_plan(clipped, Strategy().on(Mesh(tp=2), micro_batches=1), NOMINAL_CPU).plan
     assert [text.partition(" at ")[0] for text in plan.whole_ops] == ["aten.renorm.default"]
     assert planned(Mesh(tp=2))[0].whole_ops == ()
 
@@ -151,11 +153,10 @@ def test_a_schedule_says_how_many_stages_there_are() -> None:
     assert chunk.checkpoint is None
     more = make_plan(
         recording(),
-        Mesh(pp=2),
-        MICRO_BATCHES,
+        Strategy().on(
+            Mesh(pp=2), micro_batches=MICRO_BATCHES, schedule="interleaved-1f1b", chunks=3
+        ),
         NOMINAL_CPU,
-        schedule="interleaved-1f1b",
-        virtual_stages=3,
     ).plan
     assert more.placement == (0, 1, 0, 1, 0, 1)
     assert planned(Mesh(pp=2))[0].placement == ()
@@ -164,9 +165,12 @@ def test_a_schedule_says_how_many_stages_there_are() -> None:
 def test_an_order_of_the_users_own(tmp_path: Path) -> None:
     text = format_schedule(make_schedule("gpipe", 2, MICRO_BATCHES))
     lowered = make_plan(
-        recording(), Mesh(pp=2), MICRO_BATCHES, NOMINAL_CPU, schedule="mine",
-        order=tuple(text.splitlines()),
-    )  # fmt: skip
+        recording(),
+        Strategy().on(
+            Mesh(pp=2), micro_batches=MICRO_BATCHES, schedule="mine", order=tuple(text.splitlines())
+        ),
+        NOMINAL_CPU,
+    )
     plan = lowered.plan
     assert lowered.programs() == planned(Mesh(pp=2), schedule="gpipe")[1].programs()
     PlanFile(plan).save(tmp_path / "plan.json")

@@ -19,9 +19,16 @@ from merakc.errors import ConfigError, PlanError
 from merakc.frontend.record import Recording
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.kernels.ops import STARTED
 from merakc.lowering.lowered import Lowered, apply_plan, make_plan
-from merakc.lowering.overlap import choose_chunks, choose_fused, choose_overlap, with_parts
+from merakc.lowering.overlap import (
+    choose_chunks,
+    choose_fused,
+    choose_overlap,
+    overlap_gains,
+    with_parts,
+)
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import preset
@@ -59,15 +66,17 @@ def planned(
     micro_batches: int = MICRO_BATCHES,
 ) -> Lowered:
     lowered = make_plan(
-        recorded(name, micro_batches), mesh, micro_batches, cluster, batch_size=SAMPLES
+        recorded(name, micro_batches),
+        Strategy().on(mesh, micro_batches=micro_batches, batch_size=SAMPLES),
+        cluster,
     )
     return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
 
 
 def test_parts_are_chosen_where_they_pay() -> None:
-    plan = planned("llama", SLOW, None).plan
-    assert set(plan.sub_batches) <= {2, 4}
-    assert min(plan.overlap_gains) > 0.15
+    lowered = planned("llama", SLOW, None)
+    assert set(lowered.plan.sub_batches) <= {2, 4}
+    assert min(overlap_gains(lowered)) > 0.15
     assert planned("llama", FAST, None).plan.sub_batches == ()
     # Nothing hides what takes so long, and calls without end cost more than that.
     slow_calls = replace(SLOWEST, op_overhead_s=100.0)
@@ -121,7 +130,7 @@ def test_of_one_sample_products_are_in_chunks_of_rows(asked: int | None) -> None
     assert layers == {"0", "1", "2", "3"}
     whole = planned("llama", SLOW, 1, micro_batches=SAMPLES)
     for stage in (0, 1):
-        assert plan.overlap_gains[stage] > whole.plan.overlap_gains[stage] + 0.05
+        assert overlap_gains(lowered)[stage] > overlap_gains(whole)[stage] + 0.05
         one, other = (
             sum(graph_seconds(g, AT_SLOW) for g in (c.forward, c.backward) if g)
             for c in (lowered.stage_graphs(stage, 0), whole.stage_graphs(stage, 0))
@@ -170,7 +179,9 @@ def test_a_batch_of_another_size_runs_whole_where_it_does_not_divide() -> None:
 
 def test_predictions_take_what_is_hidden_off() -> None:
     hidden, blocking = (planned("llama", SLOW, count) for count in (2, 0))
-    gain = hidden.plan.overlap_gains[0]
+    gain = overlap_gains(hidden)[0]
+    # They follow from the plan, where nobody has kept them.
+    assert overlap_gains(replace(hidden, gains=None)) == pytest.approx(hidden.gains, rel=1e-12)
     costs = planned_costs(hidden, SLOW), planned_costs(blocking, SLOW)
     assert costs[0][0].forward_s == pytest.approx(costs[1][0].forward_s * (1 - gain))
     assert predict(hidden, SLOW)[0].step_s < predict(blocking, SLOW)[0].step_s
@@ -198,7 +209,9 @@ def fused_plan(name: str, cluster: Cluster, asked: int | None = None) -> Lowered
     """Micro-batches of one sample, with split sequences."""
     recording = recorded(name, SAMPLES)
     lowered = make_plan(
-        recording, TP_AND_PP, SAMPLES, cluster, batch_size=SAMPLES, sequence_parallel=True
+        recording,
+        Strategy().on(TP_AND_PP, micro_batches=SAMPLES, batch_size=SAMPLES, sequence_parallel=True),
+        cluster,
     )
     return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
 
@@ -212,10 +225,10 @@ def test_products_are_fused_with_their_collectives_in_symmetric_memory() -> None
     assert plan.machines.symmetric_memory
     layers = {name.split(".")[2] for name in plan.fused_products if ".layers." in name}
     assert layers == {"0", "1", "2", "3"}
-    other = fused_plan("llama", CALLS).plan
-    assert other.fused_products == ()
+    other = fused_plan("llama", CALLS)
+    assert other.plan.fused_products == ()
     for stage in (0, 1):
-        assert plan.overlap_gains[stage] > other.overlap_gains[stage] + 0.03
+        assert overlap_gains(lowered)[stage] > overlap_gains(other)[stage] + 0.03
         chunk, whole = lowered.stage_graphs(stage, 0), lowered.stages.local[stage]
         assert any(n.op in PIPELINED for n in chunk.forward.nodes)
         blocking_s = graph_seconds(differentiate(whole).forward, AT_SYMMETRIC)
@@ -277,11 +290,16 @@ def test_a_node_of_h100_fuses_the_products_of_wide_layers() -> None:
     plans = []
     for hardware in (h100, replace(h100, links=plain), replace(h100, nodes=nodes, links=apart)):
         cluster = hardware.flat()
-        lowered = make_plan(recording, Mesh(1, 8, 1), 1, cluster, batch_size=1,
-                               sequence_parallel=True)  # fmt: skip
-        plans.append(choose_overlap(lowered, lambda _: recording, cluster, None).plan)
+        lowered = make_plan(
+            recording,
+            Strategy().on(Mesh(1, 8, 1), micro_batches=1, batch_size=1, sequence_parallel=True),
+            cluster,
+        )
+        plans.append(choose_overlap(lowered, lambda _: recording, cluster, None))
     fused, *others = plans
     layer = "model.layers.{}.self_attn.{}_proj.weight"
-    assert {layer.format(k, name) for k in (0, 1) for name in "qkv"} < set(fused.fused_products)
-    assert others[0].fused_products == others[1].fused_products == ()
-    assert fused.overlap_gains[0] > (*others[0].overlap_gains, 0.0)[0]
+    assert {layer.format(k, name) for k in (0, 1) for name in "qkv"} < set(
+        fused.plan.fused_products
+    )
+    assert others[0].plan.fused_products == others[1].plan.fused_products == ()
+    assert overlap_gains(fused)[0] > (*overlap_gains(others[0]), 0.0)[0]

@@ -11,6 +11,7 @@ from benchmarks.models import MODELS
 from merakc.frontend.record import Recording
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU
@@ -27,7 +28,7 @@ def recording() -> Recording:
 
 
 def lowered(mesh: Mesh, *counts: int) -> Lowered:
-    found = make_plan(recording(), mesh, MICRO_BATCHES, NOMINAL_CPU)
+    found = make_plan(recording(), Strategy().on(mesh, micro_batches=MICRO_BATCHES), NOMINAL_CPU)
     plan = found.plan
     shards = (StateShards(*counts),) * mesh.pp if counts else ()
     return replace(found, plan=replace(plan, state_shards=shards))

@@ -13,6 +13,7 @@ import pytest
 from benchmarks.models import MODELS
 from merakc.ir.graph import Graph
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap
 from merakc.machines.cluster import NOMINAL_GPU
@@ -37,7 +38,9 @@ def lowered(name: str = "gpt2", **options: str) -> Lowered:
     def record(parts: int) -> object:
         return recorded(case.model(), case.batch(8), parts, dp=2, divided=True)
 
-    made = make_plan(record(2), mesh, 2, NOMINAL_GPU, batch_size=8, **options)  # type: ignore[arg-type]
+    made = make_plan(
+        record(2), Strategy().on(mesh, micro_batches=2, batch_size=8, **options), NOMINAL_GPU
+    )  # type: ignore[arg-type]
     plan = made.plan
     return choose_overlap(replace(made, plan=plan), record, NOMINAL_GPU, 2)  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from merakc.planner import candidates
 from merakc.planner.candidates import Candidate, Candidates, find_candidates
 from merakc.planner.offline import loses_by
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request
+from merakc.planner.request import Request
 from tests.planner.test_piece_table import llama
 
 BATCH = 16
@@ -42,11 +42,11 @@ def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.M
     monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
     everything = find(Request(8, 0), hardware)
     assert found.looked_at < everything.looked_at
-    assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
-    steps = [c.estimate.step_s for c in everything.found]
+    assert found.ranked[0].estimate.step_s == everything.ranked[0].estimate.step_s
+    steps = [c.estimate.step_s for c in everything.ranked]
     assert steps == sorted(steps)
-    assert all(c.peak_bytes <= memory_bytes for c in everything.found)
-    degrees = {(d.dp, d.tp, d.pp) for c in everything.found for d in (c.layout.degrees,)}
+    assert all(c.peak_bytes <= memory_bytes for c in everything.ranked)
+    degrees = {(d.dp, d.tp, d.pp) for c in everything.ranked for d in (c.strategy,)}
     assert degrees == {(8 // tp // pp, tp, pp) for tp in (1, 2, 4) for pp in (1, 2, 4, 8)
                        if tp * pp <= 8 and pp < 7} | set(degrees)  # fmt: skip
 
@@ -72,10 +72,10 @@ def test_the_best_on_unlike_devices_is_that_of_trying_all(
     monkeypatch.setattr(candidates, "RUNNERS_UP", 10**6)
     everything = find(request, hardware)
     assert found.looked_at < everything.looked_at
-    assert found.found[0].estimate.step_s == everything.found[0].estimate.step_s
-    assert {c.layout.degrees.inner for c in everything.found} == {"pp", "dp"}
-    for one in everything.found:
-        devices = rank_devices(hardware, one.layout.degrees.mesh)
+    assert found.ranked[0].estimate.step_s == everything.ranked[0].estimate.step_s
+    assert {c.strategy.inner for c in everything.ranked} == {"pp", "dp"}
+    for one in everything.ranked:
+        devices = rank_devices(hardware, one.strategy.mesh)
         own = zip(one.estimate.peak_bytes, devices, strict=True)
         assert all(peak <= device.memory_bytes for peak, device in own)
 
@@ -84,17 +84,17 @@ def test_unlike_devices_are_used_better_than_the_slowest_alone() -> None:
     hardware = mixed()
     slowest = replace(hardware, nodes=(Nodes(hardware.slowest, 8),))
     request = Request(8, 0, tp=1)
-    (best, *_), (slow, *_) = find(request, hardware).found, find(request, slowest).found
-    assert best.layout.degrees.pp > 1
+    (best, *_), (slow, *_) = find(request, hardware).ranked, find(request, slowest).ranked
+    assert best.strategy.pp > 1
     assert best.estimate.step_s < 0.9 * slow.estimate.step_s
 
 
 def test_memory_asks_for_shards_or_recomputation() -> None:
-    roomy = find(Request(8, 0, dp=8, state_shards="zero-0")).found[0]
+    roomy = find(Request(8, 0, dp=8, state_shards="zero-0")).ranked[0]
     limit = int(0.9 * roomy.peak_bytes)
-    tight = find(Request(8, 0, dp=8), with_memory(limit)).found[0]
+    tight = find(Request(8, 0, dp=8), with_memory(limit)).ranked[0]
     assert tight.peak_bytes <= limit
-    assert tight.habits.shards.optimizer > 1 or tight.habits.recompute == "solved"
+    assert tight.strategy.shards(0).optimizer > 1 or tight.strategy.recompute == "solved"
     assert tight.estimate.step_s >= roomy.estimate.step_s
 
 
@@ -103,16 +103,16 @@ def test_what_is_fixed_stays() -> None:
         8, 0, dp=2, tp=2, pp=2, micro_batches=4, schedule="zb-h1", sequence_parallel=True,
         state_shards="zero-1",
     )  # fmt: skip
-    (best, *_) = find(request).found
-    d = best.layout.degrees
+    (best, *_) = find(request).ranked
+    d = best.strategy
     assert (d.dp, d.tp, d.pp, d.micro_batches, d.schedule) == (2, 2, 2, 4, "zb-h1")
-    assert best.layout.samples == 2
-    assert best.layout.sequence_parallel
-    assert str(best.habits.shards) == "1, 1, 2"
+    assert best.strategy.samples == 2
+    assert best.strategy.sequence_parallel
+    assert str(best.strategy.shards(0)) == "1, 1, 2"
 
 
 def test_seconds_add_up_and_say_what_loses() -> None:
-    best, *others = find(Request(8, 0)).found
+    best, *others = find(Request(8, 0)).ranked
     for one in (best, *others):
         assert sum(one.seconds.values()) == pytest.approx(one.estimate.step_s)
     assert any("idle pipeline ranks" in loses_by(one, best) for one in others)
@@ -128,5 +128,5 @@ def test_nothing_fits() -> None:
 
 def test_a_cluster_of_which_nothing_is_known_is_one_node() -> None:
     assert isinstance(NOMINAL_GPU, Cluster)
-    found = find(Request(8, 0), NOMINAL_GPU.described(8)).found
+    found = find(Request(8, 0), NOMINAL_GPU.described(8)).ranked
     assert isinstance(found[0], Candidate)

@@ -1,4 +1,4 @@
-"""Plans carried to other degrees: every decision stays of its kind."""
+"""Plans carried to other strategy: every decision stays of its kind."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import pytest
 import torch
 import transformers
 
-from merakc.equality.lower import lower_degrees
+from merakc.equality.lower import lower_strategy
 from merakc.equality.train import comparable
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU
 from merakc.planner.carry import carry_plan
@@ -39,12 +40,20 @@ def recorded(parts: int) -> Recording:
 
 
 @cache
-def _made(schedule: str, chunks: int | None = None, recompute: str = "none") -> Plan:
+def _made(schedule: str, chunks: int = 1, recompute: str = "none") -> Plan:
     pp = 2
     return make_plan(
-        recorded(8), Mesh(pp=pp), 8, NOMINAL_GPU, batch_size=SAMPLES, schedule=schedule,
-        virtual_stages=chunks, recompute=recompute,
-    ).plan  # fmt: skip
+        recorded(8),
+        Strategy().on(
+            Mesh(pp=pp),
+            micro_batches=8,
+            batch_size=SAMPLES,
+            schedule=schedule,
+            chunks=chunks,
+            recompute=recompute,
+        ),
+        NOMINAL_GPU,
+    ).plan
 
 
 def _large(plan: Plan, dp: int = 1, tp: int = 1, pp: int = 2, **more: object) -> Plan:
@@ -57,17 +66,17 @@ def _large(plan: Plan, dp: int = 1, tp: int = 1, pp: int = 2, **more: object) ->
 @pytest.mark.parametrize(
     ("schedule", "chunks", "stages", "ranks"),
     [
-        ("1f1b", None, 2, (0, 1)),
+        ("1f1b", 1, 2, (0, 1)),
         ("interleaved-1f1b", 2, 4, (0, 1, 0, 1)),
         ("zb-v", 2, 4, (0, 1, 1, 0)),
     ],
 )
 def test_placements_are_kept(
-    schedule: str, chunks: int | None, stages: int, ranks: tuple[int, ...]
+    schedule: str, chunks: int, stages: int, ranks: tuple[int, ...]
 ) -> None:
     plan = _large(_made(schedule, chunks), dp=2, tp=1, pp=8, micro_batches=64)
-    degrees = lower_degrees(plan, 8)
-    found = carry_plan(plan, degrees, _some, None).plan
+    strategy = lower_strategy(plan, 8)
+    found = carry_plan(plan, strategy, _some).plan
     assert (found.schedule, len(found.rank_of), found.rank_of) == (schedule, stages, ranks)
     assert (found.dp, found.pp, found.micro_batches) == (2, 2, 4)
 
@@ -78,9 +87,9 @@ def test_recomputation_state_precision_and_overlap_are_kept() -> None:
         replace(_made("1f1b"), recompute="solved", keep_bytes=(1000, 1000, -1, -1)), dp=8, tp=4,
         pp=4, state_shards=(StateShards(1, 1, 8),) * 2 + (StateShards(8, 8, 8),) * 2,
         sequence_parallel=True, precision=double, sub_batches=(2, 2, 1, 1),
-        overlap_gains=(0.2, 0.2, 0.0, 0.0), machines=NOMINAL_GPU,
+        machines=NOMINAL_GPU,
     )  # fmt: skip
-    lowered = carry_plan(plan, lower_degrees(plan, 8), _some, double)
+    lowered = carry_plan(plan, lower_strategy(plan, 8), _some)
     found = lowered.plan
     assert found.sequence_parallel
     assert found.state_shards == (StateShards(1, 1, 2), StateShards(2, 2, 2))
@@ -100,25 +109,26 @@ def _some(parts: int) -> Recording:
 
 def test_machines_decide_what_is_kept_and_gained() -> None:
     plan = _large(replace(_made("1f1b"), recompute="solved", keep_bytes=(0, 0)), tp=2)
-    plan = replace(plan, sub_batches=(2, 2), overlap_gains=(0.5, 0.5), machines=NOMINAL_CPU)
-    degrees = lower_degrees(plan, 4)
+    plan = replace(plan, sub_batches=(2, 2), machines=NOMINAL_CPU)
+    strategy = lower_strategy(plan, 4)
     room, none = (
-        carry_plan(plan, degrees, _some, None, replace(NOMINAL_GPU, memory_bytes=size)).plan
+        carry_plan(plan, strategy, _some, replace(NOMINAL_GPU, memory_bytes=size))
         for size in (1 << 40, 1)
     )
-    assert room.keep_bytes == (-1, -1)
-    assert none.keep_bytes == (0, 0)
-    assert room.machines == replace(NOMINAL_GPU, memory_bytes=0)
-    assert max(room.overlap_gains) < 0.5
+    assert room.plan.keep_bytes == (-1, -1)
+    assert none.plan.keep_bytes == (0, 0)
+    assert room.plan.machines == replace(NOMINAL_GPU, memory_bytes=0)
+    assert room.gains is not None
+    assert max(room.gains) < 0.5
 
 
 def test_chunks_of_products_that_are_left_are_kept() -> None:
     weight = "transformer.h.3.mlp.c_proj.weight"
     plan = replace(
-        _large(_made("1f1b"), tp=2), sub_batches=(1, 1), overlap_gains=(0.0, 0.1),
+        _large(_made("1f1b"), tp=2), sub_batches=(1, 1),
         row_chunks={weight: 2, "transformer.h.11.mlp.c_proj.weight": 2}, machines=NOMINAL_GPU,
     )  # fmt: skip
-    lowered = carry_plan(plan, lower_degrees(plan, 4), _some, None)
+    lowered = carry_plan(plan, lower_strategy(plan, 4), _some)
     assert lowered.plan.row_chunks == {weight: 2}
     assert any("#" in node.name for node in lowered.local(1, 0).nodes)
 
@@ -127,9 +137,9 @@ def test_fused_products_stay_so_in_symmetric_memory() -> None:
     weight = "transformer.h.3.mlp.c_proj.weight"
     symmetric = replace(NOMINAL_GPU, symmetric_memory=True)
     plan = replace(
-        _large(_made("1f1b"), tp=2), sub_batches=(1, 1), overlap_gains=(0.0, 0.1),
+        _large(_made("1f1b"), tp=2), sub_batches=(1, 1),
         fused_products=("transformer.h.11.mlp.c_proj.weight", weight), machines=symmetric,
     )  # fmt: skip
-    degrees = lower_degrees(plan, 4)
-    assert carry_plan(plan, degrees, _some, None).plan.fused_products == (weight,)
-    assert carry_plan(plan, degrees, _some, None, NOMINAL_GPU).plan.fused_products == ()
+    strategy = lower_strategy(plan, 4)
+    assert carry_plan(plan, strategy, _some).plan.fused_products == (weight,)
+    assert carry_plan(plan, strategy, _some, NOMINAL_GPU).plan.fused_products == ()

@@ -19,7 +19,8 @@ from merakc.ir.state import StateShards, lattice
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Sharing
 from merakc.planner.choose import choose
-from merakc.planner.search import SAME, Request, improve, meshes, plan_layout, with_schedule
+from merakc.planner.request import Request, meshes, with_schedule
+from merakc.planner.search import SAME, improve, plan_layout
 from tests.recorded import one_of_several
 
 BATCH_SIZE = 8

@@ -14,7 +14,7 @@ from merakc.machines.cluster import NOMINAL_CPU, Cluster
 from merakc.planner.choose import compare, state_precision
 from merakc.planner.fit import Fit, find_least, fit_error
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.search import Request
+from merakc.planner.request import Request
 from tests.planner.test_piece_table import llama as record
 
 WHOLE = Request(1, 0, total_batch_size=16)
@@ -37,8 +37,8 @@ def least_bytes(request: Request) -> int:
 @pytest.mark.parametrize("request_", [WHOLE, replace(WHOLE, world_size=4)], ids=["one", "four"])
 def test_nothing_fits_less_and_something_fits_that(request_: Request) -> None:
     need = least_bytes(request_)
-    assert compare(request_, record, with_bytes(need)).found
-    assert not compare(request_, record, with_bytes(need * 9 // 10)).found
+    assert compare(request_, record, with_bytes(need)).ranked
+    assert not compare(request_, record, with_bytes(need * 9 // 10)).ranked
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_stands_in_the_way_is_named(fixed: dict[str, Any], name: str) -> No
     opened = {"state_shards": {"dp": 4}}.get(name, {})
     limit = with_bytes(least_bytes(replace(free, **opened)) + 1)
     asked = replace(free, **fixed)
-    assert not compare(asked, record, limit).found
+    assert not compare(asked, record, limit).ranked
     assert f"with {name} left open it fits: dp=" in str(fit_error(asked, record, limit))
 
 
@@ -65,8 +65,8 @@ def test_as_many_devices_as_are_said_would_do() -> None:
     match = re.search(r"needs (.*) at the least, .* (\d+) such devices would do", told)
     assert match is not None
     ranks = int(match[2])
-    assert compare(replace(WHOLE, world_size=ranks), record, limit).found
-    assert not compare(replace(WHOLE, world_size=ranks // 2), record, limit).found
+    assert compare(replace(WHOLE, world_size=ranks), record, limit).ranked
+    assert not compare(replace(WHOLE, world_size=ranks // 2), record, limit).ranked
     assert "would not do; give larger ones" in str(fit_error(WHOLE, record, with_bytes(10)))
 
 

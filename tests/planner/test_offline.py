@@ -11,7 +11,7 @@ from merakc.errors import ConfigError, CutError, PlanError
 from merakc.frontend.record import Recording, record
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.planner.offline import Recordings, plan_offline
-from merakc.planner.search import Request
+from merakc.planner.request import Request
 from merakc.planner.sources import load_source
 
 
@@ -39,16 +39,16 @@ def test_each_degree_that_divides_the_batch_is_tried() -> None:
     assert plan.mesh.world_size == 4
     assert plan.batch_size * plan.dp == 6
     assert plan.dp in (1, 2)  # of 1, 2 and 4
-    assert len({(a.dp, a.tp, a.pp) for a in others.runners_up}) > 1
+    assert len({a.strategy.mesh for a in others.runners_up}) > 1
     assert all(a.step_s > 0 and a.loses for a in others.runners_up)
     shown = [replace(a, step_s=0.0, peak_bytes=0, loses="") for a in others.runners_up]
     assert len(set(shown)) == len(shown)  # each differs in what is told of it
     assert others.chosen_s > 0
     own = (plan.dp, plan.tp, plan.pp, plan.micro_batches, plan.schedule, plan.sequence_parallel)
     assert own not in {
-        (a.dp, a.tp, a.pp, a.micro_batches, a.schedule, a.sequence_parallel)
-        for a in others.runners_up
-        if a.chunks * a.pp == len(plan.rank_of) and a.recompute == plan.recompute
+        (s.dp, s.tp, s.pp, s.micro_batches, s.schedule, s.sequence_parallel)
+        for s in (a.strategy for a in others.runners_up)
+        if s.stage_count == len(plan.rank_of) and s.recompute == plan.recompute
     }
     assert any(text.startswith("comparing") for text in said)
     assert lowered.prediction is not None

@@ -20,7 +20,8 @@ from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, Sharing
 from merakc.machines.cluster_files import hardware_for
 from merakc.planner.choose import choose
 from merakc.planner.offline import plan_offline
-from merakc.planner.search import Record, Request
+from merakc.planner.request import Request
+from merakc.planner.search import Record
 from merakc.planner.sources import Source, load_source
 from merakc.planner.what_if import simulated
 from merakc.report.analysis import make_report

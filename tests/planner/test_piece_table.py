@@ -12,6 +12,7 @@ from merakc.errors import MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.piece_table import FEWEST, PieceTable
@@ -37,7 +38,9 @@ def test_pieces_are_those_of_the_plans_own_graph(form: tuple[int, bool], samples
     tp, sequence_parallel = form
     found = PieceTable(llama, NOMINAL_GPU).pieces(form, samples)
     lowered = make_plan(
-        llama(samples), Mesh(1, tp, 1), 2, NOMINAL_GPU, sequence_parallel=sequence_parallel
+        llama(samples),
+        Strategy().on(Mesh(1, tp, 1), micro_batches=2, sequence_parallel=sequence_parallel),
+        NOMINAL_GPU,
     )
     local = lowered.stages.local[0]
     wanted = cut_pieces(local, runs=-(-FEWEST // len(part_starts(local))))

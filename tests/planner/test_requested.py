@@ -8,8 +8,8 @@ import merakc
 from merakc.batches.dims import parse_batch_dims
 from merakc.errors import ConfigError
 from merakc.ir.batches import Rows
+from merakc.planner.request import Request
 from merakc.planner.requested import first_parts, requested
-from merakc.planner.search import Request
 
 
 def test_a_reading_that_does_not_divide_is_still_the_likeliest() -> None:

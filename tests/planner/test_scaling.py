@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from merakc.errors import ConfigError
+from merakc.machines.cluster import Cluster
+from merakc.machines.cluster_files import hardware_for
 from merakc.planner.offline import Recordings
+from merakc.planner.request import Request
 from merakc.planner.scaling import WAITING_POWER, sweep, write_csv
-from merakc.planner.search import Request
 from merakc.planner.sources import load_source
+
+
+def at(name: str) -> Callable[[int], Cluster]:
+    return lambda ranks: hardware_for(name, ranks).flat("float32")
 
 
 def recordings() -> Recordings:
@@ -20,12 +27,12 @@ def recordings() -> Recordings:
 
 def test_a_sweep_in_figures(tmp_path: Path) -> None:
     request = Request(0, 0, tp=1, pp=1)
-    points = sweep(recordings(), request, "h100", (8, 16, 32), 2.0, None)
+    points = sweep(recordings(), request, at("h100"), (8, 16, 32), 2.0, None)
     assert [p.ranks for p in points] == [8, 16, 32]
-    assert [p.batch_size for p in points] == [16, 32, 64]
+    assert [p.strategy.total_batch_size for p in points] == [16, 32, 64]
     for p in points:
-        assert (p.dp, p.tp, p.pp) == (p.ranks, 1, 1)
-        assert p.tokens_per_s == pytest.approx(p.batch_size / p.step_s)
+        assert (p.strategy.dp, p.strategy.tp, p.strategy.pp) == (p.ranks, 1, 1)
+        assert p.row["tokens_per_s"] == pytest.approx(p.strategy.total_batch_size / p.step_s)
         assert 0 < p.mfu < 1
         assert 700 * WAITING_POWER <= p.power_w <= 700
         assert p.tokens_per_joule == pytest.approx(p.tokens_per_s_per_rank / p.power_w)
@@ -34,8 +41,8 @@ def test_a_sweep_in_figures(tmp_path: Path) -> None:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [int(row["ranks"]) for row in rows] == [8, 16, 32]
-    strong = sweep(recordings(), request, "h100", (8, 16), None, 64)
-    assert [p.batch_size for p in strong] == [64, 64]
+    strong = sweep(recordings(), request, at("h100"), (8, 16), None, 64)
+    assert [p.strategy.total_batch_size for p in strong] == [64, 64]
 
 
 def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
@@ -46,12 +53,12 @@ def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
         '[[links]]\nname = "wire"\ndevices = 16\nbytes_per_s = 1e11\n'
     )
     request = Request(0, 0, tp=1, pp=1)
-    (found,) = sweep(recordings(), request, str(path), (16,), 2.0, None)
+    (found,) = sweep(recordings(), request, at(str(path)), (16,), 2.0, None)
     mean_w = (700 + 400) / 2
     assert mean_w * WAITING_POWER <= found.power_w <= mean_w
     slow = tmp_path / "slow.toml"
     slow.write_text(path.read_text().replace("h100", "a100-40"))
-    (alike,) = sweep(recordings(), request, str(slow), (16,), 2.0, None)
+    (alike,) = sweep(recordings(), request, at(str(slow)), (16,), 2.0, None)
     assert found.step_s == pytest.approx(alike.step_s)
     assert found.mfu == pytest.approx(alike.mfu * 2 * 156 / (156 + 494.5))
 
@@ -59,17 +66,17 @@ def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
 def test_one_way_to_scale() -> None:
     for given in ((None, None), (1.0, 8)):
         with pytest.raises(ConfigError, match="strong scaling, or samples a rank for weak"):
-            sweep(recordings(), Request(0, 0), "h100", (8,), *given)
+            sweep(recordings(), Request(0, 0), at("h100"), (8,), *given)
 
 
 @pytest.mark.parametrize("samples", [0.0, float("inf"), float("nan")])
 def test_samples_a_rank_are_a_number_above_0(samples: float) -> None:
     with pytest.raises(ConfigError, match="give a number above 0"):
-        sweep(recordings(), Request(0, 0), "h100", (8,), samples, None)
+        sweep(recordings(), Request(0, 0), at("h100"), (8,), samples, None)
 
 
 def test_what_divides_nothing_is_refused_with_its_numbers() -> None:
     with pytest.raises(ConfigError, match="tp=3 does not multiply to 8 ranks"):
-        sweep(recordings(), Request(0, 0, tp=3), "h100", (8,), 2.0, None)
+        sweep(recordings(), Request(0, 0, tp=3), at("h100"), (8,), 2.0, None)
     with pytest.raises(ConfigError, match="recompute 'some' is not known"):
-        sweep(recordings(), Request(0, 0, recompute="some"), "h100", (8,), 2.0, None)
+        sweep(recordings(), Request(0, 0, recompute="some"), at("h100"), (8,), 2.0, None)

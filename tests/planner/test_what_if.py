@@ -15,9 +15,9 @@ from merakc.ir.state import StateShards
 from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.offline import plan_offline
-from merakc.planner.search import Request
+from merakc.planner.request import Request
 from merakc.planner.sources import Source, source_of
-from merakc.planner.what_if import Changes, changed, changed_degrees, simulated
+from merakc.planner.what_if import changed, changed_strategy, simulated
 
 
 @cache
@@ -52,14 +52,14 @@ def _peak_bytes(found: PlanFile) -> int:
 def test_nothing_changed_costs_the_same() -> None:
     before = simulated(plan(), gpt2(), NOMINAL_GPU)
     assert before.prediction == planned().prediction
-    after = changed(plan(), gpt2(), Changes(), NOMINAL_GPU)
+    after = changed(plan(), gpt2(), Request(0, 0), NOMINAL_GPU)
     assert after.decisions == before.decisions
     assert _step_s(after) == pytest.approx(_step_s(before), rel=1e-6)
 
 
 def test_figures_move_as_they_should() -> None:
     before = simulated(plan(), gpt2(), NOMINAL_GPU)
-    twice = changed(plan(), gpt2(), Changes(batch=32), NOMINAL_GPU)
+    twice = changed(plan(), gpt2(), Request(0, 0, total_batch_size=32), NOMINAL_GPU)
     assert (twice.decisions.micro_batches, twice.decisions.batch_size) == (8, 16), (
         "micro-batches stay as large"
     )
@@ -67,36 +67,45 @@ def test_figures_move_as_they_should() -> None:
     bubbles = [p.prediction.bubble_share for p in (before, twice) if p.prediction]
     assert bubbles[1] < bubbles[0]
     slow = replace(NOMINAL_GPU, flops_per_s=1e12, bytes_per_s=1e11, op_overhead_s=1e-4)
-    assert _step_s(changed(plan(), gpt2(), Changes(), slow)) > 5 * _step_s(before)
-    deep = changed(plan(), gpt2(), Changes(pp=4), NOMINAL_GPU)
+    assert _step_s(changed(plan(), gpt2(), Request(0, 0), slow)) > 5 * _step_s(before)
+    deep = changed(plan(), gpt2(), Request(0, 0, pp=4), NOMINAL_GPU)
     four = deep.decisions
     assert (four.pp, four.schedule, len(four.stages)) == (4, "1f1b", len(four.rank_of))
     assert _peak_bytes(deep) < _peak_bytes(before)
-    wide = changed(plan(), gpt2(), Changes(dp=4), NOMINAL_GPU)
+    wide = changed(plan(), gpt2(), Request(0, 0, dp=4), NOMINAL_GPU)
     assert wide.decisions.state_shards == (StateShards(1, 1, 4),) * 2
-    folded = changed(plan(), gpt2(), Changes(schedule="zb-v"), NOMINAL_GPU)
+    folded = changed(plan(), gpt2(), Request(0, 0, schedule="zb-v"), NOMINAL_GPU)
     assert folded.decisions.rank_of == (0, 1, 1, 0)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (Changes(batch=15), "15 samples does not divide over dp=2"),
-        (Changes(batch=6), "3 samples of a dp rank do not divide into micro-batches of 2"),
-        (Changes(micro_batches=3), "8 samples of a dp rank do not divide into 3 micro-batches"),
-        (Changes(schedule="best"), "schedule 'best' is not known"),
+        (Request(0, 0, total_batch_size=15), "15 samples does not divide over dp=2"),
+        (
+            Request(0, 0, total_batch_size=6),
+            "3 samples of a dp rank do not divide into micro-batches of 2",
+        ),
+        (
+            Request(0, 0, micro_batches=3),
+            "8 samples of a dp rank do not divide into 3 micro-batches",
+        ),
+        (Request(0, 0, schedule="best"), "schedule 'best' is not known"),
     ],
 )
-def test_numbers_that_do_not_divide_are_refused(changes: Changes, text: str) -> None:
+def test_numbers_that_do_not_divide_are_refused(changes: Request, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        changed_degrees(plan(), changes)
+        changed_strategy(plan(), changes)
 
 
 def test_an_order_of_work_is_for_its_ranks() -> None:
     ordered = replace(plan(), order=("0F0", "1F0"))
     with pytest.raises(ConfigError, match="4 micro-batches on 2 pipeline ranks, and there are to"):
-        changed_degrees(ordered, Changes(batch=32))
-    assert changed_degrees(ordered, Changes(batch=32, schedule="1f1b")).micro_batches == 8
+        changed_strategy(ordered, Request(0, 0, total_batch_size=32))
+    assert (
+        changed_strategy(ordered, Request(0, 0, total_batch_size=32, schedule="1f1b")).micro_batches
+        == 8
+    )
 
 
 def test_a_plan_of_another_model_is_refused() -> None:

@@ -13,6 +13,7 @@ from merakc.ir.precision import parse_precision
 from merakc.ir.program import Mesh
 from merakc.ir.report import Report
 from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
@@ -48,9 +49,17 @@ def lowered(
 ) -> Lowered:
     """A plan for four micro-batches of a small GPT-2, with its prediction."""
     found = make_plan(
-        recording(), mesh, MICRO_BATCHES, cluster, batch_size=MICRO_BATCHES * SAMPLES,
-        schedule=schedule, recompute=recompute, sequence_parallel=sequence_parallel,
-    )  # fmt: skip
+        recording(),
+        Strategy().on(
+            mesh,
+            micro_batches=MICRO_BATCHES,
+            batch_size=MICRO_BATCHES * SAMPLES,
+            schedule=schedule,
+            recompute=recompute,
+            sequence_parallel=sequence_parallel,
+        ),
+        cluster,
+    )
     plan = found.plan
     state = (StateShards(*shards),) * len(plan.rank_of) if max(shards) > 1 else ()
     plan = replace(plan, state_shards=state, precision=parse_precision(precision))

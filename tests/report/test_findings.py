@@ -75,10 +75,11 @@ def test_runners_up_say_by_how_much_they_lose() -> None:
 
 def test_runners_up_are_compared_with_what_the_chosen_plan_takes_by_the_same_costs() -> None:
     (first,) = OTHERS.runners_up
-    wide = replace(
-        first, pp=2, schedule="interleaved-1f1b", chunks=2, sequence_parallel=True, micro_batches=1,
-        recompute="full", shards="1, 1, 1",
+    strategy = replace(
+        first.strategy, pp=2, schedule="interleaved-1f1b", chunks=2, sequence_parallel=True,
+        micro_batches=1, recompute="full", state_shards=(),
     )  # fmt: skip
+    wide = replace(first, strategy=strategy)
     others = replace(OTHERS, runners_up=(first, wide), chosen_s=0.125)
     made = replace(report(), alternatives=others, verdict=replace(STEP, step_s=0.2))
     section = report_sections(made)["runners-up"]

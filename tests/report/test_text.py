@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 
-from merakc.ir.plan import (
-    CoupledLoss,
-    CutReport,
-    GraphId,
-    OpaqueModule,
-    Plan,
-    StageRun,
-)
+from merakc.ir.plan import CoupledLoss, GraphId, OpaqueModule, Plan, StageRun
 from merakc.ir.plan_file import PlanFile, Prediction
+from merakc.ir.report import CutReport
 from merakc.ir.state import StateShards
 from merakc.report.findings import verdict
 from merakc.report.text import format_bytes, format_seconds, plan_text, report_table
@@ -48,8 +42,6 @@ def tiny_plan() -> Plan:
         ),
         parameters=parameters,
         splits=splits,
-        collectives={"all_reduce": 16},
-        cut=CutReport("dp", 1.0625, 1.03, 3 << 20, 1.25, 5 << 20, 2),
     )
 
 
@@ -92,6 +84,15 @@ Parameters held by several stages
  ───────────────────────────────
   embed.weight   0, 1         1
 
+"""
+
+
+def test_golden() -> None:
+    plan = tiny_file()
+    assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
+
+
+OF_THE_REPORT = """\
 tp collectives of a micro-batch
 
   collective   count
@@ -109,9 +110,10 @@ Cut into 2 stages (load 1 is even)
 """
 
 
-def test_golden() -> None:
-    plan = tiny_file()
-    assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
+def test_the_cut_and_the_collectives_are_in_the_report() -> None:
+    cut = CutReport("dp", 1.0625, 1.03, 3 << 20, 1.25, 5 << 20, 2)
+    made = replace(report(), cut=cut, collectives={"all_reduce": 16})
+    assert OF_THE_REPORT in plan_text(replace(tiny_file(), report=made))
 
 
 def test_sequence_parallelism_is_said_beside_the_degrees() -> None:
@@ -134,7 +136,7 @@ def test_sharded_state_is_said() -> None:
 
 def test_without_prediction_collectives_or_shared_parameters() -> None:
     parameters = {name: stages[:1] for name, stages in tiny_plan().parameters.items()}
-    text = plan_text(tiny_file(prediction=None, collectives={}, parameters=parameters))
+    text = plan_text(tiny_file(prediction=None, parameters=parameters))
     assert "predicted  " not in text
     assert "several stages" not in text
     assert "collective" not in text
@@ -199,16 +201,19 @@ def test_all_stages_are_there_with_their_ranks() -> None:
     rows = [line.split() for line in plan_text(plan).splitlines()]
     found = [(row[0], row[1], *row[-2:]) for row in rows if row and row[0] in ("2", "3")]
     assert found == [("2", "1", "2.00", "KiB"), ("3", "0", "1.00", "KiB")]
-    assert "Cut into 4 stages" in plan_text(plan)
+
+
+def saves(*gains: float) -> Prediction:
+    return replace(PREDICTED, overlap_gains=gains)
 
 
 def test_overlap_says_in_how_many_parts_and_what_it_saves() -> None:
-    made = tiny_file(sub_batches=(2, 2), overlap_gains=(0.25, 0.125))
+    made = tiny_file(saves(0.25, 0.125), sub_batches=(2, 2))
     wanted = r"overlap +micro-batches in 2 parts, saves 12\.5% to 25\.0% of a stage "
     assert re.search(wanted, plan_text(made))
-    mixed = plan_text(tiny_file(sub_batches=(2, 1), overlap_gains=(0.25, 0.125)), width=180)
+    mixed = plan_text(tiny_file(saves(0.25, 0.125), sub_batches=(2, 1)), width=180)
     assert "micro-batches in 2 parts on stage 0, saves 25.0% of a stage; whole " in mixed
-    worse = plan_text(tiny_file(sub_batches=(2, 2), overlap_gains=(-0.1, -0.05)), width=180)
+    worse = plan_text(tiny_file(saves(-0.1, -0.05), sub_batches=(2, 2)), width=180)
     assert "micro-batches in 2 parts, costs 5.0% to 10.0% of a stage " in worse
 
 

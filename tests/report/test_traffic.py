@@ -8,6 +8,7 @@ import pytest
 
 from merakc.ir.program import Mesh
 from merakc.ir.report import AxisTraffic
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
@@ -27,7 +28,11 @@ def two_layers(mesh: Mesh) -> Lowered:
     """8 -> 16 -> 8 on four samples a micro-batch."""
     model, batch = small()
     recording = one_of_several(model, batch)
-    return make_plan(recording, mesh, MICRO_BATCHES, SLOW, batch_size=4 * MICRO_BATCHES)
+    return make_plan(
+        recording,
+        Strategy().on(mesh, micro_batches=MICRO_BATCHES, batch_size=4 * MICRO_BATCHES),
+        SLOW,
+    )
 
 
 def test_axes_of_one_rank_are_left_out() -> None:
@@ -49,8 +54,8 @@ def test_tp_that_runs_under_computation_is_hidden() -> None:
     made = lowered(Mesh(tp=2))
     blocking = over("tp", made)
     gain = 0.1
-    plan = replace(made.plan, sub_batches=(2,), overlap_gains=(gain,))
-    hidden = over("tp", replace(made, plan=plan))
+    plan = replace(made.plan, sub_batches=(2,))
+    hidden = over("tp", replace(made, plan=plan, gains=(gain,)))
     assert hidden.seconds == pytest.approx(blocking.seconds)
     saved_s = gain * sum(r.compute_s for r in report(made).ranks)
     assert hidden.exposed_s == pytest.approx(blocking.exposed_s - saved_s)

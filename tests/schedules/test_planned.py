@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from merakc.errors import ConfigError, ProgramError
-from merakc.ir.plan import CutReport, GraphId, Plan
+from merakc.ir.plan import GraphId, Plan
 from merakc.ir.program import ActionKind, Mesh
 from merakc.passes.programs.schedule import build_programs
 from merakc.schedules.check import check_schedule
@@ -15,8 +15,8 @@ from merakc.schedules.text import format_schedule
 from merakc.simulation.faults import verify_programs
 
 PLAN = Plan(
-    "model", 1, 1, 2, 8, 4, "gpipe", "none", GraphId("", ()), (), {}, {}, {},
-    CutReport("", 1.0, 1.0, 0, 1.0, 0, 0),
+    pp=2, batch_size=8, micro_batches=4, schedule="gpipe", model="model", graph=GraphId("", ()),
+    stages=(), parameters={}, splits={},
 )  # fmt: skip
 
 

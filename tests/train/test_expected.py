@@ -76,7 +76,7 @@ def test_figures_of_something_else_are_measured_again(
     file = parallel(Words, words(0), cluster=None).plan_file
     assert file.measured is not None
     if what == "another plan":
-        file = replace(file, decisions=replace(file.decisions, merakc_version="0"))
+        file = replace(file, decisions=replace(file.decisions, conventions=("another",)))
     elif what == "another machine":
         monkeypatch.setattr("merakc.train.expected._processor", lambda: "an abacus")
     elif what == "more threads":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from merakc.errors import CutError
-from merakc.ir.plan import CutReport
+from merakc.ir.report import CutReport
 from merakc.passes.stages.interval import (
     SPEED_UNIT,
     Value,

@@ -17,8 +17,9 @@ from merakc.costs.stage import rough_seconds
 from merakc.costs.work.flops import node_flops
 from merakc.errors import CutError, PlanError
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
-from merakc.ir.plan import CutReport, StageRun
+from merakc.ir.plan import StageRun
 from merakc.ir.program import Transfer
+from merakc.ir.report import CutReport
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.spmd import spmd_partition

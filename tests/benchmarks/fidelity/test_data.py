@@ -31,9 +31,9 @@ def written(tmp_path: Path, *lines: str, header: str = ",".join(COLUMNS)) -> Pat
 
 def test_rows_are_read(tmp_path: Path) -> None:
     single, several = read_rows(written(tmp_path, SINGLE, SEVERAL))
-    assert (single.degrees.dp, single.degrees.pp, single.degrees.micro_batches) == (2, 4, 8)
+    assert (single.strategy.dp, single.strategy.pp, single.strategy.micro_batches) == (2, 4, 8)
     assert single.step_s == pytest.approx(0.2535)
-    assert (single.habits.recompute, several.habits.recompute) == ("none", "full")
+    assert (single.strategy.recompute, several.strategy.recompute) == ("none", "full")
     assert several.label == "48 x 8192 tp8 dp16 pp4, 24 x 4"
     assert single.group == (single.shape, 16, 8)
 
@@ -87,14 +87,14 @@ def test_papers(tmp_path: Path) -> None:
     )
     found = published_rows(path)
     first, second = found["a100-80"]
-    assert (first.degrees.dp, first.degrees.micro_batches, first.step_s) == (8, 1, 2.0)
-    assert (second.degrees.dp, second.degrees.micro_batches, second.step_s) == (1, 8, 1.42)
+    assert (first.strategy.dp, first.strategy.micro_batches, first.step_s) == (8, 1, 2.0)
+    assert (second.strategy.dp, second.strategy.micro_batches, second.step_s) == (1, 8, 1.42)
     assert second.activation_bytes == 59.25 * 2**30
     (third,) = found["h100"]
-    assert third.degrees.chunks == 112 // 16
-    assert third.degrees.ranks == 6144
-    assert third.degrees.micro_batches == 64
-    assert third.habits.shards == StateShards(1, 1, 48)
+    assert third.strategy.chunks == 112 // 16
+    assert third.strategy.world_size == 6144
+    assert third.strategy.micro_batches == 64
+    assert third.strategy.shards(0) == StateShards(1, 1, 48)
     assert third.sequence_parallel
 
 

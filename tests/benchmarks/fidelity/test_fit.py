@@ -18,8 +18,9 @@ from benchmarks.fidelity.fit import (
     with_constants,
 )
 from benchmarks.gpt import Shape
+from merakc.ir.strategy import Strategy
 from merakc.machines.cluster_files import preset
-from merakc.planner.estimate import Degrees, Habits
+from merakc.planner.estimate import Framework
 
 HARDWARE = preset("a100-80")
 TRUTH = with_constants(HARDWARE, Constants(0.6, 0.5, 6e-5, 0.4))
@@ -27,7 +28,7 @@ TRUTH = with_constants(HARDWARE, Constants(0.6, 0.5, 6e-5, 0.4))
 
 def made(h: int, tp: int, dp: int, b: int, m: int) -> Row:
     shape = Shape(h, 16, 4, 512, 8192)
-    row = Row("made", "x", shape, Degrees(dp, tp, 1, m, 1, "dp"), b, Habits(), 1.0)
+    row = Row("made", "x", shape, Strategy(dp, tp, 1, "dp", micro_batches=m), b, Framework(), 1.0)
     return replace(row, step_s=predict(row, TRUTH).step_s)
 
 
@@ -54,7 +55,7 @@ def test_constants_that_made_the_rows_are_found() -> None:
 
 
 def test_corrections_of_a_slow_block_are_found() -> None:
-    slow = [replace(r, step_s=r.step_s * (1.2 if r.degrees.tp == 2 else 1.0)) for r in ROWS]
+    slow = [replace(r, step_s=r.step_s * (1.2 if r.strategy.tp == 2 else 1.0)) for r in ROWS]
     found = correct(slow, TRUTH)
     assert np.abs(errors(slow, TRUTH)).max() > 0.15
     assert np.abs(errors(slow, TRUTH, found)).max() < 0.05

@@ -26,7 +26,7 @@ from benchmarks.merak_ablation.plans import (
     stage_aware,
     unrecomputed,
 )
-from merakc.planner.estimate import Habits, estimate_step
+from merakc.planner.estimate import Framework, estimate_step
 
 SHAPE = Shape(192, 6, 8, 128, 512)
 SETTING = Setting("small", merak_hardware(), 256, (1, 2, 4))
@@ -41,11 +41,11 @@ def laid(layout: Layout = PIPED, capacity_bytes: int | None = None) -> Laid:
 
 def test_without_parts_a_step_is_that_of_the_estimate() -> None:
     one = laid()
-    assert (one.degrees.dp, one.degrees.micro_batches) == (8, 16)
+    assert (one.strategy.dp, one.strategy.micro_batches) == (8, 16)
     (found,) = unrecomputed(one)
     assert found is not None
     expected = estimate_step(
-        pieces_of(SHAPE, 2, 2), one.degrees, SETTING.hardware, Habits("none", split_messages=True)
+        pieces_of(SHAPE, 2, 2), one.strategy, SETTING.hardware, Framework(split_messages=True)
     )
     # The first and the last block take a little less than those between.
     assert found.step_s == pytest.approx(expected.step_s, rel=0.02)

@@ -16,6 +16,7 @@ from merakc.costs.nodes import node_seconds
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU
 from merakc.passes.autodiff import recompute
@@ -38,7 +39,7 @@ STAGES = 2
 def lowered(name: str) -> Lowered:
     case = MODELS[name]
     recording = record(case.model(dropout=0.1), (), case.batch(2))
-    return make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)
+    return make_plan(recording, Strategy().on(Mesh(pp=STAGES), micro_batches=1), NOMINAL_CPU)
 
 
 @cache

@@ -13,6 +13,7 @@ from merakc.costs.work.memory import order_bytes
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, Mesh, StageGraphs
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.autodiff.interpret import interpret
@@ -122,7 +123,7 @@ def _check_stage(chunk: StageGraphs, sent: dict[str, torch.Tensor]) -> None:
 def test_the_halves_of_every_stage(name: str) -> None:
     case = MODELS[name]
     recording = record(case.model(), (), case.batch(2))
-    lowered = make_plan(recording, Mesh(pp=STAGES), 1, NOMINAL_CPU)
+    lowered = make_plan(recording, Strategy().on(Mesh(pp=STAGES), micro_batches=1), NOMINAL_CPU)
     sent: dict[str, torch.Tensor] = {}
     for stage in range(STAGES):
         chunk = lowered.stage_graphs(stage, 0)

@@ -18,6 +18,7 @@ from merakc.costs.work.flops import COLLECTIVES
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
+from merakc.ir.strategy import Strategy
 from merakc.kernels.ops import STARTED, WAIT
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
@@ -110,7 +111,7 @@ def lowered(name: str, tp: int, samples: int = 2) -> Lowered:
     with lifted_casts():
         case = MODELS[name]
         recording = record(case.model(torch.float64), (), case.batch(samples, torch.float64))
-    return make_plan(recording, Mesh(1, tp, 1), 1, CLUSTER)
+    return make_plan(recording, Strategy().on(Mesh(1, tp, 1), micro_batches=1), CLUSTER)
 
 
 @cache

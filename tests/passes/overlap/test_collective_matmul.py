@@ -19,6 +19,7 @@ from merakc.costs.device import place_on
 from merakc.costs.nodes import graph_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import Mesh, StageGraphs
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import overlapped
@@ -43,7 +44,11 @@ def lowered(name: str, tp: int, samples: int, *, sequence_parallel: bool) -> Low
         model = case.model(torch.float64, dropout=0.2)
         recording = recorded(model, case.batch(samples, torch.float64))
     mesh = Mesh(1, tp, 1)
-    return make_plan(recording, mesh, 1, CLUSTER, sequence_parallel=sequence_parallel)
+    return make_plan(
+        recording,
+        Strategy().on(mesh, micro_batches=1, sequence_parallel=sequence_parallel),
+        CLUSTER,
+    )
 
 
 @cache

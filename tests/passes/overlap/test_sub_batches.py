@@ -15,6 +15,7 @@ from merakc.errors import PlanError
 from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.kernels.draws import KEY_POSITION
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import with_parts
@@ -33,9 +34,10 @@ def in_parts(
     """A micro-batch whole, and in parts."""
     with lifted_casts():
         whole = make_plan(
-            recorded(model, batch, divided=True), Mesh(1, 1, pp), 1, NOMINAL_CPU,
-            batch_size=SAMPLES,
-        )  # fmt: skip
+            recorded(model, batch, divided=True),
+            Strategy().on(Mesh(1, 1, pp), micro_batches=1, batch_size=SAMPLES),
+            NOMINAL_CPU,
+        )
         plan = replace(whole.plan, sub_batches=(count,) * pp)
         made = with_parts(replace(whole, plan=plan), lambda parts: recorded(model, batch, parts))
     return whole, made
@@ -209,7 +211,7 @@ def test_samples_may_stand_in_any_dim() -> None:
 def test_a_stage_that_hands_values_to_the_head_runs_whole() -> None:
     def planned(parts: int) -> Lowered:
         recording = ROUTED.record(BatchLayout((8,), parts))
-        return make_plan(recording, Mesh(1, 1, 1), parts, NOMINAL_CPU)
+        return make_plan(recording, Strategy().on(Mesh(1, 1, 1), micro_batches=parts), NOMINAL_CPU)
 
     whole, part = planned(2), planned(4)
     parts = make_parts(whole.loss.graph, whole.stages, part.loss.graph, part.stages, {})

@@ -14,6 +14,7 @@ from merakc.analysis.buckets import Held, plan_buckets
 from merakc.frontend.record import record
 from merakc.ir.program import Action, ActionKind, CollectiveKind, Mesh, Program
 from merakc.ir.state import StateShards, lattice
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.programs.collectives import (
@@ -114,7 +115,11 @@ def test_a_forward_alone_reduces_nothing() -> None:
 def lowered(pp: int, shards: StateShards, schedule: str = "1f1b", dp: int = 4) -> Lowered:
     case = MODELS["gpt2"]
     recording = one_of_several(case.model(), case.batch(2))
-    found = make_plan(recording, Mesh(dp=dp, pp=pp), 4, NOMINAL_CPU, schedule=schedule)
+    found = make_plan(
+        recording,
+        Strategy().on(Mesh(dp=dp, pp=pp), micro_batches=4, schedule=schedule),
+        NOMINAL_CPU,
+    )
     plan = found.plan
     plan = replace(plan, state_shards=(shards,) * len(plan.rank_of))
     return replace(found, plan=plan)

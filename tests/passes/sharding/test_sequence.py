@@ -10,7 +10,7 @@ from benchmarks.models import MODELS
 from benchmarks.zoo_models import ZOO
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, Ref
-from merakc.ir.program import Mesh
+from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import make_plan, training_graph
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.passes.sharding.sequence import _Cut
@@ -154,7 +154,7 @@ def test_activations_shrink_with_tp() -> None:
     held = [
         sum(
             o.size_bytes
-            for n in make_plan(recording, Mesh(tp=4), 1, NOMINAL_GPU, sequence_parallel=form)
+            for n in make_plan(recording, Strategy(tp=4, sequence_parallel=form), NOMINAL_GPU)
             .stages.local[0].nodes
             for o in n.outputs if o is not None and n.op.startswith("aten.mul")
         )

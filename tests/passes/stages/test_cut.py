@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from merakc.errors import CutError
-from merakc.ir.plan import CutReport
+from merakc.ir.report import CutReport
 from merakc.passes.stages.cut import CutProblem, _contract, _moves, _refine, cut
 from merakc.passes.stages.interval import cut_bytes, largest_load
 

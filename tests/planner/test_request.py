@@ -8,7 +8,7 @@ import pytest
 
 from merakc.errors import ConfigError, ProgramError
 from merakc.ir.program import Mesh
-from merakc.planner.search import Request, meshes, micro_batches_for, with_schedule
+from merakc.planner.request import Request, meshes, micro_batches_for, with_schedule
 
 
 def test_all_meshes_of_the_world_multiply_to_it() -> None:

@@ -1,0 +1,85 @@
+"""How a job is trained in parallel: what a request may fix, a search decides and a plan carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from merakc.ir.precision import Precision
+from merakc.ir.program import Degrees, Mesh
+from merakc.ir.state import UNSHARDED, StateShards
+
+AXES = tuple(field.name for field in fields(Degrees))
+S = TypeVar("S", bound="Strategy")
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy(Degrees):
+    """The ranks of each axis, and all that the planner decides before it looks at a graph.
+
+    `batch_size` are the samples of a dp rank, in so many `micro_batches`. `schedule` names the
+    order of work; `order` is that order, a text for each pipeline rank, where the name does not
+    say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
+    whole runs on parts of sequences. `recompute` says what a backward computes again.
+    `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
+    empty, none is sharded. Without a `precision` the model computes in its own dtypes.
+    """
+
+    batch_size: int = 0
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    order: tuple[str, ...] = ()
+    chunks: int = 1
+    sequence_parallel: bool = False
+    recompute: str = "none"
+    state_shards: tuple[StateShards, ...] = ()
+    precision: Precision | None = None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The grid of ranks."""
+        return Mesh(*(getattr(self, name) for name in AXES))
+
+    @property
+    def samples(self) -> int:
+        """Those of a micro-batch."""
+        return self.batch_size // self.micro_batches
+
+    @property
+    def stage_count(self) -> int:
+        """Those of all pipeline ranks."""
+        return self.pp * self.chunks
+
+    @property
+    def form(self) -> tuple[int, bool]:
+        """What the graph of a tp rank depends on, beside the samples."""
+        return self.tp, self.sequence_parallel
+
+    @property
+    def total_batch_size(self) -> int:
+        """The samples of a step over all ranks."""
+        return self.dp * self.batch_size
+
+    @property
+    def strategy(self) -> Strategy:
+        """This alone, of a value that says more."""
+        return Strategy(**{name: getattr(self, name) for name in DECISIONS})
+
+    def shards(self, stage: int) -> StateShards:
+        """How the state of a stage is sharded over dp."""
+        return self.state_shards[stage] if self.state_shards else UNSHARDED
+
+    def on(self: S, mesh: Degrees, **decided: Any) -> S:
+        """The same on other ranks, and with these decisions."""
+        return replace(self, **{name: getattr(mesh, name) for name in AXES}, **decided)
+
+    def __str__(self) -> str:
+        chunks = f" of {self.chunks} stages a rank" if self.chunks > 1 else ""
+        many = "micro-batch" if self.micro_batches == 1 else "micro-batches"
+        parts = [f"dp={self.dp} tp={self.tp} pp={self.pp}", f"{self.micro_batches:,} {many}"]
+        if self.pp > 1:
+            parts.append(f"{self.schedule}{chunks}")
+        return ", ".join(parts)
+
+
+DECISIONS = tuple(field.name for field in fields(Strategy))

@@ -1,0 +1,152 @@
+"""What users ask for: a strategy of which anything may be left open."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from merakc.errors import ConfigError
+from merakc.files.reading import read_text
+from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
+from merakc.ir.precision import Precision
+from merakc.ir.program import Inner, Mesh
+from merakc.ir.state import AUTO, ShardsGiven
+from merakc.ir.strategy import DECISIONS, Strategy
+from merakc.schedules.registry import NAMES
+from merakc.schedules.text import format_schedule, parse_schedule
+
+# Micro-batches a stage beyond which the pipeline's bubble is small: (p - 1) / (m + p - 1) < 20 %.
+MICRO_BATCHES_PER_STAGE = 4
+# Decisions that no request fixes by their names.
+FOLLOWING = ("batch_size", "inner")
+ACTION = re.compile(r"\b\d+[FBIWR]\d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the user fixed of a `Strategy`, by the same names; None and "auto" are open.
+
+    `batch_size` is one dp rank's. `order` is an order of work of the user's own, which `schedule`
+    then names.
+    """
+
+    world_size: int
+    batch_size: int
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    micro_batches: int | None = None
+    schedule: str = "auto"
+    order: tuple[str, ...] = ()  # of work, a text for each pipeline rank
+    recompute: str = "auto"
+    sequence_parallel: bool | None = None
+    state_shards: ShardsGiven | None = None
+    precision: Precision | None = None
+    overlap: int | None = None  # parts of a micro-batch; 0 for collectives that block
+    chunks: int | None = None  # stages a pipeline rank, of schedules that leave a choice
+    couplings: Couplings = WHOLE_BATCH  # of the samples that the loss couples
+    batch_dims: BatchDims = field(default_factory=dict)  # where samples stand in the batch
+    inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
+    total_batch_size: int | None = None  # over all dp ranks; `batch_size` then follows from dp
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The decisions that are not open, by name."""
+        asked = {name: getattr(self, name) for name in DECISIONS if name not in FOLLOWING}
+        return {name: value for name, value in asked.items() if value not in (None, AUTO, ())}
+
+    def decided(self, strategy: Strategy, *, state: bool = True) -> Request:
+        """The request with everything fixed that a strategy decides; collectives block.
+
+        Its recomputation stays as open as it was, and without `state` so do the shards; a schedule
+        or shards that were asked for stay as they were said.
+        """
+        found: dict[str, Any] = {name: getattr(strategy, name) for name in DECISIONS}
+        found["chunks"] = strategy.chunks if strategy.chunks > 1 else None
+        for name in ("recompute", "order", "precision"):
+            found[name] = getattr(self, name)
+        if self.schedule != AUTO:
+            found["schedule"] = self.schedule
+        if not state or self.state_shards not in (None, AUTO):
+            found["state_shards"] = self.state_shards
+        else:
+            found["state_shards"] = strategy.shards(0).counts
+        return replace(self, **found, total_batch_size=None, overlap=0)
+
+    def local_batch_size(self, dp: int) -> int | None:
+        """Samples of each of `dp` ranks; None where their batch does not divide."""
+        if self.total_batch_size is None:
+            return self.batch_size
+        each, left = divmod(self.total_batch_size, dp)
+        return None if left else each
+
+
+def with_schedule(request: Request) -> Request:
+    """The request with its schedule understood: a known name, or an order as text or in a file.
+
+    Raises `ConfigError` for what is none of these and `ProgramError` for an order that cannot run.
+    """
+    text = request.schedule
+    if text == "auto" or text in NAMES:
+        return request
+    name = "custom"
+    if not ACTION.search(text):
+        path = Path(text)
+        if not path.is_file():
+            raise ConfigError(
+                f"schedule {text!r} is not known, and no file; choose one of auto, "
+                f"{', '.join(NAMES)}, or give an order of work such as '0F0 0B0; 1F0 1B0'"
+            )
+        try:
+            text, name = read_text(path), path.stem
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"schedule {text}: {error}; give a file of text") from error
+    order = format_schedule(parse_schedule(text, name)).splitlines()
+    return replace(request, schedule=name, order=tuple(order))
+
+
+def meshes(request: Request) -> list[Mesh]:
+    """All meshes of the world that agree with the request. Raises `ConfigError` if none does."""
+    fixed = {"dp": request.dp, "tp": request.tp, "pp": request.pp}
+    for name, value in fixed.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; a degree is at least 1")
+    found = [
+        Mesh(dp, tp, pp, request.inner)
+        for dp, tp, pp in _factorisations(request.world_size)
+        if all(v is None or v == g for v, g in zip(fixed.values(), (dp, tp, pp), strict=True))
+    ]
+    if not found:
+        given = " x ".join(f"{k}={v}" for k, v in fixed.items() if v is not None)
+        raise ConfigError(
+            f"{given} does not multiply to the {request.world_size} ranks that were started; "
+            "give degrees whose product is the number of ranks, or leave one of them None"
+        )
+    return found
+
+
+def micro_batches_for(request: Request, mesh: Mesh) -> int:
+    """The user's number of micro-batches, or the divisor of the batch nearest 4 a stage."""
+    if request.micro_batches is not None:
+        if request.micro_batches < 1 or request.batch_size % request.micro_batches:
+            raise ConfigError(
+                f"a batch of {request.batch_size} samples does not divide into "
+                f"{request.micro_batches} micro-batches"
+            )
+        return request.micro_batches
+    if mesh.pp == 1:
+        return 1
+    divisors = [d for d in range(1, request.batch_size + 1) if request.batch_size % d == 0]
+    wanted = MICRO_BATCHES_PER_STAGE * mesh.pp
+    return min(divisors, key=lambda d: (abs(d - wanted), -d))
+
+
+def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:
+    for dp in range(1, world + 1):
+        if world % dp == 0:
+            for tp in range(1, world // dp + 1):
+                if world // dp % tp == 0:
+                    yield dp, tp, world // dp // tp
