@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import signature
@@ -16,35 +16,30 @@ from torch import nn
 
 from merakc.batches.dims import GivenDims, parse_batch_dims
 from merakc.batches.split import (
-    call_arguments,
-    resized,
-    sample_rows,
     tensors_of,
-    with_tensor_specs,
 )
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
-from merakc.frontend.values.outside import LossFunction, WithLoss, parted, stand_in
-from merakc.frontend.values.reads import ValuesNeededError
+from merakc.frontend.values.outside import LossFunction, WithLoss, parted
 from merakc.frontend.values.structures import open_dataclasses
-from merakc.ir.batches import WHOLE_BATCH, BatchLayout, Couplings
+from merakc.ir.batches import WHOLE_BATCH, Couplings
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.precision import Precision, parse_precision
 from merakc.ir.state import ShardsGiven
 from merakc.kernels import gemm
-from merakc.lowering.find_samples import find_samples
 from merakc.lowering.lowered import Lowered, apply_plan
 from merakc.lowering.overlap import with_parts
-from merakc.lowering.recording import record_part, with_loss
+from merakc.lowering.recording import with_loss
 from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
 from merakc.machines.start import device_of
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.choose import choose
 from merakc.planner.fit import Fit
-from merakc.planner.request import Request, meshes
-from merakc.planner.requested import GivenPlan, first_parts, for_forward, requested
+from merakc.planner.readings import Readings
+from merakc.planner.request import Request
+from merakc.planner.requested import GivenPlan, for_forward, requested
 from merakc.runtime.allocator import keep_freed_memory
 from merakc.runtime.fused import Fuser
 from merakc.runtime.groups import Groups, agree, from_rank_0, together
@@ -139,7 +134,10 @@ def auto_parallel(
     with telling() as teller, call("auto_parallel"):
         made = _decided(asked, world, device, agreed)
         teller.begin("compiling the stages")
-        found = _build(made, files, cluster, seed, timeout_s, fuser, ledger, on_nonfinite)
+        found = _build(
+            made, files, cluster, seed, timeout_s=timeout_s, fuser=fuser, ledger=ledger,
+            on_nonfinite=on_nonfinite,
+        )  # fmt: skip
         teller.decided(found.plan_file)
     return found
 
@@ -198,46 +196,22 @@ def _decide(
 ) -> _Decision:
     """Rank 0 decides; every rank records and applies the plan. All have `agreed` in common."""
     asked = from_rank_0(lambda: requested(fixed, plan, batch))
-    given, requests, specs = asked.plan, asked.readings, asked.specs
-    likely = given.dp if given is not None else max(m.dp for m in meshes(requests[0]))
-    joined = likely > 1 and len(requests) > 1 and may_be_joined(batch, requests[0].batch_dims)
-    tensors: list[torch.Tensor] = []  # of rank 0, where the forward reads them in Python
-
-    @cache
-    def example() -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return with_tensor_specs(*call_arguments(batch), specs, tensors)
-
-    @cache
-    def made(k: int, parts: int, dp: int) -> BatchRecording:
-        return _recorded(model, example(), requests[k], parts, dp, device)
-
-    def first(k: int) -> BatchRecording:
-        return made(k, first_parts(requests[k], given), likely)
-
-    @cache
-    def reading() -> int:
-        """Which request reads the batch as the forward does."""
-        among = range(len(requests)), first, partial(made, parts=1, dp=1)
-        found = find_samples(*among, joined=joined) if len(requests) > 1 else 0
-        if found == 0 and asked.undivided is not None:
-            raise asked.undivided
-        return found
-
-    def recorded(parts: int, dp: int = likely) -> BatchRecording:
-        return with_loss(made(reading(), parts, dp))
-
-    if any(together(lambda: _needs_values(lambda: first(reading())))):
-        tensors += from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)])
-        example.cache_clear()
-    agree(lambda: _facts(model, with_loss(first(reading())), fixed, agreed))
-    outside = not isinstance(model, WithLoss) and first(reading()).is_beside
-    request = for_forward(requests[reading()], given, first(reading()).checkpoints, outside=outside)
-    record = partial(_of_samples, model, example(), request, device, recorded)
-    fit = Fit(request, record, cluster or nominal(device), not cluster and device.type == "cpu")
-    lowered, recording = _lowered(given, recorded, fit, likely)
+    several = asked.likely_dp > 1 and len(asked.readings) > 1
+    joined = several and may_be_joined(batch, asked.readings[0].batch_dims)
+    forward = Readings(model, batch, asked, device, joined)
+    if any(together(forward.needs_values)):
+        forward.use(from_rank_0(lambda: [t.cpu() for t in tensors_of(batch)]))
+    agree(lambda: _facts(model, with_loss(forward.first), fixed, agreed))
+    outside = not isinstance(model, WithLoss) and forward.first.is_beside
+    again = forward.first.checkpoints
+    request = for_forward(forward.request, asked.plan, again, outside=outside)
+    shared = not cluster and device.type == "cpu"
+    fit = Fit(request, forward.of_samples, cluster or nominal(device), shared)
+    lowered, recording = _lowered(asked.file, forward, fit)
     return _Decision(
-        model, device, example(), recording, lowered, given=asked.file, fit=fit, outside=outside
-    )
+        model, device, forward.example, recording, lowered, given=asked.file, fit=fit,
+        outside=outside,
+    )  # fmt: skip
 
 
 @few_collections()
@@ -246,6 +220,7 @@ def _build(
     files: WeightFiles | None,
     cluster: Cluster | None,
     seed: int,
+    *,
     timeout_s: float,
     fuser: Fuser | None,
     ledger: str | Path | None,
@@ -273,8 +248,8 @@ def _build(
     scale = loss_scale_for(lowered.plan.precision, on_nonfinite)
     file = replace(made.given or PlanFile(plan), decisions=plan)
     steps = Steps(
-        model, lowered, file, placements, groups, made.device, state,
-        seed=seed, sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
+        model, lowered, file, placements, groups, made.device, state=state, seed=seed,
+        sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
         follows=made.fit.request.micro_batches is None,
     )  # fmt: skip
     layout = steps.layout(*made.example)
@@ -301,58 +276,6 @@ def _priced(
     return simulation, Bookkeeper(ledger or "", steps, header)
 
 
-def _recorded(
-    model: nn.Module,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
-    request: Request,
-    parts: int,
-    dp: int,
-    device: torch.device,
-) -> BatchRecording:
-    """The recording of a part of a batch of so many, on each of `dp` ranks."""
-    layout = BatchLayout((request.batch_size,) * dp, parts)
-    divided = request.overlap != 0 and any(mesh.tp > 1 for mesh in meshes(request))
-
-    def recorded(forward: nn.Module) -> BatchRecording:
-        return record_part(
-            forward, *example, layout, device, request.precision, couplings=request.couplings,
-            dims=request.batch_dims, divided=divided,
-        )  # fmt: skip
-
-    found = recorded(model)
-    return found if found.has_loss else recorded(WithLoss(model, stand_in))
-
-
-def _of_samples(
-    model: nn.Module,
-    example: tuple[tuple[Any, ...], dict[str, Any]],
-    request: Request,
-    device: torch.device,
-    recorded: Callable[[int], Recording],
-    samples: int,
-) -> Recording:
-    """The recording of a micro-batch of so many samples: of one of so many parts of the batch, or,
-    where they do not divide it, from the shapes of the batch.
-    """
-    parts, left = divmod(request.batch_size, samples)
-    if not left:
-        return recorded(parts)
-    rows = sample_rows(*example, request.batch_dims)
-    sized = resized(*example, rows, samples)
-    return with_loss(_recorded(model, sized, replace(request, batch_size=samples), 1, 2, device))
-
-
-def _needs_values(recorded: Callable[[], Recording]) -> bool:
-    """Whether the forward reads more of its batch than shapes; what else may fail, will again."""
-    try:
-        recorded()
-    except ValuesNeededError:
-        return True
-    except Exception:
-        return False
-    return False
-
-
 def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) -> dict[str, str]:
     """What all ranks must have in common."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
@@ -367,26 +290,24 @@ def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) 
     }
 
 
-def _lowered(
-    given: Plan | None, recorded: Callable[..., BatchRecording], fit: Fit, likely: int
-) -> tuple[Lowered, BatchRecording]:
-    """The plan, decided by rank 0, applied on every rank to the recording that belongs to it;
-    `recorded` is of one of so many parts of the batch, on each of so many dp ranks, the `likely`
-    ones if not said.
-    """
-    found: list[Lowered] = []
+def _lowered(given: PlanFile | None, forward: Readings, fit: Fit) -> tuple[Lowered, BatchRecording]:
+    """The plan, decided by rank 0, applied on every rank to the recording that belongs to it."""
+    chosen: list[Lowered] = []
 
-    def decide() -> Plan:
+    def decide() -> PlanFile:
         begin("choosing a plan")
-        found.append(choose(fit.request, fit.record, fit.cluster, tell))
-        plan, prediction = found[0].plan, found[0].prediction
+        chosen.append(choose(fit.request, fit.record, fit.cluster, tell))
+        plan, prediction = chosen[0].plan, chosen[0].prediction
         assert prediction is not None
         fit.check(prediction.peak_bytes, plan.mesh, rough=True)
-        return plan
+        return PlanFile(plan, prediction)
 
-    plan = given if given is not None else from_rank_0(decide)
-    recording = recorded(plan.micro_batches, plan.dp)
+    file = given if given is not None else from_rank_0(decide)
+    plan, prediction = file.decisions, file.prediction
+    recording = forward.in_parts(plan.micro_batches, plan.dp)
     # On other dp ranks the numbers of the whole batch are others.
-    known = found and plan.dp == likely
-    lowered = found[0] if known else apply_plan(plan, recording)
-    return with_parts(lowered, partial(recorded, dp=plan.dp)), recording
+    known = chosen and plan.dp == forward.asked.likely_dp
+    lowered = chosen[0] if known else apply_plan(plan, recording)
+    if prediction is not None:
+        lowered = replace(lowered, gains=prediction.overlap_gains)
+    return with_parts(lowered, partial(forward.in_parts, dp=plan.dp)), recording

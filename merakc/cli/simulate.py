@@ -65,16 +65,20 @@ def simulate(
         after = changed(plan, given, changes, new, tell)
         if output is not None:
             after.save(output)
-    sides = ((before, old), (after, new))
-    if as_json:
-        names = ("before", "after")
-        found = {n: _figures(p, c) for n, (p, c) in zip(names, sides, strict=True)}
-        Terminal().print_json(json.dumps(found))
-    else:
-        Terminal().print(sides_table(*sides))
+    _print((before, old), (after, new), as_json=as_json)
     need, have = _tightest(after, new)
     if need > have:
         raise typer.Exit(NO)
+
+
+def _print(
+    before: tuple[PlanFile, Cluster], after: tuple[PlanFile, Cluster], *, as_json: bool
+) -> None:
+    if as_json:
+        sides = {"before": _figures(*before), "after": _figures(*after)}
+        Terminal().print_json(json.dumps(sides))
+    else:
+        Terminal().print(sides_table(before, after))
 
 
 def sides_table(before: tuple[PlanFile, Cluster], after: tuple[PlanFile, Cluster]) -> Table:

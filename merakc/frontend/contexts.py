@@ -90,6 +90,48 @@ def _no_hook(*_: Any) -> None:
     """What a hook does in other threads."""
 
 
+@dataclass(frozen=True)
+class _Running:
+    """The paths of the modules that run, the innermost last, and who is told of it."""
+
+    names: list[str]
+    passing: Callable[[], None]
+    found: Callable[[str, torch.nn.Module], None]
+    known: frozenset[int]  # the model's own modules
+
+    def enter(self, path: str) -> None:
+        """A module starts."""
+        try:
+            if self.names:
+                self.passing()
+        finally:
+            self.names.append(path)  # torch calls `leave` also where this fails
+
+    def leave(self, out: Any) -> None:
+        """A module returns."""
+        try:
+            if out is not None:  # a forward that fails raises an error of its own
+                self.passing()
+        finally:
+            self.names.pop()
+
+    def enter_other(self, module: torch.nn.Module, _args: Any) -> None:
+        """Any module starts: one that is not the model's is found."""
+        if id(module) not in self.known and self.names:
+            self.enter(f"{self.names[-1]}.{type(module).__name__}".strip("."))
+            self.found(self.names[-1], module)
+
+    def leave_other(self, module: torch.nn.Module, _args: Any, out: Any) -> None:
+        """Any module returns."""
+        if id(module) not in self.known and len(self.names) > 1:
+            self.leave(out)
+
+    def hook(self, path: str, module: torch.nn.Module) -> Iterator[Any]:
+        """Hooks of one of the model's modules; their handles."""
+        yield module.register_forward_pre_hook(lambda *_: self.enter(path), prepend=True)
+        yield module.register_forward_hook(lambda *given: self.leave(given[-1]), always_call=True)
+
+
 @contextlib.contextmanager
 def module_names(
     model: torch.nn.Module,
@@ -103,43 +145,12 @@ def module_names(
     still on top. A module that is none of the model's, as a forward may make one, is `found` as it
     starts, under the path of what calls it and its class.
     """
-    handles: list[Any] = []
-    own = {id(module) for module in model.modules()}
-
-    def enter(path: str) -> None:
-        try:
-            if names:
-                passing()
-        finally:
-            names.append(path)  # torch calls `leave` also where this fails
-
-    def leave(out: Any) -> None:
-        try:
-            if out is not None:  # a forward that fails raises an error of its own
-                passing()
-        finally:
-            names.pop()
-
-    def enter_other(module: torch.nn.Module, _args: Any) -> None:
-        if id(module) not in own and names:
-            enter(f"{names[-1]}.{type(module).__name__}".strip("."))
-            found(names[-1], module)
-
-    def leave_other(module: torch.nn.Module, _args: Any, out: Any) -> None:
-        if id(module) not in own and len(names) > 1:
-            leave(out)
-
-    def hook(path: str, module: torch.nn.Module) -> None:
-        handles.append(module.register_forward_pre_hook(lambda *_: enter(path), prepend=True))
-        left = module.register_forward_hook(lambda *given: leave(given[-1]), always_call=True)
-        handles.append(left)
-
-    for path, module in model.named_modules():
-        hook(path, module)
+    running = _Running(names, passing, found, frozenset(map(id, model.modules())))
+    handles = [h for path, module in model.named_modules() for h in running.hook(path, module)]
     # Modules that other threads call are no part of the forward.
-    enter_here, leave_here = (in_this_thread(f, _no_hook) for f in (enter_other, leave_other))
-    handles.append(register_module_forward_pre_hook(enter_here))
-    handles.append(register_module_forward_hook(leave_here, always_call=True))
+    enter, leave = (in_this_thread(f, _no_hook) for f in (running.enter_other, running.leave_other))
+    handles.append(register_module_forward_pre_hook(enter))
+    handles.append(register_module_forward_hook(leave, always_call=True))
     try:
         with warnings.catch_warnings():  # a compiled module is recorded as what it wraps
             warnings.filterwarnings("ignore", message="Using `torch.compile")

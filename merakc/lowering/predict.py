@@ -41,41 +41,47 @@ def predict(
     those between stages, `overlap` the share of their speed that collectives over dp have beside
     computes, otherwise that of the cluster.
     """
-    plan, local = lowered.plan, lowered.stages.local
-    mesh = plan.mesh
+    mesh = lowered.plan.mesh
     if costs is None:
         cluster = cluster.with_hardware(mesh.world_size)
         costs = planned_costs(lowered, cluster)
-    costs = tuple(
-        replace(c, reduce_s=tied_seconds(tied_bytes(plan, g, s), mesh, cluster))
-        for s, (c, g) in enumerate(zip(costs, local, strict=True))
-    )
-    if overlap is None:
-        overlap = cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0
-    near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
-    table = CostTable(
-        costs,
-        *(messages or (near.link_latency_s, near.link_bytes_per_s)),
-        collective_s=_collective_seconds(plan, local, cluster),
-        overlap=overlap,
-        collectives=collectives or {},
-        sharing=cluster.sharing,
-        ranks=mesh.world_size,
-    )
-    own = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
-    programs = lowered.programs(ranks=None if dp_rank is None else own)
+    table = replace(_cost_table(lowered, cluster, costs), collectives=collectives or {})
+    if messages is not None:
+        table = replace(table, p2p_latency_s=messages[0], p2p_bytes_per_s=messages[1])
+    if overlap is not None:
+        table = replace(table, overlap=overlap)
+    ranks = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
+    programs = lowered.programs(ranks=None if dp_rank is None else ranks)
     placed = lowered.with_collectives(programs, touches)
     simulation = simulate(placed, table, head=lowered.head_stage, mesh=mesh)
-    if dp_rank is not None:
-        own = list(range(mesh.pp))
+    places = ranks if dp_rank is None else range(mesh.pp)
     prediction = Prediction(
         simulation.step_s,
         simulation.bubble_share,
-        tuple(simulation.peak_bytes[k] for k in own),
-        tuple(simulation.exposed_s[k] for k in own),
+        tuple(simulation.peak_bytes[k] for k in places),
+        tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
     )
     return prediction, simulation
+
+
+def _cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]) -> CostTable:
+    """What the actions of a plan's Programs cost on a cluster, by the costs of its stages."""
+    plan, local = lowered.plan, lowered.stages.local
+    mesh = plan.mesh
+    near = cluster.joining(mesh.pp_stride * (mesh.pp > 1) + 1)
+    return CostTable(
+        tuple(
+            replace(cost, reduce_s=tied_seconds(tied_bytes(plan, graph, stage), mesh, cluster))
+            for stage, (cost, graph) in enumerate(zip(costs, local, strict=True))
+        ),
+        near.link_latency_s,
+        near.link_bytes_per_s,
+        collective_s=_collective_seconds(plan, local, cluster),
+        overlap=cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0,
+        sharing=cluster.sharing,
+        ranks=mesh.world_size,
+    )
 
 
 def _collective_seconds(

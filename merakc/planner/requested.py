@@ -48,6 +48,11 @@ class Requested:
         """The decisions of the plan that is given."""
         return None if self.file is None else self.file.decisions
 
+    @property
+    def likely_dp(self) -> int:
+        """The plan's degree, or the most that can be."""
+        return self.plan.dp if self.plan else max(m.dp for m in meshes(self.readings[0]))
+
 
 def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     """Checks what users ask for.
