@@ -48,7 +48,7 @@ def scale(
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Sweep the number of devices, doubling it: the best plan at each, by the model's pieces."""
+    """Sweep the number of devices, doubling it: the best plan at each."""
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
         check_outputs(csv=table, plot=picture)

@@ -27,12 +27,13 @@ from merakc.lowering.overlap import (
     choose_fused,
     choose_overlap,
     overlap_gains,
+    overlap_place,
     with_parts,
 )
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import preset
-from merakc.passes.overlap.async_collectives import stage_seconds
+from merakc.passes.overlap.async_collectives import least_share, stage_seconds
 from merakc.passes.overlap.collective_matmul import RowChunks, chunk_rows
 from merakc.passes.overlap.fused_products import FusedProducts, fuse_products
 from merakc.passes.pipeline import differentiate
@@ -58,6 +59,14 @@ def recorded(name: str, micro_batches: int) -> Recording:
 TP_AND_PP = Mesh(tp=2, pp=2)
 
 
+def bounded(lowered: Lowered, cluster: Cluster) -> Lowered:
+    """The same, whose stages save no more than the bound that the search goes by."""
+    place = overlap_place(cluster, lowered.plan.tp)
+    for gain, local in zip(overlap_gains(lowered), lowered.stages.local, strict=False):
+        assert gain <= 1 - least_share(local, place)
+    return lowered
+
+
 def planned(
     name: str,
     cluster: Cluster,
@@ -70,7 +79,8 @@ def planned(
         Strategy().on(mesh, micro_batches=micro_batches, batch_size=SAMPLES),
         cluster,
     )
-    return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
+    made = choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
+    return bounded(made, cluster)
 
 
 def test_parts_are_chosen_where_they_pay() -> None:
@@ -213,7 +223,8 @@ def fused_plan(name: str, cluster: Cluster, asked: int | None = None) -> Lowered
         Strategy().on(TP_AND_PP, micro_batches=SAMPLES, batch_size=SAMPLES, sequence_parallel=True),
         cluster,
     )
-    return choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
+    made = choose_overlap(lowered, lambda parts: recorded(name, parts), cluster, asked)
+    return bounded(made, cluster)
 
 
 def test_products_are_fused_with_their_collectives_in_symmetric_memory() -> None:
@@ -295,7 +306,7 @@ def test_a_node_of_h100_fuses_the_products_of_wide_layers() -> None:
             Strategy().on(Mesh(1, 8, 1), micro_batches=1, batch_size=1, sequence_parallel=True),
             cluster,
         )
-        plans.append(choose_overlap(lowered, lambda _: recording, cluster, None))
+        plans.append(bounded(choose_overlap(lowered, lambda _: recording, cluster, None), cluster))
     fused, *others = plans
     layer = "model.layers.{}.self_attn.{}_proj.weight"
     assert {layer.format(k, name) for k in (0, 1) for name in "qkv"} < set(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from merakc.report.decisions import plan_facts, plan_sections, stage_modules
-from tests.report.test_text import tiny_file, tiny_plan
+from tests.report.made import report
+from tests.report.test_text import CUT, tiny_file, tiny_plan
 
 
 def test_rows_have_a_cell_for_each_column() -> None:
-    sections = plan_sections(tiny_file())
+    told = replace(report(), collectives={"all_reduce": 16}, cut=CUT)
+    sections = plan_sections(replace(tiny_file(), report=told))
     assert [s.title for s in sections] == [
         "Stages",
         "Tensors over tp 2",

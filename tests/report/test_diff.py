@@ -37,9 +37,9 @@ def test_every_decision_is_told(plan: Plan) -> None:
     )
     assert plan_changes(plan, other) == [
         Change("dp", "1", "2"),
+        Change("state_shards", "-", "1, 1, 2; 1, 1, 2"),
         Change("parameters: layers.*.norm.weight", "0", "1"),
         Change("splits: layers.*.attn.qkv.weight (4)", "3·4*·2 x 8", "-"),
-        Change("state_shards", "-", "1, 1, 2; 1, 1, 2"),
         Change(
             "stage 1",
             "(model) .. (model); layers.2.attn .. lm_head",

@@ -92,6 +92,7 @@ def test_golden() -> None:
     assert plan_text(plan) == GOLDEN.replace("{hash}", plan.hash[:12])
 
 
+CUT = CutReport("dp", 1.0625, 1.03, 3 << 20, 1.25, 5 << 20, 2)
 OF_THE_REPORT = """\
 tp collectives of a micro-batch
 
@@ -111,8 +112,7 @@ Cut into 2 stages (load 1 is even)
 
 
 def test_the_cut_and_the_collectives_are_in_the_report() -> None:
-    cut = CutReport("dp", 1.0625, 1.03, 3 << 20, 1.25, 5 << 20, 2)
-    made = replace(report(), cut=cut, collectives={"all_reduce": 16})
+    made = replace(report(), cut=CUT, collectives={"all_reduce": 16})
     assert OF_THE_REPORT in plan_text(replace(tiny_file(), report=made))
 
 

@@ -193,17 +193,18 @@ def stage_seconds(local: Graph, place: Place) -> tuple[float, float]:
 
 def least_share(local: Graph, place: Place) -> float:
     """The share of a stage's blocking seconds that no form of it beats: what is computed, with all
-    communication hidden.
+    communication hidden, which makes arithmetic beside it slower.
 
     Parts and chunks compute at least what the whole does, since each reads its weights again and
-    is launched by itself. Products in one op with their collective can share what they read and
-    are launched together, so of them only the arithmetic counts.
+    is launched by itself, and communicate for as long at the least. Products in one op with their
+    collective can share what they read and are launched together, so of them only the arithmetic
+    counts.
     """
     specs = local.specs()
     saved_s = blocking_s = 0.0
     for tasks in (graph_tasks(local, place), _backward_tasks(local, place)):
         blocking_s += sum(t.compute_s + t.link_s for t in tasks)
-        saved_s += sum(t.link_s for t in tasks)
+        saved_s += (2 - SLOWDOWN) * sum(t.link_s for t in tasks)
     if place.symmetric_memory:
         for node in local.nodes:
             if node.op in COLLECTIVES:

@@ -60,6 +60,10 @@ class Stages:
         return Stages({}, graphs, self.transfers, replace(self.sharding, layouts={}))
 
 
+# What is found where there is nothing to cut.
+WHOLE = CutReport("dp", 1.0, 1.0, 0, 1.0, 0, 0)
+
+
 def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
     """The nodes that any stage may repeat: no product and no dropout behind them.
 
@@ -112,6 +116,9 @@ def assign_stages(
     """
     shared, updates = shared_nodes(graph), update_nodes(graph)
     nodes = [n for n in graph.nodes if n.name not in shared and n.name not in updates]
+    if stages == 1 and nodes:
+        of = dict.fromkeys((n.name for n in graph.nodes if n.name not in shared), 0)
+        return of, WHOLE
     position = {n.name: k for k, n in enumerate(nodes)}
     specs = graph.specs()
     local = {ref: sharding.local_spec(ref, spec, 0) for ref, spec in specs.items()}

@@ -55,6 +55,15 @@ def holders(stages: Stages) -> dict[str, tuple[int, ...]]:
     return held
 
 
+@pytest.mark.parametrize("name", ["t5", "resnet"])
+def test_one_stage_has_all_but_what_any_may_repeat(name: str) -> None:
+    graph = training(name)
+    of, report = assign_stages(graph, shard(graph, 1), 1, NOMINAL_CPU)
+    assert set(of.values()) == {0}
+    assert set(of) == {node.name for node in graph.nodes} - shared_nodes(graph)
+    assert (report.load, report.cut_bytes) == (1.0, 0)
+
+
 def test_a_stage_on_a_faster_device_has_more_of_the_graph() -> None:
     graph = training("gpt2")
     sharding, cluster = shard(graph, 1), preset("a100-40").flat("float32")
