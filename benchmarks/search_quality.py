@@ -184,11 +184,12 @@ def against_published(row: Row) -> Found:
 
 def all_found(data: Path, say: Callable[[str], None]) -> Iterator[Found]:
     """Everything that is held against something."""
+    published = published_rows(data / FILES[2])["a100-80"]
     for kind, ranks, batch_size, cluster in (
         ("gpt2", 4, 16, "h100"), ("llama", 4, 16, "rtx-3090"), ("gpt2", 8, 16, "a100-40"),
     ):  # fmt: skip
         yield against_all(kind, ranks, batch_size, cluster, say)
-    for row in published_rows(data / FILES[2])["a100-80"]:
+    for row in published:
         if row.source == "Narayanan":
             say(f"{row.name} on {row.strategy.world_size} devices")
             yield against_published(row)

@@ -152,19 +152,19 @@ def find_candidates(
         return priced
 
     bounds, alike = Bounds(table, hardware), [*groups.values()]
-    least = {id(own): bounds.of(own[0]) for own in alike}
+    least = {id(group): bounds.of(group[0]) for group in alike}
     left: list[tuple[float, list[Strategy]]] = []
-    for own in sorted(alike, key=lambda own: least[id(own)]):
-        least_s = least[id(own)]
+    for group in sorted(alike, key=lambda group: least[id(group)]):
+        least_s = least[id(group)]
         if least_s > CLOSE * result.best_s:
             break
-        first = add(own[0])
+        first = add(group[0])
         if isinstance(first, Candidate) and not hardware.is_mixed:
             # Another order saves what is idle, unless its stages suit unlike devices better.
             idle_s = first.seconds[IDLE]
-            least_s = (first.estimate.step_s - idle_s) / own[0].total_batch_size
+            least_s = (first.estimate.step_s - idle_s) / group[0].total_batch_size
         if not isinstance(first, Shortage):
-            left.append((least_s, own[1:]))
+            left.append((least_s, group[1:]))
     for least_s, others in sorted(left, key=lambda one: one[0]):
         if least_s > result.best_s:
             break
@@ -309,7 +309,7 @@ def _fitting(
     """
     ways = sorted(waits, key=lambda one: sum(waits[one]))
     held, memory = [job.state_bytes(way) for way in ways], job.memory_bytes
-    of_state = least = min(_need(own, memory) for own in held)
+    of_state = least = min(_need(sizes, memory) for sizes in held)
     fitting: list[tuple[StateShards, str, Estimate]] = []
 
     @cache
@@ -317,13 +317,13 @@ def _fitting(
         return estimate_job(job, way, recompute, waits[way])
 
     for recompute in kinds:
-        open_ways = [k for k, own in enumerate(held) if all(map(operator.lt, own, memory))]
+        open_ways = [k for k, sizes in enumerate(held) if all(map(operator.lt, sizes, memory))]
         if recompute == "none" and open_ways:
             kept = estimated(ways[0], recompute)
-            others = [peak - own for peak, own in zip(kept.peak_bytes, held[0], strict=True)]
-            peaks = [[a + b for a, b in zip(others, own, strict=True)] for own in held]
+            others = [peak - sizes for peak, sizes in zip(kept.peak_bytes, held[0], strict=True)]
+            peaks = [[a + b for a, b in zip(others, sizes, strict=True)] for sizes in held]
             open_ways = [k for k in open_ways if all(map(operator.le, peaks[k], memory))][:1]
-            least = max(least, min(_need(own, memory) for own in peaks))
+            least = max(least, min(_need(sizes, memory) for sizes in peaks))
         for way in (ways[k] for k in open_ways[:TRIED_WAYS]):
             estimate = estimated(way, recompute)
             if recompute != "none":
@@ -357,7 +357,7 @@ def state_choices(request: Request, job: Job, hardware: Hardware) -> list[StateS
     return list(coarse_lattice(dp, hardware.nodes[0].devices // job.strategy.mesh.dp_stride))
 
 
-def _seconds(job: Job, found: Estimate) -> dict[str, float]:
+def _seconds(job: Job, estimate: Estimate) -> dict[str, float]:
     """What the seconds of a step go into, on an average rank."""
     group, fabric = job.links.group, job.links.fabric
     unique = {id(piece): piece for piece in job.pieces}
@@ -371,10 +371,10 @@ def _seconds(job: Job, found: Estimate) -> dict[str, float]:
         for key, piece in unique.items()
     }
     tp_s = sum(wires[id(p)] for p in job.pieces) * job.strategy.micro_batches / job.strategy.pp
-    idle_s = found.pipeline_s * found.bubble_share
-    rest_s = found.pipeline_s - idle_s - tp_s - found.recompute_s
+    idle_s = estimate.pipeline_s * estimate.bubble_share
+    rest_s = estimate.pipeline_s - idle_s - tp_s - estimate.recompute_s
     return {
         "arithmetic": rest_s, IDLE: idle_s, "tp communication": tp_s,
-        "recomputation": found.recompute_s, "waiting for dp": found.state_s,
-        "optimizer": found.optimizer_s,
+        "recomputation": estimate.recompute_s, "waiting for dp": estimate.state_s,
+        "optimizer": estimate.optimizer_s,
     }  # fmt: skip

@@ -62,7 +62,7 @@ def shards_like(plan: Plan, strategy: Strategy, counts: Mapping[int, int]) -> St
         return replace(strategy, state_shards=())
     like = _stages_like(plan, len(plan.rank_of) if strategy.order else strategy.stage_count)
     every = ([counts[n] for n in plan.shards(stage).counts] for stage in like)
-    return replace(strategy, state_shards=tuple(StateShards(*own) for own in every))
+    return replace(strategy, state_shards=tuple(StateShards(*numbers) for numbers in every))
 
 
 def _stages_like(plan: Plan, stages: int) -> list[int]:

@@ -138,10 +138,10 @@ def compare(
 
 def state_precision(record: Record, request: Request) -> state.Precision:
     """The bytes of a parameter's state: of the precision, or of the parameters' own dtype."""
-    own = request.precision
-    if own is not None:
+    precision = request.precision
+    if precision is not None:
         compute, gradients, master = (
-            own.dtype(of).itemsize for of in ("compute", "gradients", "master")
+            precision.dtype(of).itemsize for of in ("compute", "gradients", "master")
         )
         return state.Precision(compute, gradients, 3 * master)
     inputs = record(SAMPLES[0]).graph.inputs

@@ -146,40 +146,40 @@ def fit_error(
     def least(asked: Request) -> Least | None:
         return find_least(table, asked, cluster.described(asked.world_size), precision)
 
-    own = least(request)
-    if own is None:
+    leanest = least(request)
+    if leanest is None:
         return FitError(f"{needs or 'no layout'}, and no other layout divides ranks and batch")
-    told = needs or f"nothing fits the {format_bytes(own.have_bytes)} of a device"
-    if own.fits:
-        size = format_bytes(own.need_bytes)
-        return FitError(f"{told}; another layout should fit, with {size}: {own}")
+    told = needs or f"nothing fits the {format_bytes(leanest.have_bytes)} of a device"
+    if leanest.fits:
+        size = format_bytes(leanest.need_bytes)
+        return FitError(f"{told}; another layout should fit, with {size}: {leanest}")
     told += (
-        f": any layout of what is asked needs {format_bytes(own.need_bytes)} at the least, "
-        f"{format_bytes(own.state_bytes)} of it for parameters, gradients and the optimizer's "
-        f"state ({own})"
+        f": any layout of what is asked needs {format_bytes(leanest.need_bytes)} at the least, "
+        f"{format_bytes(leanest.state_bytes)} of it for parameters, gradients and the optimizer's "
+        f"state ({leanest})"
     )
-    return FitError(f"{told}. {_remedy(request, own, least)}")
+    return FitError(f"{told}. {_remedy(request, leanest, least)}")
 
 
-def _remedy(request: Request, own: Least, least: Any) -> str:
+def _remedy(request: Request, leanest: Least, least: Any) -> str:
     """What would make it fit."""
     open_ = _opened(request)
     alone = {}
     for name, asked in open_.items():
-        found = least(asked)
-        if found is not None and found.fits:
-            alone[name] = found
-    told = [f"with {name} left open it fits: {found}" for name, found in alone.items()]
+        other = least(asked)
+        if other is not None and other.fits:
+            alone[name] = other
+    told = [f"with {name} left open it fits: {other}" for name, other in alone.items()]
     free = request
     for name in open_:
         free = replace(free, **_FREE[name])
     if not alone and len(open_) > 1:
-        found = least(free)
-        if found is not None and found.fits:
-            told.append(f"with {', '.join(open_)} left open it fits: {found}")
+        other = least(free)
+        if other is not None and other.fits:
+            told.append(f"with {', '.join(open_)} left open it fits: {other}")
     if not told:
         told += _more_devices(free, least)
-    if own.need_bytes - own.state_bytes > MUCH * own.need_bytes:
+    if leanest.need_bytes - leanest.state_bytes > MUCH * leanest.need_bytes:
         told.append("a shorter sequence, or fewer samples in a micro-batch, takes less")
     return "; ".join(told) or "give larger devices"
 
@@ -215,10 +215,10 @@ def _more_devices(free: Request, least: Any) -> Iterator[str]:
     while ranks < MOST_TIMES * free.world_size and time.monotonic() < end_s:
         ranks *= 2
         try:
-            found = least(replace(free, world_size=ranks))
+            other = least(replace(free, world_size=ranks))
         except MerakError:
-            found = None
-        if found is not None and found.fits:
-            yield f"{ranks} such devices would do, with everything left open: {found}"
+            other = None
+        if other is not None and other.fits:
+            yield f"{ranks} such devices would do, with everything left open: {other}"
             return
     yield f"{ranks} such devices would not do; give larger ones"

@@ -47,11 +47,11 @@ class Recordings:
             cpu = torch.device("cpu")
             precision = self.request.precision
             layout = BatchLayout((samples, samples), 1)  # in parts, whatever their number
-            found = record_part(
+            recording = record_part(
                 self.source.model, args, kwargs, layout, cpu, precision,
                 couplings=self.request.couplings, dims=dims, shared=self._shared,
             )  # fmt: skip
-            self.known[samples] = with_loss(found)
+            self.known[samples] = with_loss(recording)
         return self.known[samples]
 
 

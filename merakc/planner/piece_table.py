@@ -82,8 +82,8 @@ class PieceTable:
     def _make(self, form: Form, samples: int) -> tuple[Piece, ...]:
         if form not in self._ends:
             self._ends[form] = tuple(self._recorded(form, n) for n in SAMPLES)
-        found = scaled(self._ends[form], samples)
-        return self._recorded(form, samples) if found is None else found
+        pieces = scaled(self._ends[form], samples)
+        return self._recorded(form, samples) if pieces is None else pieces
 
     def _recorded(self, form: Form, samples: int) -> tuple[Piece, ...]:
         tp, sequence_parallel = form
@@ -100,9 +100,9 @@ class PieceTable:
         parts = part_runs(local, runs)
         assert len(parts) == len(counts), "blocks were lost where a graph was sharded"
         pieces = iter(cut_pieces(local, runs=runs))
-        own = [[next(pieces) for _ in part] for part in parts]
+        runs_of = [[next(pieces) for _ in part] for part in parts]
         return tuple(
-            piece for part, count in zip(own, counts, strict=True) for piece in part * count
+            piece for part, count in zip(runs_of, counts, strict=True) for piece in part * count
         )
 
     def _shortened(self, samples: int) -> tuple[Graph, tuple[int, ...]]:

@@ -64,17 +64,17 @@ class Request:
         Its recomputation stays as open as it was, and without `state` so do the shards; a schedule
         or shards that were asked for stay as they were said.
         """
-        found: dict[str, Any] = {name: getattr(strategy, name) for name in DECISIONS}
-        found["chunks"] = strategy.chunks if strategy.chunks > 1 else None
+        decided: dict[str, Any] = {name: getattr(strategy, name) for name in DECISIONS}
+        decided["chunks"] = strategy.chunks if strategy.chunks > 1 else None
         for name in ("recompute", "order", "precision"):
-            found[name] = getattr(self, name)
+            decided[name] = getattr(self, name)
         if self.schedule != AUTO:
-            found["schedule"] = self.schedule
+            decided["schedule"] = self.schedule
         if not state or self.state_shards not in (None, AUTO):
-            found["state_shards"] = self.state_shards
+            decided["state_shards"] = self.state_shards
         else:
-            found["state_shards"] = strategy.shards(0).counts
-        return replace(self, **found, total_batch_size=None, overlap=0)
+            decided["state_shards"] = strategy.shards(0).counts
+        return replace(self, **decided, total_batch_size=None, overlap=0)
 
     def local_batch_size(self, dp: int) -> int | None:
         """Samples of each of `dp` ranks; None where their batch does not divide."""
@@ -114,18 +114,18 @@ def meshes(request: Request) -> list[Mesh]:
     for name, value in fixed.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; a degree is at least 1")
-    found = [
+    possible = [
         Mesh(dp, tp, pp, request.inner)
         for dp, tp, pp in _factorisations(request.world_size)
         if all(v is None or v == g for v, g in zip(fixed.values(), (dp, tp, pp), strict=True))
     ]
-    if not found:
+    if not possible:
         given = " x ".join(f"{k}={v}" for k, v in fixed.items() if v is not None)
         raise ConfigError(
             f"{given} does not multiply to the {request.world_size} ranks that were started; "
             "give degrees whose product is the number of ranks, or leave one of them None"
         )
-    return found
+    return possible
 
 
 def micro_batches_for(request: Request, mesh: Mesh) -> int:

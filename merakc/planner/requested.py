@@ -20,7 +20,7 @@ from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
-from merakc.ir.state import AUTO, parse_shards
+from merakc.ir.state import parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
 from merakc.planner.request import Request, meshes, micro_batches_for, with_schedule
 
@@ -82,7 +82,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
             batch_dims=given.batch_dims,
         )  # fmt: skip
         return Requested(file, [request], specs)
-    found: list[Request] = []
+    readings: list[Request] = []
     refusal: ConfigError | None = None
     for dims in (fixed.batch_dims, *hypotheses(args, kwargs, fixed.batch_dims)):
         size = batch_size_of(args, kwargs, dims)
@@ -90,17 +90,17 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
         try:
             first_parts(request, None)
         except ConfigError as error:
-            if refusal is None and not found:
+            if refusal is None and not readings:
                 refusal, likeliest = error, replace(request, micro_batches=_fewest_parts(size))
         else:
-            found.append(request)
-        if len(found) > MOST_TRIED:
+            readings.append(request)
+        if len(readings) > MOST_TRIED:
             break
     if refusal is None:
-        return Requested(None, found, specs)
-    if not found:
+        return Requested(None, readings, specs)
+    if not readings:
         raise refusal
-    return Requested(None, [likeliest, *found], specs, refusal)
+    return Requested(None, [likeliest, *readings], specs, refusal)
 
 
 def _fewest_parts(size: int) -> int:
@@ -115,45 +115,40 @@ def first_parts(request: Request, given: Plan | None) -> int:
     return micro_batches_for(request, meshes(request)[0])
 
 
-def _check_plan(fixed: Request, given: Plan) -> None:
+def _check_plan(request: Request, given: Plan) -> None:
     """Raises `ConfigError` where what is fixed contradicts the plan."""
-    asked = {
-        name: value for name, value in fixed.fixed.items() if name not in ("state_shards", "chunks")
-    }
-    if fixed.couplings != WHOLE_BATCH:
-        asked["couplings"] = fixed.couplings
+    asked = dict(request.fixed)
+    shards = asked.pop("state_shards", None)
+    if request.couplings != WHOLE_BATCH:
+        asked["couplings"] = request.couplings
     for name, value in asked.items():
         planned = getattr(given, name)
         if value != planned:
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
-    if not fixed.batch_dims.items() <= given.batch_dims.items():
+    if not request.batch_dims.items() <= given.batch_dims.items():
         raise ConfigError(
-            f"batch_dims={shown_dims(fixed.batch_dims)} contradicts the plan's "
+            f"batch_dims={shown_dims(request.batch_dims)} contradicts the plan's "
             f"{shown_dims(given.batch_dims)}; give one of the two"
         )
     planned_parts = (*given.sub_batches, *given.row_chunks.values()) or (0,)
-    if fixed.overlap is not None and fixed.overlap not in planned_parts:
+    if request.overlap is not None and request.overlap not in planned_parts:
         raise ConfigError(
-            f"overlap={fixed.overlap} contradicts the plan's sub_batches={given.sub_batches}; give "
-            "one of the two"
+            f"overlap={request.overlap} contradicts the plan's sub_batches={given.sub_batches}; "
+            "give one of the two"
         )
-    shards = fixed.state_shards
     stages = len(given.rank_of)
     planned_shards = [given.shards(s) for s in range(stages)]
-    if (
-        shards not in (None, AUTO)
-        and list(parse_shards(shards, given.dp, stages)) != planned_shards
-    ):
+    if shards is not None and list(parse_shards(shards, given.dp, stages)) != planned_shards:
         raise ConfigError(
             f"state_shards={shards} contradicts the plan's state_shards="
             f"{'; '.join(map(str, planned_shards))}; give one of the two"
         )
-    if given.mesh.world_size != fixed.world_size:
+    if given.mesh.world_size != request.world_size:
         raise ConfigError(
             f"the plan is for {given.mesh.world_size} ranks (dp={given.dp} x tp={given.tp} x "
-            f"pp={given.pp}), {fixed.world_size} were started; start as many, or make a new plan"
+            f"pp={given.pp}), {request.world_size} were started; start as many, or make a new plan"
         )
 
 

@@ -115,14 +115,14 @@ def sweep(
 def _sized(lowered: Lowered, cluster: Cluster) -> SizedPlan:
     """What a plan yields and draws, by its report."""
     report, strategy = make_report(lowered, cluster), lowered.plan.strategy
-    found = report.verdict
+    verdict = report.verdict
     tp_s = sum(axis.exposed_s for axis in report.traffic if axis.axis == "tp")
     busy_s = sum(rank.compute_s for rank in report.ranks) / len(report.ranks) - tp_s
-    devices = cluster.described(found.ranks).devices[: found.ranks]
-    full_power_w = sum(device.power_w for device in devices) / found.ranks
-    waiting_share = 1.0 - busy_s / found.step_s
+    devices = cluster.described(verdict.ranks).devices[: verdict.ranks]
+    full_power_w = sum(device.power_w for device in devices) / verdict.ranks
+    waiting_share = 1.0 - busy_s / verdict.step_s
     return SizedPlan(
-        strategy, found.step_s, found.tokens or found.samples, found.mfu, full_power_w,
+        strategy, verdict.step_s, verdict.tokens or verdict.samples, verdict.mfu, full_power_w,
         waiting_share=waiting_share,
     )  # fmt: skip
 

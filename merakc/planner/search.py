@@ -105,16 +105,16 @@ def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster
         lowered = min(lowered, sharded, key=lambda one: standing(one, cluster))
     samples, asked = lowered.plan.batch_size, request.overlap
     try:
-        found = choose_overlap(lowered, lambda parts: record(samples // parts), cluster, asked)
+        hidden = choose_overlap(lowered, lambda parts: record(samples // parts), cluster, asked)
     except MerakError:
         if request.overlap is not None:
             raise
-        found = lowered
-    if found is not lowered:
-        found = _with_prediction(found, cluster)
-        if request.overlap is None and standing(lowered, cluster) <= standing(found, cluster):
-            found = lowered
-    return _generated(request, found, cluster)
+        hidden = lowered
+    if hidden is not lowered:
+        hidden = _with_prediction(hidden, cluster)
+        if request.overlap is None and standing(lowered, cluster) <= standing(hidden, cluster):
+            hidden = lowered
+    return _generated(request, hidden, cluster)
 
 
 def least_seconds(lowered: Lowered, cluster: Cluster) -> float:
@@ -170,17 +170,17 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
     costs = keeping if request.recompute == "none" else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
-    found = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
-    if found is None or standing(found, cluster) >= standing(lowered, cluster):
+    ordered = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
+    if ordered is None or standing(ordered, cluster) >= standing(lowered, cluster):
         return lowered
-    best = _predicted(found)
+    best = _predicted(ordered)
     least_bytes = round(SAME * max(_predicted(lowered).peak_bytes))
     if plan.recompute == "none" and max(best.peak_bytes) > least_bytes:
-        memory_bytes = tuple(min(own, least_bytes) for own in memory_bytes)
+        memory_bytes = tuple(min(most, least_bytes) for most in memory_bytes)
         lean = _ordered(lowered, keeping, cluster, memory_bytes, LEAN_EFFORT)
         if lean is not None:
-            found = min(found, lean, key=lambda one: standing(one, cluster))
-    return found
+            ordered = min(ordered, lean, key=lambda one: standing(one, cluster))
+    return ordered
 
 
 def _ordered(
@@ -223,14 +223,14 @@ def _with_fastest_shards(lowered: Lowered, cluster: Cluster) -> Lowered:
     inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
     for shards in lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside):
         tried = replace(lowered, plan=replace(plan, state_shards=(shards,) * len(plan.rank_of)))
-        own = tuple(
+        sharded = tuple(
             with_state(cost, graph, shards, plan.precision)
             for cost, graph in zip(costs, local, strict=True)
         )
-        found, simulation = predict(tried, cluster, own, touches, dp_rank=0)
-        for rank, peak_bytes in enumerate(found.peak_bytes):
+        prediction, simulation = predict(tried, cluster, sharded, touches, dp_rank=0)
+        for rank, peak_bytes in enumerate(prediction.peak_bytes):
             lacking = max(peak_bytes - memory_bytes[rank], 0)
-            waits = round(found.exposed_s[rank], 9)
+            waits = round(prediction.exposed_s[rank], 9)
             keys[rank][shards] = lacking, waits, simulation.communication_s[rank], shards
     best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
     chosen = tuple(best[rank] for rank in plan.rank_of)
