@@ -152,19 +152,18 @@ def find_candidates(
         return priced
 
     bounds, alike = Bounds(table, hardware), [*groups.values()]
-    least = {id(group): bounds.of(group[0]) for group in alike}
     left: list[tuple[float, list[Strategy]]] = []
-    for group in sorted(alike, key=lambda group: least[id(group)]):
-        least_s = least[id(group)]
+    for least_s, k in sorted((bounds.of(group[0]), k) for k, group in enumerate(alike)):
         if least_s > CLOSE * result.best_s:
             break
-        first = add(group[0])
+        (strategy, *others), first_s = alike[k], least_s
+        first = add(strategy)
         if isinstance(first, Candidate) and not hardware.is_mixed:
             # Another order saves what is idle, unless its stages suit unlike devices better.
             idle_s = first.seconds[IDLE]
-            least_s = (first.estimate.step_s - idle_s) / group[0].total_batch_size
+            first_s = (first.estimate.step_s - idle_s) / strategy.total_batch_size
         if not isinstance(first, Shortage):
-            left.append((least_s, group[1:]))
+            left.append((first_s, others))
     for least_s, others in sorted(left, key=lambda one: one[0]):
         if least_s > result.best_s:
             break
