@@ -11,7 +11,7 @@ import pytest
 from merakc.errors import ConfigError
 from merakc.machines.cluster import Cluster
 from merakc.machines.cluster_files import hardware_for
-from merakc.planner.offline import Recordings
+from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.request import Request
 from merakc.planner.scaling import WAITING_POWER, sweep, write_csv
 from merakc.planner.sources import load_source
@@ -43,6 +43,17 @@ def test_a_sweep_in_figures(tmp_path: Path) -> None:
     assert [int(row["ranks"]) for row in rows] == [8, 16, 32]
     strong = sweep(recordings(), request, at("h100"), (8, 16), None, 64)
     assert [p.strategy.total_batch_size for p in strong] == [64, 64]
+
+
+def test_each_plan_is_that_of_merakc_plan() -> None:
+    source = load_source("tests.small_source:deep")
+    record = Recordings(source, Request(0, 0), lambda _: None)
+    for point in sweep(record, Request(0, 0), at("h100"), (4, 8), None, 16):
+        asked = Request(point.ranks, 0)
+        lowered, _ = plan_offline(source, asked, 16, at("h100")(point.ranks))
+        assert lowered.prediction is not None
+        assert point.strategy == lowered.plan.strategy
+        assert point.step_s == pytest.approx(lowered.prediction.step_s, rel=1e-9)
 
 
 def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
