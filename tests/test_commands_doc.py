@@ -63,7 +63,7 @@ def test_the_examples_are_what_is_printed(tmp_path: Path) -> None:
         commands.append(match["command"].split()[1])
         if match["shown"] is not None:
             assert facts(match["command"], match["shown"]) == facts(match["command"], text)
-    assert commands == ["plan", "verify", "simulate", "scale", "scale", "graph", "show", "doctor"]
+    assert commands == ["plan", "verify", "simulate", "scale", "graph", "show", "doctor"]
 
 
 if __name__ == "__main__":
