@@ -61,7 +61,7 @@ class Stages:
 
 
 # What is found where there is nothing to cut.
-WHOLE = CutReport("dp", 1.0, 1.0, 0, 1.0, 0, 0)
+WHOLE = CutReport("dp", 1.0, 1.0, cut_bytes=0, metis_load=1.0, metis_cut_bytes=0, metis_moves=0)
 
 
 def shared_nodes(graph: Graph, *, trained: bool = True) -> set[str]:
