@@ -97,6 +97,18 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """What joins two devices: the alpha-beta model (Hockney 1994) of one message."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Of a message that shares the link with no other."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
 class Sharing:
     """What devices of a node share, so that they slow each other down: cores, or memory.
 
@@ -251,6 +263,11 @@ class Cluster:
     sharing: Sharing | None = None
     symmetric_memory: bool = False
     gather_share: float = 1.0
+
+    @property
+    def link(self) -> Link:
+        """What joins any two devices."""
+        return Link(self.link_latency_s, self.link_bytes_per_s)
 
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""

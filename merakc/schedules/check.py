@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from merakc.errors import ProgramError
-from merakc.ir.program import Action, ActionKind
+from merakc.ir.program import Action
 from merakc.ir.schedule import Schedule
 from merakc.schedules.work import (
     BACKWARD,
@@ -19,14 +19,6 @@ from merakc.schedules.work import (
     count_micro_batches,
     encode,
     to_action,
-)
-
-_COMPUTE = (
-    ActionKind.FORWARD,
-    ActionKind.BACKWARD,
-    ActionKind.INPUT_GRAD,
-    ActionKind.WEIGHT_GRAD,
-    ActionKind.RECOMPUTE,
 )
 
 
@@ -50,7 +42,7 @@ def check_schedule(schedule: Schedule) -> None:
 
 def _check_place(schedule: Schedule, rank: int, action: Action) -> None:
     where = f"schedule {schedule.name}, rank {rank}, {action}"
-    if action.kind not in _COMPUTE:
+    if not action.kind.is_compute:
         raise ProgramError(f"{where}: a schedule has compute actions alone, of kinds F B I W R")
     if not 0 <= action.stage < schedule.stages:
         raise ProgramError(f"{where}: there are {schedule.stages} stages, from 0")

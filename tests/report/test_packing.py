@@ -25,7 +25,7 @@ def long_step(micro_batches: int) -> Simulation:
     for k in range(micro_batches):
         kind = ActionKind.FORWARD if k % 2 == 0 else ActionKind.BACKWARD
         events.append(Event(0, f"0{kind}{k // 2}", kind, k * 1.0, k + 1.0))
-    return Simulation(float(micro_batches), tuple(events), (1.0,), 0.0, (0,))
+    return Simulation(float(micro_batches), tuple(events), (1.0,), 0.0, ())
 
 
 def close(found: tuple[Event, ...], given: tuple[Event, ...], step_s: float) -> bool:
