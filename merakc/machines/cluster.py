@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -96,8 +96,7 @@ class Level:
     gather_share: Share = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """What joins two devices: the alpha-beta model (Hockney 1994) of one message."""
 
     latency_s: float
