@@ -79,8 +79,8 @@ def test_of_a_long_step_the_middle_is_left_out() -> None:
 
 
 def test_what_is_short_enough_is_whole() -> None:
-    assert middle(long_step(10).events, 10.0, 10) is None
-    assert middle(long_step(11).events, 11.0, 10) is not None
+    assert middle(long_step(10).events, 10) is None
+    assert middle(long_step(11).events, 10) is not None
 
 
 def test_collectives_and_memory_are_left_out_with_the_events() -> None:
