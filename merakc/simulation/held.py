@@ -133,6 +133,7 @@ class Held:
         self.samples.append((now_s, now_bytes))
         if now_bytes > self.peak.total_bytes:
             self.peak = Peak(
-                str(action), len(self.in_flight), self.static_bytes, self.activations_bytes,
-                self.messages_bytes, self.reduced_bytes, own_bytes,
+                str(action), len(self.in_flight), self.static_bytes,
+                activations_bytes=self.activations_bytes, messages_bytes=self.messages_bytes,
+                reduced_bytes=self.reduced_bytes, transient_bytes=own_bytes,
             )  # fmt: skip
