@@ -19,12 +19,11 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.ir.batches import BatchLayout
 from merakc.ir.program import Mesh
 from merakc.ir.strategy import Strategy
@@ -167,11 +166,7 @@ def measure_apart(model: str) -> CompileTime:
 
 def times_table(results: list[CompileTime]) -> Table:
     """One column a model."""
-    table = Table(title=f"Compilation for tp {TP} x pp {PP}", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for found in results:
-        table.add_column(found.model, justify="right")
-    rows: dict[str, Callable[[CompileTime], str]] = {
+    cells: dict[str, Callable[[CompileTime], str]] = {
         "nodes": lambda found: f"{found.nodes:,}",
         "build on meta": lambda found: format_seconds(found.build_s),
         "record": lambda found: format_seconds(found.record_s),
@@ -181,9 +176,9 @@ def times_table(results: list[CompileTime]) -> Table:
         "peak resident": lambda found: format_bytes(found.peak_bytes),
         "before the build": lambda found: format_bytes(found.base_bytes),
     }
-    for name, cell in rows.items():
-        table.add_row(name, *map(cell, results))
-    return table
+    rows = [["", *(found.model for found in results)]]
+    rows += [[name, *map(cell, results)] for name, cell in cells.items()]
+    return rich_table(rows, title=f"Compilation for tp {TP} x pp {PP}")
 
 
 def main(

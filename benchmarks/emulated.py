@@ -22,10 +22,9 @@ import transformers
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import merakc
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.ranks import run_ranks
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import TensorSpec
@@ -222,9 +221,7 @@ def main(
     json_path: JsonPath = None,
 ) -> None:
     """Compares makespans; exits with 1 where one is more than 3 % off, or 10 % with kernels."""
-    table = Table(title="Makespan of a step with emulated compute and real messages")
-    for column in ("p", "m", "schedule", "simulated", "median measured", "runs", "error"):
-        table.add_column(column, justify="right")
+    rows = [["p", "m", "schedule", "simulated", "median measured", "runs", "error"]]
     todo = [
         partial(measure, name, p, 2 * p, unit_s, runs)
         for p in map(int, ranks.split(","))
@@ -235,12 +232,13 @@ def main(
     for cell in cells:
         colour = "green" if cell.passed else "red"
         spread = f"{min(cell.runs_s):.3f} to {max(cell.runs_s):.3f}"
-        table.add_row(
+        rows.append([
             str(cell.ranks), str(cell.micro_batches), cell.schedule, f"{cell.simulated_s:.3f} s",
             f"{cell.measured_s:.3f} s", spread, f"[{colour}]{cell.error:.2%}[/]",
-        )  # fmt: skip
+        ])  # fmt: skip
     console = Console(width=110)
-    console.print(table)
+    title = "Makespan of a step with emulated compute and real messages"
+    console.print(rich_table(rows, left=0, title=title))
     within = sum(cell.passed for cell in cells)
     good = within == len(cells)
     text = f"{within} of {len(cells)} within {BOUND:.0%}, or {REAL_BOUND:.0%} with real kernels"

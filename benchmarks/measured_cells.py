@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import merakc
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import step_peak
 from benchmarks.ranks import run_ranks
@@ -245,37 +245,32 @@ class Summary:
 
 def cells_table(cells: Sequence[Cell]) -> Table:
     """A row a cell."""
-    table = Table(title="Steps on this machine, and peaks of ranks")
-    left = ("model", "plan")
-    for name in (*left, "predicted", "measured", "runs", "error", "formulas", "memory"):
-        table.add_column(name, justify="left" if name in left else "right")
+    rows = [["model", "plan", "predicted", "measured", "runs", "error", "formulas", "memory"]]
     for cell in cells:
         good, fits = abs(cell.error) <= STEP_BOUND, cell.memory_error <= MEMORY_BOUND
-        table.add_row(
+        rows.append([
             cell.model, cell.plan, f"{cell.predicted_s * 1e3:.1f} ms",
             f"{cell.measured_s * 1e3:.1f} ms",
             f"{min(cell.runs_s) * 1e3:.0f} to {max(cell.runs_s) * 1e3:.0f}",
             f"[{'green' if good else 'red'}]{cell.error:+.1%}[/]", f"{cell.modelled_error:+.0%}",
             f"[{'green' if fits else 'red'}]{cell.memory_error:.1%}[/]",
-        )  # fmt: skip
-    return table
+        ])  # fmt: skip
+    return rich_table(rows, left=2, title="Steps on this machine, and peaks of ranks")
 
 
 def summary_table(summary: Summary) -> Table:
     """What is asked for, and which plans would have been chosen."""
-    table = Table(title="What is asked for")
-    for name, justify in (("", "left"), ("found", "right"), ("at most", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    rows = [["", "found", "at most"]]
     for name, found, bound in summary.rows:
         colour = "green" if found <= bound else "red"
-        table.add_row(name, f"[{colour}]{found:.1%}[/]", f"{bound:.0%}")
+        rows.append([name, f"[{colour}]{found:.1%}[/]", f"{bound:.0%}"])
     for one in summary.choices:
         text = f"{one.model} on {one.ranks} ranks: predicted best is {one.chosen}"
-        table.add_row(text, f"{one.loss:+.1%}", "")
+        rows.append([text, f"{one.loss:+.1%}", ""])
     for price in summary.prices:
         text = f"{price.model}, {price.plan}: coupling costs {price.predicted:+.1%} by prediction"
-        table.add_row(text, f"{price.measured:+.1%}", "")
-    return table
+        rows.append([text, f"{price.measured:+.1%}", ""])
+    return rich_table(rows, title="What is asked for")
 
 
 def document(summary: Summary, arguments: Sequence[str]) -> str:

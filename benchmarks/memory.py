@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import merakc
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
@@ -161,18 +161,16 @@ def _on_the_way(parallel: ParallelModel) -> int:
 
 def cells_table(cells: list[Cell]) -> Table:
     """A row a cell."""
-    table = Table(title="Peak bytes of a step on each rank: predicted / measured")
-    for name in ("model", "options", "predicted / measured", "on the way", "largest error"):
-        table.add_column(name, justify="left" if name in ("model", "options") else "right")
+    rows = [["model", "options", "predicted / measured", "on the way", "largest error"]]
     for cell in cells:
         pairs = zip(cell.predicted_bytes, cell.measured_bytes, strict=True)
         colour = "green" if cell.error <= BOUND else "red"
-        table.add_row(
+        rows.append([
             cell.model, cell.options, ", ".join(f"{p} / {m}" for p, m in pairs),
             str(max(cell.on_the_way_bytes)),
             f"[{colour}]{cell.error:.2%}[/]",
-        )  # fmt: skip
-    return table
+        ])  # fmt: skip
+    return rich_table(rows, left=2, title="Peak bytes of a step on each rank: predicted / measured")
 
 
 def main(

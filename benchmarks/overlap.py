@@ -35,7 +35,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from merakc.machines.cluster import NOMINAL_CPU
@@ -135,13 +135,9 @@ def row_texts(row: Row) -> Iterator[list[str]]:
 
 def rows_table(found: Sequence[Row]) -> Table:
     """A row a model, share and form."""
-    table = Table(title="Steps of two tensor-parallel ranks, communication under computation")
-    for head in HEADS:
-        table.add_column(head, justify="right")
-    for row in found:
-        for texts in row_texts(row):
-            table.add_row(*texts)
-    return table
+    title = "Steps of two tensor-parallel ranks, communication under computation"
+    rows = [HEADS, *(texts for row in found for texts in row_texts(row))]
+    return rich_table(rows, left=0, title=title)
 
 
 def _milliseconds(seconds: float) -> str:

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, rich_table, write_json
 from merakc.ir.costs import StageCost
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import EFFORT, generate
@@ -254,23 +253,15 @@ def _stage(layers: float, extra: float) -> StageCost:
 
 def table_of(title: str, rows: Sequence[Row]) -> Table:
     """One row a schedule."""
-    table = Table(title=title, box=box.SIMPLE_HEAD)
-    for header in ("", "p", "m", "makespan", "T/3m", "bound", "peak", "asked", ""):
-        table.add_column(header, justify="right" if header else "left")
+    texts = [["", "p", "m", "makespan", "T/3m", "bound", "peak", "asked", ""]]
     for row in rows:
         asked = "" if row.limit is None else ("= " if row.exact else "≤ ") + f"{row.limit:.6g}"
-        table.add_row(
-            row.name,
-            str(row.ranks),
-            str(row.micro_batches),
-            f"{row.makespan:.6g}",
-            f"{row.makespan / 3 / row.micro_batches:.3f}",
-            f"{row.bound:.4g}",
-            f"{row.peak:.4g}",
-            asked,
-            "" if row.limit is None else ("ok" if row.passed else "MISSED"),
-        )
-    return table
+        texts.append([
+            row.name, str(row.ranks), str(row.micro_batches), f"{row.makespan:.6g}",
+            f"{row.makespan / 3 / row.micro_batches:.3f}", f"{row.bound:.4g}", f"{row.peak:.4g}",
+            asked, "" if row.limit is None else ("ok" if row.passed else "MISSED"),
+        ])  # fmt: skip
+    return rich_table(texts, title=title)
 
 
 def speed_rows(effort: int) -> list[dict[str, float]]:

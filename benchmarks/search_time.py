@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import write_json
+from benchmarks.harness import JsonPath, finish, rich_table
 
 MOST_BYTES = 2 << 30
 CHILD_TIMEOUT_S = 600.0
@@ -114,13 +113,13 @@ def search_here(case: Case) -> dict[str, object]:
 
 def searches_table(found: list[tuple[Case, Search]]) -> Table:
     """A row a case."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("model", "devices", "wall s", "at most", "CPU s", "peak MiB", "step s", "plan"):
-        table.add_column(name, justify="left" if name in ("model", "plan") else "right")
+    table = rich_table(
+        [["model", "plan", "devices", "wall s", "at most", "CPU s", "peak MiB", "step s"]], left=2
+    )
     for case, one in found:
         table.add_row(
-            case.source, f"{case.ranks:,} {case.cluster}", f"{one.wall_s:.1f}", f"{case.most_s:g}",
-            f"{one.cpu_s:.1f}", f"{one.peak_bytes >> 20}", f"{one.step_s:.3g}", one.plan,
+            case.source, one.plan, f"{case.ranks:,} {case.cluster}", f"{one.wall_s:.1f}",
+            f"{case.most_s:g}", f"{one.cpu_s:.1f}", f"{one.peak_bytes >> 20}", f"{one.step_s:.3g}",
             style=None if within(case, one) else "red",
         )  # fmt: skip
     return table
@@ -134,7 +133,7 @@ def within(case: Case, found: Search) -> bool:
 def main(
     models: Annotated[str, typer.Option(help="Only these, separated by commas.")] = "",
     child: Annotated[str, typer.Option(hidden=True)] = "",
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write them here.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Times the searches; exits with 1 where one took longer or more memory than it may."""
     if child:
@@ -148,10 +147,9 @@ def main(
             with console.status(f"{case.source} on {case.ranks} devices"):
                 found.append((case, run_case(case)))
     console.print(searches_table(found))
-    if json_path:
-        rows = [{**dataclasses.asdict(c), **dataclasses.asdict(s)} for c, s in found]
-        write_json(json_path, rows)
-    raise typer.Exit(0 if all(within(*pair) for pair in found) else 1)
+    rows = [{**dataclasses.asdict(c), **dataclasses.asdict(s)} for c, s in found]
+    good = all(within(*pair) for pair in found)
+    finish(console, good, f"{len(found)} searches", json_path=json_path, figures=rows)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ import torch.distributed as dist
 import transformers
 import typer
 from rich.console import Console
-from rich.table import Table
 
 import merakc
+from benchmarks.harness import rich_table
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -103,9 +103,7 @@ def main(
     console, failed = Console(), False
     with tempfile.TemporaryDirectory(prefix="merakc-start-") as place:
         size = fake_files(Path(place), layers)
-        table = Table(title=f"{size / 2e9:.2f} billion parameters, tp 2 x pp 2")
-        for k, name in enumerate(("", "rank", "s", "shard, MB", "peak, MB", "allowed, MB")):
-            table.add_column(name, justify="right" if k else "left")
+        rows = [["", "rank", "s", "shard, MB", "peak, MB", "allowed, MB"]]
         largest = max(tensor.nbytes for tensor in empty(layers).parameters())
         for one in way or WAYS:
             run = partial(started, one, Path(place), layers, precision)
@@ -113,8 +111,9 @@ def main(
                 allowed = SHARE * shard + BESIDE_BYTES + (largest if one == WAYS[1] else 0)
                 failed |= one != "from_pretrained" and peak > allowed
                 figures = (f"{value / 1e6:,.0f}" for value in (shard, peak, allowed))
-                table.add_row(one, str(rank), f"{seconds:.1f}", *figures)
-    console.print(table)
+                rows.append([one, str(rank), f"{seconds:.1f}", *figures])
+    title = f"{size / 2e9:.2f} billion parameters, tp 2 x pp 2"
+    console.print(rich_table(rows, title=title))
     raise typer.Exit(int(failed))
 
 

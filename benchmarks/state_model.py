@@ -14,12 +14,11 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from scipy.optimize import differential_evolution
 
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.costs.fabric import Fabric
 from merakc.costs.state import MIXED, DpGroup, Layer, Precision, StateCost, state_bytes, state_cost
 from merakc.errors import PlanError
@@ -218,19 +217,16 @@ def choose_state(
 def rows_table(constants: Constants) -> Table:
     """Every row, published and predicted; m is the number of micro-batches."""
     title = "Seconds of a step, published and predicted"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("model", "shards", "overlap"):
-        table.add_column(name, no_wrap=True)
-    for name in ("GPUs", "m", "published", "predicted", "error", "exposed"):
-        table.add_column(name, justify="right", no_wrap=True)
+    left = ["model", "shards", "overlap"]
+    rows = [[*left, "GPUs", "m", "published", "predicted", "error", "exposed"]]
     for row in published():
         cost = predict(row, constants)
-        table.add_row(
+        rows.append([
             row.setting.name, str(row.shards), "yes" if row.overlap else "no", str(row.gpus),
             str(row.micro_batches), f"{row.step_s:.3f}", f"{cost.step_s:.3f}",
             f"{cost.step_s / row.step_s - 1:+.1%}", f"{cost.exposed_s:.3f}",
-        )  # fmt: skip
-    return table
+        ])  # fmt: skip
+    return rich_table(rows, len(left), title=title, padding=(0, 1, 0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,19 +263,15 @@ def pick(setting: Setting, shards: StateShards, constants: Constants) -> Pick:
 
 def picks_table(picks: Sequence[Pick]) -> Table:
     """What the search picks beside what was published."""
-    table = Table(title="The search on 64 GPUs, 8 micro-batches", box=box.SIMPLE_HEAD)
-    for name in ("model", "plan", "s_p, s_g, s_os"):
-        table.add_column(name)
-    for name in ("step s", "state GB"):
-        table.add_column(name, justify="right")
+    rows = [["model", "plan", "s_p, s_g, s_os", "step s", "state GB"]]
     for found in picks:
         published_gb, picked_gb = found.published_bytes / 1e9, found.picked_bytes / 1e9
-        table.add_row(
-            found.setting, "published", str(found.published), f"{found.published_s:.3f}",
-            f"{published_gb:.1f}",
-        )  # fmt: skip
-        table.add_row("", "picked", str(found.picked), f"{found.picked_s:.3f}", f"{picked_gb:.1f}")
-    return table
+        rows += [
+            [found.setting, "published", str(found.published), f"{found.published_s:.3f}",
+             f"{published_gb:.1f}"],
+            ["", "picked", str(found.picked), f"{found.picked_s:.3f}", f"{picked_gb:.1f}"],
+        ]  # fmt: skip
+    return rich_table(rows, left=3, title="The search on 64 GPUs, 8 micro-batches")
 
 
 def main(

@@ -25,12 +25,11 @@ import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from rich.text import Text
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import merakc
-from benchmarks.harness import JsonPath, finish
+from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.models import MODELS, ModelCase, shifted, words
 from benchmarks.peers.results import reason
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
@@ -288,11 +287,9 @@ def main(
                     cells.append(measure(name, system, count, wanted))
                     progress.advance(bar)
     reasons = list(dict.fromkeys(cell.failure for cell in cells if cell.failure))
+    title = "A training step in pipeline stages, against one process"
     rows = rows_of(cells, reasons)
-    table = Table(*rows[0], title="A training step in pipeline stages, against one process")
-    for row in rows[1:]:
-        table.add_row(*row)
-    console.print(table)
+    console.print(rich_table(rows, left=len(rows[0]), title=title))
     for line in (*(f"{k}. {text}" for k, text in enumerate(reasons, 1)), *score(cells)):
         console.print(line, markup=False)
     good = all(cell.right for cell in cells if cell.system == "merakc")

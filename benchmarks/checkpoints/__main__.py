@@ -16,14 +16,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import merakc
 from benchmarks.checkpoints import corruptions, kills, reshards, speed
 from benchmarks.checkpoints.runs import CASES, one_thread, warm
+from benchmarks.harness import rich_table
 
 console = Console(highlight=False, markup=False)
 
@@ -82,14 +81,12 @@ def _corruptions(count: int, seed: int) -> tuple[int, list[str]]:
 def _speed(repeats: int) -> tuple[int, list[str]]:
     """How many layouts were timed, and which promises were broken in which."""
     wrong = []
-    table = Table(box=box.SIMPLE_HEAD, title="100 million parameters, with AdamW's state")
-    for k, name in enumerate(("layout", "", "seconds", "memory beyond the shard's")):
-        table.add_column(name, justify="left" if k < 2 else "right")
+    rows = [["layout", "", "seconds", "memory beyond the shard's"]]
     for name, (shard_bytes, found) in speed.figures(repeats).items():
         wrong += [f"{name}: {told}" for told in speed.problems(shard_bytes, found)]
         for key, (seconds, peak) in found.items():
-            table.add_row(name, key, f"{seconds:.3f}", f"{peak / shard_bytes:.0%}")
-    console.print(table)
+            rows.append([name, key, f"{seconds:.3f}", f"{peak / shard_bytes:.0%}"])
+    console.print(rich_table(rows, left=2, title="100 million parameters, with AdamW's state"))
     for told in wrong:
         console.print(told)
     return len(speed.LAYOUTS), wrong

@@ -16,7 +16,6 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -30,7 +29,7 @@ from benchmarks.fidelity.data import (
     read_rows,
 )
 from benchmarks.fidelity.fit import constants_of, correct, fit, predict
-from benchmarks.harness import JsonPath, write_json
+from benchmarks.harness import JsonPath, rich_table, write_json
 from merakc.costs.measured import NONE, Corrections
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import preset
@@ -158,31 +157,24 @@ def memory_errors(rows: Sequence[Row], hardware: Hardware) -> list[tuple[Row, fl
 
 def rows_table(title: str, found: Sequence[Found]) -> Table:
     """Every row."""
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
-    for name in ("source", "model, layout, micro-batches"):
-        table.add_column(name, no_wrap=True)
-    for name in ("measured s", "predicted s", "error"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
-    for one in found:
-        table.add_row(
-            one.row.source, one.row.label, f"{one.row.step_s:.4g}", f"{one.predicted_s:.4g}",
-            f"{one.error:+.1%}", "fitted" if one.fitted else "",
-        )  # fmt: skip
-    return table
+    rows = [["source", "model, layout, micro-batches", "measured s", "predicted s", "error", ""]]
+    rows += [
+        [one.row.source, one.row.label, f"{one.row.step_s:.4g}", f"{one.predicted_s:.4g}",
+         f"{one.error:+.1%}", "fitted" if one.fitted else ""]
+        for one in found
+    ]  # fmt: skip
+    return rich_table(rows, left=2, title=title, title_justify="left")
 
 
 def checks_table(checks: Sequence[Check]) -> Table:
     """What was asked and what was found."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for name in ("", "found", "at most", ""):
-        table.add_column(name, no_wrap=True)
-    for check in checks:
-        table.add_row(
-            check.name, f"{check.value:.2%}", f"{check.limit:.0%}",
-            "passed" if check.passed else "missed",
-        )  # fmt: skip
-    return table
+    rows = [["", "found", "at most", ""]]
+    rows += [
+        [check.name, f"{check.value:.2%}", f"{check.limit:.0%}",
+         "passed" if check.passed else "missed"]
+        for check in checks
+    ]  # fmt: skip
+    return rich_table(rows, left=4)
 
 
 def check_vtrain(

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
@@ -125,11 +125,10 @@ def work_seconds(kernels: Mapping[Kernel, int], place: Place, factor: float = 1.
     """
     if not kernels:
         return 0.0
-    group = place.group
     compute_s = wire_s = 0.0
     for kernel, count in kernels.items():
         if kernel.kind is KernelKind.COLLECTIVE:
-            wire_s += count * collective_seconds(kernel, group, place.fabric)
+            wire_s += count * collective_seconds(kernel, place.group, place.fabric)
         else:
             compute_s += count * factor * kernel_seconds(kernel, place.device)
     device_s = compute_s + wire_s
@@ -207,7 +206,7 @@ def _off(kernel: Kernel, device: Device, rate: float) -> float:
     if not points or not kernel.flops:
         return 1.0
     side = max(round((kernel.flops / 2) ** (1 / 3)), 1)
-    square = replace(kernel, flops=2 * side**3, shape=(1, side, side, side))
+    square = kernel._replace(flops=2 * side**3, shape=(1, side, side, side))
     measured_s = square.flops / measured_rate(points, square.flops)
     return measured_s / _product_seconds(square, device.units, rate)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from merakc.machines.cluster import Hardware
+from merakc.machines.cluster import Hardware, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,9 @@ def axis_group(size: int, stride: int, fabric: Fabric) -> Group:
 
 def message_seconds(size_bytes: float, apart: int, fabric: Fabric) -> float:
     """A message to the rank `apart` ranks further on, while every rank of a node sends one."""
-    if apart < fabric.ranks_per_node:
-        return fabric.local_latency_s + size_bytes / fabric.local_bytes_per_s
-    own = min(fabric.local_bytes_per_s, fabric.network_bytes_per_s / fabric.ranks_per_node)
-    return fabric.network_latency_s + size_bytes / own
+    is_local = apart < fabric.ranks_per_node
+    pair = Group(2, 2 if is_local else 1, fabric.ranks_per_node)
+    return _link(pair, fabric).seconds(size_bytes)
 
 
 def shard_group(shards: int, before: int, fabric: Fabric, stride: int = 1) -> Group:
@@ -98,9 +97,8 @@ def all_gather_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float
     """A ring all-gather to, or a reduce-scatter of, `size_bytes` on every rank."""
     if group.size == 1:
         return 0.0
-    latency_s, bytes_per_s = _link(group, fabric)
-    steps = group.size - 1
-    return steps * latency_s + steps / group.size * size_bytes / bytes_per_s
+    link, steps = _link(group, fabric), group.size - 1
+    return steps * link.latency_s + steps / group.size * size_bytes / link.bytes_per_s
 
 
 def all_reduce_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
@@ -110,14 +108,14 @@ def all_reduce_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float
     """
     if group.size == 1:
         return 0.0
-    latency_s, bytes_per_s = _link(group, fabric)
-    tree_s = 2 * math.ceil(math.log2(group.size)) * latency_s + 2 * size_bytes / bytes_per_s
+    link, depth = _link(group, fabric), math.ceil(math.log2(group.size))
+    tree_s = 2 * depth * link.latency_s + 2 * size_bytes / link.bytes_per_s
     return min(2 * all_gather_seconds(size_bytes, group, fabric), tree_s)
 
 
-def _link(group: Group, fabric: Fabric) -> tuple[float, float]:
-    """Latency of a step, and bytes a second of the slowest link."""
+def _link(group: Group, fabric: Fabric) -> Link:
+    """The slowest link that a rank of the group sends through."""
     if group.is_local:
-        return fabric.local_latency_s, fabric.local_bytes_per_s
+        return Link(fabric.local_latency_s, fabric.local_bytes_per_s)
     share = fabric.network_bytes_per_s / group.groups_per_node
-    return fabric.network_latency_s, min(fabric.local_bytes_per_s, share)
+    return Link(fabric.network_latency_s, min(fabric.local_bytes_per_s, share))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from merakc.costs.device import (
     Place,
@@ -108,7 +108,7 @@ def product_seconds(node: Node, specs: Specs, place: Place, parts: int = 1) -> f
     (kernel,) = node_kernels(node, specs)
     _, *weights = dict.fromkeys(node.refs)
     moved_bytes = kernel.traffic_bytes + (parts - 1) * sum(specs[w].size_bytes for w in weights)
-    return kernel_seconds(replace(kernel, traffic_bytes=moved_bytes), place.device)
+    return kernel_seconds(kernel._replace(traffic_bytes=moved_bytes), place.device)
 
 
 def graph_seconds(graph: Graph, place: Place, factor: float = 1.0) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from merakc.ir.ledger import Spent
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
 
-_STAGE = re.compile(r"\d+")  # the first number of an action's text
 _NONE_INSIDE: tuple[CollectiveEvent, ...] = ()
 
 
@@ -82,9 +80,7 @@ def merged(ranks: Iterable[Totals]) -> tuple[Spent, ...]:
 
 
 def _key(event: Event) -> tuple[int, str]:
-    stage = _STAGE.search(event.label)
-    assert stage is not None, event.label
-    return int(stage[0]), str(event.kind)
+    return event.stage, str(event.kind)
 
 
 def _add(found: dict[tuple[int, str], Total], key: tuple[int, str], more: Total) -> None:

@@ -103,15 +103,14 @@ def state_cost(
     for place, (j, k, is_backward) in enumerate(order):
         if place + 1 < len(order):
             walk.post(place + 1, seconds[order[place + 1][1]][CollectiveKind.GATHER])
-        walk.wait(("fresh", k))
-        walk.wait(place)
+        walk.wait([("fresh", k), place])
         layer = layers[k]
         walk.compute(layer.backward_s if is_backward else layer.forward_s)
         if is_backward:
             is_last = j == micro_batches - 1
             kind = CollectiveKind.REDUCE if is_last else CollectiveKind.SCATTER
             walk.post(("reduced", j, k), seconds[k][kind])
-    walk.wait_all()
+    walk.wait()
     state = 2 * precision.optimizer_bytes * -(-parameters // shards.optimizer)
     step_s = walk.now_s + state / optimizer_bytes_per_s
     return StateCost(

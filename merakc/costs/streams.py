@@ -47,22 +47,22 @@ class Streams:
         """Waits so long for something else, with nothing in the way of collectives."""
         self._pass(seconds, 1.0)
 
-    def wait(self, key: Hashable) -> None:
-        """Waits until the collectives of this key have ended, and those before them."""
-        while any(key == running.key for running in self.queue):
+    def wait(self, keys: Collection[Hashable] | None = None) -> None:
+        """Waits until the collectives of these keys have ended, and those before them; for all,
+        where None.
+        """
+        for _ in self._until(keys):
             self._finish_first()
 
     def left_s(self, keys: Collection[Hashable] | None = None) -> float:
-        """Seconds until the collectives of these keys have ended, where nothing is computed; of
-        all, where None.
-        """
-        places = [k for k, own in enumerate(self.queue) if keys is None or own.key in keys]
-        return sum(own.left_s for own in list(self.queue)[: max(places, default=-1) + 1])
+        """Seconds of that wait."""
+        return sum(own.left_s for own in self._until(keys))
 
-    def wait_all(self) -> None:
-        """Waits for all that runs."""
-        while self.queue:
-            self._finish_first()
+    def _until(self, keys: Collection[Hashable] | None) -> list[_Running]:
+        """What has to end first for those of these keys to end."""
+        running = list(self.queue)
+        places = [k for k, own in enumerate(running) if keys is None or own.key in keys]
+        return running[: max(places, default=-1) + 1]
 
     def _finish_first(self) -> None:
         left_s = self.queue[0].left_s

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from merakc.ir.program import ActionKind, CollectiveKind
-from merakc.machines.cluster import Sharing
+from merakc.machines.cluster import Link, Sharing
+
+
+class Effect(NamedTuple):
+    """What a compute of one micro-batch does on its rank.
+
+    `peak_bytes` is its highest point over what was alive before; `left_bytes` is what it leaves
+    behind of activations: less than 0, it frees.
+    """
+
+    seconds: float
+    peak_bytes: int
+    left_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,21 @@ class StageCost:
     waist_bytes: int = 0
     tangent_bytes: int = 0
     head_peak_bytes: int = 0
+
+    @property
+    def effects(self) -> tuple[Effect, ...]:
+        """By kind of compute, in the order of `COMPUTES`; last, of a forward that leaves a
+        checkpoint alone.
+        """
+        saved, deferred, checkpoint = self.saved_bytes, self.deferred_bytes, self.checkpoint_bytes
+        return (
+            Effect(self.forward_s, self.forward_peak_bytes, saved),
+            Effect(self.backward_s, self.backward_peak_bytes, -saved),
+            Effect(self.input_grad_s, self.backward_peak_bytes, deferred - saved),
+            Effect(self.weight_grad_s, self.weight_peak_bytes, -deferred),
+            Effect(self.recompute_s, self.recompute_peak_bytes, saved - checkpoint),
+            Effect(self.forward_s, self.checkpoint_peak_bytes, checkpoint),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +124,8 @@ class CostTable:
     collectives: GraphCollectives = field(default_factory=dict, hash=False)
     sharing: Sharing | None = None
     ranks: int = 0
+
+    @property
+    def link(self) -> Link:
+        """What joins two ranks of the pipeline."""
+        return Link(self.p2p_latency_s, self.p2p_bytes_per_s)

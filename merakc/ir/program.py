@@ -15,6 +15,7 @@ last gradient, and `reduce 2` waits for what is left.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -26,6 +27,7 @@ from merakc.ir.graph import Graph, InputKind, OutputKind
 Inner = Literal["pp", "dp"]
 # Receives are posted ahead of need: those of the next compute and of the one after.
 LOOKAHEAD = 2
+_NUMBER = re.compile(r"\d+")
 
 
 class ActionKind(StrEnum):
@@ -50,13 +52,21 @@ class ActionKind(StrEnum):
     @property
     def is_compute(self) -> bool:
         """Whether it runs a graph on a micro-batch."""
-        others = (ActionKind.HEAD, ActionKind.GATHER, ActionKind.REDUCE)
-        return not self.is_message and self not in others
+        return self in COMPUTES
 
     @property
     def sends_gradients(self) -> bool:
         """Whether it ends with the gradients that other stages wait for."""
         return self in (ActionKind.BACKWARD, ActionKind.INPUT_GRAD)
+
+
+COMPUTES = (
+    ActionKind.FORWARD,
+    ActionKind.BACKWARD,
+    ActionKind.INPUT_GRAD,
+    ActionKind.WEIGHT_GRAD,
+    ActionKind.RECOMPUTE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +306,13 @@ class Event:
     kind: ActionKind
     start_s: float
     end_s: float
+
+    @property
+    def stage(self) -> int:
+        """The first number of its text."""
+        found = _NUMBER.search(self.label)
+        assert found is not None, self.label
+        return int(found[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,19 +82,21 @@ def choose_overlap(
     open_counts = COUNTS_BY_CORES if place.fabric.by_cores else COUNTS
     counts = open_counts if asked is None else (asked,)
     tried, failure = _tried(lowered, record, counts)
+    parted = {count: made for count, made in tried.items() if count > 1}
     forms, gains = [], []
     known: dict[object, tuple[_Form, tuple[str, ...], float]] = {}  # stages are often alike
     for stage, local in enumerate(lowered.stages.local):
         kind, targets = _kind(tried, stage)
         if kind not in known:
-            found: list[_Form] = []
-            for count, made in tried.items():
+            own_s, blocking_s = stage_seconds(local, place)
+            found = [_Form(own_s)]
+            for count, made in parted.items():
                 try:
                     found.append(_Form(stage_seconds(made.local(stage, 0), place)[0], count))
                 except MerakError as error:
                     failure = error
             form = _best(found, local, place, asked)
-            known[kind] = form, targets, stage_seconds(local, place)[1]
+            known[kind] = form, targets, blocking_s
         form, names, blocking_s = known[kind]
         forms.append(form.renamed(dict(zip(names, targets, strict=True))))
         gains.append(1 - form.seconds / blocking_s)

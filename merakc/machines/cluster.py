@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, cast, get_args
+from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import ConfigDict, Field
 
@@ -94,6 +94,17 @@ class Level:
     symmetric_memory: bool = False
     source: str = ""
     gather_share: Share = 1.0
+
+
+class Link(NamedTuple):
+    """What joins two devices: the alpha-beta model (Hockney 1994) of one message."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, size_bytes: float) -> float:
+        """Of a message that shares the link with no other."""
+        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +262,11 @@ class Cluster:
     sharing: Sharing | None = None
     symmetric_memory: bool = False
     gather_share: float = 1.0
+
+    @property
+    def link(self) -> Link:
+        """What joins any two devices."""
+        return Link(self.link_latency_s, self.link_bytes_per_s)
 
     def joining(self, extent: int) -> Cluster:
         """The same with the links that join `extent` neighbouring devices."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -24,7 +24,7 @@ from merakc.report.attribution import attribute
 from merakc.report.idle import idle_split
 from merakc.report.packing import pack, placed
 from merakc.report.traffic import traffic
-from merakc.report.waterfall import Link, Steps, rank_memory, steps_of
+from merakc.report.waterfall import rank_memory
 from merakc.simulation.simulate import Simulation
 
 TOP_NODES = 20
@@ -50,16 +50,14 @@ def make_report(
     elif simulation is None:
         _, simulation = predict(lowered, cluster, costs, dp_rank=0)
     own = [plan.mesh.rank(0, rank, 0) for rank in range(plan.pp)]
-    steps = steps_of(lowered.programs(ranks=own), simulation.events)
-    link = Link(cluster.link_latency_s, cluster.link_bytes_per_s)
     found = attribute(lowered, cluster, costs)
     return Report(
         cluster=cluster.name,
         verdict=_verdict(lowered, cluster, simulation),
         stages=tuple(_stage_times(lowered, cluster, costs)),
-        ranks=_rank_times(lowered, cluster, steps, simulation),
-        memory=tuple(_limited(rank_memory(lowered, costs, steps, link), lowered, cluster)),
-        traffic=traffic(lowered, cluster, steps, simulation, found),
+        ranks=_rank_times(lowered, cluster, simulation),
+        memory=tuple(_limited(rank_memory(lowered, costs, simulation), lowered, cluster)),
+        traffic=traffic(lowered, cluster, simulation, found),
         nodes=top_nodes(found, TOP_NODES),
         node_count=len(found.step_seconds),
         files=source_files(found),
@@ -170,7 +168,7 @@ def batch_tokens(graph: Graph) -> int:
 
 
 def _limited(
-    found: Sequence[RankMemory], lowered: Lowered, cluster: Cluster
+    found: Iterable[RankMemory], lowered: Lowered, cluster: Cluster
 ) -> Iterator[RankMemory]:
     """Adds the memory limit of each rank, where ranks do not all have the same."""
     limits = rank_memory_bytes(cluster, lowered.plan.mesh)
@@ -202,17 +200,18 @@ def _stage_times(
 
 
 def _rank_times(
-    lowered: Lowered, cluster: Cluster, steps: Steps, simulation: Simulation
+    lowered: Lowered, cluster: Cluster, simulation: Simulation
 ) -> tuple[RankTimes, ...]:
     """What each rank does all the time of the step."""
     plan, local = lowered.plan, lowered.stages.local
     shared = [tied_bytes(plan, graph, stage) for stage, graph in enumerate(local)]
     added_s = [tied_seconds(sizes, plan.mesh, cluster) for sizes in shared]
-    events = [event for own in steps.values() for _, event in own]
+    events = [event for event in simulation.events if event.kind is not ActionKind.GATHER]
     found = []
-    for place, (own, idle) in enumerate(zip(steps.values(), idle_split(events), strict=True)):
+    for place, idle in enumerate(idle_split(events)):
         exposed_s, busy_s = simulation.exposed_s[place], simulation.busy_s[place]
-        tied_s = sum(added_s[a.stage] for a, _ in own if a.kind is ActionKind.REDUCE)
+        own = (e for e in events if e.rank == idle.rank)
+        tied_s = sum(added_s[e.stage] for e in own if e.kind is ActionKind.REDUCE)
         waiting_s = sum(s for _, s in idle.waiting_s)
         found.append(
             RankTimes(

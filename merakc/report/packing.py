@@ -41,7 +41,7 @@ class Moments:
 def pack(simulation: Simulation, most: int = MOST_EVENTS) -> Timeline:
     """The simulated step; of more than `most` events those of the middle are left out."""
     found = Moments(simulation.step_s, simulation.events, simulation.collectives, simulation.memory)
-    left_out_s = middle(found.events, simulation.step_s, most)
+    left_out_s = middle(found.events, most)
     if left_out_s is not None:
         found = without(found, left_out_s)
     tick_s = max(found.step_s, 1e-12) / TICKS
@@ -106,7 +106,7 @@ def unpack(timeline: Timeline) -> Moments:
     return Moments(body.step_s, events, collectives, memory)
 
 
-def middle(events: Sequence[Event], step_s: float, most: int) -> tuple[float, float] | None:
+def middle(events: Sequence[Event], most: int) -> tuple[float, float] | None:
     """The middle of a step without which `most` events are left; None where there are no more."""
     if len(events) <= most:
         return None

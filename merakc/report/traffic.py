@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,7 @@ from merakc.costs.buckets import tied_seconds
 from merakc.costs.head import gather_seconds, gathered_bytes
 from merakc.costs.work.kernels import Kernel
 from merakc.ir.precision import Precision
-from merakc.ir.program import Action, ActionKind, CollectiveKind
+from merakc.ir.program import ActionKind, CollectiveKind
 from merakc.ir.report import AxisTraffic
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
@@ -20,7 +19,6 @@ from merakc.lowering.predict import tied_bytes
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import rank_buckets
 from merakc.report.attribution import Attribution
-from merakc.report.waterfall import Link, Steps, arrivals
 from merakc.simulation.simulate import Simulation
 
 
@@ -32,19 +30,18 @@ def ring_bytes(size_bytes: float, ranks: int) -> float:
 def traffic(
     lowered: Lowered,
     cluster: Cluster,
-    steps: Steps,
     simulation: Simulation,
     found: Attribution,
 ) -> tuple[AxisTraffic, ...]:
     """The communication of each axis of more than one rank."""
-    plan, link = lowered.plan, Link(cluster.link_latency_s, cluster.link_bytes_per_s)
+    plan = lowered.plan
     every: list[AxisTraffic] = []
     if plan.tp > 1:
         every.append(_busiest([_over_tp(lowered, rank, found) for rank in range(plan.pp)]))
     if plan.pp > 1:
-        every.append(_busiest(_over_pp(lowered, cluster, steps, link)))
+        every.append(_busiest(_over_pp(lowered, cluster, simulation)))
     if plan.dp > 1:
-        every.append(_over_dp(lowered, simulation, list(steps)))
+        every.append(_over_dp(lowered, simulation))
         every += _for_head(lowered, cluster)
     return tuple(every)
 
@@ -77,28 +74,19 @@ def _wire_bytes(kernel: Kernel, tp: int) -> float:
     return times * ring_bytes(kernel.traffic_bytes, tp)
 
 
-def _over_pp(lowered: Lowered, cluster: Cluster, steps: Steps, link: Link) -> list[AxisTraffic]:
+def _over_pp(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> list[AxisTraffic]:
     """Messages that a rank receives; it waits for what is on its way when it is ready.
 
     The gradients of tied parameters, which ranks add up in the end, hide behind nothing.
     """
     plan = lowered.plan
-    sent_s: dict[tuple[int, int, object], tuple[float, float]] = {}
-    sizes: Counter[int] = Counter()
-    for rank, own in steps.items():
-        starts = iter([e.start_s for a, e in own if _leaves(a, rank)])
-        for action, arrival_s in arrivals(own, link):
-            sent_s[rank, action.peer, action.message] = next(starts), arrival_s
-            sizes[rank] += action.size_bytes
     found = []
-    for place, (rank, own) in enumerate(steps.items()):
-        seconds = exposed_s = 0.0
-        for action, event in own:
-            if action.kind is ActionKind.RECV and action.peer != rank:
-                start_s, arrival_s = sent_s[action.peer, rank, action.message]
-                seconds += arrival_s - start_s
-                exposed_s += max(0.0, event.end_s - max(event.start_s, start_s))
-        sent = float(sizes[rank])
+    for place in range(plan.pp):
+        rank = plan.mesh.rank(0, place, 0)
+        received = [m for m in simulation.messages if m.receiver == rank]
+        seconds = sum(m.arrives_s - m.sent_s for m in received)
+        exposed_s = sum(m.exposed_s for m in received)
+        sent = float(sum(m.size_bytes for m in simulation.messages if m.sender == rank))
         for stage in (s for s, holder in enumerate(plan.rank_of) if holder == place):
             shared = tied_bytes(plan, lowered.stages.local[stage], stage)
             tied_s = tied_seconds(shared, plan.mesh, cluster)
@@ -121,18 +109,14 @@ def _over_pp(lowered: Lowered, cluster: Cluster, steps: Steps, link: Link) -> li
     return found
 
 
-def _leaves(action: Action, rank: int) -> bool:
-    return action.kind is ActionKind.SEND and action.peer != rank
-
-
-def _over_dp(lowered: Lowered, simulation: Simulation, ranks: Sequence[int]) -> AxisTraffic:
+def _over_dp(lowered: Lowered, simulation: Simulation) -> AxisTraffic:
     """Collectives of buckets, which run beside the computes."""
     plan, communication_s = lowered.plan, simulation.communication_s
     place = max(range(plan.pp), key=communication_s.__getitem__)
     buckets = {b.name: b for b in rank_buckets(plan, lowered.stages.local, place)}
     sent = 0.0
     for event in simulation.collectives:
-        if event.rank == ranks[place]:
+        if event.rank == plan.mesh.rank(0, place, 0):
             kind, _, name = event.label.partition(" ")
             kind_of = CollectiveKind(kind)
             sent += bucket_bytes(buckets[name], kind_of, plan.dp, plan.precision)

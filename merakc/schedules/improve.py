@@ -10,7 +10,6 @@ import numpy as np
 
 from merakc.schedules.timing import (
     Pipeline,
-    durations,
     footprints,
     peak_bytes,
     run_orders,
@@ -169,7 +168,7 @@ def _blocked(
     pipeline: Pipeline, orders: Orders, ends: Sequence[Sequence[float]]
 ) -> list[tuple[int, int]]:
     """The works of the critical path that wait for the work before them on their rank."""
-    m, seconds, links = pipeline.micro_batches, durations(pipeline.costs), pipeline.link_s
+    m, seconds, links = pipeline.micro_batches, pipeline.seconds, pipeline.link_s
     place = {
         (kind == FORWARD, unit): (rank, at)
         for rank, order in enumerate(orders)

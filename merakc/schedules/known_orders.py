@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from merakc.ir.costs import StageCost
+from merakc.ir.program import COMPUTES
 from merakc.schedules.registry import make_orders
-from merakc.schedules.timing import stage_footprints
-from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, KINDS, RECOMPUTE, Work
+from merakc.schedules.work import BACKWARD, FORWARD, INPUT_GRAD, RECOMPUTE, Work
 
 Integers = npt.NDArray[np.int64]
-CHECKPOINT = len(KINDS)  # a forward that keeps a checkpoint alone, as `stage_footprints` has it
+CHECKPOINT = len(COMPUTES)  # of `StageCost.effects`, a forward that keeps a checkpoint alone
 
 
 # Compared as what it is: arrays are not equal or unequal.
@@ -53,7 +53,7 @@ class KnownOrders:
 
     def peak_bytes(self, costs: Sequence[StageCost]) -> tuple[int, ...]:
         """The most bytes that each rank holds, as `merakc.schedules.timing.peak_bytes` has them."""
-        tables = np.array([stage_footprints(cost) for cost in costs], dtype=np.int64)
+        tables = np.array([[own[1:] for own in cost.effects] for cost in costs], dtype=np.int64)
         recomputed, found = self._among(self.again), []
         for rank, (kinds, units) in enumerate(zip(self.kinds, self.units, strict=True)):
             own_stages = (c for c, r in zip(costs, self.rank_of, strict=True) if r == rank)

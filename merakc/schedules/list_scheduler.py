@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from merakc.schedules.timing import Pipeline, durations
+from merakc.schedules.timing import Pipeline
 from merakc.schedules.work import (
     BACKWARD,
     FORWARD,
@@ -87,8 +87,8 @@ class _Scheduler:
     ) -> None:
         p, m, costs = pipeline, pipeline.micro_batches, pipeline.costs
         self.m, self.last, self.rules, self.costs = m, p.stages - 1, rules, costs
-        self.head_s = p.head_s
-        self.rank_of, self.link_s, self.seconds = p.rank_of, p.link_s, durations(costs)
+        self.head_s, self.effects = p.head_s, p.effects
+        self.rank_of, self.link_s, self.seconds = p.rank_of, p.link_s, p.seconds
         self.recomputed, self.remade = recomputed, set[int]()
         self.kept = [c.saved_bytes for c in costs]
         self.checkpoint = [c.checkpoint_bytes for c in costs]
@@ -258,10 +258,11 @@ class _Scheduler:
         stage, j = divmod(unit, self.m)
         end_s = rank.free_s = now + self.seconds[kind][stage]
         rank.order.append(work)
+        is_short = kind == FORWARD and unit in self.recomputed
+        rank.live_bytes += self.effects[stage][-1 if is_short else kind].left_bytes
         heapq.heappush(self.events, (end_s, number))
         if kind == FORWARD:
             self.forwards[stage] += 1
-            rank.live_bytes += self._forward_bytes(unit)
             if stage < self.last:
                 self._arrive(self.input_s, stage + 1, j, end_s + self.link_s[stage])
             elif self.head_s is None:
@@ -272,14 +273,11 @@ class _Scheduler:
                 heapq.heappush(self.events, (rank.free_s, number))
         elif kind == RECOMPUTE:
             self.remade.add(unit)
-            rank.live_bytes += self.kept[stage] - self.checkpoint[stage]
         elif kind == WEIGHT_GRAD:
             rank.pending.popleft()
             rank.pending_bytes -= self.deferred[stage]
-            rank.live_bytes -= self.deferred[stage]
         else:
             self.gradients[stage] += 1
-            rank.live_bytes -= self.kept[stage] - self.deferred[stage]
             if kind == INPUT_GRAD:
                 rank.pending.append(unit)
                 rank.pending_bytes += self.deferred[stage]

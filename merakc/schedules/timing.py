@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from merakc.ir.costs import StageCost
+from merakc.ir.costs import Effect, StageCost
+from merakc.ir.program import COMPUTES
 from merakc.ir.schedule import Schedule
 from merakc.schedules.check import check_schedule
 from merakc.schedules.work import (
@@ -27,7 +29,7 @@ from merakc.schedules.work import (
 Seconds = tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pipeline:
     """What the times of an order depend on.
 
@@ -51,6 +53,16 @@ class Pipeline:
     def ranks(self) -> int:
         """Number of pipeline ranks."""
         return 1 + max(self.rank_of)
+
+    @cached_property
+    def effects(self) -> list[tuple[Effect, ...]]:
+        """What the computes of each stage do."""
+        return [cost.effects for cost in self.costs]
+
+    @cached_property
+    def seconds(self) -> tuple[Seconds, ...]:
+        """Of each kind of work, by stage."""
+        return tuple(tuple(own[k].seconds for own in self.effects) for k in range(len(COMPUTES)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +116,7 @@ def time_schedule(
     orders = encode(schedule)
     ends = run_orders(pipeline, orders)
     assert ends is not None, "a checked schedule ran into a deadlock"
-    seconds = durations(pipeline.costs)
+    seconds = pipeline.seconds
     starts = [
         tuple(end - seconds[kind][unit // m] for end, (kind, unit) in zip(e, o, strict=True))
         for e, o in zip(ends, orders, strict=True)
@@ -120,24 +132,13 @@ def time_schedule(
     )
 
 
-def durations(costs: Sequence[StageCost]) -> tuple[Seconds, ...]:
-    """Seconds by kind of work and stage."""
-    return (
-        tuple(c.forward_s for c in costs),
-        tuple(c.backward_s for c in costs),
-        tuple(c.input_grad_s for c in costs),
-        tuple(c.weight_grad_s for c in costs),
-        tuple(c.recompute_s for c in costs),
-    )
-
-
 def run_orders(pipeline: Pipeline, orders: Orders) -> list[list[float]] | None:
     """The end of each work, or None where ranks wait for each other in a circle.
 
     Each rank runs as far as it can; one that waits is woken by what it waits for.
     """
     m, last = pipeline.micro_batches, (pipeline.stages - 1) * pipeline.micro_batches
-    seconds, links = durations(pipeline.costs), pipeline.link_s
+    seconds, links = pipeline.seconds, pipeline.link_s
     arrival = [[-1.0] * (last + m), [-1.0] * (last + m)]  # of a unit's input, and its gradient
     arrival[0][:m] = [0.0] * m
     arrival[1][last:] = [0.0 if pipeline.head_s is None else -1.0] * m
@@ -201,29 +202,15 @@ def peak_bytes(pipeline: Pipeline, rank: int, order: Sequence[Work]) -> int:
 
 def footprints(pipeline: Pipeline, order: Sequence[Work]) -> tuple[list[int], list[int]]:
     """What each work allocates at its highest point, and leaves behind: less than 0, it frees."""
-    m = pipeline.micro_batches
+    m, effects = pipeline.micro_batches, pipeline.effects
     recomputed = recomputed_units(order)
-    tables = [stage_footprints(cost) for cost in pipeline.costs]
     own, kept = [], []
     for kind, unit in order:
-        table = tables[unit // m]
-        entry = table[-1] if kind == FORWARD and unit in recomputed else table[kind]
-        own.append(entry[0])
-        kept.append(entry[1])
+        is_short = kind == FORWARD and unit in recomputed
+        _, peak_bytes, left_bytes = effects[unit // m][-1 if is_short else kind]
+        own.append(peak_bytes)
+        kept.append(left_bytes)
     return own, kept
-
-
-def stage_footprints(cost: StageCost) -> tuple[tuple[int, int], ...]:
-    """By kind of work; last, a forward that keeps a checkpoint alone."""
-    saved, checkpoint, deferred = cost.saved_bytes, cost.checkpoint_bytes, cost.deferred_bytes
-    return (
-        (cost.forward_peak_bytes, saved),
-        (cost.backward_peak_bytes, -saved),
-        (cost.backward_peak_bytes, deferred - saved),
-        (cost.weight_peak_bytes, -deferred),
-        (cost.recompute_peak_bytes, saved - checkpoint),
-        (cost.checkpoint_peak_bytes, checkpoint),
-    )
 
 
 def with_recomputation(orders: Orders, units: Collection[int]) -> list[list[Work]]:

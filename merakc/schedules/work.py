@@ -8,21 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from merakc.ir.program import Action, ActionKind
+from merakc.ir.program import COMPUTES, Action
 from merakc.ir.schedule import Schedule
 
 Work = tuple[int, int]
 Orders = Sequence[Sequence[Work]]
 
-KINDS = (
-    ActionKind.FORWARD,
-    ActionKind.BACKWARD,
-    ActionKind.INPUT_GRAD,
-    ActionKind.WEIGHT_GRAD,
-    ActionKind.RECOMPUTE,
-)
-FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(len(KINDS))
-_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
+FORWARD, BACKWARD, INPUT_GRAD, WEIGHT_GRAD, RECOMPUTE = range(len(COMPUTES))
+_NUMBER = {kind: number for number, kind in enumerate(COMPUTES)}
 
 
 def count_micro_batches(schedule: Schedule) -> int:
@@ -48,4 +41,4 @@ def decode(name: str, rank_of: Sequence[int], orders: Orders, micro_batches: int
 def to_action(work: Work, micro_batches: int) -> Action:
     """The action of a work."""
     kind, unit = work
-    return Action(KINDS[kind], unit // micro_batches, unit % micro_batches)
+    return Action(COMPUTES[kind], unit // micro_batches, unit % micro_batches)

@@ -8,42 +8,29 @@ simulator then runs each rank by itself, with the durations that are found here.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from merakc.costs.streams import Streams
 from merakc.ir.costs import CostTable
-from merakc.ir.program import Action, ActionKind, CollectiveKind, Program
+from merakc.ir.program import Action, ActionKind, Program
 from merakc.machines.cluster import Sharing
+from merakc.simulation.links import Links
+from merakc.simulation.parts import Compute, Wait, parts_of
 
-GATHERING = (CollectiveKind.REFRESH, CollectiveKind.GATHER)
 Seconds = Callable[[Action], float]
-_Channel = tuple[int, int, bool]
 # Where no rank has anything to do, a rank waits for a message that nobody sends: the Programs are
 # verified before.
 _DONE = math.inf
 
 
 @dataclass(slots=True)
-class _Compute:
-    """A rank works so many seconds off, of a device that is alone."""
-
-    left_s: float
-
-
-@dataclass(slots=True)
-class _Wait:
-    """A rank stands still for its collectives over dp."""
-
-    left_s: float
-
-
-@dataclass(slots=True)
 class _Receive:
     """A rank stands still for a message."""
 
-    channel: _Channel
+    rank: int
+    action: Action
 
 
 @dataclass(slots=True)
@@ -52,8 +39,8 @@ class _Rank:
 
     node: int
     clock: Streams
-    way: Iterator[_Compute | _Wait | _Receive]
-    now: _Compute | _Wait | _Receive | None = None
+    way: Iterator[Compute | Wait | _Receive]
+    now: Compute | Wait | _Receive | None = None
     durations_s: list[float] = field(default_factory=list)
 
 
@@ -85,8 +72,7 @@ class _Together:
     ) -> None:
         self.costs, self.seconds, self.sharing = costs, seconds, sharing
         self.now_s = 0.0
-        self.link_free_s: dict[tuple[int, int], float] = {}
-        self.arrivals_s: dict[_Channel, deque[float]] = defaultdict(deque)
+        self.links = Links(costs.link)
         self.ranks: dict[int, _Rank] = {}
         for program in programs:
             rank = _Rank(program.rank // sharing.devices, Streams(costs.overlap), iter(()))
@@ -114,7 +100,7 @@ class _Together:
 
     def _speeds(self) -> Mapping[int, float]:
         """Of the ranks of each node that compute now."""
-        busy = Counter(r.node for r in self.ranks.values() if isinstance(r.now, _Compute))
+        busy = Counter(r.node for r in self.ranks.values() if isinstance(r.now, Compute))
         return {
             node: self.sharing.speed(count * self.stands_for[node]) for node, count in busy.items()
         }
@@ -122,66 +108,38 @@ class _Together:
     def _until(self, rank: _Rank, speeds: Mapping[int, float]) -> float:
         """Seconds until what a rank does now has ended, if all goes on like this."""
         match rank.now:
-            case _Compute(left_s):
+            case Compute(left_s):
                 return left_s / speeds[rank.node] if rank.node in speeds else left_s
-            case _Wait(left_s):
+            case Wait(left_s):
                 return left_s
-            case _Receive(channel) if self.arrivals_s[channel]:
-                return max(self.arrivals_s[channel][0] - self.now_s, 0.0)
+            case _Receive(number, action) if coming := self.links.coming(number, action):
+                return max(coming[0].arrives_s - self.now_s, 0.0)
             case _:
                 return _DONE
 
     def _pass(self, rank: _Rank, step_s: float, speeds: Mapping[int, float]) -> None:
-        if isinstance(rank.now, _Compute):
+        if isinstance(rank.now, Compute):
             ends = self._until(rank, speeds) <= step_s
             rank.now.left_s = 0.0 if ends else rank.now.left_s - step_s * speeds[rank.node]
             rank.durations_s[-1] += step_s
             rank.clock.compute(step_s)
         elif rank.now is not None:
-            if isinstance(rank.now, _Wait):
+            if isinstance(rank.now, Wait):
                 rank.now.left_s = max(rank.now.left_s - step_s, 0.0)
             rank.clock.idle(step_s)
 
     def _end(self, rank: _Rank) -> None:
         if isinstance(rank.now, _Receive):
-            self.arrivals_s[rank.now.channel].popleft()
+            self.links.coming(rank.now.rank, rank.now.action).popleft()
         rank.now = next(rank.way, None)
 
-    def _way(self, program: Program, rank: _Rank) -> Iterator[_Compute | _Wait | _Receive]:
+    def _way(self, program: Program, rank: _Rank) -> Iterator[Compute | Wait | _Receive]:
         """What a rank does, one thing after the other."""
         for action in program.actions:
             if action.kind is ActionKind.SEND:
-                self._send(program.rank, action)
+                self.links.post(program.rank, action, self.now_s)
             elif action.kind is ActionKind.RECV:
-                yield _Receive((action.peer, program.rank, action.is_grad))
+                yield _Receive(program.rank, action)
             else:
                 rank.durations_s.append(0.0)
-                yield from self._computes(action, rank.clock)
-
-    def _computes(self, action: Action, clock: Streams) -> Iterator[_Compute | _Wait]:
-        """A compute, with the collectives that it starts and waits for."""
-        whole_s, done = self.seconds(action), 0.0
-        for collective in action.collectives:
-            yield _Compute(whole_s * (collective.share - done))
-            done = collective.share
-            if collective.kind is CollectiveKind.WAIT:
-                keys = [(collective.bucket, kind) for kind in GATHERING]
-                yield _Wait(clock.left_s(keys))
-                for key in keys:
-                    clock.wait(key)
-            else:
-                key = collective.bucket, collective.kind
-                clock.post(key, self.costs.collective_s[key])
-        if action.kind is ActionKind.REDUCE:
-            yield _Wait(clock.left_s())
-            clock.wait_all()
-        yield _Compute(whole_s * (1.0 - done))
-
-    def _send(self, rank: int, action: Action) -> None:
-        pair, channel = (rank, action.peer), (rank, action.peer, action.is_grad)
-        if action.peer == rank:
-            self.arrivals_s[channel].append(self.now_s)
-            return
-        start_s = max(self.now_s, self.link_free_s.get(pair, 0.0))
-        self.link_free_s[pair] = start_s + action.size_bytes / self.costs.p2p_bytes_per_s
-        self.arrivals_s[channel].append(self.link_free_s[pair] + self.costs.p2p_latency_s)
+                yield from parts_of(action, self.seconds(action), self.costs, rank.clock)

@@ -9,7 +9,7 @@ the send that it waits for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from merakc.errors import ProgramError
@@ -157,12 +157,18 @@ def _verify_progress(programs: Sequence[Program]) -> None:
     if not waiting:
         return
     # Every receive has its send, so each stuck rank waits for another stuck one.
-    cycle = [min(waiting)]
-    while (peer := waiting[cycle[-1]].peer) not in cycle:
-        cycle.append(peer)
-    cycle = cycle[cycle.index(peer) :]
-    circle = "; ".join(f"rank {r} waits at '{waiting[r]}'" for r in cycle)
-    raise ProgramError(f"deadlock, each rank waits for the next: {circle}")
+    raise deadlock({r: (a.peer, f"rank {r} waits at '{a}'") for r, a in waiting.items()})
+
+
+def deadlock(stuck: Mapping[int, tuple[int, str]]) -> ProgramError:
+    """What is wrong where each stuck rank waits for another one, named first; with what is said of
+    those that wait in a circle.
+    """
+    circle = [min(stuck)]
+    while (peer := stuck[circle[-1]][0]) not in circle:
+        circle.append(peer)
+    told = "; ".join(stuck[rank][1] for rank in circle[circle.index(peer) :])
+    return ProgramError(f"deadlock, each rank waits for the next: {told}")
 
 
 def _verify_compute(programs: Sequence[Program], at_least: int, training: bool) -> None:
@@ -175,46 +181,61 @@ def _verify_compute(programs: Sequence[Program], at_least: int, training: bool) 
         raise ProgramError(f"rank {idle} has no actions, and every rank is to train a stage")
     training = training or trains(programs)
     for program in programs:
-        done = _verify_rank(program)
-        reduced = {a.stage for a in program.actions if a.kind is ActionKind.REDUCE}
-        for stage in dict.fromkeys(a.stage for a in program.actions):
-            if reduces and stage not in reduced:
-                raise ProgramError(f"rank {program.rank}, reduce {stage}: is missing")
-            for j in range(micro_batches):
-                kinds = done[stage, j]
-                if ActionKind.FORWARD not in kinds:
-                    raise ProgramError(f"rank {program.rank}, {stage}F{j}: is missing")
-                if training and not _is_differentiated(kinds):
-                    split = ActionKind.INPUT_GRAD in kinds
-                    kind = ActionKind.WEIGHT_GRAD if split else ActionKind.BACKWARD
-                    raise ProgramError(f"rank {program.rank}, {stage}{kind}{j}: is missing")
+        stages = dict.fromkeys(a.stage for a in program.actions)
+        _verify_reductions(program, asked=reduces)
+        verify_computes(program.rank, program.actions, stages, micro_batches, training=training)
         _verify_places(program)
         _verify_values(program, micro_batches)
 
 
-def _is_differentiated(kinds: set[ActionKind]) -> bool:
-    return ActionKind.BACKWARD in kinds or ActionKind.WEIGHT_GRAD in kinds
-
-
-def _verify_rank(program: Program) -> dict[Work, set[ActionKind]]:
-    """Checks the order of the compute of one rank; returns what it did per stage, micro-batch."""
-    done: dict[Work, set[ActionKind]] = defaultdict(set)
+def _verify_reductions(program: Program, *, asked: bool) -> None:
+    """Checks that gradients are reduced behind the computes of their stage, if they are `asked`."""
     reduced: set[int] = set()
     for action in program.actions:
-        if not (action.kind.is_compute or action.kind is ActionKind.REDUCE):
-            continue
-        if action.stage in reduced:
+        if action.kind.is_compute and action.stage in reduced:
             raise ProgramError(
                 f"rank {program.rank}, {action}: stands after the reduction of its stage"
             )
         if action.kind is ActionKind.REDUCE:
             reduced.add(action.stage)
-            continue
-        kinds = done[action.stage, action.micro_batch]
-        if fault := _fault(action.kind, kinds):
-            raise ProgramError(f"rank {program.rank}, {action}: {fault}")
-        kinds.add(action.kind)
-    return done
+    for stage in dict.fromkeys(a.stage for a in program.actions):
+        if asked and stage not in reduced:
+            raise ProgramError(f"rank {program.rank}, reduce {stage}: is missing")
+
+
+def verify_computes(
+    rank: int,
+    actions: Iterable[Action],
+    stages: Iterable[int],
+    micro_batches: int,
+    *,
+    training: bool = True,
+) -> None:
+    """Checks the computes of one rank, of an order or a Program: each micro-batch of its stages
+    runs forward once and, with `training`, backward, and in an order that can be computed.
+
+    Raises `ProgramError`, which names the rank and the action.
+    """
+    done: dict[Work, set[ActionKind]] = defaultdict(set)
+    for action in actions:
+        if action.kind.is_compute:
+            kinds = done[action.stage, action.micro_batch]
+            if fault := _fault(action.kind, kinds):
+                raise ProgramError(f"rank {rank}, {action}: {fault}")
+            kinds.add(action.kind)
+    for stage in stages:
+        for j in range(micro_batches):
+            if (kind := _missing(done[stage, j], training=training)) is not None:
+                raise ProgramError(f"rank {rank}, {Action(kind, stage, j)}: is missing")
+
+
+def _missing(kinds: set[ActionKind], *, training: bool) -> ActionKind | None:
+    """What has to run yet of a micro-batch of which these computes run."""
+    if ActionKind.FORWARD not in kinds:
+        return ActionKind.FORWARD
+    if not training or ActionKind.BACKWARD in kinds or ActionKind.WEIGHT_GRAD in kinds:
+        return None
+    return ActionKind.WEIGHT_GRAD if ActionKind.INPUT_GRAD in kinds else ActionKind.BACKWARD
 
 
 def _fault(kind: ActionKind, before: set[ActionKind]) -> str:

@@ -19,6 +19,7 @@ from benchmarks.models import Batch
 from merakc.ir.plan import GraphId, Plan, StageRun
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, CollectiveEvent, Event
+from merakc.simulation.held import Peak
 from merakc.simulation.simulate import Simulation
 from tests.benchmarks.stand_in import StandIn
 
@@ -39,11 +40,14 @@ PLAN = Plan(
 )
 
 
+PEAKS = tuple(Peak(static_bytes=size) for size in (1024, 2048, 4096, 8192))
+
+
 class _DemoStandIn(StandIn):
     """With what the demo shows beside the loss."""
 
     plan_file = PlanFile(PLAN)
-    simulation = Simulation(1.0, EVENTS, (1.0,) * 4, 0.0, (1024, 2048, 4096, 8192))
+    simulation = Simulation(1.0, EVENTS, (1.0,) * 4, 0.0, PEAKS)
     last_events = EVENTS
     last_collectives = (CollectiveEvent(0, "all_reduce", "tp", 8, 0.0, 0.0, 1e-4, 0.0, 1e-4),)
 

@@ -13,9 +13,9 @@ def test_what_overlaps_is_hidden() -> None:
     streams.compute(0.5)
     streams.post("b", 2.0)
     streams.compute(1.5)
-    streams.wait("a")
+    streams.wait(["a"])
     assert (streams.now_s, streams.exposed_s) == (2.0, 0.0)
-    streams.wait("b")
+    streams.wait(["b"])
     assert (streams.now_s, streams.exposed_s, streams.posted_s) == (3.0, 1.0, 3.0)
     assert streams.ended == [("a", 0.0, 1.0), ("b", 1.0, 3.0)]
 
@@ -25,13 +25,13 @@ def test_collectives_run_in_the_order_of_posting() -> None:
     streams.compute(1.0)
     for key in ("a", "b", "a"):
         streams.post(key, 1.0)
-    streams.wait("b")
+    streams.wait(["b"])
     assert streams.now_s == 3.0
-    streams.wait("a")
+    streams.wait(["a"])
     assert streams.now_s == 4.0
-    streams.wait("a")  # nothing of it runs
+    streams.wait(["a"])  # nothing of it runs
     streams.post("none", 0.0)
-    streams.wait_all()
+    streams.wait()
     assert streams.now_s == 4.0
     assert [key for key, _, _ in streams.ended] == ["a", "b", "a"]
 
@@ -41,13 +41,13 @@ def test_computing_slows_them_down_and_idling_does_not() -> None:
     streams.post("a", 1.0)
     streams.compute(2.0)
     streams.idle(0.25)
-    streams.wait_all()
+    streams.wait()
     assert streams.now_s == pytest.approx(2.5)
     assert streams.exposed_s == pytest.approx(0.25)
     stopped = Streams(overlap=0.0)
     stopped.post("a", 1.0)
     stopped.compute(5.0)
-    stopped.wait_all()
+    stopped.wait()
     assert (stopped.now_s, stopped.exposed_s) == (6.0, 1.0)
 
 

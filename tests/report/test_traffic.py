@@ -12,6 +12,7 @@ from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Cluster
+from merakc.machines.cluster_files import preset
 from merakc.report.traffic import ring_bytes
 from tests.recorded import one_of_several
 from tests.report.made import MICRO_BATCHES, SLOW, lowered, report
@@ -85,3 +86,12 @@ def test_dp_takes_what_its_bytes_take(shards: tuple[int, int, int]) -> None:
     assert found.seconds == simulation.communication_s[0] > 0
     assert found.exposed_s == simulation.exposed_s[0]
     assert found.sent_bytes == pytest.approx(found.seconds * BYTES_PER_S, rel=1e-4)
+
+
+def test_pp_sends_over_the_links_that_are_simulated() -> None:
+    """Between ranks of a node, where a slower network joins the nodes."""
+    hardware = preset("h100", 2)
+    inner, outer = hardware.links[0], replace(hardware.links[-1], bytes_per_s=1e6)
+    slow = replace(hardware, links=(inner, outer))
+    made = two_layers(Mesh(pp=2))
+    assert over("pp", made, slow.flat()) == over("pp", made, hardware.flat())

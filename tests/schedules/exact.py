@@ -16,7 +16,7 @@ from merakc.ir.schedule import Schedule
 from merakc.schedules.bound import can_split
 from merakc.schedules.generate import EFFORT, generate
 from merakc.schedules.improve import fuse_backwards, makespan_s
-from merakc.schedules.timing import Pipeline, durations
+from merakc.schedules.timing import Pipeline
 from merakc.schedules.work import (
     FORWARD,
     INPUT_GRAD,
@@ -88,7 +88,7 @@ class _Model:
         self, cp_model: Any, pipeline: Pipeline, capacity_bytes: Sequence[float], known_s: float
     ) -> None:
         self.pipeline, self.model = pipeline, cp_model.CpModel()
-        seconds = durations(pipeline.costs)
+        seconds = pipeline.seconds
         every = [s for kind in (FORWARD, *_GRADS, RECOMPUTE) for s in seconds[kind]]
         exact = lcm(*(Fraction(s).limit_denominator(1000).denominator for s in every))
         links = pipeline.link_s

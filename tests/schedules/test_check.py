@@ -25,10 +25,10 @@ from merakc.schedules.text import parse_schedule
         ("0F0 0F1 0B0 0B1; 1F0 1B0", r"rank 1, 1F1: is missing"),
         ("0F0 0I0", r"rank 0, 0W0: is missing"),
         ("0F0 0W0 0I0", r"rank 0, 0W0: stands before its input gradient"),
-        ("0F0 0B0 0I0 0W0", r"rank 0, 0I0: its gradients are made already"),
-        ("0F0 0I0 0B0 0W0", r"rank 0, 0B0: its gradients are made already"),
+        ("0F0 0B0 0I0 0W0", r"rank 0, 0I0: its gradients are made by its backward already"),
+        ("0F0 0I0 0B0 0W0", r"rank 0, 0B0: its gradients are made by its input"),
         ("0R0 0F0 0B0", r"rank 0, 0R0: stands before its forward"),
-        ("0F0 0B0 0R0", r"rank 0, 0R0: stands after the backward that would read it"),
+        ("0F0 0B0 0R0", r"rank 0, 0R0: stands after the backward that would read what"),
         ("0F0 0R0 0R0 0B0", r"rank 0, 0R0: runs a second time"),
         (
             "0F0 0B0 0F1 0B1; 1F0 1F1 1B0 1B1",

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from merakc.analysis.aliases import FREE, is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, wire_bytes
@@ -28,12 +29,11 @@ class KernelKind(StrEnum):
     COLLECTIVE = "collective"
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
+class Kernel(NamedTuple):
     """Multiplications and additions, and bytes read and written; of a collective, bytes sent.
 
     `shape` of a product is (batch, m, n, k), and (0, 0, 0, 0) where it is none of matrices. `op` is
-    a collective's.
+    a collective's. A tuple, since kernels are counted and looked up by the hundred thousand.
     """
 
     kind: KernelKind

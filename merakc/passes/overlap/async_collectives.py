@@ -150,18 +150,35 @@ def _parted(in_order: list[Node]) -> set[str]:
 
 def graph_tasks(graph: Graph, place: Place) -> list[Task]:
     """What a graph's nodes ask of the two resources."""
+    return _forward_tasks(graph, place, _computed_seconds(graph, place))
+
+
+def _computed_seconds(graph: Graph, place: Place) -> dict[str, float]:
+    """Those of the nodes that have nothing to do with the link."""
+    specs = graph.specs()
+    own = (n for n in graph.nodes if n.op not in COLLECTIVES and n.op not in PIPELINED)
+    return {n.name: node_seconds(n, specs, place) for n in own}
+
+
+def _forward_tasks(graph: Graph, place: Place, computed_s: Mapping[str, float]) -> list[Task]:
     specs = graph.specs()
     found = []
     for node in graph.nodes:
         after = tuple(dict.fromkeys(r.node for r in node.refs))
         if node.op in PIPELINED:
             found.append(_pipelined_task(node, after, specs, place))
-            continue
-        is_link = node.op in COLLECTIVES
-        own_s = place.device.launch_s if is_link else node_seconds(node, specs, place)
-        link_s = link_seconds(node, specs, place) if is_link else 0.0
-        found.append(Task(node.name, after, own_s, link_s))
+        elif node.op in COLLECTIVES:
+            link_s = link_seconds(node, specs, place)
+            found.append(Task(node.name, after, place.device.launch_s, link_s))
+        else:
+            found.append(Task(node.name, after, computed_s[node.name], 0.0))
     return found
+
+
+def _stage_tasks(local: Graph, place: Place) -> tuple[list[Task], list[Task]]:
+    """Those of a stage's forward and of the backward that it will have."""
+    computed_s = _computed_seconds(local, place)
+    return _forward_tasks(local, place, computed_s), _backward_tasks(local, place, computed_s)
 
 
 def _pipelined_task(
@@ -182,7 +199,7 @@ def stage_seconds(local: Graph, place: Place) -> tuple[float, float]:
     too; its collectives are the conjugates of the forward's.
     """
     overlapped_s = blocking_s = 0.0
-    for tasks in (graph_tasks(local, place), _backward_tasks(local, place)):
+    for tasks in _stage_tasks(local, place):
         compute_s, link_s = sum(t.compute_s for t in tasks), sum(t.link_s for t in tasks)
         end_s, _ = list_schedule(tasks, LAGS[0])
         hidden_s = compute_s + link_s - end_s
@@ -202,7 +219,7 @@ def least_share(local: Graph, place: Place) -> float:
     """
     specs = local.specs()
     saved_s = blocking_s = 0.0
-    for tasks in (graph_tasks(local, place), _backward_tasks(local, place)):
+    for tasks in _stage_tasks(local, place):
         blocking_s += sum(t.compute_s + t.link_s for t in tasks)
         saved_s += (2 - SLOWDOWN) * sum(t.link_s for t in tasks)
     if place.symmetric_memory:
@@ -211,12 +228,12 @@ def least_share(local: Graph, place: Place) -> float:
                 saved_s += 2 * place.device.launch_s
             elif node_flops(node, specs):
                 (kernel,) = node_kernels(node, specs)
-                arithmetic_s = kernel_seconds(replace(kernel, traffic_bytes=0), place.device)
+                arithmetic_s = kernel_seconds(kernel._replace(traffic_bytes=0), place.device)
                 saved_s += 3 * (node_seconds(node, specs, place) - arithmetic_s)
     return 1.0 - saved_s / blocking_s
 
 
-def _backward_tasks(local: Graph, place: Place) -> list[Task]:
+def _backward_tasks(local: Graph, place: Place, computed_s: Mapping[str, float]) -> list[Task]:
     grads, specs, readers = local.grad_values(), local.specs(), local.users()
     trained = {i.name for i in local.inputs if i.kind is InputKind.PARAMETER and i.requires_grad}
     made: set[str] = set()
@@ -230,9 +247,9 @@ def _backward_tasks(local: Graph, place: Place) -> list[Task]:
         if node.op in PIPELINED:
             found += _pipelined_backward(node, after, specs, place)
             continue
-        own_s, link_s = node_seconds(node, specs, place), 0.0
+        own_s = place.device.launch_s if node.op in CONJUGATES else computed_s[node.name]
+        link_s = 0.0
         if node.op in CONJUGATES:
-            own_s = place.device.launch_s
             conjugate = replace(node, op=CONJUGATES[node.op])
             link_s = link_seconds(conjugate, specs, place)
         elif read := {r.node for r in node.refs if r.node in trained}:
@@ -262,7 +279,7 @@ def _pipelined_backward(
     if len(weights) > 1:
         parts = [specs[w] for w in weights] + [o for o in node.outputs[1:] if o is not None]
         joined_s = traffic_seconds(2 * sum(part.size_bytes for part in parts), place.device)
-        own = replace(own, compute_s=own.compute_s + joined_s + 2 * launch_s)
+        own = own._replace(compute_s=own.compute_s + joined_s + 2 * launch_s)
     of_weights_s = launched(product_seconds(node, specs, place), len(weights) * launch_s)
     if node.op == "merakc.matmul_scatter.default":
         after = (node.name,)

@@ -70,11 +70,13 @@ class _Writer:
         """The graph."""
         for node in self.graph.nodes:
             region = self._home_of(node)
-            if region is None:
+            if region is not None:
+                self._write(node, region)
+            elif self.now.keys().isdisjoint(node.refs):
+                self.nodes.append(node)
+            else:
                 args, kwargs = (map_refs(a, self._whole) for a in (node.args, node.kwargs))
                 self.nodes.append(replace(node, args=args, kwargs=kwargs))
-            else:
-                self._write(node, region)
         outputs = tuple(o.at(self._whole(o.ref)) for o in self.graph.outputs)
         return replace(self.graph, nodes=self._in_order(), outputs=outputs)
 

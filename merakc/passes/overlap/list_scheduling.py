@@ -17,10 +17,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """Something to be done: seconds of computing, then of the link, behind other tasks.
 
     One that `holds_link` communicates while it computes, and waits until the link is free.

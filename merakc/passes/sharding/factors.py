@@ -49,8 +49,11 @@ def leaves(dim: Iterable[Factor]) -> Dim:
     """The undivided factors of a dim, in order."""
     found: Dim = []
     for factor in dim:
-        root = factor.root()
-        found += leaves(root.parts) if root.parts else [root]
+        root = factor if factor.parent is factor else factor.root()
+        if root.parts:
+            found += leaves(root.parts)
+        else:
+            found.append(root)
     return found
 
 
@@ -58,7 +61,10 @@ def atoms(dim: Iterable[Factor]) -> Dim:
     """The undivided factors of a dim, and in the place of a segmented one those of its segments."""
     found: Dim = []
     for factor in leaves(dim):
-        found += [a for s in factor.segments for a in atoms(s)] if factor.segments else [factor]
+        if factor.segments:
+            found += [a for s in factor.segments for a in atoms(s)]
+        else:
+            found.append(factor)
     return found
 
 

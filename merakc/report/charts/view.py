@@ -49,7 +49,7 @@ def view(timeline: Timeline, per_rank: int, ranks: Sequence[int]) -> View:
     """
     moments = unpack(timeline)
     computes = [e for e in moments.events if _is_drawn(e)]
-    cut = middle(computes, moments.step_s, per_rank * max(len(ranks), 1))
+    cut = middle(computes, per_rank * max(len(ranks), 1))
     left_out_s = cut or timeline.left_out_s
     rows = {rank: _kept([e for e in computes if e.rank == rank], left_out_s) for rank in ranks}
     axis = Axis(moments.step_s, left_out_s)

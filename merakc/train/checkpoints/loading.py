@@ -224,7 +224,7 @@ def _states(
             own = []
             for p in group["params"]:
                 if p not in elsewhere:
-                    name = first_name(model, names, p)
+                    name = first_name(names, p)
                     own.append(name)
                 if p not in elsewhere and whole.get(p, True):
                     state[number] = _state(name, p, optimizer, keys, manifest, tensors)

@@ -64,7 +64,7 @@ def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
     return found
 
 
-def first_name(model: nn.Module, names: Mapping[torch.Tensor, str], p: torch.Tensor) -> str:
+def first_name(names: Mapping[torch.Tensor, str], p: torch.Tensor) -> str:
     """The name under which state of a parameter of an optimizer is kept."""
     name = names.get(p)
     if name is None:
@@ -89,7 +89,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
             )
         for group in optimizer.param_groups:
             kept = [p for p in group["params"] if p not in elsewhere]
-            own = [first_name(model, names, p) for p in kept]
+            own = [first_name(names, p) for p in kept]
             options = {k: v for k, v in group.items() if k not in MEMBERS}
             groups.append({"options": _plain(options, "param_groups"), "names": own})
             for name, p in zip(own, kept, strict=True):
