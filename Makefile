@@ -13,11 +13,12 @@ help:
 
 install: $(STAMP)
 
+# Modules are compiled when they are first imported: most never are.
 # torch goes first and alone: the rest of the resolution then starts from the build that is there.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[dev]'
 	touch $@
 
 lint: install

@@ -252,12 +252,7 @@ _CASES = (
     ),
     ModelCase(
         "t5",
-        transformers_model(
-            "T5ForConditionalGeneration",
-            "T5Config",
-            ("dropout_rate",),
-            **T5_SIZES,
-        ),
+        transformers_model("T5ForConditionalGeneration", "T5Config", ("dropout_rate",), **T5_SIZES),
         text_to_text_batch(EVEN_VOCABULARY),
         unshifted,
         casts_float32=True,

@@ -40,10 +40,7 @@ def mutate(actions: Sequence[Action], draw: random.Random) -> tuple[Action, ...]
 
 
 def mutated(
-    schedule: Schedule,
-    transfers: Sequence[Transfer],
-    draw: random.Random,
-    head: int | None = None,
+    schedule: Schedule, transfers: Sequence[Transfer], draw: random.Random, head: int | None = None
 ) -> list[Program]:
     """The Programs of a schedule with a fault in the order or in one of the Programs."""
     pp = schedule.ranks
@@ -66,10 +63,7 @@ class Walk:
     """Runs Programs with names in place of tensors, and frees what the executor frees."""
 
     def __init__(
-        self,
-        programs: Sequence[Program],
-        transfers: Sequence[Transfer],
-        head: int | None = None,
+        self, programs: Sequence[Program], transfers: Sequence[Transfer], head: int | None = None
     ) -> None:
         self.programs, self.transfers, self.head = programs, transfers, head
         self.waist: set[int] = set()  # the micro-batches that have handed over theirs

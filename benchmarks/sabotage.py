@@ -16,16 +16,7 @@ from merakc.ir.graph import Node, Ref
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.batches import normalise, own_rules, part, reader, split
 from merakc.passes.batches.own_rules import Place
-from merakc.passes.batches.states import (
-    SAMPLES,
-    Dims,
-    Kind,
-    Outcome,
-    State,
-    by_size,
-    plain,
-    sums,
-)
+from merakc.passes.batches.states import SAMPLES, Dims, Kind, Outcome, State, by_size, plain, sums
 
 Change = Callable[[Place, Outcome], Outcome | None]
 """What a wrong rule says of a call, given what the right one says; None where it says the same."""

@@ -18,14 +18,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
-from benchmarks.loss_formulas.formula import (
-    EXTRA_DIMS,
-    SAMPLES,
-    Formula,
-    Small,
-    build,
-    whole_batch,
-)
+from benchmarks.loss_formulas.formula import EXTRA_DIMS, SAMPLES, Formula, Small, build, whole_batch
 from benchmarks.sabotage import Log, Sabotage
 from merakc.errors import MerakError, RecordError
 from merakc.ir.batches import BatchLayout, BatchSplit, Rows

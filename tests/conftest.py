@@ -1,12 +1,16 @@
 """What every test runs under: one thread of torch, the same hypothesis examples every time, and
-every pass verified.
+every pass verified; and what a first model costs paid once, not by every rank of every test.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import warnings
 
 import hypothesis
+import pytest
 import torch
 
 # No deadline: a shared machine may stall for any time, and a slow example is no wrong one.
@@ -14,3 +18,24 @@ hypothesis.settings.register_profile("merakc", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("merakc")
 torch.set_num_threads(1)
 os.environ["MERAKC_CHECK"] = "1"  # read when merakc.passes.running is imported, here and by ranks
+
+
+@pytest.fixture(autouse=True, scope="session")
+def a_first_model() -> None:
+    """Trains a model of transformers' here, where tests have imported it.
+
+    Imports, caches of torch's and what merakc knows of the code of libraries are then there in
+    all forked ranks: more than half of a rank's CPU time, else. What is there now is no garbage.
+    """
+    if "transformers" in sys.modules:
+        import merakc
+        from benchmarks.models import MODELS
+
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            batch = MODELS["gpt2"].batch(4)
+            model = merakc.auto_parallel(MODELS["gpt2"].model(), batch)
+            model(**batch)["loss"].backward()
+            model.full_gradients()
+    gc.collect()
+    gc.freeze()

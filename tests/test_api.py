@@ -81,7 +81,7 @@ def test_communication_is_under_computation_where_nobody_has_said_so() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_stock_models_train_on_two_stages(name: str) -> None:
     case = MODELS[name]
-    task = Task(case, Mesh(pp=2), 4, 2, 1, lift_casts=case.casts_float32)
+    task = Task(case, Mesh(pp=2), 4, 2, 1, case.casts_float32, cluster=NOMINAL_CPU)
     ranks = run_ranks(2, train_layout, task)
     plain = train_reference(
         case, batch_size=4, micro_batches=2, steps=1, lift_casts=case.casts_float32
@@ -93,7 +93,7 @@ def test_stock_models_train_on_two_stages(name: str) -> None:
 @pytest.mark.parametrize("mesh", [Mesh(tp=2, pp=2), Mesh(dp=2, tp=2)], ids=str)
 def test_models_train_on_parts_of_sequences(mesh: Mesh) -> None:
     case = MODELS["t5"]
-    task = Task(case, mesh, 4, 2, 2, lift_casts=True, sequence_parallel=True)
+    task = Task(case, mesh, 4, 2, 2, True, sequence_parallel=True, cluster=NOMINAL_CPU)
     ranks = run_ranks(4, train_layout, task)
     plain = train_reference(case, batch_size=4, micro_batches=2, steps=2, lift_casts=True)
     difference = worst_difference(ranks[0], [r.losses for r in ranks], plain, BOUND)

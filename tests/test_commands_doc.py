@@ -5,15 +5,12 @@ After a change that is meant: `python -m tests.test_commands_doc` writes the pag
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.as_users import told
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "commands.md"
@@ -23,25 +20,12 @@ EXAMPLE = re.compile(
 )
 # Rounding errors and seconds are another machine's: the largest tensor may be, too.
 FIGURE = re.compile(r"\d+\.\d+e-\d+|in \d+ s")
-COLUMNS = "110"
-
-
-def printed(folder: Path, command: str) -> str:
-    """What a command prints in a folder."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": COLUMNS}
-    done = subprocess.run(
-        [sys.executable, "-c", "from merakc.cli.app import app; app()", *command.split()[1:]],
-        cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
 
 
 def examples(folder: Path) -> Iterator[tuple[re.Match[str], str]]:
     """Each example of the page, and what its command prints now."""
     for match in EXAMPLE.finditer(PAGE.read_text()):
-        yield match, printed(folder, match["command"])
+        yield match, told(folder, match["command"])
 
 
 def facts(command: str, text: str) -> list[str]:
@@ -56,7 +40,6 @@ def facts(command: str, text: str) -> list[str]:
     return lines
 
 
-@pytest.mark.timeout(600)  # nine commands, each in a process of its own
 def test_the_examples_are_what_is_printed(tmp_path: Path) -> None:
     commands = []
     for match, text in examples(tmp_path):

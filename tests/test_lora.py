@@ -87,7 +87,7 @@ def _reference(name: str) -> Reference:
 
 @cache
 def _results(name: str, mesh: Mesh) -> list[Reference]:
-    task = Task(CASES[name], mesh, SAMPLES, PARTS, STEPS, lift_casts=True)
+    task = Task(CASES[name], mesh, SAMPLES, PARTS, STEPS, lift_casts=True, cluster=NOMINAL_CPU)
     return run_ranks(mesh.world_size, train_layout, task)
 
 

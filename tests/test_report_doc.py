@@ -5,12 +5,14 @@ After a change that is meant: `python -m tests.test_report_doc` writes the page 
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
+
+from tests.as_users import COLUMNS, told
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "report.md"
@@ -18,22 +20,14 @@ OUTPUT = re.compile(r"(?<=```text\n).*?(?=```)", re.DOTALL)
 (MODEL,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 (BLOCK,) = re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
 HASH = re.compile(r"[0-9a-f]{12}")  # changes with whatever a plan can say
-COLUMNS = "110"
 
 
 def printed(folder: Path) -> str:
     """What the last of the commands prints, in a folder with the model."""
     (folder / "model.py").write_text(MODEL)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": COLUMNS}
-    done = None
-    for line in BLOCK.splitlines():
-        command = [sys.executable, "-c", "from merakc.cli.app import app; app()", *line.split()[1:]]
-        done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=240, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert done is not None
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "model", raising=False)
+        return [told(folder, line) for line in BLOCK.splitlines()][-1]
 
 
 def test_the_example_is_what_is_printed(tmp_path: Path) -> None:

@@ -259,9 +259,7 @@ def with_kept_blocks(cost: StageCost, blocks: int, kept: int) -> StageCost:
     share = (blocks - kept) / blocks if blocks else 0.0
     freed = share * (cost.saved_bytes - cost.checkpoint_bytes)
     return replace(
-        cost,
-        recompute_s=share * cost.recompute_s,
-        checkpoint_bytes=cost.saved_bytes - int(freed),
+        cost, recompute_s=share * cost.recompute_s, checkpoint_bytes=cost.saved_bytes - int(freed)
     )
 
 

@@ -38,15 +38,7 @@ from benchmarks.peers.plans import (
     entries,
     training_of,
 )
-from benchmarks.peers.results import (
-    Result,
-    complaints,
-    document,
-    failures,
-    plot,
-    table_of,
-    verdict,
-)
+from benchmarks.peers.results import Result, complaints, document, failures, plot, table_of, verdict
 from benchmarks.peers.rounds import Advance, Course, Entry
 from benchmarks.peers.store import Store
 from benchmarks.peers.training import Training

@@ -23,7 +23,5 @@ def build(training: Training, form: str, rank: int) -> Contestant:
     optimizer = adamw(model.parameters())
 
     return Contestant(
-        plain_step(model, optimizer),
-        model.full_state_dict,
-        model.plan.mesh.coordinates(rank)[0],
+        plain_step(model, optimizer), model.full_state_dict, model.plan.mesh.coordinates(rank)[0]
     )

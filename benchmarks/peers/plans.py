@@ -52,10 +52,7 @@ def training_of(plan: str, base: Training) -> Training:
 
 def entries(training: Training) -> list[Entry]:
     """The contestants of a layout, merakc first."""
-    found = [
-        Entry("merakc_plan", "auto", MERAKC),
-        Entry("merakc_plan", "torchs-products", TORCHS),
-    ]
+    found = [Entry("merakc_plan", "auto", MERAKC), Entry("merakc_plan", "torchs-products", TORCHS)]
     if training.tp > 1:
         found.append(Entry("merakc_plan", "overlap-2", f"{MERAKC}, overlap=2"))
     for threads in sorted({1, min(training.ranks, os.cpu_count() or 1)}):

@@ -26,14 +26,7 @@ from rich.table import Table
 from benchmarks.harness import DocPath, JsonPath, write_json
 from benchmarks.reports import told_run
 from benchmarks.zero_study.layers import graph_layers
-from benchmarks.zero_study.measured import (
-    ROUNDS,
-    SMALL,
-    Row,
-    measure,
-    measured_table,
-    misses,
-)
+from benchmarks.zero_study.measured import ROUNDS, SMALL, Row, measure, measured_table, misses
 from benchmarks.zero_study.models import Size, mt5
 from merakc.analysis.liveness import live_bytes
 from merakc.costs.fabric import Fabric

@@ -23,10 +23,7 @@ from benchmarks.models import (
 
 WINDOW = 6  # less than the sequence, so that sliding windows slide
 _HEAD = HIDDEN // HEADS
-_EXPERTS: dict[str, Any] = {
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": HIDDEN,
-}
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": HIDDEN}
 _ATTENTION = ("attention_dropout",)
 
 

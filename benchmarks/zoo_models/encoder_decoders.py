@@ -40,10 +40,7 @@ ENCODER_DECODERS = (
     ModelCase(
         "mt5",
         transformers_model(
-            "MT5ForConditionalGeneration",
-            "MT5Config",
-            ("dropout_rate",),
-            **T5_SIZES,
+            "MT5ForConditionalGeneration", "MT5Config", ("dropout_rate",), **T5_SIZES
         ),
         text_to_text_batch(EVEN_VOCABULARY),
         unshifted,

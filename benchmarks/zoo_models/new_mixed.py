@@ -134,11 +134,7 @@ def _clap(dropout: float) -> nn.Module:
     return _Frozen(transformers.ClapModel(config))
 
 
-_LLAMA: dict[str, Any] = {
-    **_TEXT,
-    "num_key_value_heads": HEADS // 2,
-    "use_cache": False,
-}
+_LLAMA: dict[str, Any] = {**_TEXT, "num_key_value_heads": HEADS // 2, "use_cache": False}
 
 
 def _vlm(name: str, **sizes: Any) -> Callable[[float], nn.Module]:

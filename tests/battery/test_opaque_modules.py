@@ -19,6 +19,7 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import Reference, train_reference
 from merakc.ir.batches import PER_MICRO_BATCH
 from merakc.ir.program import Mesh
+from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import Words, build, parallel, warm_up, words
 
 WIDTH = 8
@@ -123,7 +124,8 @@ def warm() -> None:
 @pytest.mark.parametrize("kind", [Experts, Branching, Sparse])
 def test_training_is_that_of_one_process(kind: type[nn.Module], mesh: Mesh) -> None:
     tried, steps = case(kind), 2
-    ranks = run_ranks(mesh.world_size, train_quietly, Task(tried, mesh, 8, 4, steps, False))
+    task = Task(tried, mesh, 8, 4, steps, False, cluster=NOMINAL_CPU)
+    ranks = run_ranks(mesh.world_size, train_quietly, task)
     dp = mesh.dp if tried.running_statistics else 1
     plain = train_reference(tried, batch_size=8, micro_batches=4, steps=steps, dp=dp)
     difference = worst_difference(ranks[0], [r.losses for r in ranks], plain, 1e-10)

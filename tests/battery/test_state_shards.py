@@ -36,7 +36,10 @@ CASES = [
 @pytest.mark.parametrize(("mesh", "shards"), CASES, ids=str)
 def test_training_equals_one_process(mesh: Mesh, shards: tuple[int, int, int]) -> None:
     case = MODELS["gpt2"]
-    task = Task(case, mesh, BATCH_SIZE, BATCH_SIZE, STEPS, lift_casts=True, state_shards=shards)
+    task = Task(
+        case, mesh, BATCH_SIZE, BATCH_SIZE, STEPS, lift_casts=True, state_shards=shards,
+        cluster=NOMINAL_CPU,
+    )  # fmt: skip
     reference = train_reference(
         case, batch_size=BATCH_SIZE, micro_batches=BATCH_SIZE, steps=STEPS, lift_casts=True
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -81,16 +81,31 @@ def test_ranks_that_cannot_start_are_an_error() -> None:
         measure_links(torch.device("cuda"), 2)
 
 
-def test_the_seconds_of_a_call() -> None:
-    assert call_seconds(lambda: time.sleep(0.01), CPU) == pytest.approx(0.01, rel=0.5)
+@pytest.fixture
+def sleep(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """What lets time pass, which nothing else does."""
+    now_s = 0.0
+
+    def passes(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: now_s)
+    return passes
 
 
-def test_sizes_end_where_calls_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seconds_of_a_call(sleep: Callable[[float], None]) -> None:
+    assert call_seconds(lambda: sleep(0.01), CPU) == pytest.approx(0.01)
+
+
+def test_sizes_end_where_calls_take_long(
+    monkeypatch: pytest.MonkeyPatch, sleep: Callable[[float], None]
+) -> None:
     monkeypatch.setattr(calibration, "LONGEST_S", 0.005)
-    calls = ((n, float(n), lambda n=n: time.sleep(0.004 * n)) for n in (1, 2, 3, 4))
+    calls = ((n, float(n), lambda n=n: sleep(0.004 * n)) for n in (1, 2, 3, 4))
     found = calibration._curve(calls, CPU, 0.0, lambda _: None)
     assert [size for size, _ in found] == [1.0, 2.0]
-    assert found[0][1] == pytest.approx(250, rel=0.3)
+    assert found[0][1] == pytest.approx(250)
 
 
 @pytest.mark.usefixtures("few")

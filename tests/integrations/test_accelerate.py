@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from benchmarks.loops.job import Job, on
 from merakc.equality.ranks import run_ranks
 from merakc.errors import CheckpointError, ConfigError
 from merakc.integrations.accelerate import Accelerator
+from tests.as_users import printed
 
 # Its own: that numbers on a CPU are pinned for no GPU.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -134,15 +133,8 @@ def test_accelerates_own_is_refused(tmp_path: Path) -> None:
 def test_the_pages_script_runs_on_two_ranks(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     page = (root / "docs" / "accelerate.md").read_text()
-    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    losses = [float(x) for x in re.findall(r"^loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    text = printed(tmp_path, re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], 2)
+    losses = [float(x) for x in re.findall(r"^loss ([\d.]+)$", text, re.MULTILINE)]
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert {p.name for p in tmp_path.iterdir()} == {"train.py", "state", "weights"}

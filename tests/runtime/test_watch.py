@@ -21,7 +21,7 @@ from merakc.kernels.collectives import (
 from merakc.runtime.watch import Clock, Watch
 
 LARGE = 1 << 20  # elements; some milliseconds between two ranks of a machine
-BESIDE_S = 0.25  # longer than any of the collectives takes
+BESIDE_S = 0.05
 
 
 def watch_all() -> tuple[tuple[CollectiveEvent, ...], float]:
@@ -33,7 +33,8 @@ def watch_all() -> tuple[tuple[CollectiveEvent, ...], float]:
     with watched(watch):
         all_reduce_now(x, "tp", "sum")
         pending = start_all_reduce(x, "tp", "sum")
-        time.sleep(BESIDE_S)
+        while watch.works[-1].end is None:
+            time.sleep(BESIDE_S)
         pending.wait()
         gathered = start_all_gather(x, "tp", 0, (LARGE, LARGE), rank).wait()
         start_reduce_scatter(gathered, "tp", 0, (LARGE, LARGE), rank).wait()

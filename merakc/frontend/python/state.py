@@ -42,6 +42,7 @@ _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES = frozenset(("torch", "builtins", "merakc", "typing", "abc", "enum", "collections"))
+_IMPORT = dis.opmap["IMPORT_NAME"]
 _GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -292,7 +293,9 @@ def _globals(code: CodeType) -> tuple[str, ...]:
 @cache
 def _imports(code: CodeType) -> tuple[str, ...]:
     """The modules that some code, and the code in it, imports where it runs."""
-    found = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    found = []
+    if _IMPORT in code.co_code[::2]:  # in few functions, and instructions are slow to read
+        found = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
     inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _imports(c)]
     return tuple(dict.fromkeys([*found, *inner]))
 

@@ -29,7 +29,7 @@ class End:
         return next((Fault.read(m["fault"]) for m in self.heard if "fault" in m), None)
 
 
-def until(true: Callable[[], object], timeout_s: float = 5.0) -> None:
+def until(true: Callable[[], object], timeout_s: float = 60.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < end_s
@@ -69,7 +69,7 @@ def test_a_closed_connection_is_seen_at_once() -> None:
         start_s = time.monotonic()
         client.line.sock.shutdown(socket.SHUT_RDWR)
         until(first.fault)
-        assert time.monotonic() - start_s < 0.4
+        assert time.monotonic() - start_s < 10  # of the 20 that a silent rank is waited for
         assert first.fault().ranks == (1,)  # type: ignore[union-attr]
 
 
