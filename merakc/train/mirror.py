@@ -135,9 +135,12 @@ class Mirror(nn.Module):
             theirs: Any = getattr(type(source), "__getattr__", None)
             if theirs in (None, nn.Module.__getattr__):
                 raise
-            found = guarded(theirs)(self, name)
+            found = vars(source).get(name) or guarded(theirs)(self, name)
             if isinstance(found, MethodType):
-                raise
+                raise AttributeError(
+                    f"{type(self).__name__}.{name} is a method of a module inside the model, of "
+                    f"whose weights this rank may hold a part; {_ELSEWHERE}"
+                ) from None
             return found  # a setting of a part: models around models ask those for it
 
     def extra_repr(self) -> str:
@@ -145,6 +148,12 @@ class Mirror(nn.Module):
         own = [_shown(n, t) for n, t in (*self._parameters.items(), *self._buffers.items())]
         said = str(type(self._source).extra_repr(self._source))
         return "; ".join(x for x in (said, *own) if x)
+
+
+_ELSEWHERE = (
+    "use it before auto_parallel, or in one process on the weights that merakc.export writes "
+    "(of peft's adapters merakc.integrations.adapters.save_adapters)"
+)
 
 
 class Part(Mirror):
@@ -162,8 +171,8 @@ class Part(Mirror):
         """As of any mirror; what is withheld says so."""
         if any(isinstance(vars(base).get(name), _Withheld) for base in type(self).__mro__):
             raise AttributeError(
-                f"{type(self).__name__}.{name} is not there after auto_parallel: this rank may "
-                "hold a part of the module's weights; use it before, or inside the model's forward"
+                f"{type(self).__name__}.{name} is not there after auto_parallel, but in the "
+                f"model's forward: this rank may hold a part of its weights; {_ELSEWHERE}"
             )
         return super().__getattr__(name)
 

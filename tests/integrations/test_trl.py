@@ -85,7 +85,7 @@ def test_what_would_be_wrong_is_refused(
 def test_late_adapters_and_other_trainers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"give auto_parallel peft.get_peft_model\(model"):
         SFTTrainer(torch.nn.Linear(1, 1), peft_config=peft.LoraConfig())
-    with pytest.raises(ConfigError, match="train adapters by SFTTrainer"):
+    with pytest.raises(ConfigError, match="give it ref_model, the model without"):
         DPOTrainer(Job(Path(), {}, 2, 0, 2, adapters=True).model())
     with pytest.raises(ConfigError, match="RewardTrainer is no SFTTrainer"):
         parallel(trl.RewardTrainer)
