@@ -278,8 +278,8 @@ class Graph:
         return Graph(self.inputs, nodes, outputs, self.constants, self.functions)
 
     def without_nodes(self) -> Graph:
-        """What goes in and out of it, by names, and the functions that what is compiled of it calls:
-        all that is asked of a graph that is compiled.
+        """What goes in and out of it, by names, and the functions that it calls: all that is asked
+        of a graph that is compiled.
         """
         return Graph(self.inputs, (), self.outputs, functions=self.functions)
 

@@ -9,7 +9,6 @@ object than the user's, from which, and whatever refers to it, steps of new shap
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import cache, wraps
 from inspect import getattr_static, iscoroutinefunction
@@ -19,11 +18,12 @@ from typing import Any, Never, Self
 import torch
 from torch import nn
 
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import ConfigError
 from merakc.runtime.part import local_of, place_of, tagged
 from merakc.train.parameters.guard import guarded, unguarded
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.resetting import RESETS, reset
+from merakc.train.told import warn_of_line
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # What every module has, and a mirror has for itself.
@@ -302,11 +302,9 @@ def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
         else:
             names.setdefault(name, _as_guarded(value, kind))
     if hidden:
-        warnings.warn(
+        warn_of_line(
             f"after auto_parallel {', '.join(sorted(hidden))} of a {kind.__name__} are merakc's: "
-            "its own are used inside its forward alone; give them other names to call them",
-            MerakWarning,
-            stacklevel=2,
+            "its own are used inside its forward alone; give them other names to call them"
         )
     return _made(kind, base, names)
 
