@@ -30,10 +30,10 @@ def alone() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
-def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
-    plain = references("TRL DPO", 2, tmp_path)
+def test_adapters_train_by_preferences_as_in_one_process(tmp_path: Path) -> None:
+    plain = references("TRL DPO + LoRA", 2, tmp_path)
     assert {"rewards/margins", "grad_norm", "entropy"} <= plain[0][0].keys()
-    cell = compared("TRL DPO", "dp2", 2, plain)  # and from its middle on tp2
+    cell = compared("TRL DPO + LoRA", "dp2", 2, plain)  # and from its middle on tp2
     assert cell.passed, cell
 
 

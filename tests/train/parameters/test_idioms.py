@@ -198,6 +198,14 @@ def from_vector(model: Any) -> None:
     torch.nn.utils.vector_to_parameters(values, model.parameters())
 
 
+def evaluated(model: Any) -> None:
+    model.eval()
+    try:
+        loss_of(model).backward()
+    finally:
+        model.train()
+
+
 def joined(model: Any) -> object:
     loss_of(model).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -228,6 +236,8 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "again": lambda m: merakc.auto_parallel(m, torch.ones(8, 8).double()),
     "within": lambda m: merakc.auto_parallel(nn.Sequential(m), torch.ones(8, 8).double()),
     "FSDP": lambda m: torch.distributed.fsdp.fully_shard(m),
+    "compiled": lambda m: merakc.auto_parallel(torch.compile(Net()), torch.ones(8, 8).double()),
+    "in evaluation": evaluated,
     "half": lambda m: loss_of(m.half()),
 }  # fmt: skip
 
