@@ -133,7 +133,8 @@ class Tape:
         except ValuesWantedError as error:
             if not isinstance(error.__cause__, _OF_VALUES):
                 raise
-            out, faked = self._seen(func, args, kwargs, _Sizes(), self._known_of)
+            sizes = _Sizes()  # type: ignore[no-untyped-call]
+            out, faked = self._seen(func, args, kwargs, sizes, self._known_of)
         leaves, structure = pytree.tree_flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors or any(not isinstance(x, (torch.Tensor, type(None))) for x in leaves):
@@ -346,7 +347,7 @@ class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.masked_select.default:
-            shape = torch.broadcast_shapes(*(x.shape for x in args))
+            shape = torch.broadcast_shapes(*(x.shape for x in args))  # type: ignore[no-untyped-call]
             chosen, mask = (x.expand(shape) for x in args)
             func, args = torch.ops.aten.index.Tensor, (chosen, [mask])
         if func is torch.ops.aten.index.Tensor:
