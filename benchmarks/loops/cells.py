@@ -38,6 +38,7 @@ LOOPS = {
     "TRL SFT": ("trl_sft", False),
     "TRL SFT + LoRA": ("trl_sft", True),
     "TRL DPO": ("trl_dpo", False),
+    "TRL DPO + LoRA": ("trl_dpo", True),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2, "tp": 1, "pp": 1, "state_shards": "zero-0"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import socket
@@ -13,11 +14,14 @@ from typing import Annotated
 
 import torch
 import typer
+from rich.console import Console
 
 from merakc.cli.console import progress_console, told
 from merakc.errors import ConfigError
 from merakc.ir.plan_file import load_plan
 
+# torchrun's loggers, which repeat what it raises.
+QUIET = ("multiprocessing.api", "agent.server.api")
 # What stands behind the script is the script's.
 OF_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -50,8 +54,30 @@ def launch(
     console.print(f"merakc: {shlex.join(shown)}", soft_wrap=True)
     sys.stdout.flush()
     sys.stderr.flush()
-    run = [sys.executable, "-m", "torch.distributed.run", *command]
-    os.execve(sys.executable, run, os.environ | own)
+    os.environ.update(own)
+    sys.exit(agent(command, console))
+
+
+def agent(command: list[str], console: Console) -> int:
+    """torchrun; of ranks that fail, which have said why, it tells in one line. The exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    for name in QUIET:
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    try:
+        main(command)
+    except ChildFailedError as error:
+        each = (
+            f"rank {rank}: {f'exit code {f.exitcode}' if f.exitcode > 0 else f.signal_name()}"
+            for rank, f in sorted(error.failures.items())
+        )
+        console.print(f"merakc: all ranks have ended ({', '.join(each)})", soft_wrap=True)
+        return 1
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0
 
 
 def ranks_of_machine(ranks: int | None, plan: Path | None, nodes: str) -> int:

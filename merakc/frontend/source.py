@@ -49,11 +49,18 @@ def _passes_on(code: CodeType) -> bool:
     return code.co_filename.startswith(_OURS) or code.co_name in _HOOKS
 
 
-def near_line(frame: FrameType | None) -> str:
-    """The line that calls, if it is of the user's own code, and not of an installed library."""
+def near_line(frame: FrameType | None, passed: str = "\0") -> str:
+    """The line that calls, if it is of the user's own code, and not of an installed library; files
+    in the folder `passed` are passed over.
+    """
     while frame is not None:
         name = frame.f_code.co_filename
-        if is_users(frame.f_code) and (name.startswith(LIBRARIES) or not name.startswith(STDLIB)):
+        ours = name.startswith(passed)
+        if (
+            not ours
+            and is_users(frame.f_code)
+            and (name.startswith(LIBRARIES) or not name.startswith(STDLIB))
+        ):
             return "" if name.startswith(LIBRARIES) else f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -9,7 +9,7 @@ the logits, by calls that a vocabulary can be split under.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial, wraps
 from types import MethodType
@@ -19,7 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 import trl
-from trl.trainer import sft_trainer
+from trl.trainer import dpo_trainer, sft_trainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from merakc.errors import ConfigError
@@ -37,13 +37,16 @@ class _Scored:
                 f"{type(self).__name__}(peft_config=...) puts adapters into the model after "
                 "auto_parallel: give auto_parallel peft.get_peft_model(model, peft_config)"
             )
-        if hasattr(model, "peft_config") and isinstance(self, trl.DPOTrainer):
+        referred = not isinstance(self, trl.DPOTrainer) or args or kwargs.get("ref_model")
+        if hasattr(model, "peft_config") and not referred:
             raise ConfigError(
                 f"{type(self).__name__} makes its reference of a copy of the adapters, inside a "
-                "model that auto_parallel has compiled: train adapters by SFTTrainer, or by a loop "
-                "with the loss outside (docs/losses-outside.md)"
+                "model that auto_parallel has compiled: give it ref_model, the model without its "
+                "adapters as it is before it trains (new adapters change nothing)"
             )
         adapted = isinstance(model, ParallelModel) and hasattr(model, "get_base_model")
+        if adapted:  # `Trainer` refuses it; peft's models have it from the model in them
+            vars(model)["is_gradient_checkpointing"] = False
         with _whole(model) if adapted else nullcontext():
             super().__init__(model, *args, **kwargs)  # type: ignore[call-arg]
         for each in (model, getattr(self, "ref_model", None)):
@@ -60,7 +63,9 @@ def _whole(model: ParallelModel) -> Iterator[None]:
     source = model._own("_steps").source
     source.add_model_tags = partial(source.get_base_model().add_model_tags)  # which it asks for
     try:
-        with patch.object(sft_trainer, "is_peft_model", lambda _: False):
+        with ExitStack() as patched:
+            for each in (sft_trainer, dpo_trainer):
+                patched.enter_context(patch.object(each, "is_peft_model", lambda _: False))
             yield
     finally:
         del source.add_model_tags

@@ -278,8 +278,10 @@ class Graph:
         return Graph(self.inputs, nodes, outputs, self.constants, self.functions)
 
     def without_nodes(self) -> Graph:
-        """What goes in and out of it, by names: all that is asked of a graph that is compiled."""
-        return Graph(self.inputs, (), self.outputs)
+        """What goes in and out of it, by names, and the functions that it calls: all that is asked
+        of a graph that is compiled.
+        """
+        return Graph(self.inputs, (), self.outputs, functions=self.functions)
 
     def __str__(self) -> str:
         lines = [f"{i.kind} %{i.name}: {i.spec} {i.target}".rstrip() for i in self.inputs]

@@ -31,7 +31,7 @@ from merakc.passes.overlap.sub_batches import Parts
 from merakc.passes.pipeline import StageOptions
 from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
 from merakc.passes.running import run_passes
-from merakc.passes.sharding.gather_products import gathers
+from merakc.passes.sharding.gather_products import gather_needed, gathers
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
@@ -250,7 +250,8 @@ def adapt_plan(
     parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
     gathered = gathers(lowered.loss.graph)
     loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
-    sharding = planned_sharding(loss.graph, plan)
+    graph, sharding = sharded_as_planned(loss.graph, plan)
+    loss = replace(loss, graph=graph)
     of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
     return replace(lowered, loss=loss, stages=stages, parts=())
@@ -306,6 +307,21 @@ def planned_sharding(graph: Graph, plan: Plan) -> Sharding:
     """The plan's split of a graph over tp; raises `PlanError` where the graph does not allow it."""
     splits = {name: parse_layout(text) for name, text in plan.splits.items()}
     return shard(graph, plan.tp, splits, sequence_parallel=plan.sequence_parallel)
+
+
+def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
+    """The plan's split of a graph that it was not made from: products are gathered where only so
+    the graph allows it.
+    """
+    try:
+        return graph, planned_sharding(graph, plan)
+    except PlanError as error:
+        splits = {name: parse_layout(text) for name, text in plan.splits.items()}
+        gathered = gather_needed(graph, splits)
+        try:
+            return gathered, planned_sharding(gathered, plan)
+        except PlanError:
+            raise error from None
 
 
 def _of_batches(recording: Recording, loss: BatchSplit, stages: Stages) -> dict[str, Any]:

@@ -12,7 +12,13 @@ from merakc.costs.work.pieces import part_starts
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.graph import Graph
-from merakc.lowering.lowered import TRAINING, Lowered, cut_stages, headed, planned_sharding
+from merakc.lowering.lowered import (
+    TRAINING,
+    Lowered,
+    cut_stages,
+    headed,
+    sharded_as_planned,
+)
 from merakc.machines.cluster import Cluster
 from merakc.passes.autodiff.shorten import graph_form, shorten
 from merakc.passes.batches.recorded import rows_of
@@ -55,8 +61,7 @@ def _parts(lowered: Lowered, record: Callable[[int], Recording], count: int) -> 
     recording = record(plan.micro_batches * count)
     parts = plan.dp * plan.micro_batches * count
     split = headed(recording, parts, TRAINING, plan.tp, gathered=gathers(whole))
-    graph = split.graph
-    sharding = planned_sharding(graph, plan)
+    graph, sharding = sharded_as_planned(split.graph, plan)
     of = stages_like(graph, whole, lowered.stages.of)
     stages = cut_stages(graph, of, len(plan.rank_of), sharding)
     return make_parts(whole, lowered.stages, graph, stages, rows_of(recording, split))

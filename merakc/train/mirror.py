@@ -9,7 +9,6 @@ object than the user's, from which, and whatever refers to it, steps of new shap
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import cache, wraps
 from inspect import getattr_static, iscoroutinefunction
@@ -19,11 +18,12 @@ from typing import Any, Never, Self
 import torch
 from torch import nn
 
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import ConfigError
 from merakc.runtime.part import local_of, place_of, tagged
 from merakc.train.parameters.guard import guarded, unguarded
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.resetting import RESETS, reset
+from merakc.train.told import warn_of_line
 
 _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before auto_parallel"
 # What every module has, and a mirror has for itself.
@@ -135,9 +135,12 @@ class Mirror(nn.Module):
             theirs: Any = getattr(type(source), "__getattr__", None)
             if theirs in (None, nn.Module.__getattr__):
                 raise
-            found = guarded(theirs)(self, name)
+            found = vars(source).get(name) or guarded(theirs)(self, name)
             if isinstance(found, MethodType):
-                raise
+                raise AttributeError(
+                    f"{type(self).__name__}.{name} is a method of a module inside the model, of "
+                    f"whose weights this rank may hold a part; {_ELSEWHERE}"
+                ) from None
             return found  # a setting of a part: models around models ask those for it
 
     def extra_repr(self) -> str:
@@ -145,6 +148,12 @@ class Mirror(nn.Module):
         own = [_shown(n, t) for n, t in (*self._parameters.items(), *self._buffers.items())]
         said = str(type(self._source).extra_repr(self._source))
         return "; ".join(x for x in (said, *own) if x)
+
+
+_ELSEWHERE = (
+    "use it before auto_parallel, or in one process on the weights that merakc.export writes "
+    "(of peft's adapters merakc.integrations.adapters.save_adapters)"
+)
 
 
 class Part(Mirror):
@@ -162,8 +171,8 @@ class Part(Mirror):
         """As of any mirror; what is withheld says so."""
         if any(isinstance(vars(base).get(name), _Withheld) for base in type(self).__mro__):
             raise AttributeError(
-                f"{type(self).__name__}.{name} is not there after auto_parallel: this rank may "
-                "hold a part of the module's weights; use it before, or inside the model's forward"
+                f"{type(self).__name__}.{name} is not there after auto_parallel, but in the "
+                f"model's forward: this rank may hold a part of its weights; {_ELSEWHERE}"
             )
         return super().__getattr__(name)
 
@@ -293,11 +302,9 @@ def users_type(base: type[Mirror], kind: type[nn.Module]) -> Any:
         else:
             names.setdefault(name, _as_guarded(value, kind))
     if hidden:
-        warnings.warn(
+        warn_of_line(
             f"after auto_parallel {', '.join(sorted(hidden))} of a {kind.__name__} are merakc's: "
-            "its own are used inside its forward alone; give them other names to call them",
-            MerakWarning,
-            stacklevel=2,
+            "its own are used inside its forward alone; give them other names to call them"
         )
     return _made(kind, base, names)
 

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Never
 
 import torch
+import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.errors import ConfigError
@@ -28,6 +29,7 @@ from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name
 from merakc.train.outside.caches import cache_in
+from merakc.train.outside.deferred import unreachable
 from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.parameters.allocate import copied
@@ -41,6 +43,20 @@ from merakc.train.parameters.places import check_given, stand_in
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
+
+
+_EVALUATION = (
+    "backward() of what a call in evaluation mode gives, of which no step was taken: call "
+    "model.train() before the loop (from_pretrained returns models in evaluation mode)"
+)
+
+
+def _of_evaluation(tensor: torch.Tensor) -> torch.Tensor:
+    """What a call gives that trains nothing, where one process could go back through it."""
+    if not torch.is_grad_enabled() or not tensor.is_floating_point():
+        return tensor
+    found: torch.Tensor = unreachable(lambda: tensor, _EVALUATION)
+    return found
 
 
 class ParallelModel(Forwards):
@@ -206,13 +222,15 @@ class ParallelModel(Forwards):
         step = steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
         if not step.has_loss:
             if not train:
-                return self._results(step, args, kwargs)
+                found = self._results(step, args, kwargs)
+                return pytree.tree_map_only(torch.Tensor, _of_evaluation, found)
             return Pending(steps, step, args, kwargs, train=partial(self._run, train=True)).answer(
                 {}
             )
         taken = self._run(step, args, kwargs, train=train)
-        pending = Pending(steps, step, args, kwargs, taken)
-        return pending.answer({loss_name(step.recording): taken[0]})
+        pending, loss = Pending(steps, step, args, kwargs, taken), taken[0]
+        loss = loss if train else _of_evaluation(loss)
+        return pending.answer({loss_name(step.recording): loss})
 
     def _run(
         self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any], *, train: bool

@@ -27,6 +27,7 @@ from merakc.report.terminal import Terminal
 
 # The share of the forward's arithmetic from which on it matters that a part runs as it is.
 WORTH_TELLING = 0.01
+_OURS = f"{__file__.rpartition('/train/')[0]}/"
 QUIET = "MERAKC_QUIET"  # in the environment: nothing is said
 STEPS = ("recording the forward", "choosing a plan", "compiling the stages", "measuring a step")
 EVERY_S = 5.0  # between two lines where there is no terminal
@@ -117,23 +118,21 @@ def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> 
     asked for, and of a plan that was made before the loss was known, which is made `outside`.
     """
     if outside:
-        warnings.warn(
+        warn_of_line(
             f"the forward of {recording.model_name} returns no loss for this batch: the plan is "
             "made for the mean of its outputs, and the loss is what calls loss.backward()"
-            "; auto_parallel(model, batch, loss=fn) plans with it, and trains at any dp",
-            MerakWarning,
-            stacklevel=4,
+            "; auto_parallel(model, batch, loss=fn) plans with it, and trains at any dp"
         )
     _warn_of_opaque(plan)
     _warn_of_unheard(recording)
     if plan.couplings == PER_MICRO_BATCH:
         for line in plan.conventions:
-            warnings.warn(f"by convention: {line}", MerakWarning, stacklevel=4)
+            warn_of_line(f"by convention: {line}")
 
 
 def warn_of_shapes(many: int, most: int) -> None:
     """Says, of the user's own line, that a model has been compiled for many shapes."""
-    _warn_of_line(
+    warn_of_line(
         f"merakc has compiled this model for {many} shapes of batch, numbers in them, modes or "
         f"attributes, and keeps {most}; pad batches to fewer"
     )
@@ -141,15 +140,16 @@ def warn_of_shapes(many: int, most: int) -> None:
 
 def warn_of_same() -> None:
     """Says, of the user's own line, that all dp ranks train on the same samples."""
-    _warn_of_line(
+    warn_of_line(
         "all data-parallel ranks were given the same batches in several steps: they train on the "
         "same samples, as one of them would; merakc.dataloader(data, model, batch_size) deals them "
         "out, and model.read_whole_batches() takes each rank's part of a batch that all read"
     )
 
 
-def _warn_of_line(text: str) -> None:
-    name, _, line = near_line(sys._getframe(2)).rpartition(":")
+def warn_of_line(text: str) -> None:
+    """Warns, of the user's own line, if it is no library's that calls."""
+    name, _, line = near_line(sys._getframe(1), _OURS).rpartition(":")
     warnings.warn_explicit(text, MerakWarning, name or "merakc", int(line or 0))
 
 
@@ -161,13 +161,11 @@ def _warn_of_opaque(plan: Plan) -> None:
             where = f"a part of {where}"
             if module.flops_share < WORTH_TELLING:
                 continue
-        warnings.warn(
+        warn_of_line(
             f"{where} cannot be recorded and runs as it is, whole on one stage and "
             f"on each of {plan.tp} tp ranks: {module.reason}, at {module.source}. It is "
             f"{module.flops_share:.0%} of the forward's arithmetic, and its forward runs again in "
-            "the backward",
-            MerakWarning,
-            stacklevel=4,
+            "the backward"
         )
 
 
@@ -175,4 +173,4 @@ def _warn_of_unheard(recording: BatchRecording) -> None:
     """Says what steps do not do that code of the user's own does beside computing."""
     for told in recording.aside.unheard:
         if not told.rpartition(", at ")[2].startswith(INSTALLED):
-            warnings.warn(told, MerakWarning, stacklevel=4)
+            warn_of_line(told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from merakc.errors import ConfigError, MerakWarning, MismatchError
+from merakc.errors import ConfigError, MismatchError
 from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import parse_layout, whole_layout
 from merakc.ir.precision import kept_dtype
@@ -24,6 +23,7 @@ from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
 from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
+from merakc.train.told import warn_of_line
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.
@@ -82,8 +82,16 @@ def _check_has_weights(model: nn.Module) -> None:
 
 
 def check_is_plain(model: nn.Module) -> None:
-    """Raises `ConfigError` for a model that `auto_parallel` has returned, or one around it."""
+    """Raises `ConfigError` for a model that `auto_parallel` has returned, or one around it, and
+    for what `torch.compile` has.
+    """
     for name, module in model.named_modules():
+        if "_orig_mod" in module._modules:
+            raise ConfigError(
+                f"{f'module {name!r} of the model' if name else 'the model'} is one that "
+                "torch.compile has returned: give auto_parallel the model as it was (its "
+                "_orig_mod), of which it compiles whole steps"
+            )
         if isinstance(module, Mirror):
             where = f"module '{name}' of the model" if name else "the model"
             raise ConfigError(
@@ -153,11 +161,9 @@ def _take(model: nn.Module, names: Collection[str], parts: Parts) -> None:
             parts.compare(name, tensor.detach())
     differing = unlike(together(lambda: parts.digests))
     if differing and dist.get_rank() == 0:
-        warnings.warn(
+        warn_of_line(
             f"the models of the ranks have different weights: {differing}; all ranks train with "
-            "rank 0's. Build the same model on every rank, as with the same torch.manual_seed",
-            MerakWarning,
-            stacklevel=2,
+            "rank 0's. Build the same model on every rank, as with the same torch.manual_seed"
         )
 
     def take(name: str, tensor: torch.Tensor) -> torch.Tensor | None:

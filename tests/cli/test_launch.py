@@ -32,7 +32,9 @@ def test_a_script_runs_on_all_ranks_with_its_own_arguments(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --lr 0.1 --ranks", "1 2 --lr 0.1 --ranks"]
     assert "torchrun --standalone --nproc-per-node 2 " in done.stderr
-    assert run("--ranks", "1", str(script), "--fail").returncode == 1
+    failed = run("--ranks", "1", str(script), "--fail")
+    assert failed.returncode == 1
+    assert failed.stderr.splitlines()[1:] == ["merakc: all ranks have ended (rank 0: exit code 3)"]
     missing = run(str(tmp_path / "none.py"))
     assert missing.returncode == 2
     assert "no such script" in missing.stderr

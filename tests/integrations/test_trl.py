@@ -30,10 +30,10 @@ def alone() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
-def test_preferences_train_as_in_one_process(tmp_path: Path) -> None:
-    plain = references("TRL DPO", 2, tmp_path)
+def test_adapters_train_by_preferences_as_in_one_process(tmp_path: Path) -> None:
+    plain = references("TRL DPO + LoRA", 2, tmp_path)
     assert {"rewards/margins", "grad_norm", "entropy"} <= plain[0][0].keys()
-    cell = compared("TRL DPO", "dp2", 2, plain)  # and from its middle on tp2
+    cell = compared("TRL DPO + LoRA", "dp2", 2, plain)  # and from its middle on tp2
     assert cell.passed, cell
 
 
@@ -85,7 +85,7 @@ def test_what_would_be_wrong_is_refused(
 def test_late_adapters_and_other_trainers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"give auto_parallel peft.get_peft_model\(model"):
         SFTTrainer(torch.nn.Linear(1, 1), peft_config=peft.LoraConfig())
-    with pytest.raises(ConfigError, match="train adapters by SFTTrainer"):
+    with pytest.raises(ConfigError, match="give it ref_model, the model without"):
         DPOTrainer(Job(Path(), {}, 2, 0, 2, adapters=True).model())
     with pytest.raises(ConfigError, match="RewardTrainer is no SFTTrainer"):
         parallel(trl.RewardTrainer)

@@ -481,5 +481,6 @@ def test_many_shapes_are_told() -> None:
     model.eval()
     for length in range(2, 9):
         model(**words(0, 2, length))
-    with pytest.warns(UserWarning, match="8 shapes of batch"):
+    with pytest.warns(UserWarning, match="8 shapes of batch") as told:
         model(**words(0, 2, 9))
+    assert [w.filename for w in told] == [__file__]

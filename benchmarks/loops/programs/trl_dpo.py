@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from datasets import Dataset
 from trl import DPOConfig
@@ -13,7 +15,7 @@ from merakc.integrations.trl import DPOTrainer  # merakc: from trl import DPOTra
 
 def run(job: Job) -> torch.nn.Module:
     """Trains from `job.first` to `job.last`."""
-    model, reference = job.model(), job.model()
+    model, reference = job.model(), replace(job, adapters=False).model()
     model = merakc.auto_parallel(model, job.example, **job.layout)  # merakc
     for parameter in reference.parameters():
         parameter.data.mul_(1.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -281,6 +281,25 @@ def _refusal(dims: Dims, tp: int) -> str:
 def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
     """The factors that a plan's layouts of parameters and buffers split.
 
+    Raises `PlanError` where the graph does not divide a dim the way that the plan does, or needs
+    one whole.
+    """
+    found = planned_factors(dims, splits)
+    blocked = [f.blocked or "another part of a value" for f in needed_whole(dims, found)]
+    if blocked:
+        raise PlanError(f"the plan splits a dim that this graph needs whole, for {blocked}")
+    return found
+
+
+def needed_whole(dims: Dims, factors: Collection[Factor]) -> list[Factor]:
+    """Those of the factors that cannot be split."""
+    refused = refused_factors(dims)
+    return [f for f in factors if f.blocked or f in refused]
+
+
+def planned_factors(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
+    """The factors that a plan's layouts split, whether they can be split here or not.
+
     Raises `PlanError` where the graph does not divide a dim the way that the plan does.
     """
     found: set[Factor] = set()
@@ -295,10 +314,6 @@ def factors_of(dims: Dims, splits: Mapping[str, Layout]) -> set[Factor]:
             )
         for dim, factors in zip(dims.of[Ref(item.name)], planned.dims, strict=True):
             found |= _split_of(dim, factors, item.target)
-    blocked = [f.blocked for f in found if f.blocked]
-    blocked += ["another part of a value" for _ in found & refused_factors(dims)]
-    if blocked:
-        raise PlanError(f"the plan splits a dim that this graph needs whole, for {blocked}")
     return found
 
 

@@ -7,10 +7,18 @@ of the columns of a product: its weights divide by tp, and an all-gather follows
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Node, Ref, map_refs
-from merakc.passes.sharding.choose import AT_ANY_PRICE, candidates
+from merakc.ir.layout import Layout
+from merakc.passes.sharding.choose import (
+    AT_ANY_PRICE,
+    candidates,
+    needed_whole,
+    planned_factors,
+)
+from merakc.passes.sharding.factors import atoms
 from merakc.passes.sharding.propagate import propagate
 from merakc.passes.sharding.rules import GATHERED
 
@@ -33,8 +41,23 @@ def gather_products(graph: Graph, tp: int) -> Graph:
     return gathered if candidates(propagate(gathered), tp, AT_ANY_PRICE) else graph
 
 
-def gather_all(graph: Graph) -> Graph:
-    """The graph with a node behind every product, where its columns may be gathered."""
+def gather_needed(graph: Graph, splits: Mapping[str, Layout]) -> Graph:
+    """The same function, with those products gathered of which a plan splits columns that the
+    graph needs whole: the logits of a head, for a loss that the plan was made without.
+    """
+    dims = propagate(graph)
+    whole = needed_whole(dims, planned_factors(dims, splits))
+
+    def is_needed(node: Node) -> bool:
+        return any(f in whole for f in atoms(dims.of[Ref(node.name)][COLUMNS[node.op]]))
+
+    return gather_all(graph, is_needed)
+
+
+def gather_all(graph: Graph, among: Callable[[Node], bool] = lambda node: True) -> Graph:
+    """The graph with a node behind every product, or those `among` them, where its columns may be
+    gathered.
+    """
     nodes: list[Node] = []
     whole: dict[Ref, Ref] = {}
 
@@ -44,7 +67,7 @@ def gather_all(graph: Graph) -> Graph:
     for node in graph.nodes:
         kwargs = map_refs(node.kwargs, now)
         nodes.append(replace(node, args=map_refs(node.args, now), kwargs=kwargs))
-        if node.op in COLUMNS and node.spec.shape:
+        if node.op in COLUMNS and node.spec.shape and among(node):
             ref, name = Ref(node.name), f"{node.name}.gathered"
             args = (ref, COLUMNS[node.op] % len(node.spec.shape))
             nodes.append(replace(node, name=name, op=GATHERED, args=args, kwargs=()))
@@ -54,5 +77,7 @@ def gather_all(graph: Graph) -> Graph:
 
 
 def gathers(graph: Graph) -> bool:
-    """Whether products of a graph are gathered."""
-    return any(n.op == GATHERED for n in graph.nodes)
+    """Whether all products of a graph are gathered."""
+    products = [n for n in graph.nodes if n.op in COLUMNS and n.spec.shape]
+    gathered = [n for n in graph.nodes if n.op == GATHERED]
+    return 0 < len(products) == len(gathered)

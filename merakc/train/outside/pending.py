@@ -22,7 +22,7 @@ from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.outputs import outputs_of, told_name
-from merakc.train.outside.deferred import Deferred, deferred, unreachable
+from merakc.train.outside.deferred import Deferred, deferred, deferred_in, unreachable
 from merakc.train.outside.results import share_results
 from merakc.train.outside.tape import EXTRA, REMEDY, Noted, Replay, Tape, ValuesWantedError
 from merakc.train.steps import Steps
@@ -40,9 +40,19 @@ _READS = frozenset({
 })  # fmt: skip
 # Combinations of places of samples in the tensors that a loss outside reads that are tried.
 _MOST_READINGS = 12
+_OTHERWISE = (
+    "backward() of several losses, with create_graph or with inputs: a step gives the gradients of "
+    "all parameters, of one loss; add the losses up"
+)
+_PENALTY = (
+    "a term of the parameters is added to a loss that is made outside the model, and taking the "
+    "loss's step has written to the parameters since (it gathers what other ranks have updated); "
+    "call backward() of each by itself: gradients add up"
+)
 _UNSEEN = (
     f"a gradient is wanted of something that was computed from an output of the model outside the "
-    f"step, which has not seen it; {REMEDY}"
+    f"step, which has not seen it; {REMEDY}; of several calls of the model, call backward() of the "
+    "loss of each, or make them one call, of a module that makes them"
 )
 
 
@@ -117,6 +127,13 @@ class Pending:
             return iter(args[0].unbind(0))
         if self.train is not None and name == "backward":
             return self._backward(args, kwargs)
+        if self.train is not None and func is torch.autograd.grad:
+            return func(self._differentiated(args[0], kwargs), *args[1:], **kwargs)
+        if self.train is not None and _meets_parameters((args, kwargs)):
+            before = self._around()[0]
+            self._take(deferred_in((args, kwargs))[0].place)
+            if self._around()[0] != before:  # parts of weights were gathered
+                raise ConfigError(_PENALTY)
         if self.train is not None and name not in _READS:
             try:
                 return self.tape.note(func, tuple(args), dict(kwargs), self._show)
@@ -218,16 +235,20 @@ class Pending:
         """`loss.backward(gradient)`, or `torch.autograd.backward(loss, gradient)`."""
         told = dict(zip(("gradient", "retain_graph", "create_graph"), args[1:], strict=False))
         told |= kwargs
-        (loss, *others), *_ = [pytree.tree_leaves(args[:1])]
-        if others or told.get("create_graph") or told.get("inputs") is not None:
-            raise ConfigError(
-                "backward() of several losses, with create_graph or with inputs: a step gives the "
-                "gradients of all parameters, of one loss; add the losses up"
-            )
-        self._take(loss.place)
+        if told.get("inputs") is not None:
+            raise ConfigError(_OTHERWISE)
+        loss = self._differentiated(args[0], told)
         gradients = pytree.tree_leaves([told.get("gradient"), told.get("grad_tensors")])
         given = [g for g in gradients if g is not None]
-        self.known[loss.place].backward(*given)  # type: ignore[no-untyped-call]
+        loss.backward(*given)  # type: ignore[no-untyped-call]
+
+    def _differentiated(self, losses: Any, told: Mapping[str, Any]) -> torch.Tensor:
+        """The loss, of which the step is taken."""
+        loss, *others = pytree.tree_leaves(losses)
+        if others or told.get("create_graph"):
+            raise ConfigError(_OTHERWISE)
+        self._take(loss.place)
+        return self.known[loss.place]
 
     def _take(self, root: int) -> None:
         """Takes the step whose loss is the value at `root`."""
@@ -321,8 +342,9 @@ class Pending:
             [(f"{EXTRA}.{k}", rows) for rows in _places(t, samples)] for k, t in extras.items()
         ]
         readings = [own | dict(choice) for choice in islice(product(*places), _MOST_READINGS)]
-        if form.mark in steps.readings:
-            readings = [steps.readings[form.mark]]
+        form_of_loss = form.mark, *(t.shape for t in extras.values())
+        if form_of_loss in steps.readings:
+            readings = [steps.readings[form_of_loss]]
         refused: RecordError | None = None
         for dims in readings:
             parts = {k: self._own(t, dims[f"{EXTRA}.{k}"]) for k, t in extras.items()}
@@ -332,7 +354,7 @@ class Pending:
             except RecordError as error:
                 refused = refused or error
                 continue
-            steps.readings[form.mark] = dims
+            steps.readings[form_of_loss] = dims
             return found, given
         assert refused is not None
         noted = form.module.noted if isinstance(form.module, Replay) else ()
@@ -346,6 +368,17 @@ class Pending:
         if rows is None or not self.steps.whole:
             return tensor
         return rows.take(tensor, layout.first(0), layout.own)
+
+
+def _meets_parameters(given: Any) -> bool:
+    """Whether one number, the loss so far, meets what has a gradient outside the model: a penalty
+    on parameters.
+    """
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    outside = [x for x in tensors if not isinstance(x, Deferred) and x.requires_grad]
+    losses = {x.place: x for x in tensors if isinstance(x, Deferred)}
+    is_loss = len(losses) == 1 and all(x.numel() == 1 and x.requires_grad for x in losses.values())
+    return bool(outside) and is_loss and torch.is_grad_enabled()
 
 
 def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:

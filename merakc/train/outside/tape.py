@@ -10,7 +10,12 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import ConfigError
@@ -27,6 +32,7 @@ _PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format, slice, type(...), torch.Size,
 )  # fmt: skip
+_OF_VALUES = DataDependentOutputException, DynamicOutputShapeException
 REMEDY = "give auto_parallel the loss: auto_parallel(model, batch, loss=fn), fn(outputs, batch)"
 
 
@@ -121,25 +127,14 @@ class Tape:
         if self.mode is None:
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             self.forms = [self._fake_output(x) for x in self.forms]
-        faked: dict[int, tuple[torch.Tensor, Any]] = {}  # what stands for an argument, by its id
-
-        def fake(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return _plain(leaf, func)
-            found = next((f for f, t in faked.values() if t is leaf), None)
-            if found is None:
-                if isinstance(leaf, Deferred):
-                    found = self.forms[leaf.place]
-                else:
-                    found = self._fake_of(leaf, func)
-                faked[id(found)] = found, leaf
-            if isinstance(leaf, Deferred):
-                _check_history(leaf, found, func)
-            return found
-
         args = _with_open_size(func, args)
-        given, named = pytree.tree_map(fake, (args, kwargs))
-        out = self._run(func, given, named, faked.values())
+        try:
+            out, faked = self._seen(func, args, kwargs, self.mode, self._fake_of)
+        except ValuesWantedError as error:
+            if not isinstance(error.__cause__, _OF_VALUES):
+                raise
+            sizes = _Sizes()  # type: ignore[no-untyped-call]
+            out, faked = self._seen(func, args, kwargs, sizes, self._known_of)
         leaves, structure = pytree.tree_flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors or any(not isinstance(x, (torch.Tensor, type(None))) for x in leaves):
@@ -156,18 +151,50 @@ class Tape:
         shown = [made(next(places)) if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytree.tree_unflatten(shown, structure)
 
+    def _seen(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        mode: TorchDispatchMode,
+        stand_in: Callable[[torch.Tensor, Callable[..., Any]], torch.Tensor],
+    ) -> tuple[Any, dict[int, tuple[torch.Tensor, Any]]]:
+        """What the call returns on what stands in for its tensors; and by their ids what does, each
+        with the tensor.
+        """
+        faked: dict[int, tuple[torch.Tensor, Any]] = {}
+
+        def fake(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return _plain(leaf, func)
+            found = next((f for f, t in faked.values() if t is leaf), None)
+            if found is None:
+                found = stand_in(leaf, func)
+                faked[id(found)] = found, leaf
+            if isinstance(leaf, Deferred):
+                _check_history(leaf, found, func)
+            return found
+
+        given, named = pytree.tree_map(fake, (args, kwargs))
+        out = self._run(func, given, named, faked.values(), mode)
+        if not torch.is_grad_enabled():  # where views of fake tensors keep their history
+            out = pytree.tree_map_only(
+                torch.Tensor, lambda x: x if id(x) in faked else x.detach(), out
+            )
+        return out, faked
+
     def _run(
         self,
         func: Callable[..., Any],
         args: Any,
         kwargs: Any,
         faked: Collection[tuple[torch.Tensor, Any]],
+        mode: TorchDispatchMode,
     ) -> Any:
-        """What the call returns on tensors without values, which stand for those beside them."""
-        assert self.mode is not None
+        """What the call returns on tensors that stand for those beside them."""
         before, draws = [f._version for f, _ in faked], _Draws()
         try:
-            with self.mode, draws:
+            with mode, draws:
                 out = func(*args, **kwargs)
         except Exception as error:
             raise ValuesWantedError from error
@@ -186,7 +213,20 @@ class Tape:
                 raise ValuesWantedError
         return out
 
+    def _known_of(self, tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
+        """A tensor with the values that sizes may follow from, where it is none of numbers that the
+        model has computed. Collective where the model has chosen them.
+        """
+        found = self._fake_of(tensor, func)
+        if not isinstance(tensor, Deferred):
+            return tensor.detach().clone()
+        if tensor.is_floating_point() or tensor.is_complex():
+            return found
+        return tensor.source.value(tensor.place).clone()
+
     def _fake_of(self, tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
+        if isinstance(tensor, Deferred):
+            return self.forms[tensor.place]
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             raise ValuesWantedError
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -300,6 +340,27 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
+
+
+class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets calls whose sizes depend on masks and counts run where only these have values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.masked_select.default:
+            shape = torch.broadcast_shapes(*(x.shape for x in args))  # type: ignore[no-untyped-call]
+            chosen, mask = (x.expand(shape) for x in args)
+            func, args = torch.ops.aten.index.Tensor, (chosen, [mask])
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [place for index in args[1] for place in _places(index)]
+        return func(*args, **(kwargs or {}))
+
+
+def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """The indices that a mask is for."""
+    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+    if index is None or not is_mask or isinstance(index, FakeTensor):
+        return (index,)
+    return index.nonzero(as_tuple=True)
 
 
 def _check_history(leaf: Deferred, fake: torch.Tensor, func: Callable[..., Any]) -> None:

@@ -7,7 +7,6 @@ in as much memory. That all ranks find the same values is checked.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,13 +15,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from merakc.errors import MerakWarning, MismatchError
+from merakc.errors import MismatchError
 from merakc.runtime.groups import from_rank_0, together
 from merakc.runtime.health.job import all_ranks, call
 from merakc.runtime.part import local_of, plain
 from merakc.runtime.state import digest, gather_full
 from merakc.train.parameters.matrices import CALL, Bringing
 from merakc.train.parameters.norms import Owners
+from merakc.train.told import warn_of_line
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,12 +40,11 @@ class Together(Bringing):
                 self.others[p] = nn.Parameter(plain(p).detach().new_empty(0))
         count = sum(p.source.numel for named in self.models.values() for p in named.values())
         kind = type(optimizer).__name__
-        warnings.warn(
-            f"{kind} updates all parameters together: every rank holds all {count} elements, their "
-            f"gradients and what {kind} keeps of them, whole, as one process does",
-            MerakWarning,
-            stacklevel=2,
-        )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warn_of_line(
+                f"{kind} updates all parameters together: every rank holds all {count} elements, "
+                f"their gradients and what {kind} keeps of them, whole, as one process does"
+            )
 
     @property
     def updates(self) -> dict[torch.Tensor, bool]:

@@ -37,6 +37,8 @@ def loop(model: Any) -> list[tuple[float, ...]]:
         right = logits.argmax(-1) == batch["labels"]
         early = loss.item() if step == 1 else 0.0
         total = (loss + 0.1 * outputs["x"].square().mean()) / 2
+        if step == 2:  # which needs the vocabulary whole, as the plan does not: and chosen tokens
+            total = total - logits.log_softmax(-1)[batch["labels"] > step].mean()
         total.backward()
         assert step != 1 or early == pytest.approx(loss.item(), rel=1e-12)
         optimizer.step()
@@ -61,7 +63,7 @@ def test_a_plain_loop_trains_as_one_process(count: int, options: dict[str, Any])
     plain = build(Bare)
     wanted = loop(plain)
     for steps, state, compiled in run_ranks(count, trained, options):
-        assert compiled == 3, "the plan's, the outputs alone, and the step"
+        assert compiled == 4, "the plan's, the outputs alone, and the two kinds of step"
         for ours, theirs in zip(steps, wanted, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-11)
         if state:
@@ -92,6 +94,41 @@ def unused(model: Any) -> None:
     sum(F.cross_entropy(row[None], y[None]) for row, y in zip(model(X), Y, strict=True)).backward()
 
 
+def chosen(model: Any) -> None:
+    """Rows chosen by the batch, by the outputs, and by the mask of what is left."""
+    logits, mask = model(X), Y > 0
+    losses = F.cross_entropy(logits, Y, reduction="none")
+    rows = logits[mask]
+    kept = F.cross_entropy(rows, Y[mask], reduction="sum") / len(rows)
+    (kept + losses[losses > 1.0].sum() + logits.masked_select(~mask[:, None]).mean()).backward()
+
+
+def weighted(model: Any) -> None:
+    """A weight that is made without a gradient, from a view."""
+    logits = model(X)
+    with torch.no_grad():
+        weights = (-F.cross_entropy(logits.view(-1, 3), Y, reduction="none")).exp()
+    (weights * F.cross_entropy(logits, Y, reduction="none")).mean().backward()
+
+
+def penalised(model: Any) -> float:
+    loss = F.cross_entropy(model(X), Y) + 0.1 * sum(p.square().sum() for p in model.parameters())
+    loss.backward()
+    return round(loss.item(), 12)
+
+
+def by_grad(model: Any) -> None:
+    own = list(model.parameters())
+    for p, g in zip(own, torch.autograd.grad(F.cross_entropy(model(X), Y), own), strict=True):
+        p.grad = 2 * g
+
+
+@pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
+@pytest.mark.parametrize("loop", [chosen, weighted, penalised, by_grad])
+def test_losses_of_all_kinds(loop: Any) -> None:
+    alike(loop)
+
+
 @pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
 def test_values_may_be_read_before_and_after() -> None:
     for each in (twice, read_first, unused):
@@ -115,8 +152,8 @@ def backward_of(what: str, model: ParallelModel) -> None:
     """Does something that no step would hear of, or that it cannot know."""
     logits = model(X)
     loss = F.cross_entropy(logits, Y)
-    if what == "chosen rows":
-        F.cross_entropy(logits[Y > 0], Y[Y > 0]).backward()
+    if what == "two calls":
+        (loss + model(X).square().mean()).backward()
     elif what == "two losses":
         loss.backward(retain_graph=True)
         logits.square().mean().backward()
@@ -143,7 +180,7 @@ def backward_of(what: str, model: ParallelModel) -> None:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("chosen rows", "computed from an output of the model outside the step"),
+        ("two calls", "of several calls of the model, call backward"),
         ("two losses", "computed from an output of the model outside the step"),
         ("rows", r"backward\(\) of a tensor of shape \[8, 3\]"),
         ("no gradient", "does not require a gradient"),

@@ -80,7 +80,8 @@ def test_outputs_that_a_step_has_not_kept() -> None:
     )
     model.eval()
     loss, outputs = model(**words(0))
-    assert not loss.requires_grad
+    with pytest.raises(ConfigError, match="in evaluation mode gives, of which no step was taken"):
+        loss.backward()
     assert not outputs["logits"].requires_grad
     assert outputs["logits"].shape == (8, 6, 16)
 

@@ -198,6 +198,14 @@ def from_vector(model: Any) -> None:
     torch.nn.utils.vector_to_parameters(values, model.parameters())
 
 
+def evaluated(model: Any) -> None:
+    model.eval()
+    try:
+        loss_of(model).backward()
+    finally:
+        model.train()
+
+
 def joined(model: Any) -> object:
     loss_of(model).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -222,12 +230,15 @@ REFUSED: dict[str, Callable[[Any], object]] = {
     "into another": lambda m: [
         torch.add(p.detach(), 1, out=torch.zeros(p.shape).double()) for p in m.parameters()],
     "below": lambda m: [torch.ops.aten.mm.default(p, p.T) for p in matrices(m)],
+    "in evaluation": evaluated,
     "noise": noisy,
     "random": lambda m: [nn.init.normal_(p) for p in m.parameters()],
     "fan": lambda m: [nn.init.xavier_uniform_(p) for p in m.parameters() if p.dim() == 2],
     "again": lambda m: merakc.auto_parallel(m, torch.ones(8, 8).double()),
     "within": lambda m: merakc.auto_parallel(nn.Sequential(m), torch.ones(8, 8).double()),
     "FSDP": lambda m: torch.distributed.fsdp.fully_shard(m),
+    "compiled": lambda m: merakc.auto_parallel(
+        torch.compile(Net(), backend="eager"), torch.ones(8, 8).double()),
     "half": lambda m: loss_of(m.half()),
 }  # fmt: skip
 

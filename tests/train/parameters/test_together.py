@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,8 @@ def told(folder: Path) -> None:
     loss_of(model).backward()
     optimizer = Noisy([*model.parameters()])
     torch.manual_seed(0)
-    with pytest.warns(MerakWarning, match="every rank holds all 472 elements"):
+    warned = pytest.warns(MerakWarning, match="every rank holds all 472 elements")
+    with warned if model.rank == 0 else nullcontext():
         optimizer.step()
     with pytest.raises(CheckpointError, match="Noisy updates all parameters together"):
         merakc.save(folder, model, optimizer)
