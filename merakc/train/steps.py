@@ -27,9 +27,10 @@ from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.lowering.forwards import autocast_of
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.lowering.overlap import with_parts
-from merakc.lowering.recording import autocast_of, record_part
+from merakc.lowering.recording import record_part
 from merakc.machines.garbage import few_collections
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.programs.collectives import stage_touches, trained
