@@ -119,6 +119,7 @@ class ByCall:
             for value, out in zip(leaves, calls.outs, strict=True):
                 if isinstance(out, tuple):
                     self._add(value, _Value(table[out[0]], out[1]), node)
+        self._tape.clear()  # of tables, which hold this
 
     def ref(self, ref: Ref) -> Ref:
         """What a value of the graph is in the joint one."""
@@ -226,15 +227,9 @@ class ByCall:
 
     def _emit(self, calls: Sequence[Node], table: _Table, origin: Node) -> None:
         """Writes traced calls for the values in `table`, which gets what they make."""
-
-        def now(arg: Any) -> Any:
-            if type(arg) is Ref:
-                return table[arg]
-            return tuple([now(a) for a in arg]) if type(arg) is tuple else arg
-
         for call in calls:
             args = tuple(
-                [table[a] if type(a) is Ref else now(a) if type(a) is tuple else a
+                [table[a] if type(a) is Ref else _now(a, table) if type(a) is tuple else a
                  for a in call.args]
             )  # fmt: skip
             if call.op in KEY_POSITION:
@@ -242,7 +237,7 @@ class ByCall:
                 args = (*args[:at], origin.args[KEY_POSITION[origin.op]], *args[at + 1 :])
             name = sys.intern(f"j:{self._names.create_name(_short(call.op), None)}")
             self.nodes.append(
-                Node(name, call.op, args, now(call.kwargs), call.outputs, origin.module,
+                Node(name, call.op, args, _now(call.kwargs, table), call.outputs, origin.module,
                      origin.source)
             )  # fmt: skip
             for k in range(len(call.outputs)):
@@ -289,6 +284,12 @@ class _Table(dict[Ref, Ref]):
             found = _constant(self._writer.tracer.constants[ref.node])
         self[ref] = self._writer.named(found)
         return self[ref]
+
+
+def _now(arg: Any, table: _Table) -> Any:
+    if type(arg) is Ref:
+        return table[arg]
+    return tuple([_now(a, table) for a in arg]) if type(arg) is tuple else arg
 
 
 @cache
