@@ -19,7 +19,7 @@ import torch
 import torch.fx as fx
 
 from merakc.frontend.calls.forms import Form
-from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec, map_refs
+from merakc.ir.graph import Graph, Input, InputKind, Node, Ref, TensorSpec, map_refs, typed
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.ops import resolve_op
 from merakc.passes.autodiff.tracer import Tracer
@@ -157,7 +157,7 @@ class ByCall:
                 return resolve_op(node.op)(*args, **dict(kwargs))
 
         at = KEY_POSITION.get(node.op, len(node.args))
-        told = _told((node.args[:at], node.args[at + 1 :], node.kwargs))
+        told = typed((node.args[:at], node.args[at + 1 :], node.kwargs), lambda _: Ref)
         return self._made(run, node, values, told)
 
     def _made(
@@ -295,13 +295,6 @@ def _now(arg: Any, table: _Table) -> Any:
 @cache
 def _short(op: str) -> str:
     return op.split(".")[1]
-
-
-def _told(value: Any) -> Any:
-    """What an argument is beside its tensors, with its type: 1 is equal to 1.0 and to True."""
-    if type(value) is Ref:
-        return Ref
-    return tuple([_told(v) for v in value]) if type(value) is tuple else (type(value), value)
 
 
 def _of_input(item: Input) -> _Value:
