@@ -145,11 +145,10 @@ class Steps:
         lowered: Lowered,
         chunks: Mapping[int, StageGraphs],
         layout: BatchLayout,
-        *,
-        train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
         form, key = key[-1], self.reads.add(key, recording.reads, recording.of_whole)
+        train = form.train and recording.has_loss
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: stage_touches(chunk) for stage, chunk in chunks.items()}
@@ -209,7 +208,7 @@ class Steps:
             del self.compiled[next(iter(self.compiled))]
 
         made = self._lowered(args, kwargs, layout, form)
-        light = self.add(key, *made, layout, train=form.train and made[0].has_loss).let_go()
+        light = self.add(key, *made, layout).let_go()
         self.compiled[next(reversed(self.compiled))] = light
         del made
         gc.collect(0)  # what compiling has made, and not let go of, is much

@@ -237,8 +237,8 @@ class ByCall:
                 args = (*args[:at], origin.args[KEY_POSITION[origin.op]], *args[at + 1 :])
             name = sys.intern(f"j:{self._names.create_name(_short(call.op), None)}")
             self.nodes.append(
-                Node(name, call.op, args, _now(call.kwargs, table), call.outputs, origin.module,
-                     origin.source)
+                Node(name, call.op, args, _now(call.kwargs, table), call.outputs,
+                     module=origin.module, source=origin.source)
             )  # fmt: skip
             for k in range(len(call.outputs)):
                 table[Ref(call.name, k)] = Ref(name, k)
@@ -261,7 +261,7 @@ class ByCall:
         """Adds what a node says of the gradient of a value."""
         before = value.gradient
         if before is not None:
-            add = Node("", ADD, (), (), (), node.module, node.source)
+            add = Node("", ADD, (), (), (), module=node.module, source=node.source)
             (total,), _, _ = self._made(torch.add, add, [before, gradient])
             assert total is not None
             gradient = total
