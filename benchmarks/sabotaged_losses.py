@@ -23,7 +23,8 @@ from benchmarks.sabotage import Log, Sabotage
 from merakc.errors import MerakError, RecordError
 from merakc.ir.batches import BatchLayout, BatchSplit, Rows
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind, Ref
-from merakc.lowering.recording import _Forward, analysed
+from merakc.lowering.forwards import Forward
+from merakc.lowering.recording import analysed
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.part import keyed
@@ -61,7 +62,7 @@ class Subject:
         dims |= {n: d if d is None else Rows(d) for n, d in EXTRA_DIMS.items()
                  if n in self.batch and n not in dims}  # fmt: skip
         layout = BatchLayout((SAMPLES,), len(EVEN))
-        forward = _Forward(
+        forward = Forward(
             self.model,
             (),
             self.batch,

@@ -254,7 +254,7 @@ def _build(
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
-    step = steps.add(key, recording, lowered, chunks(), layout, train=True)
+    step = steps.add(key, recording, lowered, chunks(), layout)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
     simulation, book = _priced(made, steps, step, ledger, measured=cluster is None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -70,6 +70,12 @@ class HeadRunner:
         self.brought = tuple(
             i for i in chunk.forward.inputs if i.name not in self.constants and i.name not in waist
         )
+
+    def let_go(self) -> None:
+        """Lets go of the graphs, but for what goes in and comes out."""
+        self.chunk = StageGraphs(self.chunk.forward.without_nodes(), None)
+        self.head = replace(self.head, graph=self.head.graph.without_nodes())
+        self.graphs = [(g.without_nodes(), run, later) for g, run, later in self.graphs]
 
     def run(
         self, waist: Tensors, known: Mapping[str, torch.Tensor], loss_scale: float

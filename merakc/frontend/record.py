@@ -225,12 +225,15 @@ def _record(
             how.compared.add(graph)
     aliases = _aliases(model)
     graph.verify()
-    return Recording(
+    made = Recording(
         without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]
         numbers=frozenset(first.numbers), reads=first.reader.reads(),
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
         left=left, checkpoints=first.checkpoints,
     )  # fmt: skip
+    for recorder in (first, second):  # which hold themselves: it takes long to find that they do
+        vars(recorder).clear()
+    return made
 
 
 def without_aside(graph: Graph) -> Graph:

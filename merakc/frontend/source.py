@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from types import CodeType, FrameType
 
 import torch
@@ -46,7 +47,12 @@ def is_installed(code: CodeType) -> bool:
 
 
 def _passes_on(code: CodeType) -> bool:
-    return code.co_filename.startswith(_OURS) or code.co_name in _HOOKS
+    return _is_ours(code.co_filename) or code.co_name in _HOOKS
+
+
+@lru_cache(maxsize=4096)
+def _is_ours(filename: str) -> bool:
+    return filename.startswith(_OURS)
 
 
 def near_line(frame: FrameType | None, passed: str = "\0") -> str:

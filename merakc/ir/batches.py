@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Final, Literal
 
@@ -171,6 +171,11 @@ class Known:
     part: Graph
     whole: Head
     rows: Mapping[str, Rows | None]
+
+    def without_nodes(self) -> Known:
+        """The same without the nodes of its graphs."""
+        whole = replace(self.whole, graph=self.whole.graph.without_nodes())
+        return replace(self, part=self.part.without_nodes(), whole=whole)
 
 
 @dataclass(frozen=True, slots=True)

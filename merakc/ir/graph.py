@@ -340,6 +340,15 @@ def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     return value
 
 
+def typed(value: Any, ref: Callable[[Ref], Any] = lambda r: r) -> Any:
+    """An argument to compare with others, with types: 1 is equal to 1.0 and to True."""
+    if type(value) is Ref:
+        return ref(value)
+    if type(value) is tuple:
+        return tuple([typed(v, ref) for v in value])
+    return type(value), repr(value) if type(value) is float else value
+
+
 def format_arg(value: Any) -> str:
     """The text form of an argument."""
     if isinstance(value, Ref):

@@ -74,7 +74,8 @@ class Lowered:
 
     def without_nodes(self) -> Lowered:
         """The same without the nodes of the graphs of parts and stages."""
-        loss = replace(self.loss, graph=self.loss.graph.without_nodes())
+        known = self.loss.known and self.loss.known.without_nodes()
+        loss = replace(self.loss, graph=self.loss.graph.without_nodes(), known=known)
         return replace(self, loss=loss, stages=self.stages.without_nodes(), parts=())
 
     @property

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,35 +12,23 @@ from torch import nn
 from merakc.batches.split import (
     cast_floats,
     named_tensors,
-    resized,
-    sample_rows,
-    signature,
     split_batch,
-    taken_dims,
 )
-from merakc.errors import ConfigError, ForwardError, OtherSizeError, RecordError, failure
+from merakc.errors import ConfigError, ForwardError, RecordError
 from merakc.frontend.python.compared import Compared
-from merakc.frontend.record import Recording, record, without_aside
-from merakc.frontend.regions import WHY
-from merakc.frontend.values.reads import Read, Reads
+from merakc.frontend.record import Recording
 from merakc.ir.batches import BY_SIZE, WHOLE_BATCH, BatchDims, BatchLayout, Couplings, Rows
 from merakc.ir.graph import Graph, OutputKind
 from merakc.ir.precision import Precision
 from merakc.kernels.draws import KEY_POSITION
-from merakc.kernels.opaque import OPAQUE, find
 from merakc.lowering.find_samples import Fit, fit_of
-from merakc.passes.batches.alike import OtherPathError, check_read_alike, of_one_sample
+from merakc.lowering.forwards import Forward, Shared, telling, two_sizes
+from merakc.passes.batches.alike import check_read_alike
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
-from merakc.passes.batches.answers import unsaid
-from merakc.passes.batches.part import known_name
 from merakc.passes.batches.proof.certificate import certify
-from merakc.passes.batches.recorded import BatchAside, BatchRecording
-from merakc.passes.batches.split import known_alone, known_values
-from merakc.passes.pipeline import KEYED, RECORDED
+from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.pipeline import KEYED
 from merakc.passes.running import run_passes
-
-# Recordings by whether shapes are settled and the form of the batch.
-Shared = dict[tuple[bool, tuple[Any, ...]], Recording]
 
 
 def record_part(
@@ -71,14 +56,14 @@ def record_part(
     `record` and `analyse` do.
     """
     dtype = precision.dtype("compute") if precision else None
-    forward = _Forward(
+    forward = Forward(
         model, *cast_floats(args, kwargs, dtype), layout, device,
         dtype=dtype, dims=dims, shared={} if shared is None else shared, compared=compared,
     )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 
 
-def _fitting(forward: _Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:
+def _fitting(forward: Forward, couplings: Couplings, *, divided: bool) -> BatchRecording:
     """The recording of a part, of which layers are in parts if there is a way to it.
 
     What costs least comes first: places that the batch says are then checked at every step, and
@@ -107,7 +92,7 @@ def _fitting(forward: _Forward, couplings: Couplings, *, divided: bool) -> Batch
 
 
 def _recorded_part(
-    forward: _Forward, couplings: Couplings, *, divided: bool, placing: bool
+    forward: Forward, couplings: Couplings, *, divided: bool, placing: bool
 ) -> BatchRecording:
     """The recording of a part, and what was found of it."""
     layout, dims = forward.layout, forward.dims
@@ -127,12 +112,13 @@ def _recorded_part(
 
     found, unchecked = None, ""
     if layout.parts > 1:
-        with _telling(forward.taken):
+        with telling(forward.taken):
             each, total = layout.each, layout.total
             found = analysed(sized, forward.sampled, each, total, layout.least, placing=placing)
         loss = next((o for o in part.graph.outputs if o.kind is OutputKind.LOSS), None)
         if loss is not None and couplings == WHOLE_BATCH:
             unchecked = certify(found, loss, forward.rest(found))
+        forward.learn()
     elif divided or any(n.op in KEY_POSITION for n in part.graph.nodes):
         with contextlib.suppress(Exception):  # a model of one size of batch alone is not divided
             found = analysed(sized, forward.sampled, layout.each, 2 * layout.each, layout.each)
@@ -160,149 +146,7 @@ def read_whole(layout: BatchLayout, couplings: Couplings) -> bool:
     return layout.total == layout.own and couplings == WHOLE_BATCH
 
 
-class _Forward:
-    """A model's forward of one batch, with any number of its samples, each recorded once."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        layout: BatchLayout,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        dims: BatchDims,
-        shared: Shared,
-        compared: Compared | None,
-    ) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
-        self.shared, self.compared = shared, compared
-        self.layout, self.device, self.dtype, self.dims = layout, device, dtype, dims
-        self.sampled = sample_rows(args, kwargs, dims)
-        tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
-        self.taken = taken_dims({n: self.sampled.get(n) for n in tensors})
-        self.known: dict[int, Recording] = {}
-        self.settling = False
-
-    @property
-    def has_regions(self) -> bool:
-        """Whether shapes depend on values in what was recorded, and need not."""
-        made = self.known.get(self.layout.each)
-        nodes = made.graph.nodes if made is not None and not self.settling else ()
-        return any(n.op == OPAQUE and find(n.args[-1]).reason == WHY for n in nodes)
-
-    def settled(self) -> _Forward:
-        """The same, with the shapes that the batch says."""
-        now = copy(self)
-        now.known, now.settling = {}, True
-        vars(now).pop("unsaid", None)
-        return now
-
-    def part(self) -> Recording:
-        """The recording of the first part."""
-        layout = self.layout
-        part = self.sized(layout.each)
-        return part if layout.each > 1 or layout.parts == 1 else self.one()
-
-    def one(self) -> Recording:
-        """The recording of one sample as a part of the batch."""
-        alone, two, wide = self.sized(1), self.sized(2), _wide(self.layout.total)
-        with _telling(self.taken):
-            graphs = (alone.everything, two.everything, self.sized(wide).everything)
-            graph = of_one_sample(*graphs, wide)
-        if graph is alone.everything:
-            return alone
-        full, step = (graph, without_aside(graph)) if two.aside else (None, graph)
-        # Two samples are told what one says; of a part of one only that one's numbers can be asked.
-        return replace(two, graph=step, full=full, reads=alone.reads)
-
-    def rest(self, found: Analysis) -> Analysis | None:
-        """What is found of the samples behind as many parts of equal size as there are, if any."""
-        left = found.total % found.samples
-        if not left:
-            return None
-        try:
-            graph = (self.one() if left == 1 else self.sized(left)).everything
-            return retaken(found, graph, found.whole, left, found.total)
-        except RecordError:  # a size of part that no rank has
-            return None
-
-    def of_whole(self) -> Reads | None:
-        """What Python has read of the whole batch, where that of its parts does not say it."""
-        return self.sized(self.layout.total).reads if self.unsaid else None
-
-    @cached_property
-    def unsaid(self) -> Sequence[Read]:
-        """What Python reads of which the parts do not say what it is for the whole batch."""
-        layout, own = self.layout, self.sized(self.layout.each).reads
-        if layout.parts == 1 or own is None:
-            return ()
-        least, wide = _compared(layout.least, layout.total)
-        part, whole = self.sized(least).reads, self.sized(wide).reads
-        if part is None or len(part.asked) != len(own.asked):
-            return own.asked
-        return unsaid(part, whole, self.sampled, least, wide)
-
-    def sized(self, samples: int) -> Recording:
-        """The recording for so many samples: a part and this rank's batch with their values."""
-        if samples not in self.known:
-            self.known[samples] = self._sized(samples)
-        return self.known[samples]
-
-    def _sized(self, samples: int) -> Recording:
-        layout = self.layout
-        if samples == layout.each:
-            parts = split_batch(self.args, self.kwargs, layout.micro_batches, self.dims)
-            return self._recorded(samples, *parts[0])
-        if samples == layout.own:
-            return self._recorded(samples, self.args, self.kwargs)
-        return self._recorded(samples, *resized(self.args, self.kwargs, self.sampled, samples))
-
-    def _recorded(self, samples: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording:
-        layout, form = self.layout, (self.settling, signature(args, kwargs))
-        if form in self.shared:
-            return self.shared[form]
-        # Once for each way is a second forward compared.
-        repeated = samples == layout.each and all(s is not self.settling for s, _ in self.shared)
-        with torch.autocast("cpu", *autocast_of(self.device)):  # fake tensors are of the CPU
-            try:
-                told = self.sized(layout.each).reads if samples != layout.each else None
-                made = record(
-                    self.model, args, kwargs, self.dtype, told.answers if told else (),
-                    settling=self.settling, repeated=repeated, compared=self.compared,
-                )  # fmt: skip
-            except ForwardError as error:
-                if samples == layout.own or self._fails():
-                    raise
-                cause = error.__cause__ or error
-                raise _other_size(samples, layout.own, self.taken, cause) from error
-        graph = run_passes(RECORDED, made.everything)
-        of_full = {"graph": without_aside(graph), "full": graph} if made.full else {"graph": graph}
-        made = replace(made, **of_full)
-        if made.reads is None:  # no value of the batch was asked for
-            self.shared[form] = made
-        return made
-
-    def aside(self, part: Recording, found: Analysis | None) -> BatchAside:
-        """What the forward does beside computing, of the whole batch; `found` is of its parts."""
-        outputs = [o for o in part.everything.outputs if o.kind is OutputKind.ASIDE]
-        known = known_values(found, outputs) if found else known_alone(part.everything, outputs)
-        names = {o.name: known_name(o.ref) for o in outputs}
-        edits = self.sized(self.layout.own).aside.edits if part.aside.edits else ()
-        return BatchAside(known, names, part.aside.checks, part.aside.writes, edits)
-
-    def _fails(self) -> bool:
-        """Whether the forward fails for the batch as it was given."""
-        try:
-            record(self.model, self.args, self.kwargs, self.dtype)
-        except ForwardError:
-            return True
-        except RecordError:
-            return False
-        return False
-
-
-def _check_parts(recording: Recording, others: Sequence[Any], forward: _Forward) -> None:
+def _check_parts(recording: Recording, others: Sequence[Any], forward: Forward) -> None:
     """Raises `RecordError` where Python reads something else of another micro-batch, or may of the
     whole batch.
     """
@@ -339,40 +183,11 @@ def analysed(
     Every rank looks at parts of the `least` samples, so that all come to the same; of one sample,
     no dim can be told from another of size 1: what holds for parts of two holds for it.
     """
-    least, wide = _compared(least, total)
+    least, wide = two_sizes(least, total)
     found = analyse(sized(least), sized(wide), sampled, least, wide, placing=placing)
     if (samples, total) == (least, wide):
         return found
     return retaken(found, sized(samples), sized(total), samples, total)
-
-
-@contextlib.contextmanager
-def _telling(taken: str) -> Iterator[None]:
-    """Adds to errors of other paths where samples were taken to stand."""
-    try:
-        yield
-    except OtherPathError as error:
-        raise RecordError(f"{error}; {taken}") from error
-
-
-def _compared(least: int, total: int) -> tuple[int, int]:
-    """The numbers of samples of the two recordings that are compared, for parts of `least`."""
-    least = max(least, 2)
-    return least, total if total > least else _wide(total)
-
-
-def _wide(total: int) -> int:
-    """A number of samples to compare two of them with, for a batch of `total`."""
-    return total if total > 2 else 2 * total
-
-
-def _other_size(samples: int, own: int, taken: str, error: BaseException) -> OtherSizeError:
-    """The error for a forward that takes no other number of samples than the batch has."""
-    return OtherSizeError(
-        f"the forward takes the batch of {own} samples, and fails for {samples} of them "
-        f"({failure(error)}); {taken}; if the model is for one size of batch, train with dp=1 and "
-        "micro_batches=1"
-    )
 
 
 def with_loss(recording: BatchRecording) -> BatchRecording:
@@ -383,8 +198,3 @@ def with_loss(recording: BatchRecording) -> BatchRecording:
             "labels, or give auto_parallel the loss of its outputs: loss=fn, fn(outputs, batch)"
         )
     return recording
-
-
-def autocast_of(device: torch.device) -> tuple[torch.dtype, bool]:
-    """The dtype of autocast on a device, and whether it is on."""
-    return torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)

@@ -14,8 +14,9 @@ from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.ir.strategy import Strategy
+from merakc.lowering.forwards import Shared
 from merakc.lowering.lowered import Lowered
-from merakc.lowering.recording import Shared, record_part, with_loss
+from merakc.lowering.recording import record_part, with_loss
 from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
 from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from merakc.batches.split import path_name
-from merakc.lowering.recording import autocast_of
+from merakc.lowering.forwards import autocast_of
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
 from merakc.train.data.metrics import count_once

@@ -30,7 +30,7 @@ class Knowledge:
         device: torch.device,
         group: dist.ProcessGroup | None,
     ) -> None:
-        self.known, self.layout, self.state = known, layout, state
+        self.known, self.layout, self.state = known.without_nodes(), layout, state
         self.part = compile_graph(known.part, device)
         constants = {name: c.to(device) for name, c in known.part.constants.items()}
         self.given = [
@@ -39,6 +39,7 @@ class Knowledge:
         self.whole = HeadRunner(
             known.whole, differentiate(known.whole.graph), layout, device, group
         )
+        self.whole.let_go()
 
     def run(self, batches: Sequence[Tensors]) -> Tensors:
         """The values of the whole batch, by name, from this rank's micro-batches; collective."""

@@ -27,9 +27,10 @@ from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, StageGraphs
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
+from merakc.lowering.forwards import autocast_of
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.lowering.overlap import with_parts
-from merakc.lowering.recording import autocast_of, record_part
+from merakc.lowering.recording import record_part
 from merakc.machines.garbage import few_collections
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.passes.programs.collectives import stage_touches, trained
@@ -144,11 +145,10 @@ class Steps:
         lowered: Lowered,
         chunks: Mapping[int, StageGraphs],
         layout: BatchLayout,
-        *,
-        train: bool,
     ) -> CompiledStep:
         """Compiles this rank's chunks, for batches that lie so, and keeps them under `key`."""
         form, key = key[-1], self.reads.add(key, recording.reads, recording.of_whole)
+        train = form.train and recording.has_loss
         program = lowered.programs(forward_only=not train)[self.groups.rank]
         if self.sharded is not None:
             touches = {stage: stage_touches(chunk) for stage, chunk in chunks.items()}
@@ -208,7 +208,7 @@ class Steps:
             del self.compiled[next(iter(self.compiled))]
 
         made = self._lowered(args, kwargs, layout, form)
-        light = self.add(key, *made, layout, train=form.train and made[0].has_loss).let_go()
+        light = self.add(key, *made, layout).let_go()
         self.compiled[next(reversed(self.compiled))] = light
         del made
         gc.collect(0)  # what compiling has made, and not let go of, is much

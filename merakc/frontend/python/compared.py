@@ -1,9 +1,13 @@
-"""Forwards that a second one was compared with, and those of other batches that do the same."""
+"""Forwards that a second one was compared with, and those of other batches that do the same.
+
+What is known of how their numbers grow with the samples gives the forward of a part of a batch from
+that of the whole, without running it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import combinations_with_replacement, product
 from math import prod
 from typing import Any
@@ -12,7 +16,7 @@ from torch import nn
 
 from merakc.frontend.python.content import content_hash
 from merakc.frontend.python.watch import WatchedState
-from merakc.ir.graph import Graph, InputKind
+from merakc.ir.graph import Graph, InputKind, Node, TensorSpec
 
 MOST = 8  # forwards that are kept, each of other calls
 MOST_FACTORS = 3  # sizes in a product: those of what attention draws, say
@@ -30,6 +34,14 @@ class _Forward:
     sizes: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Growing:
+    """The calls of a forward, and which of the whole numbers in them grow as the samples do."""
+
+    calls: tuple[Any, ...]
+    grows: tuple[bool, ...]
+
+
 @dataclass(slots=True)
 class Compared:
     """Forwards of a model of which a second one was the same.
@@ -40,6 +52,7 @@ class Compared:
     """
 
     known: list[_Forward] = field(default_factory=list)
+    growing: list[_Growing] = field(default_factory=list)
     state: WatchedState | None = None  # of the model, when one was recorded last
 
     def state_of(self, model: nn.Module) -> WatchedState:
@@ -49,12 +62,38 @@ class Compared:
 
     def add(self, graph: Graph) -> None:
         """One that was compared."""
-        self.known = [*self.known[1 - MOST :], _forward(graph)]
+        self.known = [*self.known[1 - MOST :], graph.told(_forward)]
 
     def explain(self, graph: Graph) -> bool:
         """Whether a forward is one of them, for the sizes of its own batch."""
-        own = _forward(graph) if self.known else None
-        return own is not None and any(_follows(own, known) for known in self.known)
+        return any(_follows(graph.told(_forward), known) for known in self.known)
+
+    def learn(self, part: Graph, samples: int, whole: Graph, total: int) -> None:
+        """How the numbers of a forward grow with the samples, from recordings of so many."""
+        own, other = part.told(_forward), whole.told(_forward)
+        if own.calls != other.calls or any(g.calls == own.calls for g in self.growing):
+            return
+        pairs = list(zip(own.numbers, other.numbers, strict=True))
+        if all(a == b or a * total == b * samples for a, b in pairs):
+            # Of the calls that are known already, if they are: a tuple of them is large.
+            calls = next((k.calls for k in self.known if k.calls == own.calls), own.calls)
+            found = _Growing(calls, tuple(a != b for a, b in pairs))
+            self.growing = [*self.growing[1 - MOST :], found]
+
+    def part_of(self, whole: Graph, samples: int, total: int) -> Graph | None:
+        """The forward of so many of the samples of a batch, from that of all of them.
+
+        Of calls of which both were recorded before: the numbers that grew with the samples there
+        are smaller, all others are the whole batch's. None where they are not known, or not even.
+        """
+        own = whole.told(_forward) if self.growing else None
+        known = next((g for g in self.growing if own is not None and g.calls == own.calls), None)
+        if own is None or known is None:
+            return None
+        pairs = list(zip(own.numbers, known.grows, strict=True))
+        if any(grows and n * samples % total for n, grows in pairs):
+            return None
+        return _renumbered(whole, iter([n * samples // total if g else n for n, g in pairs]))
 
 
 def _follows(own: _Forward, known: _Forward) -> bool:
@@ -90,7 +129,7 @@ def _forward(graph: Graph) -> _Forward:
         if type(value) is int:
             numbers.append(value)
             return int
-        if isinstance(value, tuple):
+        if type(value) is tuple:
             return tuple([told(v) for v in value])
         return repr(value) if isinstance(value, float) else value  # 1.0 is equal to True
 
@@ -104,3 +143,24 @@ def _forward(graph: Graph) -> _Forward:
     sizes = tuple(n for i in graph.inputs if i.kind is InputKind.BATCH for n in i.spec.shape)
     rest = (*inputs, *constants, *graph.outputs)
     return _Forward((*calls, *rest), tuple(numbers), sizes)
+
+
+def _renumbered(graph: Graph, numbers: Iterator[int]) -> Graph:
+    """The same calls with other whole numbers, in the order of `_forward`."""
+
+    def now(value: Any) -> Any:
+        if type(value) is int:
+            return next(numbers)
+        return tuple([now(v) for v in value]) if type(value) is tuple else value
+
+    def sized(spec: TensorSpec | None) -> TensorSpec | None:
+        return spec and TensorSpec(now(spec.shape), spec.dtype)
+
+    inputs = tuple([replace(i, spec=TensorSpec(now(i.spec.shape), i.spec.dtype))
+                    for i in graph.inputs])  # fmt: skip
+    nodes = tuple([
+        Node(n.name, n.op, now(n.args), now(n.kwargs), tuple(map(sized, n.outputs)),
+             module=n.module, source=n.source, grad=n.grad)
+        for n in graph.nodes
+    ])  # fmt: skip
+    return Graph(inputs, nodes, graph.outputs, graph.constants, graph.functions)

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from merakc.frontend.python.fingerprint import ADDRESS
 from merakc.frontend.python.state import PythonState
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
+from merakc.passes.autodiff.by_call import ByCall, UnclearError
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.tracer import PLACES, Tracer
 
@@ -128,20 +129,53 @@ def _trace(
     # The casts of an autocast region are nodes already; one around us would cast once more.
     with warnings.catch_warnings(), torch.enable_grad(), torch._C._DisableAutocast():
         warnings.simplefilter("ignore")
-        for mode, device in _modes(graph):
-            with mode:
-                made = [torch.empty(i.spec.shape, dtype=i.spec.dtype, device=device) for i in given]
-            values, seeds = made[: len(free)], made[len(free) :]
-            tracer = Tracer({Ref(i.name): x for i, x in zip(given, made, strict=True)})
-            try:
-                with mode, tracer:
-                    results = [tracer.ref(x) for x in joint(values, seeds, tracer.at)]
-            except RuntimeError as error:
-                tracer.unclear = str(error)
-            if not tracer.unclear:
-                inputs = (*given, *tracer.inputs)
-                return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
+        if all(n.op.startswith(OWN) and not n.op.startswith(OPAQUES) for n in graph.nodes):
+            with suppress(UnclearError, RuntimeError):
+                return _by_call(graph, wanted, list(zip(roots, tangents, strict=True)), found)
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode:
+            made = [torch.empty(i.spec.shape, dtype=i.spec.dtype) for i in given]
+        values, seeds = made[: len(free)], made[len(free) :]
+        tracer = Tracer({Ref(i.name): x for i, x in zip(given, made, strict=True)})
+        try:
+            with mode, tracer:
+                results = [tracer.ref(x) for x in joint(values, seeds, tracer.at)]
+        except RuntimeError as error:
+            tracer.unclear = str(error)
+        if not tracer.unclear:
+            inputs = (*given, *tracer.inputs)
+            return Graph(inputs, tuple(tracer.nodes), (), tracer.constants), results
         return _convert(_by_torch(joint, values, seeds), graph, tangents)
+
+
+def _by_call(
+    graph: Graph,
+    wanted: Sequence[Input],
+    roots: Sequence[tuple[Output, Input]],
+    found: list[str],
+) -> tuple[Graph, list[Ref]]:
+    """The joint graph as `ByCall` writes it, of meta tensors.
+
+    These take a fraction of the time of fake ones, of which each call passes through Python. But
+    they say of themselves that they are on no device that computes, which Python code may ask: that
+    of users sees fake tensors alone.
+    """
+    found.clear()
+    writer = ByCall(graph)
+    free = [i for i in graph.inputs if i.name not in graph.constants]
+    writer.run(free)
+    reached = [(o.ref, tangent) for o, tangent in roots if writer.trained(o.ref)]
+    writer.backward(reached)
+    results = [writer.ref(o.ref) for o in graph.outputs]
+    for item in wanted if reached else ():
+        # A stage before this one waits for the gradient of what it sent.
+        waited = item.kind is InputKind.ACTIVATION
+        ref = writer.gradient(Ref(item.name), zeros=waited)
+        if ref is not None:
+            found.append(item.name)
+            results.append(ref)
+    inputs = (*free, *(t for _, t in roots), *writer.inputs)
+    return Graph(inputs, tuple(writer.nodes), (), writer.constants), results
 
 
 def _by_torch(
@@ -178,18 +212,6 @@ def _joint(
     outs = interpret(graph, given, before)
     reached = [(outs[p], s) for p, s in zip(positions, seeds, strict=True)]
     return [*outs, *_gradients(given, wanted, reached, found)]
-
-
-def _modes(graph: Graph) -> Iterator[tuple[AbstractContextManager[Any], str]]:
-    """What the graph's calls are traced under, one try after the other, with the device of values.
-
-    Meta tensors take a fraction of the time of fake ones, of which each call passes through Python.
-    But they say of themselves that they are on no device that computes, which Python code may ask:
-    that of users sees fake tensors alone.
-    """
-    if all(node.op.startswith(OWN) and not node.op.startswith(OPAQUES) for node in graph.nodes):
-        yield nullcontext(), "meta"
-    yield FakeTensorMode(allow_non_fake_inputs=True), "cpu"
 
 
 def _gradients(

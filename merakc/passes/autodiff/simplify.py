@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs, typed
 
 # Nodes that hand their input on: autograd's bookkeeping, and the forward half of f/g pairs.
 FORWARDED = frozenset(
@@ -45,7 +45,7 @@ def simplify(graph: Graph) -> Graph:
         if node.op in SWAPS and args[0] in views and _undoes(node, args, views[args[0]]):
             replaced[Ref(node.name)] = views[args[0]].args[0]
             continue
-        key = (node.op, repr(args), repr(kwargs))
+        key = (node.op, typed(args), typed(kwargs))
         if key in seen:
             for index in range(len(node.outputs)):
                 replaced[Ref(node.name, index)] = Ref(seen[key], index)

@@ -75,6 +75,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return "", ""
         return self._origins[place].module, self._origins[place].source
 
+    def give(self, given: Mapping[Ref, torch.Tensor]) -> None:
+        """Tensors that are there from now on, under these names."""
+        self._refs.update((id(x), (ref, x)) for ref, x in given.items())
+
     def ref(self, x: torch.Tensor) -> Ref:
         """The name of a tensor."""
         found = self._refs.get(id(x))

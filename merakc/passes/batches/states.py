@@ -137,16 +137,19 @@ def sums(node: Node, *, scaled: bool = False, once: bool = False) -> Outcome:
 
 def call_form(node: Node, states: Mapping[Ref, State], graph: Graph) -> object:
     """All that the outcome of a node depends on, but its name."""
-    specs = graph.specs()
-    numbers: dict[Ref, int] = {}
+    told = graph.specs(), states, dict[Ref, int]()
+    return _form(node.args, *told), _form(node.kwargs, *told), node.outputs, node.source
 
-    def plain_form(value: object) -> object:
-        if isinstance(value, Ref):
-            at = numbers.setdefault(value, len(numbers))
-            return ("%", at, specs[value], states.get(value))
-        if isinstance(value, tuple):
-            return tuple(map(plain_form, value))
-        return (type(value).__name__, value)
 
-    args = plain_form(node.args)
-    return args, plain_form(node.kwargs), node.outputs, node.source
+def _form(
+    value: object,
+    specs: Mapping[Ref, TensorSpec],
+    states: Mapping[Ref, State],
+    numbers: dict[Ref, int],
+) -> object:
+    if isinstance(value, Ref):
+        at = numbers.setdefault(value, len(numbers))
+        return ("%", at, specs[value], states.get(value))
+    if isinstance(value, tuple):
+        return tuple([_form(v, specs, states, numbers) for v in value])
+    return (type(value).__name__, value)

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from merakc.batches.split import named_tensors, sample_rows
 from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.ir.batches import Rows
-from merakc.lowering.recording import autocast_of
+from merakc.lowering.forwards import autocast_of
 from merakc.runtime.executor import StepResult
 from merakc.train.besides import Nothing
 from merakc.train.calls import model_call

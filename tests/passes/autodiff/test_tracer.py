@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merakc.frontend.record import record
 from merakc.ir.graph import Ref
 from merakc.lowering.lowered import training_graph
+from merakc.passes.autodiff import by_call
 from merakc.passes.autodiff import differentiate as module
 from merakc.passes.autodiff.tracer import Tracer
 from merakc.passes.pipeline import differentiate
@@ -38,7 +39,8 @@ def test_graphs_are_those_of_torchs_own_tracer(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "_traced", lambda *args: asked.append(0) or theirs(*args))
     found = differentiate(graph)
     assert not asked
-    monkeypatch.setattr(module, "Tracer", Blind)
+    for traces in (module, by_call):
+        monkeypatch.setattr(traces, "Tracer", Blind)
     wanted = differentiate(graph)
     assert asked
     assert str(found.forward) == str(wanted.forward)
