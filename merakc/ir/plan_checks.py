@@ -13,9 +13,10 @@ from typing import Any
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
+from merakc.ir.recompute import IN_BACKWARD, parse_runs
 
-RECOMPUTE = ("none", "full", "selective", "solved")
-ASKED_RECOMPUTE = ("auto", "none", "full", "selective")  # what users may say
+RECOMPUTE = ("none", *IN_BACKWARD, "stage", "solved")
+ASKED_RECOMPUTE = ("auto", "none", "selective", "full", "stage")  # what users may say
 # More ranks, or micro-batches, than anyone has: beyond, a plan is damaged, and takes hours to read.
 MOST = 1 << 20
 COMPUTES = ("F", "B", "I", "W", "R", "head")  # `merakc.ir.program.ActionKind`
@@ -131,14 +132,15 @@ def _stage_problems(plan: Values) -> Iterator[str]:
 
 def _lengths(plan: Values, stages: int) -> Iterator[str]:
     """Tuples with an entry a stage, or none."""
-    for name in ("state_shards", "keep_bytes", "sub_batches", "overlap_gains"):
+    for name in ("state_shards", "keep_bytes", "kept_blocks", "sub_batches", "overlap_gains"):
         if plan[name] and len(plan[name]) != stages:
             yield (
                 f"{name} has {len(plan[name])} entries; it must have none, or one for each of "
                 f"{stages} stages"
             )
-    if plan["recompute"] == "solved" and not plan["keep_bytes"]:
-        yield "keep_bytes is empty; with recompute 'solved' it must have an entry for each stage"
+    for recompute, name in (("solved", "keep_bytes"), ("budget", "kept_blocks")):
+        if plan["recompute"] == recompute and not plan[name]:
+            yield f"{name} is empty; with recompute '{recompute}' it must have an entry for each stage"
 
 
 def _per_stage(plan: Values) -> Iterator[str]:
@@ -152,6 +154,11 @@ def _per_stage(plan: Values) -> Iterator[str]:
     for stage, kept in enumerate(plan["keep_bytes"]):
         if kept < EVERYTHING:
             yield f"keep_bytes.{stage} is {kept}; it must be bytes, or {EVERYTHING} for everything"
+    for stage, text in enumerate(plan["kept_blocks"]):
+        try:
+            parse_runs(text)
+        except ValueError as error:
+            yield f"kept_blocks.{stage}: {error}"
     samples = plan["batch_size"] // plan["micro_batches"]
     for stage, parts in enumerate(plan["sub_batches"]):
         if parts < 1 or (samples and samples % parts):

@@ -50,7 +50,8 @@ FAR = 1.15  # Estimates by pieces are off by up to 14 % where stages are few.
 # Ways to shard the state that are tried where something must be recomputed, the fastest first.
 TRIED_WAYS = 3
 RECOMPUTES: dict[str, tuple[Recompute, ...]] = {
-    "none": ("none",), "full": ("full",), "solved": ("solved",), "selective": ("solved",),
+    "none": ("none",), "full": ("blocks",), "stage": ("full",), "solved": ("solved",),
+    "selective": ("blocks",),
 }  # fmt: skip
 # Layouts that are looked at behind the one that no other can beat: the runners-up.
 RUNNERS_UP = 10

@@ -34,7 +34,7 @@ from merakc.costs.state import (
     state_bytes,
     state_cost,
 )
-from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
+from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept, within_backward
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
@@ -45,7 +45,7 @@ from merakc.schedules.known_orders import KnownOrders, known_orders
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.timing import make_pipeline, run_orders
 
-Recompute = Literal["none", "full", "solved"]
+Recompute = Literal["none", "full", "solved", "blocks"]
 # So many times the pipeline ranks, and so many micro-batches of one rank, are simulated; what a
 # further one takes is what the last of them took.
 STEADY = 4
@@ -83,7 +83,8 @@ class Degrees:
 class Habits:
     """What else of a program's ways its step depends on.
 
-    With `recompute` "solved" each stage recomputes what its rank's memory does not hold. With
+    With `recompute` "solved" each stage recomputes what its rank's memory does not hold, with
+    "blocks" each block in its own backward. With
     `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
     recomputation starts from what the stage has received; without, blocks are spread evenly and
     each is recomputed from what enters it. `overlap` is the share of its speed at which
@@ -308,6 +309,8 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     again: tuple[int, ...] = ()
     if habits.recompute == "full":
         again = tuple(range(len(stages)))
+    elif habits.recompute == "blocks":
+        stages = [within_backward(cost) for cost in job.stages(replace(habits, stagewise=False))]
     elif habits.recompute == "solved":
         plain = _orders(degrees, total - left, habits)
         memory = [place.device.memory_bytes for place in job.places]

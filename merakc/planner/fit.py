@@ -25,7 +25,7 @@ from merakc.report.units import format_bytes
 
 # Seconds after which no more devices are looked for, and how many times as many as there are.
 LOOKING_S, MOST_TIMES = 10.0, 1 << 12
-RECOMPUTING = ("full", "auto")
+RECOMPUTING = ("full", "auto", "stage")
 # What a plan predicts is up to 11 % more than its built step takes.
 ROUGHLY = 1.25
 # Of what a device needs, the share beside the state below which a shorter sequence helps little.

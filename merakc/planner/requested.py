@@ -22,7 +22,13 @@ from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.state import AUTO, parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
-from merakc.planner.search import Request, meshes, micro_batches_for, with_schedule
+from merakc.planner.search import (
+    ALWAYS_RECOMPUTES,
+    Request,
+    meshes,
+    micro_batches_for,
+    with_schedule,
+)
 
 # A plan, with what is known of it or without, or its file.
 GivenPlan = Plan | PlanFile | str | Path
@@ -153,7 +159,8 @@ def for_forward(
     no data parallelism, and what checkpoints recomputes.
     """
     request = _without_dp(request, given) if outside else request
-    if request.recompute == "auto" and given is None and checkpoints:
+    by_order = request.schedule in ALWAYS_RECOMPUTES or request.order
+    if request.recompute == "auto" and given is None and checkpoints and not by_order:
         return replace(request, recompute="full")
     return request
 

@@ -19,6 +19,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Inner, Mesh
+from merakc.ir.recompute import IN_BACKWARD
 from merakc.ir.state import (
     AUTO,
     UNSHARDED,
@@ -262,7 +263,8 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     costs = planned_costs(lowered, cluster)
     # Where recomputing gives nothing back, no order recomputes.
     keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
-    costs = keeping if request.recompute == "none" else costs
+    in_backward = plan.recompute in IN_BACKWARD
+    costs = keeping if request.recompute == "none" or in_backward else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     found = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
     if found is None or standing(found, cluster) >= standing(lowered, cluster):
@@ -290,11 +292,12 @@ def _ordered(
     except ConfigError:
         return None
     kinds = {a.kind for order in schedule.orders for a in order}
+    kept_recompute = plan.recompute if plan.recompute in IN_BACKWARD else "none"
     made = replace(
         plan,
         schedule="auto",
         order=tuple(format_schedule(schedule).splitlines()),
-        recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
+        recompute="stage" if ActionKind.RECOMPUTE in kinds else kept_recompute,
         keep_bytes=(),
     )
     return _with_prediction(replace(lowered, plan=made), cluster)
@@ -348,8 +351,8 @@ def _recomputations(request: Request) -> tuple[str, ...]:
     if request.order:
         orders = parse_schedule("\n".join(request.order)).orders
         kinds = {a.kind for order in orders for a in order}
-        return ("full",) if ActionKind.RECOMPUTE in kinds else ("none",)
-    return ("full",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "solved", "full")
+        return ("stage",) if ActionKind.RECOMPUTE in kinds else ("none",)
+    return ("stage",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "solved", "stage")
 
 
 def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:

@@ -66,6 +66,20 @@ def with_kept(cost: StageCost, kept_bytes: int) -> StageCost:
     )
 
 
+def within_backward(cost: StageCost) -> StageCost:
+    """The cost of a stage of which each backward makes again, block by block, what a recomputation
+    would: a checkpoint is all that is saved, and a block is alive beside.
+    """
+    return replace(
+        cost,
+        backward_s=cost.backward_s + cost.recompute_s,
+        input_grad_s=cost.input_grad_s + cost.recompute_s,
+        recompute_s=0.0,
+        saved_bytes=cost.checkpoint_bytes,
+        backward_peak_bytes=cost.backward_peak_bytes + cost.recompute_peak_bytes,
+    )
+
+
 def _in_flight(schedule: Schedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward at one time."""
     now = most = 0
