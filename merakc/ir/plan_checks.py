@@ -13,7 +13,7 @@ from typing import Any
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
-from merakc.ir.recompute import IN_BACKWARD, parse_runs
+from merakc.ir.recompute import IN_BACKWARD, parse_budget, parse_runs
 
 RECOMPUTE = ("none", *IN_BACKWARD, "stage", "solved")
 ASKED_RECOMPUTE = ("auto", "none", "selective", "full", "stage")  # what users may say
@@ -26,9 +26,10 @@ Values = Mapping[str, Any]
 
 def check_recompute(asked: str) -> None:
     """Raises `ConfigError` for what is no kind of recomputation that users can ask for."""
-    if asked not in ASKED_RECOMPUTE:
+    if asked not in ASKED_RECOMPUTE and parse_budget(asked) is None:
         raise ConfigError(
-            f"recompute {asked!r} is not known; choose one of {', '.join(ASKED_RECOMPUTE)}"
+            f"recompute {asked!r} is not known; choose one of {', '.join(ASKED_RECOMPUTE)}, what "
+            "a rank may hold ('40 GiB'), or a share of what it holds without (0.5)"
         )
 
 

@@ -21,6 +21,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.state import AUTO, parse_shards
+from merakc.ir.recompute import parse_budget
 from merakc.lowering.find_samples import MOST_TRIED
 from merakc.planner.search import (
     ALWAYS_RECOMPUTES,
@@ -60,6 +61,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
 
     Everything that can be refused before the model is looked at is refused here.
     """
+    fixed = replace(fixed, recompute=str(fixed.recompute))
     check_recompute(fixed.recompute)
     if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
         raise ConfigError(
@@ -122,6 +124,8 @@ def _check_plan(fixed: Request, given: Plan) -> None:
         "precision", "couplings",
     ):  # fmt: skip
         value, planned = getattr(fixed, name), getattr(given, name)
+        if name == "recompute" and parse_budget(value) is not None:
+            value = "budget"
         if value not in (None, "auto", (), WHOLE_BATCH, planned):
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"

@@ -19,7 +19,7 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.precision import Precision
 from merakc.ir.program import ActionKind, Inner, Mesh
-from merakc.ir.recompute import IN_BACKWARD
+from merakc.ir.recompute import IN_BACKWARD, parse_budget
 from merakc.ir.state import (
     AUTO,
     UNSHARDED,
@@ -35,6 +35,7 @@ from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
+from merakc.planner.budget import within_budget
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
 from merakc.schedules.registry import NAMES
@@ -174,10 +175,8 @@ def plan_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
     plan = replace(plan, precision=request.precision)
     made: list[Lowered] = []
     for choice in choices:
-        kept = _kept(replace(lowered, plan=plan), cluster) if choice == "solved" else ()
-        plan = replace(plan, recompute=choice, keep_bytes=kept)
-        lowered = _with_prediction(replace(lowered, plan=plan), cluster)
-        suffices = _fits(lowered, cluster)
+        lowered = _recomputing(replace(lowered, plan=plan), choice, request, cluster)
+        plan, suffices = lowered.plan, _fits(lowered, cluster)
         if mesh.dp > 1 and (asked == AUTO or (asked is None and not suffices)):
             lowered = _with_fastest_shards(lowered, cluster)
             plan = lowered.plan
@@ -338,6 +337,19 @@ def _sharded(plan: Plan, shards: tuple[StateShards, ...]) -> Plan:
     return replace(plan, state_shards=() if set(shards) == {UNSHARDED} else shards)
 
 
+def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Cluster) -> Lowered:
+    """The plan that recomputes so, with its prediction. Raises `ConfigError` where a budget that is
+    asked for cannot be kept.
+    """
+    plan = replace(lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=())
+    if choice == "budget":
+        budget = parse_budget(request.recompute)
+        return within_budget(replace(lowered, plan=plan), cluster, budget)
+    if choice == "solved":
+        plan = replace(plan, keep_bytes=_kept(replace(lowered, plan=plan), cluster))
+    return _with_prediction(replace(lowered, plan=plan), cluster)
+
+
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
     """What each stage may keep of a micro-batch in the cluster's memory."""
     costs = planned_costs(lowered, cluster)
@@ -347,12 +359,12 @@ def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
 def _recomputations(request: Request) -> tuple[str, ...]:
     """What to try until the memory suffices."""
     if request.recompute != "auto":
-        return (request.recompute,)
+        return ("budget",) if parse_budget(request.recompute) else (request.recompute,)
     if request.order:
         orders = parse_schedule("\n".join(request.order)).orders
         kinds = {a.kind for order in orders for a in order}
         return ("stage",) if ActionKind.RECOMPUTE in kinds else ("none",)
-    return ("stage",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "solved", "stage")
+    return ("stage",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "budget", "solved", "stage")
 
 
 def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:

@@ -24,7 +24,7 @@ def keep_bytes(
     is being recomputed or differentiated has all that is saved; the others share the rest, stages
     of one rank in proportion to what they save. A stage that has too little may keep 0.
     """
-    flying = [_in_flight(schedule, stage) for stage in range(schedule.stages)]
+    flying = [in_flight(schedule, stage) for stage in range(schedule.stages)]
     return shared_out(schedule.rank_of, flying, costs, capacity_bytes)
 
 
@@ -80,7 +80,7 @@ def within_backward(cost: StageCost) -> StageCost:
     )
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
+def in_flight(schedule: Schedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward at one time."""
     now = most = 0
     for action in schedule.orders[schedule.rank_of[stage]]:

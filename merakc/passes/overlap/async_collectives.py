@@ -24,6 +24,7 @@ from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
 from merakc.costs.work.kernels import node_kernels
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
+from merakc.ir.recompute import run_of
 from merakc.kernels.ops import STARTS, WAIT
 from merakc.passes.autodiff.rematerialise import late
 from merakc.passes.overlap.list_scheduling import Task, list_schedule
@@ -149,11 +150,15 @@ def _parted(in_order: list[Node]) -> set[str]:
 
 
 def graph_tasks(graph: Graph, place: Place) -> list[Task]:
-    """What a graph's nodes ask of the two resources."""
-    specs = graph.specs()
+    """What a graph's nodes ask of the two resources. What a backward makes again for a run of blocks
+    waits for the gradient that enters the run: it takes memory no earlier.
+    """
+    specs, entering = graph.specs(), _entering(graph)
     found = []
     for node in graph.nodes:
         after = tuple(dict.fromkeys(r.node for r in node.refs))
+        if (gradient := entering.get(run_of(node.name))) is not None:
+            after = tuple(dict.fromkeys((*after, gradient)))
         if node.op in PIPELINED:
             found.append(_pipelined_task(node, after, specs, place))
             continue
@@ -161,6 +166,27 @@ def graph_tasks(graph: Graph, place: Place) -> list[Task]:
         own_s = place.device.launch_s if is_link else node_seconds(node, specs, place)
         link_s = link_seconds(node, specs, place) if is_link else 0.0
         found.append(Task(node.name, after, own_s, link_s))
+    return found
+
+
+def _entering(graph: Graph) -> dict[int | None, str]:
+    """By the runs of blocks that a backward makes again, the gradient by which its calls behind
+    them begin; none of a run before which nothing was computed.
+    """
+    found: dict[int | None, str] = {}
+    place: dict[str, int] = {}  # of what is not made again
+    first: dict[int, int] = {}
+    for k, node in enumerate(graph.nodes):
+        run = run_of(node.name)
+        if run is not None:
+            first.setdefault(run, k)
+            continue
+        place[node.name] = k
+        for own, start in list(first.items()):
+            read = (r.node for r in node.refs if place.get(r.node, k) < start)
+            if (gradient := max(read, key=place.__getitem__, default=None)) is not None:
+                found.setdefault(own, gradient)
+                del first[own]
     return found
 
 

@@ -116,9 +116,7 @@ def _segments(
     forward, backward = stage.forward, stage.backward
     assert backward is not None
     read = {item.target for item in backward.inputs if item.kind is InputKind.SAVED}
-    saved = [
-        o.ref for o in forward.outputs if o.kind is OutputKind.SAVED and o.name in read
-    ]
+    saved = [o.ref for o in forward.outputs if o.kind is OutputKind.SAVED and o.name in read]
     nodes: dict[int, list[Node]] = {}
     for node in forward.nodes:
         if node.name in segment_of:
@@ -150,9 +148,7 @@ def _segment(
     return Segment(number, wanted, tuple(reversed(repeated)), frozenset(reads))
 
 
-def _written(
-    stage: StageGraphs, segments: Sequence[Segment], kept: Collection[Ref]
-) -> StageGraphs:
+def _written(stage: StageGraphs, segments: Sequence[Segment], kept: Collection[Ref]) -> StageGraphs:
     forward, backward = stage.forward, stage.backward
     assert backward is not None
     specs, inputs = forward.specs(), {Ref(i.name): i for i in forward.inputs}
@@ -195,8 +191,7 @@ def _written(
 
 
 def _first_readers(backward: Graph) -> dict[str, int]:
-    """The place of the first node that reads each input; behind the last of those that none does.
-    """
+    """The place of the first node that reads each input; behind the last of those that none does."""
     found = {item.name: len(backward.nodes) for item in backward.inputs}
     for k in range(len(backward.nodes) - 1, -1, -1):
         found |= {ref.node: k for ref in backward.nodes[k].refs if ref.node in found}

@@ -20,6 +20,9 @@ from merakc.passes.recompute.costs import BlockCost
 # block: of more, one for each of so many equal parts of the budget.
 LONGEST = 64
 CHOICES = 2048
+# What a micro-batch may store is tried in so many steps, where several are in flight.
+LEVELS = 16
+HALVINGS = 12
 
 Floats = npt.NDArray[np.float64]
 
@@ -88,75 +91,101 @@ def solve(
     return min(found, key=lambda one: (one.again_s, one.stored_bytes), default=None)
 
 
-# What a micro-batch may store is tried in so many steps, where several are in flight.
-LEVELS = 16
+def least_bytes(costs: Sequence[BlockCost], in_flight: int = 1) -> int:
+    """About the least budget with a choice."""
+    low, high = 0, in_flight * sum(c.read_bytes + c.saved_bytes + c.entering_bytes for c in costs)
+    high += max((c.forward_bytes + c.backward_bytes for c in costs), default=0)
+    for _ in range(HALVINGS):
+        middle = (low + high) // 2
+        low, high = (low, middle) if solve(costs, middle, in_flight) else (middle, high)
+    return high
 
 
 def _solve(
     costs: Sequence[BlockCost], budget_bytes: int, most_stored: int, longest: int
 ) -> Choice | None:
-    blocks = len(costs)
-    layers = [_Layer() for _ in range(blocks + 1)]
-    layers[0].add(np.zeros(1), np.zeros(1), np.zeros(1), -1, np.zeros(1, int), None)
-    for k in range(blocks):
-        layers[k].prune(most_stored)
-        here = layers[k]
+    layers = [_Layer() for _ in range(len(costs) + 1)]
+    layers[0].add(_Part(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1, int)))
+    for k, layer in enumerate(layers[:-1]):
+        layer.prune(most_stored)
         for step in steps_from(costs, k, longest):
-            fits = here.stored + step.peak_bytes <= budget_bytes
-            fits &= here.stored + step.stored_bytes <= most_stored
+            fits = layer.stored + step.peak_bytes <= budget_bytes
+            fits &= layer.stored + step.stored_bytes <= most_stored
             at = np.nonzero(fits)[0]
             if len(at):
-                layers[k + step.run.blocks].add(
-                    here.stored[at] + step.stored_bytes,
-                    here.seconds[at] + step.again_s,
-                    np.maximum(here.peak[at], here.stored[at] + step.peak_bytes),
-                    k, at, step,
-                )  # fmt: skip
-    layers[blocks].prune(most_stored)
-    end = layers[blocks]
+                before = layer.stored[at]
+                peak = np.maximum(layer.peak[at], before + step.peak_bytes)
+                seconds = layer.seconds[at] + step.again_s
+                part = _Part(before + step.stored_bytes, seconds, peak, at, k, step)
+                layers[k + step.run.blocks].add(part)
+    end = layers[-1]
+    end.prune(most_stored)
     if not len(end.stored):
         return None
     best = int(np.lexsort((end.stored, end.seconds))[0])
-    stored, peak, again_s = int(end.stored[best]), int(end.peak[best]), float(end.seconds[best])
+    figures = int(end.stored[best]), int(end.peak[best]), float(end.seconds[best])
+    return Choice(_joined(_followed(layers, best)), *figures)
+
+
+def _followed(layers: Sequence[_Layer], place: int) -> list[Run]:
+    """The runs that lead to a choice for all blocks."""
     runs: list[Run] = []
-    k = blocks
+    k = len(layers) - 1
     while k:
-        k, best, step = layers[k].came[best]
-        runs.append(step.run)
-    return Choice(tuple(reversed(runs)), stored, peak, again_s)
+        part, place = layers[k].came[place]
+        assert part.step is not None
+        runs.append(part.step.run)
+        k = part.block
+    return runs[::-1]
+
+
+def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs, those that keep all in one with their neighbours."""
+    found: list[Run] = []
+    for run in runs:
+        if found and found[-1].keep is run.keep is Keep.KEPT:
+            found[-1] = Run(Keep.KEPT, found[-1].blocks + run.blocks)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Choices that end with one step, behind `block` blocks; `at` are the places of those before."""
+
+    stored: Floats
+    seconds: Floats
+    peak: Floats
+    at: npt.NDArray[np.int64]
+    block: int = 0
+    step: Step | None = None
 
 
 class _Layer:
-    """The choices for the first blocks, and from which choice for fewer each came, by which run."""
+    """The choices for the first blocks, and what each came from."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[Floats, Floats, Floats, int, npt.NDArray[np.int64], Step | None]] = []
+        self.parts: list[_Part] = []
         self.stored = self.seconds = self.peak = np.zeros(0)
-        self.came: list[tuple[int, int, Step]] = []
+        self.came: list[tuple[_Part, int]] = []
 
-    def add(
-        self, stored: Floats, seconds: Floats, peak: Floats, block: int,
-        at: npt.NDArray[np.int64], step: Step | None,
-    ) -> None:  # fmt: skip
-        self.parts.append((stored, seconds, peak, block, at, step))
+    def add(self, part: _Part) -> None:
+        self.parts.append(part)
 
     def prune(self, most_stored: int) -> None:
         """Leaves those of which none has both less stored and fewer seconds than another."""
         if not self.parts:
             return
-        stored, seconds, peak = (np.concatenate([p[k] for p in self.parts]) for k in range(3))
-        whose = np.repeat(np.arange(len(self.parts)), [len(p[0]) for p in self.parts])
-        place = np.concatenate([p[4] for p in self.parts])
+        stored = np.concatenate([part.stored for part in self.parts])
+        seconds = np.concatenate([part.seconds for part in self.parts])
+        peak = np.concatenate([part.peak for part in self.parts])
         order = np.lexsort((seconds, stored))
         least = np.minimum.accumulate(seconds[order])
-        better = np.r_[True, least[1:] < least[:-1]]
-        order = order[better]
+        order = order[np.r_[True, least[1:] < least[:-1]]]
         if len(order) > CHOICES:  # the fastest of each part of the bytes: the last of it
             level = (stored[order] * (CHOICES / max(most_stored, 1))).astype(int)
             order = order[np.r_[level[1:] != level[:-1], True]]
         self.stored, self.seconds, self.peak = stored[order], seconds[order], peak[order]
-        self.came = [
-            (self.parts[w][3], int(p), s)
-            for w, p in zip(whose[order], place[order], strict=True)
-            if (s := self.parts[w][5]) is not None or self.parts[w][3] < 0
-        ]  # type: ignore[misc]
+        came = [(part, int(place)) for part in self.parts for place in part.at]
+        self.came = [came[place] for place in order]
