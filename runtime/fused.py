@@ -206,7 +206,7 @@ def _fuses(node: Node) -> bool:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[tuple[Node, ...]]:
-    """The nodes in order, those that can be fused with as many neighbours as can be; what a backward
+    """The nodes in order, those that can be fused with as many as can be. What a backward
     makes again for a run of blocks is by itself, or all would be made at its start.
     """
     for (fuses, _), run in groupby(nodes, lambda node: (_fuses(node), run_of(node.name))):

@@ -98,8 +98,8 @@ class Plan:
     is the axis of ranks that are closer, after those of tp. `keep_bytes` is what a micro-batch may
     keep on each stage from its forward to its backward where `recompute` is "solved"; at -1 it
     keeps all. `kept_blocks` says what the blocks of each stage keep (`merakc.ir.recompute`) where
-    its backward makes the rest again; without it, `recompute` "full" and "selective" do as they do
-    for every layer. `sub_batches` is the number of parts in which each stage runs a micro-batch, one's
+    its backward makes the rest again; without it, all layers do as `recompute` says. `sub_batches`
+    is the number of parts in which each stage runs a micro-batch, one's
     communication under the others' arithmetic; without it, collectives block. `row_chunks` holds
     the numbers of chunks of rows, by the names of their weights, in which products beside
     collectives are computed where a micro-batch runs whole; `fused_products` names the weights

@@ -141,7 +141,8 @@ def _lengths(plan: Values, stages: int) -> Iterator[str]:
             )
     for recompute, name in (("solved", "keep_bytes"), ("budget", "kept_blocks")):
         if plan["recompute"] == recompute and not plan[name]:
-            yield f"{name} is empty; with recompute '{recompute}' it must have an entry for each stage"
+            must = f"with recompute '{recompute}' it must have an entry for each stage"
+            yield f"{name} is empty; {must}"
 
 
 def _per_stage(plan: Values) -> Iterator[str]:

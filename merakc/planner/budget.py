@@ -54,8 +54,7 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
             break
         free = again
     best = best or _least([found.within([0] * len(limits)), found.full()], limits)
-    over = max(map(int.__sub__, _prediction(best).peak_bytes, limits))
-    if budget is not None and over > 0:
+    if budget is not None and _lacks(best, limits) > 0:
         least = max(_prediction(best).peak_bytes)
         raise ConfigError(
             f"a rank needs {format_bytes(least)} at the least, and the budget is "
@@ -77,10 +76,12 @@ def _limits(found: _Chosen, cluster: Cluster, budget: Budget | None) -> Sequence
 
 
 def _least(found: Sequence[Lowered], limits: Sequence[int]) -> Lowered:
-    def lacks(one: Lowered) -> int:
-        return max(map(int.__sub__, _prediction(one).peak_bytes, limits))
+    return min(found, key=lambda one: _lacks(one, limits))
 
-    return min(found, key=lacks)
+
+def _lacks(one: Lowered, limits: Sequence[int]) -> int:
+    peaks = _prediction(one).peak_bytes
+    return max(peak - limit for peak, limit in zip(peaks, limits, strict=True))
 
 
 def _prediction(lowered: Lowered) -> Prediction:

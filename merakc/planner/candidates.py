@@ -50,8 +50,7 @@ FAR = 1.15  # Estimates by pieces are off by up to 14 % where stages are few.
 # Ways to shard the state that are tried where something must be recomputed, the fastest first.
 TRIED_WAYS = 3
 RECOMPUTES: dict[str, tuple[Recompute, ...]] = {
-    "none": ("none",), "full": ("blocks",), "stage": ("full",), "solved": ("solved",),
-    "selective": ("blocks",),
+    "none": ("none",), "full": ("blocks",), "stage": ("full",), "selective": ("blocks",),
 }  # fmt: skip
 # Layouts that are looked at behind the one that no other can beat: the runners-up.
 RUNNERS_UP = 10
@@ -286,7 +285,7 @@ def price_layout(
     memory = [place.device.memory_bytes for place in job.places]
     least = min(_need(own, memory) for own in held)
     tried: list[tuple[Habits, Estimate]] = []
-    for recompute in RECOMPUTES.get(request.recompute, ("none", "solved")):
+    for recompute in RECOMPUTES.get(request.recompute, ("none", "budget", "solved")):
         open_ways = [k for k, own in enumerate(held) if all(map(operator.lt, own, memory))]
         if recompute == "none" and open_ways:
             kept = estimated(replace(ways[0], recompute=recompute))

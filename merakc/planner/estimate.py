@@ -34,7 +34,13 @@ from merakc.costs.state import (
     state_bytes,
     state_cost,
 )
-from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept, within_backward
+from merakc.costs.work.keep import (
+    EVERYTHING,
+    partly_again,
+    shared_out,
+    with_kept,
+    within_backward,
+)
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
@@ -45,7 +51,7 @@ from merakc.schedules.known_orders import KnownOrders, known_orders
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.timing import make_pipeline, run_orders
 
-Recompute = Literal["none", "full", "solved", "blocks"]
+Recompute = Literal["none", "full", "solved", "blocks", "budget"]
 # So many times the pipeline ranks, and so many micro-batches of one rank, are simulated; what a
 # further one takes is what the last of them took.
 STEADY = 4
@@ -84,7 +90,7 @@ class Habits:
     """What else of a program's ways its step depends on.
 
     With `recompute` "solved" each stage recomputes what its rank's memory does not hold, with
-    "blocks" each block in its own backward. With
+    "budget" block by block in its own backwards, with "blocks" all of it. With
     `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
     recomputation starts from what the stage has received; without, blocks are spread evenly and
     each is recomputed from what enters it. `overlap` is the share of its speed at which
@@ -311,6 +317,8 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
         again = tuple(range(len(stages)))
     elif habits.recompute == "blocks":
         stages = [within_backward(cost) for cost in job.stages(replace(habits, stagewise=False))]
+    elif habits.recompute == "budget":
+        stages = _by_blocks(job, stages, habits, _orders(degrees, total - left, habits))
     elif habits.recompute == "solved":
         plain = _orders(degrees, total - left, habits)
         memory = [place.device.memory_bytes for place in job.places]
@@ -326,6 +334,23 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     again_s = mean * sum(stages[k].recompute_s for k in again)
     busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
     return _Run(seconds, busy_s, again_s, orders.peak_bytes(stages))
+
+
+def _by_blocks(
+    job: Job, stages: Sequence[StageCost], habits: Habits, orders: KnownOrders
+) -> list[StageCost]:
+    """Stages whose backwards make again, block by block, what their rank's memory does not hold."""
+    least = [within_backward(cost) for cost in job.stages(replace(habits, stagewise=False))]
+    flying = orders.in_flight
+    found = []
+    for stage, (whole, again) in enumerate(zip(stages, least, strict=True)):
+        rank = orders.rank_of[stage]
+        own = [s for s, holder in enumerate(orders.rank_of) if holder == rank]
+        held = sum(least[s].static_bytes + flying[s] * least[s].saved_bytes for s in own)
+        peak = max(max(c.backward_peak_bytes, c.forward_peak_bytes) for c in (again, whole))
+        free = job.places[rank].device.memory_bytes - held - peak
+        found.append(partly_again(whole, again, free / sum(flying[s] for s in own)))
+    return found
 
 
 def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:

@@ -18,14 +18,15 @@ from merakc.machines.cluster import Cluster, Hardware
 from merakc.planner.bounds import Layout
 from merakc.planner.candidates import Candidates, open_layouts, state_choices
 from merakc.planner.choose import state_precision
-from merakc.planner.estimate import Habits, estimate_job, make_job
+from merakc.planner.estimate import Habits, Recompute, estimate_job, make_job
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.search import Record, Request
 from merakc.report.units import format_bytes
 
 # Seconds after which no more devices are looked for, and how many times as many as there are.
 LOOKING_S, MOST_TIMES = 10.0, 1 << 12
-RECOMPUTING = ("full", "auto", "stage")
+AGAIN = ("full", "stage")
+RECOMPUTING = ("full", "auto")
 # What a plan predicts is up to 11 % more than its built step takes.
 ROUGHLY = 1.25
 # Of what a device needs, the share beside the state below which a shorter sequence helps little.
@@ -99,11 +100,12 @@ def _least_of(
     memory = [place.device.memory_bytes for place in job.places]
     held = {one: job.state_bytes(one, precision) for one in state_choices(request, job, hardware)}
     shards = min(held, key=lambda one: (max(held[one]), one))
+    kind: Recompute = "full" if request.recompute == "stage" else "blocks"
     found = []
     for again in (False, True):
-        if again if request.recompute == "none" else request.recompute == "full" and not again:
+        if again if request.recompute == "none" else request.recompute in AGAIN and not again:
             continue
-        habits = replace(base, shards=shards, recompute="full" if again else "none")
+        habits = replace(base, shards=shards, recompute=kind if again else "none")
         peaks = estimate_job(job, habits, (0.0, 0.0)).peak_bytes
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - memory[r])
         own = held[shards][rank]

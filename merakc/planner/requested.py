@@ -20,8 +20,8 @@ from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
-from merakc.ir.state import AUTO, parse_shards
 from merakc.ir.recompute import parse_budget
+from merakc.ir.state import AUTO, parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
 from merakc.planner.search import (
     ALWAYS_RECOMPUTES,

@@ -364,7 +364,11 @@ def _recomputations(request: Request) -> tuple[str, ...]:
         orders = parse_schedule("\n".join(request.order)).orders
         kinds = {a.kind for order in orders for a in order}
         return ("stage",) if ActionKind.RECOMPUTE in kinds else ("none",)
-    return ("stage",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "budget", "solved", "stage")
+    return (
+        ("stage",)
+        if request.schedule in ALWAYS_RECOMPUTES
+        else ("none", "budget", "solved", "stage")
+    )
 
 
 def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:

@@ -80,6 +80,25 @@ def within_backward(cost: StageCost) -> StageCost:
     )
 
 
+def partly_again(whole: StageCost, again: StageCost, free_bytes: float) -> StageCost:
+    """Between a stage that keeps all and the same `within_backward`: as much more than that one as
+    `free_bytes` allow is kept, as a first estimate.
+    """
+    more = whole.saved_bytes - again.saved_bytes
+    share = min(max(free_bytes, 0.0) / more, 1.0) if more > 0 else 1.0
+
+    def between(one: float, other: float) -> float:
+        return one + share * (other - one)
+
+    return replace(
+        again,
+        backward_s=between(again.backward_s, whole.backward_s),
+        input_grad_s=between(again.input_grad_s, whole.input_grad_s),
+        saved_bytes=int(between(again.saved_bytes, whole.saved_bytes)),
+        backward_peak_bytes=max(again.backward_peak_bytes, whole.backward_peak_bytes),
+    )
+
+
 def in_flight(schedule: Schedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward at one time."""
     now = most = 0

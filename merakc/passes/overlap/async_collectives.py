@@ -150,8 +150,8 @@ def _parted(in_order: list[Node]) -> set[str]:
 
 
 def graph_tasks(graph: Graph, place: Place) -> list[Task]:
-    """What a graph's nodes ask of the two resources. What a backward makes again for a run of blocks
-    waits for the gradient that enters the run: it takes memory no earlier.
+    """What a graph's nodes ask of the two resources. What a backward makes again for blocks waits for
+    the gradient that enters them: it takes memory no earlier.
     """
     specs, entering = graph.specs(), _entering(graph)
     found = []
@@ -174,20 +174,24 @@ def _entering(graph: Graph) -> dict[int | None, str]:
     them begin; none of a run before which nothing was computed.
     """
     found: dict[int | None, str] = {}
-    place: dict[str, int] = {}  # of what is not made again
+    tangents = {i.name for i in graph.inputs if i.kind is InputKind.TANGENT}
+    place = dict.fromkeys(tangents, -1)  # of gradients
     first: dict[int, int] = {}
     for k, node in enumerate(graph.nodes):
         run = run_of(node.name)
         if run is not None:
             first.setdefault(run, k)
             continue
+        read = [r.node for r in node.refs if r.node in place]
+        if not read:
+            continue
         place[node.name] = k
         for own, start in list(first.items()):
-            read = (r.node for r in node.refs if place.get(r.node, k) < start)
-            if (gradient := max(read, key=place.__getitem__, default=None)) is not None:
-                found.setdefault(own, gradient)
+            before = [name for name in read if place[name] < start]
+            if before:
+                found[own] = max(before, key=place.__getitem__)
                 del first[own]
-    return found
+    return {run: name for run, name in found.items() if name not in tangents}
 
 
 def _pipelined_task(

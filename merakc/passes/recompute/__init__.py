@@ -1,1 +1,1 @@
-"""Recomputation inside the backward: blocks of a stage are made again right before they are read."""
+"""Recomputation inside the backward: blocks are made again right before they are read."""

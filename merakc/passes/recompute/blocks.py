@@ -3,14 +3,15 @@
 Nothing is told by names. Where a value that carries gradients is alone alive, what follows can be
 made again from it; what does not depend on parameters (masks, tables of angles) passes everywhere.
 Where a value passes most of a long stretch beside others (the output of an encoder, a skip), that
-stretch is looked at again without it. Layers are the longest repetition of blocks of equal form.
+stretch is looked at again without it; where values are in parts, its narrowest places count. Layers
+are repetitions of blocks of equal form.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,8 +20,8 @@ from merakc.ir.graph import Graph, InputKind, Node, OutputKind, Ref
 from merakc.ir.recompute import Keep, Run
 from merakc.passes.autodiff.recompute import KEPT_BY_SELECTIVE
 
-# A stretch between two cuts is looked at again where its nodes are more than that share of all, with
-# more expensive calls than half of a layer has: without values that are alive in more than the
+# A stretch between two cuts is looked at again where its nodes are more than that share of all, and
+# it has more expensive calls than half of a layer: without values that are alive in more than the
 # other share of it.
 LONG, EXPENSIVE, THROUGHOUT = 0.25, 6, 0.75
 # The most blocks of one layer.
@@ -48,6 +49,7 @@ class _Life:
     ref: Ref
     made: int
     last: int
+    size_bytes: int
 
 
 def needed_nodes(forward: Graph) -> set[str]:
@@ -96,21 +98,25 @@ def find_blocks(forward: Graph) -> tuple[Block, ...]:
 
 
 def _lives(forward: Graph, nodes: Sequence[Node]) -> list[_Life]:
-    roots, grads = view_roots(forward), forward.grad_values()
+    roots, grads, specs = view_roots(forward), forward.grad_values(), forward.specs()
     made = {Ref(i.name): -1 for i in forward.inputs if i.kind is InputKind.ACTIVATION}
     last: dict[Ref, int] = {}
     for k, node in enumerate(nodes):
         for ref in node.refs:
             last[roots.get(ref, ref)] = k
         made |= {ref: k for ref in node.made if ref not in roots}
-    return [_Life(r, k, last[r]) for r, k in made.items() if r in grads and last.get(r, k) > k]
+    return [
+        _Life(r, k, last[r], specs[r].size_bytes)
+        for r, k in made.items()
+        if r in grads and last.get(r, k) > k
+    ]
 
 
 def _cuts(
     lives: Sequence[_Life], within: tuple[int, int], nodes: Sequence[Node]
 ) -> dict[int, tuple[Ref, ...]]:
     """The places in a stretch that one value alone passes, with that value: the first of each."""
-    found = dict(_alone(lives, within))
+    found = _places(lives, within)
     bounds = sorted({*within, *found})
     for a, b in pairwise(bounds):
         expensive = sum(node.op in KEPT_BY_SELECTIVE for node in nodes[a:b])
@@ -120,26 +126,45 @@ def _cuts(
         shorter = [x for x in inside if min(x.last, b) - max(x.made, a) < THROUGHOUT * (b - a)]
         if len(shorter) < len(inside):
             found |= _cuts(shorter, (a, b), nodes)
+        else:  # a value may be in several parts: they are as narrow as it is
+            least = min(_bytes(alive) for _, alive in _alive(inside, (a, b)))
+            narrow = _places(inside, (a, b), least)
+            found |= narrow
+            for within in pairwise([a, *narrow, b]) if narrow else ():
+                found |= _cuts(inside, within, nodes)
     return found
 
 
-def _alone(lives: Sequence[_Life], within: tuple[int, int]) -> Iterator[tuple[int, tuple[Ref]]]:
-    starts, ends = defaultdict[int, list[Ref]](list), defaultdict[int, list[Ref]](list)
+def _places(
+    lives: Sequence[_Life], within: tuple[int, int], most_bytes: int = 0
+) -> dict[int, tuple[Ref, ...]]:
+    """The first places in a stretch that one value passes alone, or several of so many bytes."""
+    seen: set[frozenset[_Life]] = set()
+    found = {}
+    for p, alive in _alive(lives, within):
+        if (len(alive) == 1 or _bytes(alive) <= most_bytes) and alive and alive not in seen:
+            seen.add(alive)
+            found[p] = tuple(sorted(life.ref for life in alive))
+    return found
+
+
+def _bytes(lives: Iterable[_Life]) -> int:
+    return sum(life.size_bytes for life in lives)
+
+
+def _alive(
+    lives: Sequence[_Life], within: tuple[int, int]
+) -> Iterator[tuple[int, frozenset[_Life]]]:
+    """What is alive before each node of a stretch but the first."""
+    starts, ends = defaultdict[int, set[_Life]](set), defaultdict[int, set[_Life]](set)
     a, b = within
-    alive: set[Ref] = set()
     for life in lives:
-        if life.made < a < life.last + 1:
-            alive.add(life.ref)
-        elif a <= life.made < b:
-            starts[life.made + 1].append(life.ref)
-        ends[life.last + 1].append(life.ref)
-    seen: set[Ref] = set()
+        starts[max(life.made, a) + 1].add(life)
+        ends[life.last + 1].add(life)
+    alive: set[_Life] = set()
     for p in range(a + 1, b):
-        alive |= set(starts[p])
-        alive -= set(ends[p])
-        if len(alive) == 1 and not alive <= seen:
-            seen |= alive
-            yield p, (next(iter(alive)),)
+        alive = (alive | starts[p]) - ends[p]
+        yield p, frozenset(alive)
 
 
 def _form(nodes: Sequence[Node], needed: set[str]) -> object:
@@ -153,48 +178,74 @@ def _form(nodes: Sequence[Node], needed: set[str]) -> object:
     )
 
 
-def find_layers(blocks: Sequence[Block]) -> tuple[int, int, int]:
-    """The longest repetition: its first block, how many repeat, and how many make a layer; of
-    blocks that do not repeat, all of them, one by one.
-    """
-    best = (0, len(blocks), 1) if len(blocks) < 2 else (0, 0, 1)
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """Blocks that repeat: the first, behind the last, and how many make a layer."""
+
+    start: int
+    end: int
+    period: int = 1
+
+
+def find_layers(blocks: Sequence[Block], start: int = 0, end: int | None = None) -> list[Layers]:
+    """The repetitions among blocks, in order: the longest, and those before and behind it."""
+    end = len(blocks) if end is None else end
+    best = Layers(start, start)
     for period in range(1, PERIODS + 1):
         run = 0
-        for k in range(len(blocks) - period):
+        for k in range(start, end - period):
             run = run + 1 if blocks[k].form == blocks[k + period].form else 0
             total = (run + period) // period * period
-            if run >= period and total > best[1]:
-                best = k + 1 - run, total, period
-    return best if best[1] else (0, len(blocks), 1)
+            if run >= period and total > best.end - best.start:
+                best = Layers(k + 1 - run, k + 1 - run + total, period)
+    if best.start == best.end:
+        return []
+    before, behind = find_layers(blocks, start, best.start), find_layers(blocks, best.end, end)
+    return [*before, best, *behind]
 
 
 def by_layers(blocks: Sequence[Block], forward: Graph, keep: Keep) -> tuple[Run, ...]:
-    """The runs that make every layer again, of the forward as `in_place` gives it.
+    """The runs that make every layer again, of the forward as `in_place` gives it; where none
+    repeat, every block.
 
     Where layers keep little beside what they read, several are made again together: as many as
-    leave least alive, the root of their number times that share. What comes before the layers is
-    made again as well, and behind them what other stages go on from: a loss is followed at once by
-    its backward.
+    leave least alive, the root of their number times that share. What comes before and between
+    layers is made again as well, and behind them what other stages go on from: a loss is followed
+    at once by its backward.
     """
-    first, count, period = find_layers(blocks)
+    found = find_layers(blocks) or [Layers(0, len(blocks))]
     at_once = any(o.kind.begins_gradients for o in forward.outputs)
+    end = found[-1].end if at_once else len(blocks)
     if keep is Keep.PRODUCTS:
-        end = first + count if at_once else len(blocks)
         return (Run(keep, 1),) * end + _kept(len(blocks) - end)
-    specs, layers = forward.specs(), max(count // period, 1)
-    saved = saved_roots(forward)
+    together = _together(blocks, forward)
+    sizes: list[int] = []
+    for layers in found:
+        size = layers.period * together(layers)
+        sizes.append(layers.start - sum(sizes))
+        sizes += [min(size, layers.end - k) for k in range(layers.start, layers.end, size)]
+    sizes.append(end - sum(sizes))
+    if at_once and end == len(blocks) and len(sizes) > 3:  # the last is read at once, too
+        end -= sizes[-2]
+        sizes = sizes[:-2]
+    return (*(Run(keep, size) for size in sizes if size), *_kept(len(blocks) - end))
+
+
+def _together(blocks: Sequence[Block], forward: Graph) -> Callable[[Layers], int]:
+    """How many layers are best made again at once."""
+    specs, saved = forward.specs(), saved_roots(forward)
     names = [{node.name for node in forward.nodes[b.start : b.end]} for b in blocks]
-    own = [sum(specs[r].size_bytes for r in saved if r.node in inside) for inside in names]
-    layer_bytes = sum(own[first : first + count]) / layers
-    crossing = [sum(specs[r].size_bytes for r in b.crossing) for b in blocks]
-    read_bytes = sum(crossing[first : first + count : period]) / layers
-    together = round(math.sqrt(layers * read_bytes / max(layer_bytes, 1.0)))
-    sizes = [period * min(max(together, 1), layers - k) for k in range(0, layers, max(together, 1))]
-    left = len(blocks) - first - count
-    if at_once and not left and len(sizes) > 1:
-        left = sizes.pop()
-    runs = [Run(keep, size) for size in (first, *sizes) if size]
-    return (*runs, *(_kept(left) if at_once or not left else (Run(keep, left),)))
+    kept = [sum(specs[r].size_bytes for r in saved if r.node in inside) for inside in names]
+    read = [sum(specs[r].size_bytes for r in b.crossing) for b in blocks]
+
+    def of(layers: Layers) -> int:
+        own = range(layers.start, layers.end)
+        count = len(own) // layers.period
+        read_bytes = sum(read[k] for k in own[:: layers.period])
+        kept_bytes = sum(kept[k] for k in own)
+        return max(round(math.sqrt(count * read_bytes / max(kept_bytes, 1))), 1)
+
+    return of
 
 
 def _kept(blocks: int) -> tuple[Run, ...]:

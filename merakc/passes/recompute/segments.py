@@ -191,7 +191,7 @@ def _written(stage: StageGraphs, segments: Sequence[Segment], kept: Collection[R
 
 
 def _first_readers(backward: Graph) -> dict[str, int]:
-    """The place of the first node that reads each input; behind the last of those that none does."""
+    """The place of the first node that reads each input; behind the last where none does."""
     found = {item.name: len(backward.nodes) for item in backward.inputs}
     for k in range(len(backward.nodes) - 1, -1, -1):
         found |= {ref.node: k for ref in backward.nodes[k].refs if ref.node in found}

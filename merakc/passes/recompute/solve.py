@@ -152,7 +152,7 @@ def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Choices that end with one step, behind `block` blocks; `at` are the places of those before."""
+    """Choices that end with one step behind `block` blocks; `at` are the places of those there."""
 
     stored: Floats
     seconds: Floats
