@@ -34,13 +34,7 @@ from merakc.costs.state import (
     state_bytes,
     state_cost,
 )
-from merakc.costs.work.keep import (
-    EVERYTHING,
-    partly_again,
-    shared_out,
-    with_kept,
-    within_backward,
-)
+from merakc.costs.work import keep
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.program import Inner, Mesh
@@ -89,16 +83,15 @@ class Degrees:
 class Habits:
     """What else of a program's ways its step depends on.
 
-    With `recompute` "solved" each stage recomputes what its rank's memory does not hold, with
-    "budget" block by block in its own backwards, with "blocks" all of it. With
-    `stagewise`, as merakc's runtime has it, the longest stage is as short as it can be, and a
-    recomputation starts from what the stage has received; without, blocks are spread evenly and
-    each is recomputed from what enters it. `overlap` is the share of its speed at which
-    communication of gradients and parameters runs under computing; 0 waits for all of it. With
-    `split_messages` each tp rank sends its part of a message alone, and the parts are gathered in
-    the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the collectives of tp run
-    beside the products that they belong to. With `whole_batch` backwards wait for all forwards, as
-    a loss that couples samples makes them.
+    With `recompute` "solved" each stage recomputes what its rank's memory does not hold, "budget"
+    does so block by block in its own backwards, "blocks" all of it. With `stagewise`, as our
+    runtime has it, the longest stage is as short as it can be, and recomputed from what it has
+    received; without, blocks are spread evenly, each recomputed from what enters it. `overlap` is
+    the share of its speed at which communication of gradients and parameters runs under computing;
+    0 waits for all of it. With `split_messages` each tp rank sends its part of a message alone, and
+    the parts are gathered in the node (Narayanan et al. 2021, section 4.1). With `tp_overlap` the
+    collectives of tp run beside the products that they belong to. With `whole_batch` backwards wait
+    for all forwards, as a loss that couples samples makes them.
     """
 
     recompute: Recompute = "none"
@@ -312,19 +305,21 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     left = max(total - STEADY * period, 0) // period * period
     if habits.whole_batch:  # all are in memory at once
         left = 0
+    memory = [place.device.memory_bytes for place in job.places]
     again: tuple[int, ...] = ()
     if habits.recompute == "full":
         again = tuple(range(len(stages)))
-    elif habits.recompute == "blocks":
-        stages = [within_backward(cost) for cost in job.stages(replace(habits, stagewise=False))]
-    elif habits.recompute == "budget":
-        stages = _by_blocks(job, stages, habits, _orders(degrees, total - left, habits))
+    elif habits.recompute in ("blocks", "budget"):
+        whole, by_block = stages, job.stages(replace(habits, stagewise=False))
+        stages = [keep.within_backward(cost) for cost in by_block]
+    if habits.recompute == "budget":
+        plain = _orders(degrees, total - left, habits)
+        stages = keep.partly_again(plain.rank_of, plain.in_flight, whole, stages, memory)
     elif habits.recompute == "solved":
         plain = _orders(degrees, total - left, habits)
-        memory = [place.device.memory_bytes for place in job.places]
-        kept = shared_out(plain.rank_of, plain.in_flight, stages, memory)
-        stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
-        again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
+        kept = keep.shared_out(plain.rank_of, plain.in_flight, stages, memory)
+        stages = [keep.with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
+        again = tuple(k for k, size in enumerate(kept) if size != keep.EVERYTHING)
     orders = _orders(degrees, total - left, habits, again)
     seconds = _end_s(orders, stages, links)
     if left:
@@ -334,23 +329,6 @@ def _run(job: Job, stages: Sequence[StageCost], habits: Habits) -> _Run:
     again_s = mean * sum(stages[k].recompute_s for k in again)
     busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
     return _Run(seconds, busy_s, again_s, orders.peak_bytes(stages))
-
-
-def _by_blocks(
-    job: Job, stages: Sequence[StageCost], habits: Habits, orders: KnownOrders
-) -> list[StageCost]:
-    """Stages whose backwards make again, block by block, what their rank's memory does not hold."""
-    least = [within_backward(cost) for cost in job.stages(replace(habits, stagewise=False))]
-    flying = orders.in_flight
-    found = []
-    for stage, (whole, again) in enumerate(zip(stages, least, strict=True)):
-        rank = orders.rank_of[stage]
-        own = [s for s, holder in enumerate(orders.rank_of) if holder == rank]
-        held = sum(least[s].static_bytes + flying[s] * least[s].saved_bytes for s in own)
-        peak = max(max(c.backward_peak_bytes, c.forward_peak_bytes) for c in (again, whole))
-        free = job.places[rank].device.memory_bytes - held - peak
-        found.append(partly_again(whole, again, free / sum(flying[s] for s in own)))
-    return found
 
 
 def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:

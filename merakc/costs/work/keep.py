@@ -80,23 +80,35 @@ def within_backward(cost: StageCost) -> StageCost:
     )
 
 
-def partly_again(whole: StageCost, again: StageCost, free_bytes: float) -> StageCost:
-    """Between a stage that keeps all and the same `within_backward`: as much more than that one as
-    `free_bytes` allow is kept, as a first estimate.
+def partly_again(
+    rank_of: Sequence[int],
+    flying: Sequence[int],
+    whole: Sequence[StageCost],
+    again: Sequence[StageCost],
+    capacity_bytes: Sequence[int],
+) -> list[StageCost]:
+    """Between stages that keep all and the same `within_backward`: as much more than these is kept
+    as fits, stages of one rank alike. A first estimate.
     """
-    more = whole.saved_bytes - again.saved_bytes
-    share = min(max(free_bytes, 0.0) / more, 1.0) if more > 0 else 1.0
-
-    def between(one: float, other: float) -> float:
-        return one + share * (other - one)
-
-    return replace(
-        again,
-        backward_s=between(again.backward_s, whole.backward_s),
-        input_grad_s=between(again.input_grad_s, whole.input_grad_s),
-        saved_bytes=int(between(again.saved_bytes, whole.saved_bytes)),
-        backward_peak_bytes=max(again.backward_peak_bytes, whole.backward_peak_bytes),
-    )
+    found = []
+    for rank, most, least in zip(rank_of, whole, again, strict=True):
+        own = [s for s, holder in enumerate(rank_of) if holder == rank]
+        held = sum(again[s].static_bytes + flying[s] * again[s].saved_bytes for s in own)
+        peaks = (max(c[s].backward_peak_bytes, c[s].forward_peak_bytes)
+                 for c in (whole, again) for s in own)  # fmt: skip
+        free = max(capacity_bytes[rank] - held - max(peaks), 0)
+        more = sum(flying[s] * (whole[s].saved_bytes - again[s].saved_bytes) for s in own)
+        share = min(free / more, 1.0) if more > 0 else 1.0
+        found.append(
+            replace(
+                least,
+                backward_s=least.backward_s + share * (most.backward_s - least.backward_s),
+                input_grad_s=least.input_grad_s + share * (most.input_grad_s - least.input_grad_s),
+                saved_bytes=least.saved_bytes + int(share * (most.saved_bytes - least.saved_bytes)),
+                backward_peak_bytes=max(least.backward_peak_bytes, most.backward_peak_bytes),
+            )
+        )
+    return found
 
 
 def in_flight(schedule: Schedule, stage: int) -> int:

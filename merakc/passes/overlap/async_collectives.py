@@ -150,7 +150,7 @@ def _parted(in_order: list[Node]) -> set[str]:
 
 
 def graph_tasks(graph: Graph, place: Place) -> list[Task]:
-    """What a graph's nodes ask of the two resources. What a backward makes again for blocks waits for
+    """What a graph's nodes ask of the two resources. What a backward makes again waits for
     the gradient that enters them: it takes memory no earlier.
     """
     specs, entering = graph.specs(), _entering(graph)

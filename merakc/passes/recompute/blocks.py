@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -205,47 +205,55 @@ def find_layers(blocks: Sequence[Block], start: int = 0, end: int | None = None)
 
 
 def by_layers(blocks: Sequence[Block], forward: Graph, keep: Keep) -> tuple[Run, ...]:
-    """The runs that make every layer again, of the forward as `in_place` gives it; where none
-    repeat, every block.
+    """The runs that make every layer again, of the forward as `in_place` gives it, and every block
+    that does not repeat.
 
     Where layers keep little beside what they read, several are made again together: as many as
     leave least alive, the root of their number times that share. What comes before and between
     layers is made again as well, and behind them what other stages go on from: a loss is followed
     at once by its backward.
     """
-    found = find_layers(blocks) or [Layers(0, len(blocks))]
+    found = find_layers(blocks)
     at_once = any(o.kind.begins_gradients for o in forward.outputs)
-    end = found[-1].end if at_once else len(blocks)
+    end = found[-1].end if at_once and found else len(blocks)
     if keep is Keep.PRODUCTS:
         return (Run(keep, 1),) * end + _kept(len(blocks) - end)
-    together = _together(blocks, forward)
     sizes: list[int] = []
+    of = _Sizes(blocks, forward)
     for layers in found:
-        size = layers.period * together(layers)
-        sizes.append(layers.start - sum(sizes))
+        sizes += of.apart(sum(sizes), layers.start)
+        size = layers.period * of.together(layers)
         sizes += [min(size, layers.end - k) for k in range(layers.start, layers.end, size)]
-    sizes.append(end - sum(sizes))
-    if at_once and end == len(blocks) and len(sizes) > 3:  # the last is read at once, too
-        end -= sizes[-2]
-        sizes = sizes[:-2]
-    return (*(Run(keep, size) for size in sizes if size), *_kept(len(blocks) - end))
+    sizes += of.apart(sum(sizes), end)
+    if at_once and end == len(blocks) and len(sizes) > 1:  # the last is read at once, too
+        end -= sizes.pop()
+    return (*(Run(keep, size) for size in sizes), *_kept(len(blocks) - end))
 
 
-def _together(blocks: Sequence[Block], forward: Graph) -> Callable[[Layers], int]:
-    """How many layers are best made again at once."""
-    specs, saved = forward.specs(), saved_roots(forward)
-    names = [{node.name for node in forward.nodes[b.start : b.end]} for b in blocks]
-    kept = [sum(specs[r].size_bytes for r in saved if r.node in inside) for inside in names]
-    read = [sum(specs[r].size_bytes for r in b.crossing) for b in blocks]
+class _Sizes:
+    """How many blocks are best made again together, by the bytes that they keep and read."""
 
-    def of(layers: Layers) -> int:
+    def __init__(self, blocks: Sequence[Block], forward: Graph) -> None:
+        specs, saved = forward.specs(), saved_roots(forward)
+        names = [{node.name for node in forward.nodes[b.start : b.end]} for b in blocks]
+        self.kept = [sum(specs[r].size_bytes for r in saved if r.node in own) for own in names]
+        self.read = [sum(specs[r].size_bytes for r in b.crossing) for b in blocks]
+
+    def together(self, layers: Layers) -> int:
+        """How many layers."""
         own = range(layers.start, layers.end)
         count = len(own) // layers.period
-        read_bytes = sum(read[k] for k in own[:: layers.period])
-        kept_bytes = sum(kept[k] for k in own)
-        return max(round(math.sqrt(count * read_bytes / max(kept_bytes, 1))), 1)
+        read_bytes = sum(self.read[k] for k in own[:: layers.period])
+        kept_bytes = max(sum(self.kept[k] for k in own), 1)
+        return max(round(math.sqrt(count * read_bytes / kept_bytes)), 1)
 
-    return of
+    def apart(self, start: int, end: int) -> Iterator[int]:
+        """Sizes of the runs of blocks that do not repeat: those that keep more than they read."""
+        first = start
+        for k in range(start, end):
+            if sum(self.kept[first : k + 1]) > self.read[first] or k + 1 == end:
+                yield k + 1 - first
+                first = k + 1
 
 
 def _kept(blocks: int) -> tuple[Run, ...]:

@@ -82,16 +82,16 @@ class _Stage:
             first, last = spans[k]
             found.append(
                 BlockCost(
-                    self.bytes_of(self.crossing[k]),
-                    self.bytes_of(self.crossing[k] & saved),
-                    self.bytes_of(map(self.root, here)),
-                    self.bytes_of(products - self.apart),
-                    self._forward_bytes(own, onward.union(map(self.root, here))),
-                    max(working[first:last], default=0),
-                    working[first - 1] if first else 0,
-                    self._again_s(own, [*here, *onward], ()),
-                    self._again_s(own, here, ()),
-                    self._again_s(own, here, self.products),
+                    entering_bytes=self.bytes_of(self.crossing[k]),
+                    read_bytes=self.bytes_of(self.crossing[k] & saved),
+                    saved_bytes=self.bytes_of(map(self.root, here)),
+                    product_bytes=self.bytes_of(products - self.apart),
+                    forward_bytes=self._forward_bytes(own, onward.union(map(self.root, here))),
+                    backward_bytes=max(working[first:last], default=0),
+                    begin_bytes=working[first - 1] if first else 0,
+                    again_s=self._again_s(own, [*here, *onward], ()),
+                    tail_s=self._again_s(own, here, ()),
+                    product_s=self._again_s(own, here, self.products),
                 )
             )
         return tuple(found)

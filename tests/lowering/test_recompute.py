@@ -1,0 +1,40 @@
+"""Costs of stages that make blocks again are those of the graphs that are run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.models import MODELS
+from merakc.costs.device import place_on
+from merakc.costs.stage import stage_cost
+from merakc.ir.program import Mesh
+from merakc.lowering.lowered import make_plan
+from merakc.lowering.predict import planned_costs
+from merakc.machines.cluster import NOMINAL_CPU
+from tests.recorded import one_of_several
+
+
+@pytest.mark.parametrize(
+    ("recompute", "kept"),
+    [
+        ("full", ()),
+        ("selective", ()),
+        ("budget", ("1 kept, 5 again, 1 products", "4 again, 5 kept")),
+    ],
+)
+def test_planned_costs_are_those_of_the_stages_graphs(
+    recompute: str, kept: tuple[str, ...]
+) -> None:
+    case = MODELS["gpt2"]
+    recording = one_of_several(case.model(), case.batch(2))
+    lowered = make_plan(
+        recording, Mesh(pp=2), 4, NOMINAL_CPU, schedule="zb-h1", recompute=recompute
+    )
+    lowered = replace(lowered, plan=replace(lowered.plan, kept_blocks=kept))
+    cluster = NOMINAL_CPU.with_hardware(2)
+    place = place_on(cluster, 1)
+    for stage, cost in enumerate(planned_costs(lowered, cluster)):
+        assert cost == stage_cost(lowered.stage_graphs(stage, 0), place)
+        assert cost.input_grad_s > 0

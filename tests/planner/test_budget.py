@@ -1,0 +1,46 @@
+"""Budgets of bytes are kept by what is predicted of the very graphs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.models import MODELS
+from merakc.errors import ConfigError
+from merakc.frontend.record import Recording
+from merakc.ir.recompute import Budget
+from merakc.lowering.predict import predict
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.planner.budget import within_budget
+from merakc.planner.search import Request, plan_layout
+from tests.recorded import one_of_several
+
+
+@cache
+def recording(samples: int) -> Recording:
+    case = MODELS["gpt2"]
+    return one_of_several(case.model(), case.batch(samples))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_each_rank_keeps_what_its_budget_lets_it(schedule: str) -> None:
+    request = Request(2, 8, dp=1, tp=1, pp=2, micro_batches=4, schedule=schedule, recompute="none")
+    none = plan_layout(request, recording, NOMINAL_CPU)
+    assert none.prediction is not None
+    slower = none.prediction.step_s
+    for share in (1.0, 0.8, 0.65):
+        made = within_budget(none, NOMINAL_CPU, Budget(share=share))
+        assert made.plan.recompute == "budget"
+        again, _ = predict(made, NOMINAL_CPU, dp_rank=0)
+        assert made.prediction == again
+        peaks = zip(made.prediction.peak_bytes, none.prediction.peak_bytes, strict=True)
+        assert all(peak <= whole for peak, whole in peaks)
+        assert made.prediction.step_s >= 0.99 * slower
+        slower = made.prediction.step_s
+        most = max(made.prediction.peak_bytes)
+        by_bytes = within_budget(none, NOMINAL_CPU, Budget(most))
+        assert by_bytes.prediction is not None
+        assert max(by_bytes.prediction.peak_bytes) <= most
+    with pytest.raises(ConfigError, match="at the least"):
+        within_budget(none, NOMINAL_CPU, Budget(1 << 10))
