@@ -15,15 +15,10 @@ from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.recorded import one_of_several
 
+KEPT = ("1 kept, 5 again, 1 products", "4 again, 5 kept")
 
-@pytest.mark.parametrize(
-    ("recompute", "kept"),
-    [
-        ("full", ()),
-        ("selective", ()),
-        ("budget", ("1 kept, 5 again, 1 products", "4 again, 5 kept")),
-    ],
-)
+
+@pytest.mark.parametrize(("recompute", "kept"), [("full", ()), ("selective", ()), ("budget", KEPT)])
 def test_planned_costs_are_those_of_the_stages_graphs(
     recompute: str, kept: tuple[str, ...]
 ) -> None:
@@ -37,4 +32,4 @@ def test_planned_costs_are_those_of_the_stages_graphs(
     place = place_on(cluster, 1)
     for stage, cost in enumerate(planned_costs(lowered, cluster)):
         assert cost == stage_cost(lowered.stage_graphs(stage, 0), place)
-        assert cost.input_grad_s > 0
+        assert cost.weight_grad_s > 0

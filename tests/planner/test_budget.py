@@ -23,22 +23,20 @@ def recording(samples: int) -> Recording:
     return one_of_several(case.model(), case.batch(samples))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_each_rank_keeps_what_its_budget_lets_it(schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "shares"), [("1f1b", (0.9, 0.75)), ("zb-h1", (0.95, 0.9))])
+def test_each_rank_keeps_what_its_budget_lets_it(schedule: str, shares: tuple[float, ...]) -> None:
     request = Request(2, 8, dp=1, tp=1, pp=2, micro_batches=4, schedule=schedule, recompute="none")
     none = plan_layout(request, recording, NOMINAL_CPU)
-    assert none.prediction is not None
-    slower = none.prediction.step_s
-    for share in (1.0, 0.8, 0.65):
+    before = within_budget(none, NOMINAL_CPU, Budget(share=1.0)).prediction
+    assert before is not None
+    for share in shares:
         made = within_budget(none, NOMINAL_CPU, Budget(share=share))
         assert made.plan.recompute == "budget"
-        again, _ = predict(made, NOMINAL_CPU, dp_rank=0)
-        assert made.prediction == again
-        peaks = zip(made.prediction.peak_bytes, none.prediction.peak_bytes, strict=True)
-        assert all(peak <= whole for peak, whole in peaks)
-        assert made.prediction.step_s >= 0.99 * slower
-        slower = made.prediction.step_s
-        most = max(made.prediction.peak_bytes)
+        found, _ = predict(made, NOMINAL_CPU, dp_rank=0)
+        assert made.prediction == found
+        assert max(found.peak_bytes) < max(before.peak_bytes)
+        assert found.step_s > before.step_s
+        before, most = found, max(found.peak_bytes)
         by_bytes = within_budget(none, NOMINAL_CPU, Budget(most))
         assert by_bytes.prediction is not None
         assert max(by_bytes.prediction.peak_bytes) <= most

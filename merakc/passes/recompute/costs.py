@@ -13,7 +13,7 @@ from merakc.costs.nodes import node_seconds
 from merakc.ir.graph import Graph, Node, OutputKind, Ref
 from merakc.ir.program import StageGraphs
 from merakc.passes.autodiff.recompute import selective
-from merakc.passes.recompute.blocks import find_blocks, in_place, saved_roots
+from merakc.passes.recompute.blocks import find_blocks, in_place, needed_nodes, saved_roots
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,14 @@ class _Stage:
         self.specs, self.roots = self.forward.specs(), view_roots(self.forward)
         self.nodes = [self.forward.nodes[b.start : b.end] for b in self.blocks]
         self.block_of = {n.name: k for k, own in enumerate(self.nodes) for n in own}
-        self.seconds = {n.name: node_seconds(n, self.specs, place) for n in self.forward.nodes}
+        # What serves the backward alone takes no longer there.
+        needed = needed_nodes(self.forward)
+        nodes = (n for n in self.forward.nodes if n.name in needed)
+        self.seconds = {n.name: node_seconds(n, self.specs, place) for n in nodes}
         self.crossing = [{self.root(r) for r in b.crossing} for b in self.blocks]
         # What other blocks read is kept, whatever is chosen, but where it enters the next alone.
-        self.apart = self._read_elsewhere().union(*self.crossing)
+        self.elsewhere = self._read_elsewhere()
+        self.apart = self.elsewhere.union(*self.crossing)
         self.products = selective(stage)
 
     def root(self, ref: Ref) -> Ref:
@@ -112,8 +116,11 @@ class _Stage:
         needed, total_s = {ref.node for ref in wanted if ref not in there}, 0.0
         for node in reversed(own):
             if node.name in needed:
-                total_s += self.seconds[node.name]
-                needed |= {ref.node for ref in node.refs if ref not in there}
+                total_s += self.seconds.get(node.name, 0.0)
+                read = (
+                    r for r in node.refs if r not in there and self.root(r) not in self.elsewhere
+                )
+                needed |= {ref.node for ref in read}
         return total_s
 
     def _forward_bytes(self, own: Sequence[Node], kept: Collection[Ref]) -> int:

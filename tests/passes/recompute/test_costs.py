@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from merakc.costs.device import place_on
-from merakc.costs.nodes import graph_seconds
+from merakc.costs.nodes import node_seconds
 from merakc.costs.work.memory import order_bytes
 from merakc.ir.program import StageGraphs
 from merakc.machines.cluster import NOMINAL_CPU
@@ -23,7 +23,8 @@ def peak_bytes(stage: StageGraphs) -> int:
 
 
 def seconds(stage: StageGraphs) -> float:
-    return sum(graph_seconds(graph, CPU) for graph in (stage.forward, stage.backward) if graph)
+    graphs = [graph for graph in (stage.forward, stage.backward) if graph]
+    return sum(node_seconds(node, graph.specs(), CPU) for graph in graphs for node in graph.nodes)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "whisper"])
