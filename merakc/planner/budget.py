@@ -39,6 +39,8 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
     cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
     found = _Chosen(lowered, cluster)
     limits = _limits(found, cluster, budget)
+    if _lacks(found.everything, limits) <= 0:
+        return found.everything
     free = [limit - static for limit, static in zip(limits, found.static_bytes, strict=True)]
     best: Lowered | None = None
     for _ in range(ROUNDS):
@@ -50,7 +52,7 @@ def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = No
         if all(-LEFT * limit <= own <= 0 for own, limit in zip(over, limits, strict=True)):
             break
         again = [own - more for own, more in zip(free, over, strict=True)]
-        if again == free or found.keeps_all(made):
+        if again == free:
             break
         free = again
     best = best or _least([found.within([0] * len(limits)), found.full()], limits)
@@ -134,10 +136,6 @@ class _Chosen:
     def full(self) -> Lowered:
         """Every layer is made again."""
         return self._planned([one.full for one in self.stages])
-
-    def keeps_all(self, made: Lowered) -> bool:
-        """Whether nothing is made again."""
-        return made.plan.kept_blocks == self.everything.plan.kept_blocks
 
     def within(self, free_bytes: Sequence[int]) -> Lowered:
         """What is fastest with so many bytes of each rank for its micro-batches, or takes least."""
