@@ -22,7 +22,7 @@ def test_no_size_of_batch_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(options["repeated"])
         return record(*args, **options)
 
-    monkeypatch.setattr("merakc.lowering.recording.record", counted)
+    monkeypatch.setattr("merakc.lowering.forwards.record", counted)
     recordings = Recordings(load_source("tests.small_source:small"), Request(2, 0), lambda _: None)
     alone = {n: Recordings(recordings.source, Request(2, 0), lambda _: None)(n) for n in (2, 4)}
     seen.clear()
