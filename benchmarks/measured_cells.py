@@ -49,7 +49,7 @@ PIPELINE = {"pp": 2, "schedule": "1f1b", "recompute": "none"}
 PLANS: Mapping[str, dict[str, Any]] = {
     "pp 2, 1f1b": PIPELINE,
     "pp 2, zb-h1": {**PIPELINE, "schedule": "zb-h1"},
-    "pp 2, 1f1b, recomputed": {**PIPELINE, "recompute": "full"},
+    "pp 2, 1f1b, recomputed": {**PIPELINE, "recompute": "stage"},
     "tp 2": {"tp": 2, "recompute": "none"},
     "dp 2": {"dp": 2, "recompute": "none"},
     "dp 2 x pp 2, 1f1b": {**PIPELINE, "dp": 2},

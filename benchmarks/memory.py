@@ -43,7 +43,7 @@ CELLS: tuple[tuple[str, dict[str, Any]], ...] = (
         (model, {"pp": RANKS, "schedule": schedule, "recompute": recompute})
         for model in MODELS_OF_CELLS
         for schedule, recompute in (
-            ("1f1b", "none"), ("gpipe", "full"), ("zb-h1", "none"), ("zb-v", "selective"),
+            ("1f1b", "none"), ("gpipe", "stage"), ("zb-h1", "none"), ("zb-v", "selective"),
         )
     ),
     *(

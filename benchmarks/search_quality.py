@@ -46,7 +46,7 @@ from merakc.planner.search import cut_layout, improve, with_memory
 from merakc.planner.sources import Source
 
 TOLERANCE = 0.01
-RECOMPUTATIONS = ("auto", "none", "selective", "full")
+RECOMPUTATIONS = ("auto", "none", "selective", "full", "stage")
 CPU = torch.device("cpu")
 
 

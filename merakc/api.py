@@ -74,7 +74,7 @@ def auto_parallel(
     pp: int | None = None,
     micro_batches: int | None = None,
     schedule: str | Path = "auto",
-    recompute: str = "auto",
+    recompute: str | float = "auto",
     sequence_parallel: bool | None = None,
     state_shards: ShardsGiven | None = None,
     precision: str | Precision | None = None,
@@ -105,7 +105,9 @@ def auto_parallel(
         pp: pipeline ranks.
         micro_batches: the parts of a dp rank's batch; if None, fewer for batches that need fewer.
         schedule: "auto", a name or an order of work, as text or in a file (`merakc.schedules`).
-        recompute: "none", "full" (whole stages), "selective" (what is cheap) or "auto" (as needed).
+        recompute: "none", "full" (every layer, in its own backward), "selective" (but not products
+            with weights), what a rank may hold ("40 GiB"), a share of what it holds without (0.5),
+            "stage" (whole stages, by the schedule), or "auto" (as needed).
         sequence_parallel: whether what tp leaves whole runs on parts of sequences; chosen if None.
         state_shards: "zero-0" to "zero-3", or numbers of shards over dp; `parameters()` are then
             parts. Chosen if None.

@@ -34,6 +34,7 @@ from merakc.ir.graph import (
     TensorSpec,
     map_refs,
 )
+from merakc.ir.recompute import run_of
 from merakc.kernels.ops import DIRECT, FUSED, makes_tensor, resolve_op, returns_list
 
 # Empties the list that it is given: a value is let go of after its last reader.
@@ -205,8 +206,10 @@ def _fuses(node: Node) -> bool:
 
 
 def _runs(nodes: Sequence[Node]) -> Iterator[tuple[Node, ...]]:
-    """The nodes in order, those that can be fused with as many neighbours as can be."""
-    for fuses, run in groupby(nodes, _fuses):
+    """The nodes in order, those that can be fused with as many as can be. What a backward
+    makes again for a run of blocks is by itself, or all would be made at its start.
+    """
+    for (fuses, _), run in groupby(nodes, lambda node: (_fuses(node), run_of(node.name))):
         if fuses:
             yield tuple(run)
         else:

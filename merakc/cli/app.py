@@ -78,7 +78,9 @@ def plan(
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
-    recompute: Annotated[str, typer.Option(help="none, full, selective or auto.")] = "auto",
+    recompute: Annotated[
+        str, typer.Option(help="none, full, selective, stage, a budget (40GiB, 0.5) or auto.")
+    ] = "auto",
     state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
     overlap: Annotated[

@@ -74,12 +74,14 @@ class Plan(Strategy):
 
     `placement` holds the pipeline rank of each stage; without it, each rank has one. `keep_bytes`
     is what a micro-batch may keep on each stage from its forward to its backward where `recompute`
-    is "solved"; at -1 it keeps all. `sub_batches` is the number of parts in which each stage runs a
-    micro-batch, one's communication under the others' arithmetic; without it, collectives block.
-    `row_chunks` holds the numbers of chunks of rows, by the names of their weights, in which
-    products beside collectives are computed where a micro-batch runs whole; `fused_products` names
-    the weights whose products are one op with the collective beside them instead. The figures of
-    `machines` decide the order of the nodes of such stages.
+    is "solved"; at -1 it keeps all. `kept_blocks` says what the blocks of each stage keep
+    (`merakc.ir.recompute`) where its backward makes the rest again; without it, all layers do as
+    `recompute` says. `sub_batches` is the number of parts in which each stage runs a micro-batch,
+    one's communication under the others' arithmetic; without it, collectives block. `row_chunks`
+    holds the numbers of chunks of rows, by the names of their weights, in which products beside
+    collectives are computed where a micro-batch runs whole; `fused_products` names the weights
+    whose products are one op with the collective beside them instead. The figures of `machines`
+    decide the order of the nodes of such stages.
     """
 
     model: str
@@ -95,6 +97,7 @@ class Plan(Strategy):
     batch_dims: dict[str, Rows | None] = dataclasses.field(default_factory=dict)
     placement: tuple[int, ...] = ()
     keep_bytes: tuple[int, ...] = ()
+    kept_blocks: tuple[str, ...] = ()
     sub_batches: tuple[int, ...] = ()
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     fused_products: tuple[str, ...] = ()

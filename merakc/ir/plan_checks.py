@@ -13,9 +13,10 @@ from typing import Any
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
+from merakc.ir.recompute import IN_BACKWARD, parse_budget, parse_runs
 
-RECOMPUTE = ("none", "full", "selective", "solved")
-ASKED_RECOMPUTE = ("auto", "none", "full", "selective")  # what users may say
+RECOMPUTE = ("none", *IN_BACKWARD, "stage", "solved")
+ASKED_RECOMPUTE = ("auto", "none", "selective", "full", "stage")  # what users may say
 # More ranks, or micro-batches, than anyone has: beyond, a plan is damaged, and takes hours to read.
 MOST = 1 << 20
 COMPUTES = ("F", "B", "I", "W", "R", "head")  # `merakc.ir.program.ActionKind`
@@ -25,9 +26,10 @@ Values = Mapping[str, Any]
 
 def check_recompute(asked: str) -> None:
     """Raises `ConfigError` for what is no kind of recomputation that users can ask for."""
-    if asked not in ASKED_RECOMPUTE:
+    if asked not in ASKED_RECOMPUTE and parse_budget(asked) is None:
         raise ConfigError(
-            f"recompute {asked!r} is not known; choose one of {', '.join(ASKED_RECOMPUTE)}"
+            f"recompute {asked!r} is not known; choose one of {', '.join(ASKED_RECOMPUTE)}, what "
+            "a rank may hold ('40 GiB'), or a share of what it holds without (0.5)"
         )
 
 
@@ -145,14 +147,16 @@ def _stage_problems(plan: Values) -> Iterator[str]:
 
 def _lengths(plan: Values, stages: int) -> Iterator[str]:
     """Tuples with an entry a stage, or none."""
-    for name in ("state_shards", "keep_bytes", "sub_batches"):
+    for name in ("state_shards", "keep_bytes", "kept_blocks", "sub_batches"):
         if plan[name] and len(plan[name]) != stages:
             yield (
                 f"{name} has {len(plan[name])} entries; it must have none, or one for each of "
                 f"{stages} stages"
             )
-    if plan["recompute"] == "solved" and not plan["keep_bytes"]:
-        yield "keep_bytes is empty; with recompute 'solved' it must have an entry for each stage"
+    for recompute, name in (("solved", "keep_bytes"), ("budget", "kept_blocks")):
+        if plan["recompute"] == recompute and not plan[name]:
+            must = f"with recompute '{recompute}' it must have an entry for each stage"
+            yield f"{name} is empty; {must}"
 
 
 def _per_stage(plan: Values) -> Iterator[str]:
@@ -166,6 +170,11 @@ def _per_stage(plan: Values) -> Iterator[str]:
     for stage, kept in enumerate(plan["keep_bytes"]):
         if kept < EVERYTHING:
             yield f"keep_bytes.{stage} is {kept}; it must be bytes, or {EVERYTHING} for everything"
+    for stage, text in enumerate(plan["kept_blocks"]):
+        try:
+            parse_runs(text)
+        except ValueError as error:
+            yield f"kept_blocks.{stage}: {error}"
     samples = plan["batch_size"] // plan["micro_batches"]
     for stage, parts in enumerate(plan["sub_batches"]):
         if parts < 1 or (samples and samples % parts):

@@ -16,8 +16,10 @@ from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import CollectiveKind
+from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
+from merakc.lowering.recompute import recomputed_costs
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import Touches, rank_buckets
 from merakc.simulation.simulate import Simulation, simulate
@@ -96,20 +98,22 @@ def _collective_seconds(
 
 
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
-    """Rough costs of the stages, less the communication that is to run under computation."""
+    """Costs of the stages, less the communication that is to run under computation: rough ones,
+    but of backwards that make blocks again those of their own graphs.
+    """
     plan = lowered.plan
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
-    costs = tuple(
-        rough_stage_cost(
-            g,
-            place_on(cluster, plan.tp, devices[s]),
-            plan.shards(s),
-            precision=plan.precision,
-            tied=plan.tied_shards(s),
+    places = [place_on(cluster, plan.tp, device) for device in devices]
+    if plan.recompute in IN_BACKWARD:
+        costs = tuple(recomputed_costs(lowered, places))
+    else:
+        costs = tuple(
+            rough_stage_cost(
+                g, places[s], plan.shards(s), precision=plan.precision, tied=plan.tied_shards(s)
+            )
+            for s, g in enumerate(lowered.stages.local)
         )
-        for s, g in enumerate(lowered.stages.local)
-    )
     gains = overlap_gains(lowered) or (0.0,) * len(costs)
     found = [faster(cost, 1 - gain) for cost, gain in zip(costs, gains, strict=True)]
     head, at = lowered.loss.head, lowered.head_stage

@@ -15,12 +15,13 @@ from merakc.costs.work.flops import PIPELINED
 from merakc.ir.graph import Graph, Ref
 from merakc.ir.plan import Plan
 from merakc.ir.program import ActionKind, Mesh, Program, StageGraphs
+from merakc.ir.recompute import IN_BACKWARD, Keep, Run, parse_runs
 from merakc.ir.schedule import Schedule
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.passes.autodiff.algebra import fewer_passes
 from merakc.passes.autodiff.differentiate import joint_graph, partition
 from merakc.passes.autodiff.loss_gradient import without_zeros
-from merakc.passes.autodiff.recompute import checkpointed, selective, within_bytes
+from merakc.passes.autodiff.recompute import checkpointed, within_bytes
 from merakc.passes.autodiff.rematerialise import lean, rematerialised
 from merakc.passes.autodiff.simplify import simplify
 from merakc.passes.autodiff.split_backward import split_backward
@@ -35,6 +36,8 @@ from merakc.passes.overlap.sub_batches import Parts, divided
 from merakc.passes.programs.collectives import placed_collectives
 from merakc.passes.programs.onednn import by_onednn
 from merakc.passes.programs.schedule import build_programs
+from merakc.passes.recompute.blocks import by_layers, find_blocks, in_place
+from merakc.passes.recompute.segments import recomputed
 from merakc.passes.running import Kind, Pass, run_passes, unwatched
 from merakc.passes.sharding.gather_products import gather_all, gather_products
 from merakc.passes.sharding.separate_heads import separate_heads
@@ -135,12 +138,30 @@ def _checkpoint(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     if ActionKind.RECOMPUTE not in at.kinds:
         return stage
     kept: Collection[Ref] = ()
-    if at.plan.recompute == "selective":
-        kept = selective(stage)
-    elif at.plan.recompute == "solved":
+    if at.plan.recompute == "solved":
         # Only the ratio of arithmetic to traffic matters, and a plan means the same everywhere.
         kept = within_bytes(stage, at.plan.keep_bytes[at.stage], place_on(NOMINAL_GPU, at.plan.tp))
     return checkpointed(stage, kept)
+
+
+def _recompute(stage: StageGraphs, at: StageOptions) -> StageGraphs:
+    if at.apart or not at.train or at.plan.recompute not in IN_BACKWARD:
+        return stage
+    kept = at.plan.kept_blocks
+    return _made_again(stage, at.plan.recompute, kept[at.stage] if kept else "")
+
+
+def _made_again(stage: StageGraphs, recompute: str, kept: str) -> StageGraphs:
+    if stage.backward is None:
+        return stage
+    return recomputed(stage, parse_runs(kept) if kept else uniform(stage, recompute))
+
+
+def uniform(stage: StageGraphs, recompute: str) -> tuple[Run, ...]:
+    """What the blocks of a stage keep where all are made again, or all keep their products."""
+    forward = in_place(stage.forward)
+    keep = Keep.PRODUCTS if recompute == "selective" else Keep.AGAIN
+    return by_layers(find_blocks(forward), forward, keep)
 
 
 def _overlap(stage: StageGraphs, at: StageOptions) -> StageGraphs:
@@ -259,6 +280,10 @@ PIECES: Final = (
         Kind.PIECES, Kind.PIECES, lambda stage, at: stage if at.compiled else lean(stage),
     ),
     Pass(
+        "recompute", "Where the plan says so: the backward makes blocks again right before it.",
+        Kind.PIECES, Kind.PIECES, _recompute,
+    ),
+    Pass(
         "split-backward", "Where the schedule says so: input and weight gradients apart.",
         Kind.PIECES, Kind.PIECES, _split_backward,
     ),
@@ -291,6 +316,30 @@ PLACED: Final = (
 PIPELINE: Final = (
     *RECORDED, *KEYED, *PARTS, *HEADED, *CUT, *STAGE, *ORDERED, *PLACED,
 )  # fmt: skip
+
+
+def called_pieces(local: Graph) -> StageGraphs:
+    """Forward and backward of a stage whose calls run one by one, before blocks are recomputed."""
+    return lean(without_zeros(differentiate(local)))
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesOf:
+    """Makes the pieces of a stage from its forward: what its blocks do not keep (`kept`, for which
+    `recompute` may stand) the backward makes again, perhaps `split`. For `Graph.told`.
+    """
+
+    recompute: str
+    kept: str = ""
+    split: bool = False
+
+    def __call__(self, local: Graph) -> StageGraphs:
+        """The pieces, of calls that run one by one."""
+        stage = _made_again(local.told(called_pieces), self.recompute, self.kept)
+        if not self.split or stage.backward is None:
+            return stage
+        input_grad, weight_grad = split_backward(stage)
+        return replace(stage, input_grad=input_grad, weight_grad=weight_grad)
 
 
 def differentiate(graph: Graph) -> StageGraphs:

@@ -18,6 +18,7 @@ from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
+from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
@@ -48,9 +49,8 @@ CLOSE = 1.05
 FAR = 1.15  # Estimates by pieces are off by up to 14 % where stages are few.
 # Ways to shard the state that are tried where something must be recomputed, the fastest first.
 TRIED_WAYS = 3
-RECOMPUTES: dict[str, tuple[str, ...]] = {
-    "none": ("none",), "full": ("full",), "solved": ("solved",), "selective": ("solved",),
-}  # fmt: skip
+# Kinds of recomputation that are tried where what is asked for is none of a plan's.
+OPEN_RECOMPUTE = ("none", "budget", "solved")
 # Those that are looked at behind the one that no other can beat: the runners-up.
 RUNNERS_UP = 10
 
@@ -291,8 +291,8 @@ def price_strategy(
     waits = {one: state_seconds(job, one) for one in shards}
     if least_seconds(job) + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
         return None
-    kinds = RECOMPUTES.get(request.recompute, ("none", "solved"))
-    fitting = _fitting(job, waits, kinds)
+    asked = request.recompute
+    fitting = _fitting(job, waits, (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE)
     if isinstance(fitting, Shortage):
         return fitting
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)

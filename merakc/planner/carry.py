@@ -27,7 +27,8 @@ def carry_plan(
 
     That gives the recording for a number of micro-batches of one dp rank's batch. Tensors are split
     and stages cut anew; what the strategy does not say is as in `plan`. Where each stage keeps what
-    memory allows, that is the memory of `cluster`, or else half of what could be kept.
+    memory allows, that is the memory of `cluster`, or else half of what could be kept. What blocks
+    keep is stretched over those that there are (`merakc.passes.recompute.segments`).
 
     Raises children of `MerakError` where the model does not allow it.
     """
@@ -36,9 +37,10 @@ def carry_plan(
     made = lowered.plan
     like = _stages_like(plan, len(made.rank_of))
     if plan.keep_bytes:
-        lowered = replace(
-            lowered, plan=replace(made, keep_bytes=_kept(plan, lowered, like, cluster))
-        )
+        made = replace(made, keep_bytes=_kept(plan, lowered, like, cluster))
+    if plan.kept_blocks:
+        made = replace(made, kept_blocks=tuple(plan.kept_blocks[s] for s in like))
+    lowered = replace(lowered, plan=made)
     if not plan.sub_batches or strategy.tp == 1:
         return lowered
     given = plan.machines if cluster is None else recorded_machines(cluster, strategy.tp)

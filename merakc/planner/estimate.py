@@ -34,9 +34,10 @@ from merakc.costs.state import (
     state_bytes,
     state_cost,
 )
-from merakc.costs.work.keep import EVERYTHING, shared_out, with_kept
+from merakc.costs.work import keep
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
+from merakc.ir.recompute import IN_BACKWARD
 from merakc.ir.state import UNSHARDED, StateShards
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Device, Hardware, Sharing
@@ -76,9 +77,8 @@ class Framework:
 class Estimate:
     """Seconds of a step, and what they are made of; peak bytes of each pipeline rank.
 
-    `recompute_s` are a rank's on average.
-
-    `source` says whether measurements have told of the pieces, or formulas alone.
+    `recompute_s` are a rank's on average. `source` says whether measurements have told of the
+    pieces, or formulas alone.
     """
 
     step_s: float
@@ -139,20 +139,30 @@ class Job:
 
     @cached_property
     def _stages(self) -> list[StageCost]:
+        return self._priced(stagewise=self.framework.stagewise)
+
+    @cached_property
+    def _by_block(self) -> list[StageCost]:
+        return self._priced(stagewise=False)
+
+    def _priced(self, *, stagewise: bool) -> list[StageCost]:
         return [
             cost
             for part, rank in zip(self.parts, self.rank_of, strict=True)
             for cost in stage_costs(
                 self.pieces, self.costs[rank], [part], self.places[rank],
-                precision=self.framework.precision, stagewise=self.framework.stagewise,
+                precision=self.framework.precision, stagewise=stagewise,
             )
         ]  # fmt: skip
 
-    def stages(self, shards: StateShards) -> list[StageCost]:
-        """The costs of the stages, of which only the bytes of their state depend on the shards."""
+    def stages(self, shards: StateShards, *, by_block: bool = False) -> list[StageCost]:
+        """The costs of the stages, of which only the bytes of their state depend on the shards;
+        `by_block` of such as make blocks again from what enters each.
+        """
+        costs = self._by_block if by_block else self._stages
         return [
             replace(cost, static_bytes=state_bytes(count, shards, self.framework.precision))
-            for cost, count in zip(self._stages, self.stage_parameters, strict=True)
+            for cost, count in zip(costs, self.stage_parameters, strict=True)
         ]
 
     def state_bytes(self, shards: StateShards) -> list[int]:
@@ -224,11 +234,11 @@ def estimate_job(
     """One step: the micro-batches in the order of the schedule; after them gradients are reduced
     over dp and over the holders of shared parameters, and the optimizer runs.
 
-    With `recompute` "solved" each stage recomputes what its rank's memory does not hold. `of_state`
+    With `recompute` "solved" each stage recomputes what its rank's memory does not hold, with
+    "budget" its backwards do so block by block, of which those of "full" make all again. `of_state`
     are the `state_seconds`, where they are known.
     """
-    stages = job.stages(shards)
-    run = _run(job, stages, recompute)
+    run = _run(job, shards, recompute)
     state_s, optimizer_s = of_state or state_seconds(job, shards)
     pipeline_s, busy_s, sharing = run.seconds, run.busy_s, job.sharing
     if sharing is not None:  # all that ranks of a node do, they do with what they share
@@ -243,7 +253,7 @@ def estimate_job(
         bubble_share=1.0 - busy_s / pipeline_s,
         recompute_s=run.again_s,
         peak_bytes=run.peak_bytes,
-        stages=tuple(stages),
+        stages=tuple(job.stages(shards)),
         source="measured" if all(cost.measured for cost in job.costs[0]) else "formula",
     )
 
@@ -279,9 +289,9 @@ def _links(job: Job) -> list[float]:
     ]
 
 
-def _run(job: Job, stages: Sequence[StageCost], recompute: str) -> _Run:
+def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
     """Runs so many micro-batches that the rest of them take as long each as the last ones."""
-    strategy, links = job.strategy, _links(job)
+    strategy, links, stages = job.strategy, _links(job), job.stages(shards)
     period, total = strategy.pp, strategy.micro_batches
     left = max(total - STEADY * period, 0) // period * period
     if job.framework.whole_batch:  # all are in memory at once
@@ -289,11 +299,19 @@ def _run(job: Job, stages: Sequence[StageCost], recompute: str) -> _Run:
     again: tuple[int, ...] = ()
     if recompute == "full":
         again = tuple(range(len(stages)))
+    if recompute == "stage":
+        again = tuple(range(len(stages)))
+    elif recompute in IN_BACKWARD:
+        whole = stages
+        stages = [keep.within_backward(cost) for cost in job.stages(shards, by_block=True)]
+        if recompute == "budget":
+            flying = _orders(job, total - left).in_flight
+            stages = keep.partly_again(job.rank_of, flying, whole, stages, job.memory_bytes)
     elif recompute == "solved":
         plain = _orders(job, total - left)
-        kept = shared_out(plain.rank_of, plain.in_flight, stages, job.memory_bytes)
-        stages = [with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
-        again = tuple(k for k, size in enumerate(kept) if size != EVERYTHING)
+        kept = keep.shared_out(plain.rank_of, plain.in_flight, stages, job.memory_bytes)
+        stages = [keep.with_kept(cost, size) for cost, size in zip(stages, kept, strict=True)]
+        again = tuple(k for k, size in enumerate(kept) if size != keep.EVERYTHING)
     orders = _orders(job, total - left, again)
     seconds = _end_s(orders, stages, links)
     if left:

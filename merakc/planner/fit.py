@@ -59,7 +59,7 @@ class Least:
     def __str__(self) -> str:
         chosen, shards = self.strategy, self.strategy.shards(0)
         sharded = f", state in {shards} shards" if shards != UNSHARDED else ""
-        again = ", recompute='full'" if chosen.recompute == "full" else ""
+        again = f", recompute='{chosen.recompute}'" if chosen.recompute != "none" else ""
         return (
             f"dp={chosen.dp} tp={chosen.tp} pp={chosen.pp}, {chosen.micro_batches} micro-batches "
             f"of {chosen.samples}{sharded}{again}"
@@ -97,9 +97,8 @@ def _least_of(
     held = {one: job.state_bytes(one) for one in state_choices(request, job, hardware)}
     shards = min(held, key=lambda one: (max(held[one]), one))
     tried = []
-    for recompute in {"none": ("none",), "full": ("full",)}.get(
-        request.recompute, ("none", "full")
-    ):
+    asked = request.recompute
+    for recompute in (asked,) if asked in ("none", "full", "stage") else ("none", "full"):
         peaks = estimate_job(job, shards, recompute, (0.0, 0.0)).peak_bytes
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - memory[r])
         decided = replace(strategy, recompute=recompute, state_shards=(shards,) * len(job.parts))

@@ -20,9 +20,11 @@ from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
+from merakc.ir.recompute import parse_budget
 from merakc.ir.state import parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
 from merakc.planner.request import Request, meshes, micro_batches_for, with_schedule
+from merakc.planner.search import ALWAYS_RECOMPUTES
 
 # A plan, with what is known of it or without, or its file.
 GivenPlan = Plan | PlanFile | str | Path
@@ -59,6 +61,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
 
     Everything that can be refused before the model is looked at is refused here.
     """
+    fixed = replace(fixed, recompute=str(fixed.recompute))
     check_recompute(fixed.recompute)
     if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
         raise ConfigError(
@@ -121,6 +124,8 @@ def _check_plan(request: Request, given: Plan) -> None:
     shards = asked.pop("state_shards", None)
     if request.couplings != WHOLE_BATCH:
         asked["couplings"] = request.couplings
+    if parse_budget(request.recompute) is not None:
+        asked["recompute"] = "budget"
     for name, value in asked.items():
         planned = getattr(given, name)
         if value != planned:
@@ -159,7 +164,8 @@ def for_forward(
     no data parallelism, and what checkpoints recomputes.
     """
     request = _without_dp(request, given) if outside else request
-    if request.recompute == "auto" and given is None and checkpoints:
+    by_order = request.schedule in ALWAYS_RECOMPUTES or request.order
+    if request.recompute == "auto" and given is None and checkpoints and not by_order:
         return replace(request, recompute="full")
     return request
 

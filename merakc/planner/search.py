@@ -14,6 +14,7 @@ from merakc.ir.costs import StageCost
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
+from merakc.ir.recompute import IN_BACKWARD, parse_budget
 from merakc.ir.state import (
     AUTO,
     UNSHARDED,
@@ -29,6 +30,7 @@ from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
+from merakc.planner.budget import within_budget
 from merakc.planner.request import Request, meshes, micro_batches_for
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
@@ -79,13 +81,14 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     """The fastest that fits of what may be recomputed and, if need be, sharded; what needs least
     where nothing fits. More is recomputed only where less does not fit, except by ranks that share
     cores: they may be faster where one of them has more to do.
+
+    Raises `ConfigError` where a budget that is asked for cannot be kept.
     """
     asked, made = request.state_shards, list[Lowered]()
     for choice in _recomputations(request):
-        kept = _kept(lowered, cluster) if choice == "solved" else ()
-        plan = replace(lowered.plan, recompute=choice, keep_bytes=kept)
-        lowered = _with_prediction(replace(lowered, plan=plan), cluster)
-        if plan.dp > 1 and (asked == AUTO or (asked is None and not _fits(lowered, cluster))):
+        lowered = _recomputing(lowered, choice, request, cluster)
+        is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
+        if lowered.plan.dp > 1 and is_open:
             lowered = _with_fastest_shards(lowered, cluster)
         made.append(lowered)
         if _fits(lowered, cluster) and cluster.sharing is None:
@@ -168,7 +171,8 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     costs = planned_costs(lowered, cluster)
     # Where recomputing gives nothing back, no order recomputes.
     keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
-    costs = keeping if request.recompute == "none" else costs
+    in_backward = plan.recompute in IN_BACKWARD
+    costs = keeping if request.recompute == "none" or in_backward else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     ordered = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
     if ordered is None or standing(ordered, cluster) >= standing(lowered, cluster):
@@ -196,11 +200,12 @@ def _ordered(
     except ConfigError:
         return None
     kinds = {a.kind for order in schedule.orders for a in order}
+    kept_recompute = plan.recompute if plan.recompute in IN_BACKWARD else "none"
     made = replace(
         plan,
         schedule="auto",
         order=tuple(format_schedule(schedule).splitlines()),
-        recompute="full" if ActionKind.RECOMPUTE in kinds else "none",
+        recompute="stage" if ActionKind.RECOMPUTE in kinds else kept_recompute,
         keep_bytes=(),
     )
     return _with_prediction(replace(lowered, plan=made), cluster)
@@ -241,6 +246,19 @@ def _sharded(plan: Plan, shards: tuple[StateShards, ...]) -> Plan:
     return replace(plan, state_shards=() if set(shards) == {UNSHARDED} else shards)
 
 
+def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Cluster) -> Lowered:
+    """The plan that recomputes so, with its prediction. Raises `ConfigError` where a budget that is
+    asked for cannot be kept.
+    """
+    plan = replace(lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=())
+    if choice == "budget":
+        budget = parse_budget(request.recompute)
+        return within_budget(replace(lowered, plan=plan), cluster, budget)
+    if choice == "solved":
+        plan = replace(plan, keep_bytes=_kept(replace(lowered, plan=plan), cluster))
+    return _with_prediction(replace(lowered, plan=plan), cluster)
+
+
 def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
     """What each stage may keep of a micro-batch in the cluster's memory."""
     costs = planned_costs(lowered, cluster)
@@ -250,9 +268,11 @@ def _kept(lowered: Lowered, cluster: Cluster) -> tuple[int, ...]:
 def _recomputations(request: Request) -> tuple[str, ...]:
     """What to try until the memory suffices."""
     if request.recompute != "auto":
-        return (request.recompute,)
+        return ("budget",) if parse_budget(request.recompute) else (request.recompute,)
     if request.order:
         orders = parse_schedule("\n".join(request.order)).orders
         kinds = {a.kind for order in orders for a in order}
-        return ("full",) if ActionKind.RECOMPUTE in kinds else ("none",)
-    return ("full",) if request.schedule in ALWAYS_RECOMPUTES else ("none", "solved", "full")
+        return ("stage",) if ActionKind.RECOMPUTE in kinds else ("none",)
+    if request.schedule in ALWAYS_RECOMPUTES:
+        return ("stage",)
+    return "none", "budget", "solved", "stage"

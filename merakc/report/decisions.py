@@ -32,7 +32,7 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
         ("mesh", mesh + (", sequence parallel" if plan.sequence_parallel else "")),
         ("batch", f"{batch}, in {count_of(plan.micro_batches, 'micro-batch')}"),
         ("schedule", plan.schedule),
-        ("recompute", plan.recompute),
+        ("recompute", _recompute(plan)),
         ("plan", f"{plan.hash[:12]}, of graph {plan.graph.hash[:12]}"),
     ]
     if _is_sharded(plan):
@@ -89,6 +89,12 @@ def _prediction(prediction: Prediction) -> str:
         f"{format_seconds(prediction.step_s)} a step, {prediction.bubble_share:.1%} idle, "
         f"{exposed}peak {format_bytes(max(prediction.peak_bytes, default=0))}"
     )
+
+
+def _recompute(plan: Plan) -> str:
+    """How, and what the blocks of stages keep, where that was chosen."""
+    kept = "; ".join(dict.fromkeys(plan.kept_blocks))
+    return plan.recompute + (f": {kept}" if kept else "")
 
 
 def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:

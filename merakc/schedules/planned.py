@@ -74,9 +74,10 @@ def _ordered(plan: Plan) -> Schedule:
             "the order for these, or give micro_batches and pp to fit it"
         )
     again = any(a.kind is ActionKind.RECOMPUTE for order in schedule.orders for a in order)
-    if again and plan.recompute == "none":
+    if again and plan.recompute not in ("stage", "solved"):
         raise ConfigError(
-            f"schedule '{plan.schedule}' recomputes, and recompute is 'none'; leave out one"
+            f"schedule '{plan.schedule}' recomputes, and recompute is '{plan.recompute}'; give "
+            "recompute='stage', or an order without R"
         )
     return schedule
 
@@ -85,4 +86,4 @@ def _recomputed(plan: Plan) -> Literal["none", "full"] | tuple[int, ...]:
     """The stages that recompute, in the form of `make_schedule`."""
     if plan.recompute == "solved":
         return tuple(s for s, size in enumerate(plan.keep_bytes) if size >= 0)
-    return "none" if plan.recompute == "none" else "full"
+    return "full" if plan.recompute == "stage" else "none"

@@ -131,7 +131,7 @@ def _recomputed_stages(name: str, stages: int, recompute: Recompute | None) -> C
         if name == "merak":
             raise ConfigError(
                 "schedule merak hides recomputation, and recompute is 'none'; choose "
-                "recompute='full', or schedule='1f1b', which takes the same time without any"
+                "recompute='stage', or schedule='1f1b', which takes the same time without any"
             )
         return ()
     if not all(isinstance(s, int) and 0 <= s < stages for s in recompute):

@@ -47,16 +47,18 @@ def lowered(schedule: str, recompute: str) -> Lowered:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_recomputation_trades_seconds_for_bytes(stage: int) -> None:
-    none, full, some = (
+    none, whole, some, every = (
         stage_cost(lowered("1f1b", how).stage_graphs(stage, 0), CPU)
-        for how in ("none", "full", "selective")
+        for how in ("none", "stage", "selective", "full")
     )
     assert none.recompute_s == none.checkpoint_bytes == 0
-    assert full.checkpoint_bytes < some.checkpoint_bytes < none.saved_bytes
-    assert full.saved_bytes >= some.saved_bytes >= none.saved_bytes
-    assert 0 < some.recompute_s < full.recompute_s <= full.forward_s
-    assert full.checkpoint_peak_bytes < none.forward_peak_bytes
-    assert full.backward_s == none.backward_s
+    assert whole.checkpoint_bytes < none.saved_bytes <= whole.saved_bytes
+    assert 0 < whole.recompute_s <= whole.forward_s
+    assert whole.checkpoint_peak_bytes < none.forward_peak_bytes
+    assert whole.backward_s == none.backward_s
+    assert some.recompute_s == every.recompute_s == 0
+    assert every.saved_bytes < some.saved_bytes < none.saved_bytes
+    assert none.backward_s < some.backward_s < every.backward_s <= none.backward_s + none.forward_s
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -69,7 +71,7 @@ def test_the_halves_of_a_backward_take_as_long_as_the_whole(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_rough_costs(stage: int) -> None:
-    made = lowered("1f1b", "full")
+    made = lowered("1f1b", "stage")
     cost = stage_cost(made.stage_graphs(stage, 0), CPU)
     rough = rough_stage_cost(made.stages.local[stage], CPU)
     assert rough.checkpoint_bytes == cost.checkpoint_bytes
@@ -83,7 +85,7 @@ def test_what_is_made_again_takes_seconds_and_no_memory(
     monkeypatch: pytest.MonkeyPatch, hardware: bool
 ) -> None:
     place = place_on(preset("a100-80").flat(), 1) if hardware else CPU
-    local = lowered("1f1b", "full").stages.local[0]
+    local = lowered("1f1b", "stage").stages.local[0]
     small = rough_stage_cost(local, place)
     monkeypatch.setattr(pieces, "LEAST_BYTES", 0)
     found = rough_stage_cost(replace(local), place)  # a graph remembers what is told of it
@@ -93,7 +95,7 @@ def test_what_is_made_again_takes_seconds_and_no_memory(
 
 
 def test_measured_seconds_replace_those_of_the_formula() -> None:
-    cost = stage_cost(lowered("1f1b", "full").stage_graphs(0, 0), CPU)
+    cost = stage_cost(lowered("1f1b", "stage").stage_graphs(0, 0), CPU)
     found = with_seconds(cost, {ActionKind.BACKWARD: 7.0, ActionKind.RECOMPUTE: 3.0})
     assert (found.forward_s, found.backward_s, found.recompute_s) == (cost.forward_s, 7.0, 3.0)
     assert found.saved_bytes == cost.saved_bytes
@@ -134,7 +136,7 @@ def test_a_faster_stage_has_the_same_bytes() -> None:
 
 
 def test_rough_seconds_where_the_devices_are_known() -> None:
-    local = lowered("1f1b", "full").stages.local[0]
+    local = lowered("1f1b", "stage").stages.local[0]
     hardware = preset("a100-80")
     cost = rough_stage_cost(local, place_on(hardware.flat(), 8))
     work = graph_work(local)

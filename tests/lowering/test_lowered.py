@@ -112,13 +112,13 @@ def test_no_rank_holds_more_than_tp_rank_0() -> None:
             assert a.spec.numel >= b.spec.numel
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "stage"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_the_predicted_peak_is_that_of_a_replay(schedule: str, recompute: str) -> None:
     _, lowered = planned(Mesh(), schedule=schedule, recompute=recompute)
     cost = stage_cost(lowered.stage_graphs(0, 0), place_on(NOMINAL_CPU, 1))
     prediction, simulation = predict(lowered, NOMINAL_CPU, (cost,))
-    full = recompute == "full"
+    full = recompute == "stage"
     kept = cost.checkpoint_bytes if full else cost.saved_bytes
     effects = {  # the highest point over what was alive, and what is alive after more than before
         ActionKind.FORWARD: (

@@ -102,6 +102,13 @@ def test_recomputation_state_precision_and_overlap_are_kept() -> None:
     assert kinds == {0}
 
 
+def test_what_blocks_keep_is_that_of_the_stages_before() -> None:
+    kept = ("2 kept", "1 again, 1 kept", "3 again", "1 products")
+    plan = _large(replace(_made("1f1b"), recompute="budget", kept_blocks=kept), pp=4)
+    found = carry_plan(plan, lower_strategy(plan, 2), _some).plan
+    assert (found.recompute, found.kept_blocks) == ("budget", (kept[0], kept[2]))
+
+
 def _some(parts: int) -> Recording:
     """Two samples a micro-batch, whatever the number of micro-batches."""
     return recorded(8) if parts in (2, 4) else recorded(16)

@@ -33,7 +33,7 @@ from tests.report.test_traffic import two_layers
 
 CASES = {
     "all axes": lambda: lowered(),
-    "recomputed": lambda: lowered(Mesh(pp=4), recompute="full"),
+    "recomputed": lambda: lowered(Mesh(pp=4), recompute="stage"),
     "halves of backwards": lambda: lowered(Mesh(pp=4), "zb-h1"),
     "sharded": lambda: lowered(Mesh(4, 1, 2), shards=(4, 4, 4)),
     "coupled": lambda: coupled(),

@@ -13,7 +13,7 @@ from tests.report.made import ALL_AXES, SLOW, coupled, lowered, report
 CASES = {
     "all axes": lambda: lowered(),
     "one rank": lambda: lowered(Mesh()),
-    "recomputed": lambda: lowered(Mesh(pp=4), recompute="full"),
+    "recomputed": lambda: lowered(Mesh(pp=4), recompute="stage"),
     "halves of backwards": lambda: lowered(Mesh(pp=4), "zb-h1"),
     "two stages a rank": lambda: lowered(Mesh(pp=2), "zb-v"),
     "sharded": lambda: lowered(Mesh(4, 1, 2), shards=(4, 4, 4)),
@@ -57,6 +57,6 @@ def test_the_first_rank_of_a_pipeline_holds_most_micro_batches() -> None:
 
 
 def test_a_recomputing_rank_holds_what_enters_alone() -> None:
-    plain, again = (report(lowered(Mesh(pp=4), recompute=r)) for r in ("none", "full"))
+    plain, again = (report(lowered(Mesh(pp=4), recompute=r)) for r in ("none", "stage"))
     assert again.memory[0].in_flight == plain.memory[0].in_flight == 4
     assert 4 * again.memory[0].activations_bytes == plain.memory[0].activations_bytes  # 0B0's own

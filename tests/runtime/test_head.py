@@ -31,7 +31,7 @@ STEPS = [
     ("routed", Mesh(dp=2, pp=2), (4, 12), {"recompute": "full"}),
     ("routed", Mesh(tp=2), (8,), {}),
     ("routed", Mesh(pp=2), (8,), {"schedule": "zb-h1"}),
-    ("routed", Mesh(pp=2), (8,), {"schedule": "zb-v", "recompute": "full"}),
+    ("routed", Mesh(pp=2), (8,), {"schedule": "zb-v", "recompute": "stage"}),
     ("towers", Mesh(pp=2), (8,), {"schedule": "interleaved-1f1b"}),
 ]
 

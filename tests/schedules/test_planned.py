@@ -47,7 +47,7 @@ def test_all_forwards_come_first_where_the_loss_waits_for_the_batch() -> None:
 def test_fewer_micro_batches_run_in_the_order_of_more(name: str) -> None:
     schedule = make_schedule(name, 4, 8)
     many = dataclasses.replace(
-        PLAN, pp=4, micro_batches=8, schedule=name, recompute="full", placement=schedule.rank_of,
+        PLAN, pp=4, micro_batches=8, schedule=name, recompute="stage", placement=schedule.rank_of,
         order=tuple(format_schedule(schedule).splitlines()),
     )  # fmt: skip
     assert with_fewer(many, 8) is many

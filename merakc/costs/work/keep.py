@@ -24,7 +24,7 @@ def keep_bytes(
     is being recomputed or differentiated has all that is saved; the others share the rest, stages
     of one rank in proportion to what they save. A stage that has too little may keep 0.
     """
-    flying = [_in_flight(schedule, stage) for stage in range(schedule.stages)]
+    flying = [in_flight(schedule, stage) for stage in range(schedule.stages)]
     return shared_out(schedule.rank_of, flying, costs, capacity_bytes)
 
 
@@ -66,7 +66,52 @@ def with_kept(cost: StageCost, kept_bytes: int) -> StageCost:
     )
 
 
-def _in_flight(schedule: Schedule, stage: int) -> int:
+def within_backward(cost: StageCost) -> StageCost:
+    """The cost of a stage of which each backward makes again, block by block, what a recomputation
+    would: a checkpoint is all that is saved, and a block is alive beside.
+    """
+    return replace(
+        cost,
+        backward_s=cost.backward_s + cost.recompute_s,
+        input_grad_s=cost.input_grad_s + cost.recompute_s,
+        recompute_s=0.0,
+        saved_bytes=cost.checkpoint_bytes,
+        backward_peak_bytes=cost.backward_peak_bytes + cost.recompute_peak_bytes,
+    )
+
+
+def partly_again(
+    rank_of: Sequence[int],
+    flying: Sequence[int],
+    whole: Sequence[StageCost],
+    again: Sequence[StageCost],
+    capacity_bytes: Sequence[int],
+) -> list[StageCost]:
+    """Between stages that keep all and the same `within_backward`: as much more than these is kept
+    as fits, stages of one rank alike. A first estimate.
+    """
+    found = []
+    for rank, most, least in zip(rank_of, whole, again, strict=True):
+        own = [s for s, holder in enumerate(rank_of) if holder == rank]
+        held = sum(again[s].static_bytes + flying[s] * again[s].saved_bytes for s in own)
+        peaks = (max(c[s].backward_peak_bytes, c[s].forward_peak_bytes)
+                 for c in (whole, again) for s in own)  # fmt: skip
+        free = max(capacity_bytes[rank] - held - max(peaks), 0)
+        more = sum(flying[s] * (whole[s].saved_bytes - again[s].saved_bytes) for s in own)
+        share = min(free / more, 1.0) if more > 0 else 1.0
+        found.append(
+            replace(
+                least,
+                backward_s=least.backward_s + share * (most.backward_s - least.backward_s),
+                input_grad_s=least.input_grad_s + share * (most.input_grad_s - least.input_grad_s),
+                saved_bytes=least.saved_bytes + int(share * (most.saved_bytes - least.saved_bytes)),
+                backward_peak_bytes=max(least.backward_peak_bytes, most.backward_peak_bytes),
+            )
+        )
+    return found
+
+
+def in_flight(schedule: Schedule, stage: int) -> int:
     """The most micro-batches between their forward and their backward at one time."""
     now = most = 0
     for action in schedule.orders[schedule.rank_of[stage]]:

@@ -24,6 +24,7 @@ from merakc.costs.work.flops import COLLECTIVES, PIPELINED, node_flops
 from merakc.costs.work.kernels import node_kernels
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
+from merakc.ir.recompute import run_of
 from merakc.kernels.ops import STARTS, WAIT
 from merakc.passes.autodiff.rematerialise import late
 from merakc.passes.overlap.list_scheduling import Task, list_schedule
@@ -149,7 +150,9 @@ def _parted(in_order: list[Node]) -> set[str]:
 
 
 def graph_tasks(graph: Graph, place: Place) -> list[Task]:
-    """What a graph's nodes ask of the two resources."""
+    """What a graph's nodes ask of the two resources. What a backward makes again waits for
+    the gradient that enters them: it takes memory no earlier.
+    """
     return _forward_tasks(graph, place, _computed_seconds(graph, place))
 
 
@@ -161,10 +164,12 @@ def _computed_seconds(graph: Graph, place: Place) -> dict[str, float]:
 
 
 def _forward_tasks(graph: Graph, place: Place, computed_s: Mapping[str, float]) -> list[Task]:
-    specs = graph.specs()
+    specs, entering = graph.specs(), _entering(graph)
     found = []
     for node in graph.nodes:
         after = tuple(dict.fromkeys(r.node for r in node.refs))
+        if (gradient := entering.get(run_of(node.name))) is not None:
+            after = tuple(dict.fromkeys((*after, gradient)))
         if node.op in PIPELINED:
             found.append(_pipelined_task(node, after, specs, place))
         elif node.op in COLLECTIVES:
@@ -173,6 +178,31 @@ def _forward_tasks(graph: Graph, place: Place, computed_s: Mapping[str, float]) 
         else:
             found.append(Task(node.name, after, computed_s[node.name], 0.0))
     return found
+
+
+def _entering(graph: Graph) -> dict[int | None, str]:
+    """By the runs of blocks that a backward makes again, the gradient by which its calls behind
+    them begin; none of a run before which nothing was computed.
+    """
+    found: dict[int | None, str] = {}
+    tangents = {i.name for i in graph.inputs if i.kind is InputKind.TANGENT}
+    place = dict.fromkeys(tangents, -1)  # of gradients
+    first: dict[int, int] = {}
+    for k, node in enumerate(graph.nodes):
+        run = run_of(node.name)
+        if run is not None:
+            first.setdefault(run, k)
+            continue
+        read = [r.node for r in node.refs if r.node in place]
+        if not read:
+            continue
+        place[node.name] = k
+        for own, start in list(first.items()):
+            before = [name for name in read if place[name] < start]
+            if before:
+                found[own] = max(before, key=place.__getitem__)
+                del first[own]
+    return {run: name for run, name in found.items() if name not in tangents}
 
 
 def _stage_tasks(local: Graph, place: Place) -> tuple[list[Task], list[Task]]:

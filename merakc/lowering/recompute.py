@@ -1,0 +1,36 @@
+"""What the blocks of a plan's stages keep: priced by the very graphs that are run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from merakc.costs.device import Place
+from merakc.costs.stage import reduced_bytes, stage_cost, static_bytes
+from merakc.ir.costs import StageCost
+from merakc.ir.graph import Graph
+from merakc.ir.program import ActionKind
+from merakc.lowering.lowered import Lowered
+from merakc.passes.autodiff.shorten import graph_form
+from merakc.passes.pipeline import PiecesOf
+
+
+def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
+    """The costs of the stages, each at its place, from their own graphs; stages that are alike are
+    differentiated once.
+    """
+    plan, found = lowered.plan, []
+    first: dict[object, Graph] = {}
+    for stage, (local, place) in enumerate(zip(lowered.stages.local, places, strict=True)):
+        like = first.setdefault(graph_form(local)[0], local)
+        split = ActionKind.INPUT_GRAD in lowered.options(stage, 0).kinds
+        kept = plan.kept_blocks[stage] if plan.kept_blocks else ""
+        pieces = like.told(PiecesOf(plan.recompute, kept, split))
+        state = plan.shards(stage), plan.precision, plan.tied_shards(stage)
+        found.append(
+            replace(
+                stage_cost(pieces, place),
+                static_bytes=static_bytes(local, *state),
+                reduced_bytes=reduced_bytes(local, *state),
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""Recomputation inside the backward: blocks are made again right before they are read."""

@@ -1,0 +1,166 @@
+"""What the blocks of stages keep, so that ranks stay within a budget of bytes.
+
+Each stage's chain of blocks is solved by itself (`merakc.passes.recompute.solve`); what that
+expects is then held against the prediction of the graphs that follow, and solved again with as much
+less as a rank was over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from merakc.costs.device import Place, place_on
+from merakc.costs.ranks import rank_memory_bytes, stage_devices
+from merakc.costs.work.keep import in_flight
+from merakc.errors import ConfigError
+from merakc.ir.plan_file import Prediction
+from merakc.ir.program import StageGraphs
+from merakc.ir.recompute import Budget, Keep, Run, format_runs
+from merakc.lowering.lowered import Lowered
+from merakc.lowering.predict import planned_costs, predict
+from merakc.machines.cluster import Cluster
+from merakc.passes.autodiff.shorten import graph_form
+from merakc.passes.pipeline import called_pieces, uniform
+from merakc.passes.recompute.costs import BlockCost, block_costs
+from merakc.passes.recompute.solve import least_bytes, solve
+from merakc.report.units import format_bytes
+
+# How often a choice is held against its prediction, and the share of a budget that may be left.
+ROUNDS, LEFT = 6, 0.01
+
+
+def within_budget(lowered: Lowered, cluster: Cluster, budget: Budget | None = None) -> Lowered:
+    """The plan, with its prediction, whose stages keep what makes it fastest in a budget for each
+    rank: without one, that of the cluster's memory. Of what fits no budget, that of least bytes.
+
+    Raises `ConfigError` where a budget that is given cannot be kept.
+    """
+    cluster = cluster.with_hardware(lowered.plan.mesh.world_size)
+    found = _Chosen(lowered, cluster)
+    limits = _limits(found, cluster, budget)
+    if _lacks(found.everything, limits) <= 0:
+        return found.everything
+    free = [limit - static for limit, static in zip(limits, found.static_bytes, strict=True)]
+    best: Lowered | None = None
+    for _ in range(ROUNDS):
+        made = found.within(free)
+        peaks = _prediction(made).peak_bytes
+        over = [peak - limit for peak, limit in zip(peaks, limits, strict=True)]
+        if max(over) <= 0 and (best is None or _seconds(made) < _seconds(best)):
+            best = made
+        if all(-LEFT * limit <= own <= 0 for own, limit in zip(over, limits, strict=True)):
+            break
+        again = [own - more for own, more in zip(free, over, strict=True)]
+        if again == free:
+            break
+        free = again
+    best = best or _least([found.within([0] * len(limits)), found.full()], limits)
+    if budget is not None and _lacks(best, limits) > 0:
+        least = max(_prediction(best).peak_bytes)
+        raise ConfigError(
+            f"a rank needs {format_bytes(least)} at the least, and the budget is "
+            f"{format_bytes(min(limits))}; give more, smaller micro-batches, or shard the state"
+        )
+    return best
+
+
+def _limits(found: _Chosen, cluster: Cluster, budget: Budget | None) -> Sequence[int]:
+    if budget is None:
+        return rank_memory_bytes(cluster, found.lowered.plan.mesh)
+    if budget.size_bytes is not None:
+        return [budget.size_bytes] * len(found.static_bytes)
+    whole = _prediction(found.everything).peak_bytes
+    return [
+        static + int(budget.share * (peak - static))
+        for static, peak in zip(found.static_bytes, whole, strict=True)
+    ]
+
+
+def _least(found: Sequence[Lowered], limits: Sequence[int]) -> Lowered:
+    return min(found, key=lambda one: _lacks(one, limits))
+
+
+def _lacks(one: Lowered, limits: Sequence[int]) -> int:
+    peaks = _prediction(one).peak_bytes
+    return max(peak - limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def _prediction(lowered: Lowered) -> Prediction:
+    assert lowered.prediction is not None
+    return lowered.prediction
+
+
+def _seconds(lowered: Lowered) -> float:
+    return _prediction(lowered).step_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Alike:
+    """What stages of one form have in common: the costs of their blocks, and what all layers made
+    again are.
+    """
+
+    costs: tuple[BlockCost, ...]
+    full: tuple[Run, ...]
+
+    @property
+    def kept(self) -> tuple[Run, ...]:
+        """All is kept."""
+        return (Run(Keep.KEPT, max(len(self.costs), 1)),)
+
+
+class _Chosen:
+    """The stages of a plan, and what they may keep."""
+
+    def __init__(self, lowered: Lowered, cluster: Cluster) -> None:
+        self.lowered = replace(lowered, plan=replace(lowered.plan, recompute="budget"))
+        self.cluster, plan = cluster, lowered.plan
+        self.flying = [in_flight(lowered.schedule, s) for s in range(len(plan.rank_of))]
+        devices = stage_devices(cluster, plan.mesh, plan.rank_of)
+        known: dict[object, _Alike] = {}
+        self.stages: list[_Alike] = []
+        for local, device in zip(lowered.stages.local, devices, strict=True):
+            key = graph_form(local)[0], device
+            if key not in known:
+                stage = local.told(called_pieces)
+                known[key] = _alike(stage, place_on(cluster, plan.tp, device))
+            self.stages.append(known[key])
+        self.everything = self._planned([one.kept for one in self.stages])
+        costs = planned_costs(self.everything, cluster)
+        self.static_bytes = [0] * plan.pp
+        self.saved = [cost.saved_bytes for cost in costs]
+        for cost, rank in zip(costs, plan.rank_of, strict=True):
+            self.static_bytes[rank] += cost.static_bytes
+
+    def full(self) -> Lowered:
+        """Every layer is made again."""
+        return self._planned([one.full for one in self.stages])
+
+    def within(self, free_bytes: Sequence[int]) -> Lowered:
+        """What is fastest with so many bytes of each rank for its micro-batches, or takes least."""
+        rank_of = self.lowered.plan.rank_of
+        saved = [n * size for n, size in zip(self.flying, self.saved, strict=True)]
+        chosen: list[tuple[Run, ...]] = []
+        for stage, own in enumerate(self.stages):
+            of_rank = [s for s, rank in enumerate(rank_of) if rank == rank_of[stage]]
+            share = saved[stage] / max(sum(saved[s] for s in of_rank), 1)
+            budget = int(max(free_bytes[rank_of[stage]], 0) * share)
+            found = solve(own.costs, budget, self.flying[stage])
+            if found is None:
+                least = least_bytes(own.costs, self.flying[stage])
+                found = solve(own.costs, least, self.flying[stage])
+            chosen.append(own.kept if found is None or not own.costs else found.runs)
+        return self._planned(chosen)
+
+    def _planned(self, chosen: Sequence[tuple[Run, ...]]) -> Lowered:
+        texts = tuple(map(format_runs, chosen))
+        plan = replace(self.lowered.plan, kept_blocks=texts)
+        made = replace(self.lowered, plan=plan)
+        return replace(made, prediction=predict(made, self.cluster, dp_rank=0)[0])
+
+
+def _alike(stage: StageGraphs, place: Place) -> _Alike:
+    if stage.backward is None:
+        return _Alike((), (Run(Keep.KEPT, 1),))
+    return _Alike(block_costs(stage, place), uniform(stage, "full"))

@@ -1,0 +1,45 @@
+"""Budgets of bytes are kept by what is predicted of the very graphs."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.models import MODELS
+from merakc.errors import ConfigError
+from merakc.frontend.record import Recording
+from merakc.ir.recompute import Budget
+from merakc.lowering.predict import predict
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.planner.budget import within_budget
+from merakc.planner.request import Request
+from merakc.planner.search import plan_layout
+from tests.recorded import one_of_several
+
+
+@cache
+def recording(samples: int) -> Recording:
+    case = MODELS["gpt2"]
+    return one_of_several(case.model(), case.batch(samples))
+
+
+@pytest.mark.parametrize(("schedule", "shares"), [("1f1b", (0.9, 0.75)), ("zb-h1", (0.9,))])
+def test_each_rank_keeps_what_its_budget_lets_it(schedule: str, shares: tuple[float, ...]) -> None:
+    request = Request(2, 8, dp=1, tp=1, pp=2, micro_batches=4, schedule=schedule, recompute="none")
+    none = plan_layout(request, recording, NOMINAL_CPU)
+    before = within_budget(none, NOMINAL_CPU, Budget(share=1.0)).prediction
+    assert before is not None
+    for share in shares:
+        made = within_budget(none, NOMINAL_CPU, Budget(share=share))
+        assert made.plan.recompute == "budget"
+        found, _ = predict(made, NOMINAL_CPU, dp_rank=0)
+        assert made.prediction == found
+        assert max(found.peak_bytes) < max(before.peak_bytes)
+        assert found.step_s > before.step_s
+        before, most = found, max(found.peak_bytes)
+        by_bytes = within_budget(none, NOMINAL_CPU, Budget(most))
+        assert by_bytes.prediction is not None
+        assert max(by_bytes.prediction.peak_bytes) <= most
+    with pytest.raises(ConfigError, match="at the least"):
+        within_budget(none, NOMINAL_CPU, Budget(1 << 10))
