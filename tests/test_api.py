@@ -228,7 +228,7 @@ def test_what_does_not_fit_is_refused() -> None:
         merakc.auto_parallel(build(Words), words(0), cluster=tiny)
 
 
-def tight() -> tuple[str, tuple[int, ...], int, dict[str, torch.Tensor]]:
+def tight() -> tuple[str, tuple[str, ...], int, dict[str, torch.Tensor]]:
     options = {"pp": 2, "micro_batches": 4, "schedule": "1f1b"}
     roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options)
     assert roomy.plan_file.prediction is not None
@@ -237,15 +237,14 @@ def tight() -> tuple[str, tuple[int, ...], int, dict[str, torch.Tensor]]:
     model(**words(0))["loss"].backward()
     kinds = [e.kind for e in model.last_events]
     again = kinds.count(ActionKind.RECOMPUTE)
-    return model.plan.recompute, model.plan.keep_bytes, again, model.full_gradients()
+    return model.plan.recompute, model.plan.kept_blocks, again, model.full_gradients()
 
 
 def test_stages_recompute_what_they_have_no_memory_for() -> None:
     (recompute, kept, again, full), (_, _, last_again, _) = run_ranks(2, tight)
-    assert recompute == "solved"
-    assert kept[0] >= 0
-    assert kept[1] == -1
-    assert (again, last_again) == (4, 0)
+    assert recompute == "budget"
+    assert "again" in kept[0] or "products" in kept[0]
+    assert (again, last_again) == (0, 0)  # inside the backwards
     plain = build(Words)
     plain(**words(0))["loss"].backward()
     assert_close(full, gradients(plain))

