@@ -109,7 +109,7 @@ OWN_ORDER = """
 
 def test_an_order_of_the_users_own_trains_alike() -> None:
     usual = run_ranks(2, train, "words", {"pp": 2, "recompute": "none", "schedule": "1f1b"})
-    for recompute in ("auto", "selective"):
+    for recompute in ("auto", "stage"):
         options = {"pp": 2, "schedule": OWN_ORDER, "recompute": recompute}
         own = run_ranks(2, train, "words", options)
         assert own[0][0] == pytest.approx(usual[0][0], rel=1e-12)
