@@ -29,7 +29,7 @@ from merakc.machines.cluster import NOMINAL_CPU
 from merakc.schedules.registry import NAMES
 
 TRIED = "gpt2,llama,t5,bert,resnet"
-RECOMPUTATIONS = "none,full,selective"
+RECOMPUTATIONS = "none,selective,full,stage"
 MICRO_BATCHES = 8
 ALWAYS_RECOMPUTES = ("merak",)
 TITLE = "Largest relative error of loss and gradients in float64, dropout on"
@@ -80,7 +80,7 @@ def measure(
     first: dict[tuple[str, tuple[int, ...]], Reference] = {}
     for key in product(models, ranks, schedules, recomputations):
         model, pp, schedule, recompute = key
-        if recompute == "none" and schedule in ALWAYS_RECOMPUTES:
+        if schedule in ALWAYS_RECOMPUTES and recompute != "stage":
             continue
 
         def compare(key: tuple[str, int, str, str] = key) -> dict[str, Any]:
