@@ -22,7 +22,7 @@ from merakc.passes.autodiff.algebra import fewer_passes
 from merakc.passes.autodiff.differentiate import joint_graph, partition
 from merakc.passes.autodiff.loss_gradient import without_zeros
 from merakc.passes.autodiff.recompute import checkpointed, within_bytes
-from merakc.passes.autodiff.rematerialise import lean, rematerialised
+from merakc.passes.autodiff.rematerialise import late, lean, rematerialised
 from merakc.passes.autodiff.simplify import simplify
 from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.batches.part import with_keys
@@ -148,6 +148,9 @@ def _recompute(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     if at.apart or not at.train or at.plan.recompute not in IN_BACKWARD:
         return stage
     kept = at.plan.kept_blocks
+    if at.compiled and stage.backward is not None:
+        # What joins the kernels stands at the backward's start, and would have all made there.
+        stage = replace(stage, backward=late(stage.backward))
     return _made_again(stage, at.plan.recompute, kept[at.stage] if kept else "")
 
 

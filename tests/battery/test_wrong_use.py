@@ -55,7 +55,7 @@ ARGUMENTS: dict[str, Case] = {
     "unknown schedule": (
         {"schedule": "2f2b"}, ConfigError, ("schedule '2f2b'", "auto, gpipe, 1f1b")),
     "unknown recompute": (
-        {"recompute": "some"}, ConfigError, ("recompute 'some'", "auto, none, full")),
+        {"recompute": "some"}, ConfigError, ("recompute 'some'", "auto, none, selective")),
     "an order that ends in a circle": (
         {"schedule": "0F0 0B0 0F1 0B1; 1F1 1B1 1F0 1B0", "micro_batches": 2, "pp": 2},
         ProgramError, ("deadlock", "rank 0 waits", "rank 1 waits")),
