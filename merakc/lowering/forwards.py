@@ -173,7 +173,7 @@ class Forward:
         part, whole = self.known.get(layout.each), self.known.get(layout.total)
         if self.compared is None or part is None or whole is None or layout.each == 1:
             return
-        if part.structure is whole.structure:  # derived from it
+        if part.aliases is whole.aliases:  # derived from it
             return
         rest = [(r.outputs, r.structure, r.numbers, r.finite) for r in (part, whole)]
         if _grows_evenly(part) and _grows_evenly(whole) and rest[0] == rest[1]:
