@@ -168,7 +168,6 @@ def against_published(row: Row) -> Found:
     against = f"dp {d.dp} tp {d.tp} pp {d.pp}"
     same = find(request=fixed)
     if not same.ranked:
-        # A stage that recomputes keeps all of one micro-batch here, in Megatron-LM one block.
         fixed = replace(fixed, recompute="full")
         same = find(request=fixed, hardware=roomy(hardware))
         against += ", memory aside"

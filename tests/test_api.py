@@ -232,7 +232,8 @@ def tight() -> tuple[str, tuple[str, ...], int, dict[str, torch.Tensor]]:
     options = {"pp": 2, "micro_batches": 4, "schedule": "1f1b"}
     roomy = merakc.auto_parallel(build(Words), words(0), cluster=NOMINAL_CPU, **options)
     assert roomy.plan_file.prediction is not None
-    small = replace(NOMINAL_CPU, memory_bytes=max(roomy.plan_file.prediction.peak_bytes))
+    memory_bytes = int(0.9 * max(roomy.plan_file.prediction.peak_bytes))
+    small = replace(NOMINAL_CPU, memory_bytes=memory_bytes)
     model = merakc.auto_parallel(build(Words), words(0), cluster=small, **options)
     model(**words(0))["loss"].backward()
     kinds = [e.kind for e in model.last_events]

@@ -104,7 +104,7 @@ def _vtrain(given: dict[str, str], where: str) -> Row:
     shape = Shape(n["hidden_size"], n["heads"], n["layers"], n["seq_len"], VOCAB)
     strategy = Strategy(
         n["dp"], n["tp"], n["pp"], "dp", micro_batches=n["global_batch"] // size,
-        recompute="full" if n["gpus"] > NODE else "none",
+        recompute="stage" if n["gpus"] > NODE else "none",
     )  # fmt: skip
     name = f"{shape.layers} x {shape.hidden_size}"
     return Row(
@@ -142,7 +142,7 @@ def _megatron(row: dict[str, Any], table: dict[str, Any], source: str) -> Row:
     micro_batches = row["global_batch"] // dp // row["micro_batch"]
     strategy = Strategy(
         dp, row["tp"], row["pp"], "dp", micro_batches=micro_batches, chunks=row["interleave"],
-        recompute="full",
+        recompute="stage",
     )  # fmt: skip
     return Row(
         source,

@@ -41,7 +41,7 @@ def scale(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3.")] = None,
-    recompute: Annotated[str, typer.Option(help="none, full or auto.")] = "auto",
+    recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,

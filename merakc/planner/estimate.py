@@ -291,8 +291,8 @@ def _links(job: Job) -> list[float]:
 
 def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
     """Runs so many micro-batches that the rest of them take as long each as the last ones."""
-    strategy, links, stages = job.strategy, _links(job), job.stages(shards)
-    period, total = strategy.pp, strategy.micro_batches
+    links, stages = _links(job), (whole := job.stages(shards))
+    period, total = job.strategy.pp, job.strategy.micro_batches
     left = max(total - STEADY * period, 0) // period * period
     if job.framework.whole_batch:  # all are in memory at once
         left = 0
@@ -302,7 +302,6 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
     if recompute == "stage":
         again = tuple(range(len(stages)))
     elif recompute in IN_BACKWARD:
-        whole = stages
         stages = [keep.within_backward(cost) for cost in job.stages(shards, by_block=True)]
         if recompute == "budget":
             flying = _orders(job, total - left).in_flight
@@ -317,10 +316,11 @@ def _run(job: Job, shards: StateShards, recompute: str) -> _Run:
     if left:
         fewer = _orders(job, total - left - period, again)
         seconds += left / period * (seconds - _end_s(fewer, stages, links))
-    mean = total / strategy.pp
-    again_s = mean * sum(stages[k].recompute_s for k in again)
-    busy_s = mean * sum(c.forward_s + c.backward_s for c in stages) + again_s
-    return _Run(seconds, busy_s, again_s, orders.peak_bytes(stages))
+    mean = total / period
+    spent_s = sum(c.forward_s + c.backward_s for c in stages)
+    spent_s += sum(stages[k].recompute_s for k in again)
+    again_s = spent_s - sum(c.forward_s + c.backward_s for c in whole)
+    return _Run(seconds, mean * spent_s, mean * again_s, orders.peak_bytes(stages))
 
 
 def _end_s(orders: KnownOrders, stages: Sequence[StageCost], links: Sequence[float]) -> float:

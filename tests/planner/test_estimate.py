@@ -53,12 +53,15 @@ def test_one_rank_runs_its_micro_batches_and_the_optimizer() -> None:
 
 def test_recomputing_runs_the_blocks_again() -> None:
     strategy = Strategy(micro_batches=2)
-    none, full = estimate(strategy), estimate(replace(strategy, recompute="full"))
-    assert full.pipeline_s - none.pipeline_s == pytest.approx(2 * full.stages[0].recompute_s)
+    for recompute in ("stage", "full"):
+        none, again = estimate(strategy), estimate(replace(strategy, recompute=recompute))
+        more_s = again.pipeline_s - none.pipeline_s
+        assert more_s == pytest.approx(2 * again.stages[0].recompute_s)
+        assert again.recompute_s == pytest.approx(more_s)
 
-    piped = Strategy(pp=4, micro_batches=8)
-    none, full = estimate(piped), estimate(replace(piped, recompute="full"))
-    assert full.peak_bytes[0] < 0.7 * none.peak_bytes[0]
+        piped = Strategy(pp=4, micro_batches=8)
+        none, again = estimate(piped), estimate(replace(piped, recompute=recompute))
+        assert again.peak_bytes[0] < 0.7 * none.peak_bytes[0]
 
 
 @pytest.mark.parametrize("memory_bytes", [1 << 40, 1 << 28])
@@ -74,7 +77,7 @@ def test_no_estimate_is_below_its_bound(
     machines = replace(HARDWARE, nodes=(Nodes(node, 4, 1),))
     job = make_job(PIECES, strategy, machines, Framework(stagewise=True))
     least_s = least_seconds(job)
-    for recompute in ("none", "solved", "full"):
+    for recompute in ("none", "solved", "budget", "full", "stage"):
         found = estimate_job(job, recompute=recompute)
         if max(found.peak_bytes) <= memory_bytes:
             assert least_s <= found.pipeline_s * (1 + 1e-9)

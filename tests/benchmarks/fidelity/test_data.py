@@ -33,7 +33,7 @@ def test_rows_are_read(tmp_path: Path) -> None:
     single, several = read_rows(written(tmp_path, SINGLE, SEVERAL))
     assert (single.strategy.dp, single.strategy.pp, single.strategy.micro_batches) == (2, 4, 8)
     assert single.step_s == pytest.approx(0.2535)
-    assert (single.strategy.recompute, several.strategy.recompute) == ("none", "full")
+    assert (single.strategy.recompute, several.strategy.recompute) == ("none", "stage")
     assert several.label == "48 x 8192 tp8 dp16 pp4, 24 x 4"
     assert single.group == (single.shape, 16, 8)
 
