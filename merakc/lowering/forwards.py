@@ -63,6 +63,7 @@ class Forward:
         tensors = {n: t for n, t in named_tensors(args, kwargs).items() if t.dim()}
         self.taken = taken_dims({n: self.sampled.get(n) for n in tensors})
         self.known: dict[int, Recording] = {}
+        self.derived: set[int] = set()  # of which the forward was not run
         self.settling = False
 
     @property
@@ -75,7 +76,7 @@ class Forward:
     def settled(self) -> Forward:
         """The same, with the shapes that the batch says."""
         now = copy(self)
-        now.known, now.settling = {}, True
+        now.known, now.derived, now.settling = {}, set(), True
         vars(now).pop("unsaid", None)
         return now
 
@@ -133,6 +134,7 @@ class Forward:
     def _sized(self, samples: int) -> Recording:
         derived = self._derived(samples)
         if derived is not None and not CHECKED:
+            self.derived.add(samples)
             return derived
         made = self._run(samples)
         assert derived is None or derived.graph == made.graph, "a part is not what was derived"
@@ -173,7 +175,7 @@ class Forward:
         part, whole = self.known.get(layout.each), self.known.get(layout.total)
         if self.compared is None or part is None or whole is None or layout.each == 1:
             return
-        if part.aliases is whole.aliases:  # derived from it
+        if layout.each in self.derived:
             return
         rest = [(r.outputs, r.structure, r.numbers, r.finite) for r in (part, whole)]
         if _grows_evenly(part) and _grows_evenly(whole) and rest[0] == rest[1]:

@@ -162,7 +162,7 @@ def test_the_usual_batch_is_recorded_no_more_than_twice(monkeypatch: pytest.Monk
         seen.append(1)
         return record(*args, **options)
 
-    monkeypatch.setattr("merakc.lowering.recording.record", noted)
+    monkeypatch.setattr("merakc.lowering.forwards.record", noted)
     batch = CASES["one vector for all"][1]
     model = made("one vector for all")
     merakc.auto_parallel(model, batch, micro_batches=4, cluster=NOMINAL_CPU)
