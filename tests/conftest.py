@@ -28,14 +28,18 @@ def a_first_model() -> None:
     all forked ranks: more than half of a rank's CPU time, else. What is there now is no garbage.
     """
     if "transformers" in sys.modules:
-        import merakc
-        from benchmarks.models import MODELS
-
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
-            warnings.simplefilter("ignore")
-            batch = MODELS["gpt2"].batch(4)
-            model = merakc.auto_parallel(MODELS["gpt2"].model(), batch)
-            model(**batch)["loss"].backward()
-            model.full_gradients()
+        _train()
     gc.collect()
     gc.freeze()
+
+
+def _train() -> None:
+    import merakc
+    from benchmarks.models import MODELS
+
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        batch = MODELS["gpt2"].batch(4)
+        model = merakc.auto_parallel(MODELS["gpt2"].model(), batch)
+        model(**batch)["loss"].backward()
+        model.full_gradients()

@@ -71,6 +71,7 @@ def run_ranks(
     context = multiprocessing.get_context("fork")
     sys.stdout.flush()  # or every child would print the buffered text again
     sys.stderr.flush()
+    gc.collect()  # or every child would keep the garbage
     with _store_file() as store:
         processes: list[ForkProcess] = []
         connections: list[Connection] = []
@@ -201,7 +202,7 @@ def _prepare(rank: int, world_size: int) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
-    gc.freeze()  # what is the parent's is no garbage of ours: no search need walk through it
+    gc.freeze()  # what is the parent's is in use: no search for garbage need walk through it
     # torch lets go of its code generator's processes in a fork, and not of its threads, which are
     # not there: what was given to them would be waited for without an end.
     if (compiling := sys.modules.get("torch._inductor.async_compile")) is not None:

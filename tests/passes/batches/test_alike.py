@@ -90,7 +90,7 @@ def test_one_sample_takes_the_path_of_its_batch(
     names = [i.name for i in two.inputs if i.target == "0"]
     (one,) = interpret(made, {n: v[:1] if n in names else v for n, v in values.items()})
     assert one.shape == made.specs()[made.outputs[0].ref].shape
-    torch.testing.assert_close(one, both[: len(one)], rtol=1e-12, atol=0)
+    torch.testing.assert_close(one, both[: len(one)], rtol=1e-12, atol=1e-14)
 
 
 def test_what_is_alike_is_left_as_it_is() -> None:
