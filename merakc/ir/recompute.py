@@ -14,6 +14,7 @@ from itertools import groupby
 
 # The kinds of recomputation of a plan that are inside of its backwards; others are actions.
 IN_BACKWARD = ("full", "selective", "budget")
+MOST_RUNS = 50_000  # that a text may tell of: plans come from files of others
 _RUN = re.compile(r"(?:([1-9]\d*) x )?([1-9]\d*) (kept|products|again)")
 _UNITS = {
     f"{prefix}{unit}b": base**power
@@ -55,6 +56,8 @@ def parse_runs(text: str) -> tuple[Run, ...]:
                 f"{part!r} is not written like '2 x 3 again', '1 products' or '4 kept'"
             )
         count, blocks, keep = match.groups()
+        if len(count or "") > 5 or len(blocks) > 9 or len(found) + int(count or 1) > MOST_RUNS:
+            raise ValueError(f"{part!r} makes more than {MOST_RUNS:,} runs of blocks")
         found += [Run(Keep(keep), int(blocks))] * int(count or 1)
     return tuple(found)
 

@@ -31,6 +31,14 @@ def test_what_is_no_run_is_refused(text: str) -> None:
         parse_runs(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["9999999999 x 1 again", "30000 x 1 again, 30000 x 1 kept", "1" * 5000 + " kept"]
+)
+def test_a_text_makes_no_more_runs_than_a_plan_can_have(text: str) -> None:
+    with pytest.raises(ValueError, match="more than 50,000 runs"):
+        parse_runs(text)
+
+
 def test_names_tell_the_run() -> None:
     assert run_of(again_name(12, "j:mm")) == 12
     assert run_of("j:mm") is None
