@@ -44,10 +44,10 @@ def _memory_bytes() -> tuple[int, int]:
 
 def _timed(work: Callable[[Path], object], place: Path) -> tuple[float, float]:
     """Seconds of work on a place, and the most memory beyond what was held before."""
-    dist.barrier()
     os.sync()
     Path("/proc/self/clear_refs").write_text("5")
     before, _ = _memory_bytes()
+    dist.barrier()  # last, so that no rank's wait for another's `sync` counts
     start_s = time.perf_counter()
     work(place)
     return time.perf_counter() - start_s, _memory_bytes()[1] - before
