@@ -168,8 +168,9 @@ def _made_again(graph: Graph, saved: set[Ref], specs: Mapping[Ref, TensorSpec]) 
         elif read <= there.union(made) - waited:
             before = [made[ref] for ref in read - there]
             size_bytes = node.spec.size_bytes
-            own_cost = 0 if _widens(node, specs) else AGAIN * size_bytes  # what is wide is read, too
-            cost = own_cost + sum(cost for cost, _ in before)
+            # What is cast to more bits is read by others, too.
+            cost = 0.0 if _widens(node, specs) else AGAIN * size_bytes
+            cost += sum(cost for cost, _ in before)
             calls = frozenset({own}).union(*(calls for _, calls in before))
             if own in worth and cost < size_bytes:
                 found |= calls
