@@ -20,6 +20,7 @@ from merakc.kernels import (
     places,
     products,
     ragged,
+    scores,
     vocabulary,
 )
 from merakc.kernels.bindings import BINDINGS
@@ -33,6 +34,7 @@ def gathered(x: torch.Tensor, dim: int) -> torch.Tensor:
 # Ops of ours that are Python functions over other ops; make_fx traces through them.
 COMPOSITES: Mapping[str, Callable[..., Any]] = {
     "composite.gathered": gathered,
+    "composite.linear_cross_entropy": vocabulary.linear_cross_entropy,
     "composite.vocab_parallel_embedding": vocabulary.vocab_parallel_embedding,
     "composite.vocab_parallel_cross_entropy": vocabulary.vocab_parallel_cross_entropy,
 }
@@ -77,6 +79,8 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
     "merakc.linear.default": gemm.linear,
     "merakc.mm.default": gemm.mm,
     "merakc.opaque.default": opaque.opaque,
+    "merakc.scores.default": scores.scores,
+    "merakc.scores_backward.default": scores.scores_backward,
     "merakc.opaque_backward.default": opaque.opaque_backward,
     "aten.native_group_norm.default": _group_norm,
     "aten.native_group_norm_backward.default": _group_norm_backward,
@@ -84,6 +88,7 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 # imported for the ops that they register
 REGISTERED = (
     attention, checks, collectives, draws, gemm, grouped_mm, opaque, overwritten, places, products,
+    scores,
 )  # fmt: skip
 
 

@@ -69,10 +69,41 @@ def vocab_parallel_cross_entropy(
         smooth = log_normaliser - totals[2] / vocab
         loss = (1.0 - label_smoothing) * loss + label_smoothing * smooth
     loss = loss.masked_fill(ignored, 0.0)
+    return _reduced(loss, ignored, reduction).to(logits.dtype)
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    reduction: int,
+    ignore_index: int,
+    vocab: int,
+    start: int = 0,
+    axis: str = "",
+) -> Tensor:
+    """`F.cross_entropy` of the scores of rows x [n, h] with weight [classes, h] and maybe a bias
+    [classes], which are never whole (`merakc.kernels.scores`); in the dtype of their sums.
+
+    Classes are start..start+classes of `vocab`, the others those of the other ranks of an `axis`:
+    then there are two all-reduces of O(n).
+    """
+    target = target.long()
+    total, picked = torch.ops.merakc.scores(
+        x, weight, bias, target, start, vocab, ignore_index, False
+    )
+    if axis:
+        top = all_reduce(total.detach(), axis, "max")
+        sums = all_reduce(torch.stack([(total - top).exp(), picked]), axis)
+        total, picked = sums[0].log() + top, sums[1]
+    ignored = target == ignore_index
+    return _reduced((total - picked).masked_fill(ignored, 0.0), ignored, reduction)
+
+
+def _reduced(losses: Tensor, ignored: Tensor, reduction: int) -> Tensor:
+    """The losses of rows, with zeros for ignored ones, by aten's number of a reduction."""
     if reduction == _MEAN:
-        loss = loss.sum() / ignored.logical_not().sum()
-    elif reduction == _SUM:
-        loss = loss.sum()
-    else:
-        assert reduction == _NONE, reduction
-    return loss.to(logits.dtype)
+        return losses.sum() / ignored.logical_not().sum()
+    assert reduction in (_NONE, _SUM), reduction
+    return losses.sum() if reduction == _SUM else losses

@@ -18,10 +18,12 @@ from torch import Tensor
 
 from merakc.ir.graph import Graph, Node, OutputKind, Ref
 from merakc.kernels.gemm import BLOCK_BYTES, add_mm
+from merakc.kernels.scores import add_scores_backward
 
 Total = Tensor | None
 TABLE: Final = "aten.embedding_dense_backward.default"
 ONEDNN: Final = "merakc.mm.default"
+SCORES: Final = "merakc.scores_backward.default"
 
 
 def _add_product(total: Total, is_there: bool, left: Tensor, right: Tensor) -> Tensor:
@@ -54,11 +56,12 @@ def _add_rows(
 
 # By op, what adds its result, of the same arguments, to a total; or writes it there, where nothing
 # is there yet; or to memory of its own, where there is no total.
-ADDING: Final[Mapping[str, Callable[..., Tensor]]] = {
+ADDING: Final[Mapping[str, Callable[..., Any]]] = {
     "aten.mm.default": _add_product,
     "aten.bmm.default": _add_products,
     TABLE: _add_rows,
     ONEDNN: add_mm,
+    SCORES: add_scores_backward,  # of its results the first, that of the weights
 }
 
 

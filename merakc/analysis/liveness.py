@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from merakc.analysis.aliases import is_view, last_uses
 from merakc.analysis.overwrites import overwrites
-from merakc.ir.graph import Graph, Ref
+from merakc.ir.graph import Graph, Node, Ref, TensorSpec
+from merakc.kernels import scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,15 @@ def owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Re
             else:
                 owner[ref] = owner[node.refs[0]] if is_view(node) else ref
     return owner
+
+
+def working_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
+    """What a call takes while it runs, and neither reads nor gives."""
+    place = scores.PLACES.get(node.op)
+    if place is None:
+        return 0
+    x, weight = (specs[ref] for ref in node.args[place : place + 2])
+    return scores.working_bytes(x.shape, weight.shape[0], x.dtype, backward=place > 0)
 
 
 def live_bytes(
@@ -73,6 +83,6 @@ def live_bytes(
     for k, node in enumerate(graph.nodes):
         comes, goes = beside.get(node.name, (0, 0))
         alive += made[k] + comes
-        peak = max(peak, alive)
+        peak = max(peak, alive + working_bytes(node, specs))
         alive -= goes + ending[k]
     return LiveBytes(peak, sum(sizes[r] for r in kept - held - given))

@@ -29,6 +29,7 @@ from merakc.passes.batches.part import with_keys
 from merakc.passes.batches.recorded import in_parts
 from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.loops import rolled
+from merakc.passes.forward.scores import without_scores
 from merakc.passes.overlap.async_collectives import overlapped, same_nodes
 from merakc.passes.overlap.collective_matmul import chunk_rows
 from merakc.passes.overlap.fused_products import fuse_products
@@ -242,6 +243,10 @@ LOCAL: Final = (
     Pass(
         "chunk-rows", "Computes products beside collectives in chunks of rows.",
         Kind.LOCAL, Kind.LOCAL, _chunk_rows,
+    ),
+    Pass(
+        "loss-in-blocks", "Computes losses of many classes without all scores at once.",
+        Kind.LOCAL, Kind.LOCAL, lambda local, at: without_scores(local),
     ),
 )  # fmt: skip
 AUTODIFF: Final = (

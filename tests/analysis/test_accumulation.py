@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from merakc.analysis.accumulation import ADDING, ONEDNN, accumulated
+from merakc.analysis.accumulation import ADDING, ONEDNN, SCORES, accumulated
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.kernels.ops import compiled_call
 
@@ -66,17 +66,27 @@ ARGS: list[tuple[str, tuple[Any, ...]]] = [
     ("aten.embedding_dense_backward.default", (numbers(2, 3, 6), ROWS, 5, -1, False)),
     ("aten.embedding_dense_backward.default", (numbers(2, 3, 6), ROWS, 5, 3, False)),
     ("aten.embedding_dense_backward.default", (numbers(6), ROWS[0, 0], 5, -1, False)),
-]
+    (
+        SCORES,
+        (numbers(4), numbers(4), numbers(4, 6), numbers(5, 6), None, torch.arange(4), numbers(4),
+         0, False, True, True, False),
+    ),
+]  # fmt: skip
+
+
+def first(made: Any) -> torch.Tensor:
+    """What is added up: of several results the first."""
+    return made if isinstance(made, torch.Tensor) else made[0]
 
 
 @pytest.mark.parametrize(("op", "args"), ARGS)
 def test_they_make_write_and_add(op: str, args: tuple[Any, ...]) -> None:
-    wanted = compiled_call(op)(*args)
-    torch.testing.assert_close(ADDING[op](None, False, *args), wanted)
+    wanted = first(compiled_call(op)(*args))
+    torch.testing.assert_close(first(ADDING[op](None, False, *args)), wanted)
     total = torch.full_like(wanted, torch.nan)
-    assert ADDING[op](total, False, *args) is total
+    assert first(ADDING[op](total, False, *args)) is total
     torch.testing.assert_close(total, wanted)
-    assert ADDING[op](total, True, *args) is total
+    assert first(ADDING[op](total, True, *args)) is total
     torch.testing.assert_close(total, 2 * wanted)
 
 

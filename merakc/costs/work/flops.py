@@ -13,6 +13,7 @@ from merakc.analysis.aliases import FREE
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.gemm import TORCHS
 from merakc.kernels.opaque import OPAQUE, OPAQUE_BACKWARD, find
+from merakc.kernels.scores import PLACES as SCORES
 
 COLLECTIVES = ("merakc.all_reduce.default", "merakc.all_gather.default",
                "merakc.gather_to.default", "merakc.reduce_scatter.default")  # fmt: skip
@@ -40,6 +41,9 @@ def node_flops(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
         return 2 * specs[node.args[0]].numel * node.spec.shape[-1]
     if op == "merakc.grouped_mm_weights.default":
         return 2 * specs[node.args[0]].numel * specs[node.args[1]].shape[-1]
+    if op in SCORES:
+        at = SCORES[op]
+        return 2 * specs[node.args[at]].numel * specs[node.args[at + 1]].shape[0] * products(node)
     if op == "merakc.attention.default":
         return 4 * specs[node.args[0]].numel * specs[node.args[1]].shape[-2]
     if op == "merakc.attention_backward.default":
@@ -70,6 +74,11 @@ def _by_formula(
 ) -> int:
     """Of a call of these shapes: layers have them all alike."""
     return int(formula(*args, **dict(kwargs), out_val=outs[0] if len(outs) == 1 else outs))
+
+
+def products(node: Node) -> int:
+    """How often a node of `SCORES` computes a product of their size: its backward, again."""
+    return 1 + sum(node.args[-3:-1]) if SCORES[node.op] else 1
 
 
 def node_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:

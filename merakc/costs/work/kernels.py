@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+import torch
+
 from merakc.analysis.aliases import FREE, is_view, view_roots
-from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, wire_bytes
+from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, products, wire_bytes
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.gemm import TORCHS
+from merakc.kernels.scores import PLACES as SCORES
 
 
 class KernelKind(StrEnum):
@@ -122,6 +125,8 @@ def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, .
             return (own,)
         size_bytes = node.spec.size_bytes
         return own, Kernel(KernelKind.COLLECTIVE, 0, size_bytes, dtype=dtype, op=ALL_REDUCE)
+    if node.op in SCORES:
+        return tuple(_of_scores(node, specs, products(node), backward=SCORES[node.op] > 0))
     flops, moved_bytes = node_flops(node, specs), node_bytes(node, specs)
     if flops:
         return (_product(node, _shape(node, specs), flops, moved_bytes),)
@@ -213,6 +218,10 @@ class _Reader:
                 yield from [(ref, kernel)] * more
 
     def _product_gradients(self, node: Node, asked: list[Ref]) -> Iterator[Kernel]:
+        if node.op in SCORES:
+            again = 1 + sum(ref in asked for ref in node.args[:2])
+            yield from _of_scores(node, self.specs, again, backward=True)
+            return
         flops, moved = node_flops(node, self.specs), node_bytes(node, self.specs)
         batch, m, n, k = _shape(node, self.specs)
         if "attention" in node.op:  # the scores once more, and four products
@@ -263,6 +272,22 @@ class _Reader:
         """Whether a node does no more than move its tensors."""
         special = node.op in COLLECTIVES or node.op in CONJUGATE or node.op in LOSSES
         return not special and not node_flops(node, self.specs)
+
+
+def _of_scores(
+    node: Node, specs: Mapping[Ref, TensorSpec], count: int, *, backward: bool
+) -> Iterator[Kernel]:
+    """So many products of the scores that a loss reads, and its passes over them in blocks."""
+    place = SCORES[node.op]
+    x, weight = (specs[ref] for ref in node.args[place : place + 2])
+    (rows, width), classes = x.shape, weight.shape[0]
+    moved = x.size_bytes + weight.size_bytes + rows * classes * x.dtype.itemsize
+    dtype, shape = dtype_name(x.dtype), (1, rows, classes, width)
+    product = Kernel(KernelKind.PRODUCT, 2 * rows * width * classes, moved, shape, dtype)
+    yield from [product] * count
+    wide = max(x.dtype.itemsize, torch.float32.itemsize)
+    passes = LOSSES["aten.cross_entropy_loss.default"][backward]
+    yield Kernel(KernelKind.TRAFFIC, 0, passes * rows * classes * wide, dtype=dtype)
 
 
 def _product(node: Node, shape: tuple[int, int, int, int], flops: int, moved_bytes: int) -> Kernel:

@@ -127,7 +127,8 @@ def _summed(
         before = beside.get(node, (0, 0))
         beside[node] = before[0] + own_bytes, before[1] + own_bytes
     nodes = tuple(
-        replace(n, outputs=(None,)) if n.name in there.values() else n for n in piece.nodes
+        replace(n, outputs=(None, *n.outputs[1:])) if n.name in there.values() else n
+        for n in piece.nodes
     )
     outputs = tuple(o for o in piece.outputs if o.name not in gone.keys() | there.keys())
     return replace(piece, nodes=nodes, outputs=outputs), beside

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
+import torch
+
 from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES
 from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, moves_nothing, parts_work
@@ -24,13 +26,16 @@ KEEPS_NOTHING = HANDS_ON | {
     "aten.contiguous.default", "aten.cat.default", "aten.sum.default", "aten.sum.dim_IntList",
     "aten.mean.default", "aten.mean.dim", "merakc.dropout.default",
 }  # fmt: skip
-EXPAND = "aten.expand.default"
 # Ops whose backward reads what they pick by, and none of the values.
 PICKS = ("masked_fill", ".where.", "index_select", "aten.index.", "aten.gather.")
 # Ops whose backward reads their result.
 KEEPS_RESULT = ("softmax", "aten.exp.", "aten.tanh.", "aten.sigmoid.", "aten.relu.", "aten.rsqrt.")
 # Values that are no larger are not worth a call that makes them again.
 LEAST_BYTES = 64 << 10
+# What a byte that a call makes again costs beside one that is kept. A value of 16 bits is worth a
+# call in float32 and the cast behind it: three bytes for each that is kept.
+AGAIN = 0.3
+CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +157,33 @@ def _made_again(graph: Graph, saved: set[Ref], specs: Mapping[Ref, TensorSpec]) 
     others = (i for i in graph.inputs if i.kind is not InputKind.ACTIVATION)
     there = kept | {Ref(i.name) for i in others}
     waited: set[Ref] = set()  # values that a call of another kind has read
+    made: dict[Ref, tuple[float, frozenset[Ref]]] = {}  # of what is there: at what cost, by what
     found: set[Ref] = set()
     for node in graph.nodes:
-        own, cheap = Ref(node.name), is_pointwise(node.op)
-        if is_view(node) or (cheap and own not in worth):
+        if is_view(node):
             continue
-        read = {roots.get(ref, ref) for ref in node.refs}
-        if not cheap:
+        own, read = Ref(node.name), {roots.get(ref, ref) for ref in node.refs}
+        if not (is_pointwise(node.op) or node.op in CASTS):
             waited |= read
-        elif read <= there - waited:
-            found.add(own)
+        elif read <= there.union(made) - waited:
+            before = [made[ref] for ref in read - there]
+            size_bytes = node.spec.size_bytes
+            # What is cast to more bits is read by others, too.
+            cost = 0.0 if _widens(node, specs) else AGAIN * size_bytes
+            cost += sum(cost for cost, _ in before)
+            calls = frozenset({own}).union(*(calls for _, calls in before))
+            if own in worth and cost < size_bytes:
+                found |= calls
+            elif own not in there:
+                made[own] = cost, calls
     return found
+
+
+def _widens(node: Node, specs: Mapping[Ref, TensorSpec]) -> bool:
+    """Whether it is a cast that loses nothing, so that what it reads is as good as its result."""
+    if node.op not in CASTS or not specs[node.refs[0]].dtype.is_floating_point:
+        return False
+    return torch.promote_types(specs[node.refs[0]].dtype, node.spec.dtype) == node.spec.dtype
 
 
 def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref]]:
@@ -170,16 +191,14 @@ def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref
     specs, grads = graph.specs(), graph.grad_values()
     held = {Ref(i.name) for i in graph.inputs if i.kind is not InputKind.ACTIVATION}
 
-    def looks_at(node: Node, root: Ref) -> bool:
-        # What was expanded and is then reshaped has memory of its own.
-        fits = node.op == EXPAND or node.spec.numel <= specs[root].numel
-        return moves_nothing(node) and fits
-
-    origin = view_roots(graph, looks_at)
+    # What was expanded and then reshaped is copied again, and what was cast to more bits cast.
+    origin = view_roots(graph, lambda node, _: moves_nothing(node) or _widens(node, specs))
     found: list[set[Ref]] = [set() for _ in range(parts)]
     for node in graph.nodes:
         if not moves_nothing(node) and node.grad_outputs(grads):
-            kept = {origin.get(ref, ref) for ref in _kept(node, specs, grads)}
+            kept = _kept(node, specs, grads)
+            if node.op not in LOSSES:  # these keep a value of their own, as large
+                kept = {origin.get(ref, ref) for ref in kept}
             found[part_of[node.name]] |= kept - held
     return found
 

@@ -15,14 +15,14 @@ from dataclasses import replace
 import numpy as np
 
 from merakc.analysis.aliases import is_view, view_roots
-from merakc.costs.work.pieces import LEAST_BYTES
+from merakc.costs.work.pieces import AGAIN, LEAST_BYTES
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, Ref
 from merakc.ir.program import StageGraphs
 from merakc.kernels.ops import is_pointwise
 from merakc.passes.autodiff.recompute import Cut, sorted_refs
 
-# What a byte that is made again costs beside one that is kept: by a call, and in a kernel.
-AGAIN, AGAIN_IN_KERNELS = 0.5, 0.05
+# What a byte that is made again in a kernel costs beside one that is kept; by a call, `AGAIN`.
+AGAIN_IN_KERNELS = 0.05
 
 
 def rematerialised(stage: StageGraphs) -> StageGraphs:

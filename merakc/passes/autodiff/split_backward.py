@@ -8,22 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref
 from merakc.ir.program import StageGraphs
 
 CONVOLUTION = "aten.convolution_backward.default"
+SCORES = "merakc.scores_backward.default"
 
 
 def split_backward(stage: StageGraphs) -> tuple[Graph, Graph]:
     """The input-gradient and the weight-gradient graph of a stage that has a backward.
 
     The first computes the gradients of the stage's `ACTIVATION` inputs, the second all others;
-    every node of the backward is in exactly one of them, but for that of a convolution, which
-    becomes two. Values of the first that the second reads pass between them as outputs and inputs
-    of kind `SAVED`, named as between forward and backward: the output after the value, the input
-    `saved:` and that, with the output as its target. Where the stage receives no activation, the
-    first graph is empty.
+    every node of the backward is in exactly one of them, but for those of convolutions and of
+    scores that are made again, which become two. Values of the first that the second reads pass
+    between them as outputs and inputs of kind `SAVED`, named as between forward and backward: the
+    output after the value, the input `saved:` and that, with the output as its target. Where the
+    stage receives no activation, the first graph is empty.
     """
     assert stage.backward is not None, "nothing in this stage requires a gradient"
     arrived = {i.name for i in stage.forward.inputs if i.kind is InputKind.ACTIVATION}
@@ -46,24 +48,41 @@ def split_backward(stage: StageGraphs) -> tuple[Graph, Graph]:
 
 
 def _apart(graph: Graph) -> Graph:
-    """The graph with the input and weight gradients of each convolution computed apart."""
+    """The graph with the input and weight gradients apart of each call that makes both."""
     nodes: list[Node] = []
     names: dict[Ref, Ref] = {}
     for node in graph.nodes:
-        if node.op != CONVOLUTION or not node.args[-1][0] or not any(node.args[-1][1:]):
+        halves = _halves(node)
+        if halves is None:
             nodes.append(node)
             continue
-        before, (_, weight, bias) = node.args[:-1], node.args[-1]
-        spec, *others = node.outputs
+        at, first, second = halves
         own = f"{node.name}.weight"
-        nodes.append(
-            replace(node, args=(*before, (True, False, False)), outputs=(spec, None, None))
-        )
-        nodes.append(
-            replace(node, name=own, args=(*before, (False, weight, bias)), outputs=(None, *others))
-        )
-        names |= {Ref(node.name, k): Ref(own, k) for k in (1, 2)}
+        outs = list(enumerate(node.outputs))
+        nodes += [
+            replace(node, args=first, outputs=tuple(o if k == at else None for k, o in outs)),
+            replace(
+                node, name=own, args=second,
+                outputs=tuple(None if k == at else o for k, o in outs),
+            ),
+        ]  # fmt: skip
+        names |= {Ref(node.name, k): Ref(own, k) for k, _ in outs if k != at}
     return replace(graph, nodes=tuple(nodes)).renamed(names)
+
+
+def _halves(node: Node) -> tuple[int, tuple[Any, ...], tuple[Any, ...]] | None:
+    """Of a call that makes gradients of its input and of weights: which result the first is, and
+    the arguments with which it makes each alone.
+    """
+    if node.op == CONVOLUTION:
+        before, (of_input, *others) = node.args[:-1], node.args[-1]
+        if of_input and any(others):
+            return 0, (*before, (True, False, False)), (*before, (False, *others))
+    if node.op == SCORES:
+        before, (weight, of_input, bias) = node.args[:-3], node.args[-3:]
+        if of_input and (weight or bias):
+            return 1, (*before, False, True, False), (*before, weight, False, bias)
+    return None
 
 
 def _part(whole: Graph, nodes: Sequence[Node], outputs: Collection[Output]) -> Graph:

@@ -14,6 +14,7 @@ from merakc.costs.work.flops import node_flops
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.kernels.gemm import LEAST_FLOPS, OPS
+from merakc.kernels.scores import ONEDNN_PLACES, PLACES
 
 
 def by_onednn(stage: StageGraphs) -> StageGraphs:
@@ -25,7 +26,16 @@ def by_onednn(stage: StageGraphs) -> StageGraphs:
 def _rewritten(graph: Graph) -> Graph:
     specs = graph.specs()
     nodes = (replace(n, op=OPS[n.op]) if _gains(n, specs) else n for n in graph.nodes)
+    nodes = (_scores(n, specs) if n.op in PLACES else n for n in nodes)
     return replace(graph, nodes=tuple(nodes))
+
+
+def _scores(node: Node, specs: Mapping[Ref, TensorSpec]) -> Node:
+    """The call that computes scores in blocks: it is told."""
+    if specs[node.args[PLACES[node.op]]].dtype != torch.float32:
+        return node
+    at = ONEDNN_PLACES[node.op]
+    return replace(node, args=(*node.args[:at], True, *node.args[at + 1 :]))
 
 
 def _gains(node: Node, specs: Mapping[Ref, TensorSpec]) -> bool:

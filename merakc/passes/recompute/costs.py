@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from merakc.analysis.aliases import last_uses, view_roots
-from merakc.analysis.liveness import owners
+from merakc.analysis.liveness import owners, working_bytes
 from merakc.costs.device import Place
 from merakc.costs.nodes import node_seconds
 from merakc.ir.graph import Graph, Node, OutputKind, Ref
@@ -152,7 +152,7 @@ class _Stage:
         alive, found = 0, []
         for k, node in enumerate(graph.nodes):
             alive += sum(specs[ref].size_bytes for ref in node.made if home[ref] == ref)
-            found.append(alive)
+            found.append(alive + working_bytes(node, specs))
             alive -= ending[k]
         return found
 

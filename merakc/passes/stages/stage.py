@@ -21,6 +21,7 @@ from merakc.ir.plan import StageRun
 from merakc.ir.program import Transfer
 from merakc.ir.report import CutReport
 from merakc.machines.cluster import Cluster, Device
+from merakc.passes.forward.scores import without_scores
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.spmd import spmd_partition
 from merakc.passes.stages.cut import CutProblem, cut
@@ -52,7 +53,8 @@ class Stages:
     @cached_property
     def local(self) -> tuple[Graph, ...]:
         """The graph of each stage on tp rank 0, which holds no less than any other rank."""
-        return tuple(spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
+        local = (spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
+        return tuple(map(without_scores, local))
 
     def without_nodes(self) -> Stages:
         """What goes in and out of the stages."""

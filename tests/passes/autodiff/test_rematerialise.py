@@ -8,15 +8,24 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 
 from merakc.costs.work import pieces
 from merakc.costs.work.memory import order_bytes
+from merakc.ir.batches import BatchLayout
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
-from merakc.ir.program import ActionKind, StageGraphs
+from merakc.ir.precision import NAMED
+from merakc.ir.program import ActionKind, Mesh, StageGraphs
+from merakc.ir.strategy import Strategy
+from merakc.lowering.lowered import make_plan
+from merakc.lowering.recording import record_part
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.autodiff import rematerialise
 from merakc.passes.autodiff.loss_gradient import without_zeros
 from merakc.passes.autodiff.rematerialise import late, lean, rematerialised
 from merakc.passes.pipeline import differentiate
+from merakc.passes.recompute.blocks import saved_roots
+from merakc.planner.sources import source_of
 from tests.passes.autodiff.test_recompute import STAGES, lowered, run, values
 
 DEAR = (
@@ -35,6 +44,12 @@ def saved_bytes(chunk: StageGraphs) -> int:
     specs = chunk.forward.specs()
     kept = {o.ref for o in chunk.forward.outputs if o.kind is OutputKind.SAVED}
     return sum(specs[r].size_bytes for r in kept)
+
+
+def root_bytes(chunk: StageGraphs) -> int:
+    """Those of each memory once."""
+    specs = chunk.forward.specs()
+    return sum(specs[ref].size_bytes for ref in saved_roots(chunk.forward))
 
 
 def both(chunk: StageGraphs, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -169,6 +184,34 @@ def test_a_stream_is_kept_and_not_added_up_anew() -> None:
     added = [n for n in less.backward.nodes if n.op == "aten.add.Tensor"]
     assert len(added) == len([n for n in chunk.backward.nodes if n.op == "aten.add.Tensor"])
     assert saved_bytes(less) <= saved_bytes(chunk)
+
+
+def llama(layers: int) -> StageGraphs:
+    """A Llama in bf16-mixed, that keeps everything: 8 heads of 64 in 4 groups, 1,024 tokens."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=512, intermediate_size=1024, vocab_size=64,
+        num_attention_heads=8, num_key_value_heads=4,
+    )  # fmt: skip
+    source, precision = source_of("llama", config, 1024), NAMED["bf16-mixed"]
+    recording = record_part(
+        source.model, (), source.batch(1), BatchLayout((1,), 1), torch.device("cpu"), precision
+    )
+    strategy = Strategy().on(Mesh(), micro_batches=1)
+    return without_zeros(differentiate(make_plan(recording, strategy, NOMINAL_CPU).local(0, 0)))
+
+
+def test_what_a_layer_keeps_in_half_precision() -> None:
+    """Nothing in float32, no normalised rows, and keys and values in their groups."""
+    table = {
+        "the streams before both norms": 2 * 512, "queries": 512, "keys and values": 2 * 256,
+        "the output of attention": 512, "gate and up": 2 * 1024,
+    }  # fmt: skip
+    two, three = llama(2), llama(3)
+    layer_bytes = root_bytes(lean(three)) - root_bytes(lean(two))
+    assert layer_bytes == pytest.approx(1024 * 2 * sum(table.values()), rel=0.02)
+    given = values(two.forward)
+    wanted, found = both(two, given), both(lean(two), given)
+    assert all(torch.equal(found[key], value) for key, value in wanted.items())
 
 
 def test_casts_of_weights_are_made_again() -> None:
