@@ -106,16 +106,16 @@ class Constants:
     Gb/s a node, InternEvo on A100s with 4 x 100 Gb/s.
     """
 
-    amsp_7b_s: float = 0.917306  # 0.7 to 1.1
-    amsp_13b_s: float = 1.790088  # 1.4 to 2.1
-    intern_7b_s: float = 0.963536  # 0.7 to 1.1
-    local_gb_per_s: float = 141.85  # 50 to 250
-    amsp_network_gb_per_s: float = 99.20  # 20 to 100
-    intern_network_gb_per_s: float = 47.44  # 10 to 50
-    network_latency_us: float = 47.85  # 1 to 3000
-    local_latency_us: float = 175.3  # 0.1 to 200
-    overlap: float = 0.3742  # 0.05 to 1
-    optimizer_tb_per_s: float = 1.827  # 0.3 to 2
+    amsp_7b_s: float = 0.940041  # 0.7 to 1.1
+    amsp_13b_s: float = 1.788224  # 1.4 to 2.1
+    intern_7b_s: float = 0.964886  # 0.7 to 1.1
+    local_gb_per_s: float = 124.06  # 50 to 250
+    amsp_network_gb_per_s: float = 99.59  # 20 to 100
+    intern_network_gb_per_s: float = 48.24  # 10 to 50
+    network_latency_us: float = 39.5  # 1 to 3000
+    local_latency_us: float = 52.9  # 0.1 to 200
+    overlap: float = 0.3643  # 0.05 to 1
+    optimizer_tb_per_s: float = 1.485  # 0.3 to 2
 
 
 BOUNDS = (
@@ -162,7 +162,7 @@ def errors(constants: Constants) -> np.ndarray:
     return np.array([predict(row, constants).step_s / row.step_s - 1 for row in published()])
 
 
-def fit(console: Console, rounds: int = 60) -> Constants:
+def fit(console: Console, rounds: int = 200) -> Constants:
     """The constants of the least maximal error (minutes)."""
 
     def loss(values: Sequence[float]) -> float:

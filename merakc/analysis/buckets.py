@@ -19,6 +19,12 @@ BUCKET_BYTES = 25 << 20
 LEAST_BUCKETS = 8
 # But no smaller than this: over gloo 8 MiB take 15 ms of CPU in up to 8 parts, and 18 ms in 16.
 LEAST_BYTES = 1 << 20
+# So many times as large buckets may be, the smallest that are good enough first: over thousands of
+# ranks the steps of a ring take longer than 25 MiB do. The largest are 1.6 GiB: of these two are
+# gathered at a time.
+BUCKET_SCALES = (1, 4, 16, 64)
+# Larger ones are tried where ranks wait for such a share of a step.
+WORTH_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +70,10 @@ def plan_buckets(
     """The buckets of a rank, from its parameters in the order of first use.
 
     `shards` gives those of a stage; of several, the first one's count. A bucket of several holds
-    `bucket_bytes` at most, and less where that would make fewer than `LEAST_BUCKETS`. Frozen
-    parameters that are not sharded are in none. A bucket holds parameters of the same stages,
-    trained or frozen; unused ones come last, so that the names of the others follow from the graphs
-    alone.
+    `bucket_bytes` at most, times their `bucket_scale`, and less where that would make fewer than
+    `LEAST_BUCKETS`. Frozen parameters that are not sharded are in none. A bucket holds parameters
+    of the same stages, trained or frozen; unused ones come last, so that the names of the others
+    follow from the graphs alone.
     """
     parts: dict[tuple[tuple[int, ...], bool, bool], list[Held]] = {}
     for item in held:
@@ -81,7 +87,8 @@ def plan_buckets(
         dtype = {h.name: h.dtype for h in part}
         sizes = [(h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part]
         share = max(LEAST_BYTES, sum(size for *_, size in sizes) // LEAST_BUCKETS)
-        for names in bucket_names(sizes, min(bucket_bytes, share)):
+        most = bucket_bytes * shards(stages[0]).bucket_scale
+        for names in bucket_names(sizes, min(most, share)):
             number = numbers[stages]
             numbers[stages] += 1
             found.append(
@@ -93,6 +100,14 @@ def plan_buckets(
                 )
             )  # fmt: skip
     return tuple(found)
+
+
+def bucket_scales(held_bytes: int) -> tuple[int, ...]:
+    """The `BUCKET_SCALES` that part so many bytes of parameters of a stage otherwise."""
+    pairs = zip(BUCKET_SCALES, (0, *BUCKET_SCALES), strict=False)
+    return tuple(k for k, less in pairs if BUCKET_BYTES * less < held_bytes // LEAST_BUCKETS) or (
+        1,
+    )
 
 
 def parameters_in_order(graph: Graph) -> list[Input]:

@@ -2,7 +2,9 @@
 
 The alpha-beta model (Hockney 1994; Thakur et al. 2005, section 3): a step of a collective takes a
 latency and its bytes over the bandwidth. A ring over several nodes is as fast as its slowest link,
-and the groups of a node that communicate at once share the network of the node.
+but only its steps from node to node take the network's latency, as NCCL's own tuner has it
+(`src/graph/tuning.cc`). The groups of a node that communicate at once share the network of the
+node.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ class Group:
     def is_local(self) -> bool:
         """Whether all ranks are of one node."""
         return self.size <= self.per_node
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes they are."""
+        return -(-self.size // self.per_node)
 
 
 def hardware_fabric(hardware: Hardware, ranks: int) -> Fabric:
@@ -97,19 +104,25 @@ def all_gather_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float
     """A ring all-gather to, or a reduce-scatter of, `size_bytes` on every rank."""
     if group.size == 1:
         return 0.0
-    link, steps = _link(group, fabric), group.size - 1
-    return steps * link.latency_s + steps / group.size * size_bytes / link.bytes_per_s
+    between = group.nodes - 1
+    inside = group.size - 1 - between
+    latency_s = inside * fabric.local_latency_s + between * fabric.network_latency_s
+    share = (group.size - 1) / group.size
+    return latency_s + share * size_bytes / _link(group, fabric).bytes_per_s
 
 
 def all_reduce_seconds(size_bytes: float, group: Group, fabric: Fabric) -> float:
     """An all-reduce of `size_bytes`: a ring, or a double tree where latency counts more.
 
-    The tree is that of Sanders, Speck and Träff (2009), full bandwidth at a logarithmic latency.
+    The tree is that of Sanders, Speck and Träff (2009), full bandwidth at a logarithmic latency: a
+    tree of the nodes, and one inside each.
     """
     if group.size == 1:
         return 0.0
-    link, depth = _link(group, fabric), math.ceil(math.log2(group.size))
-    tree_s = 2 * depth * link.latency_s + 2 * size_bytes / link.bytes_per_s
+    inside = math.ceil(math.log2(min(group.size, group.per_node)))
+    between = math.ceil(math.log2(group.nodes))
+    latency_s = inside * fabric.local_latency_s + between * fabric.network_latency_s
+    tree_s = 2 * (latency_s + size_bytes / _link(group, fabric).bytes_per_s)
     return min(2 * all_gather_seconds(size_bytes, group, fabric), tree_s)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from merakc.costs.device import Place, backward_seconds, forward_seconds, traffic_seconds
 from merakc.costs.measured import NONE, Corrections
-from merakc.costs.state import MIXED, Precision, state_bytes
+from merakc.costs.state import MIXED, Layer, Precision, state_bytes
 from merakc.costs.work.pieces import Piece
 from merakc.ir.costs import StageCost
 from merakc.ir.state import UNSHARDED, StateShards
@@ -141,6 +141,29 @@ def stage_parameters(pieces: Sequence[Piece]) -> int:
     repeats = Counter(map(id, pieces))
     again = {id(p): p.parameter_count for p in pieces}
     return sum(names.values()) + sum((n - 1) * again[key] for key, n in repeats.items())
+
+
+def layers_of(pieces: Sequence[Piece], costs: Sequence[PieceCost]) -> list[Layer]:
+    """The pieces of a rank, each with all its parameters."""
+    pairs = zip(pieces, costs, strict=True)
+    return [Layer(piece.parameter_count, cost.forward_s, cost.backward_s) for piece, cost in pairs]
+
+
+def parameter_layers(pieces: Sequence[Piece], costs: Sequence[PieceCost]) -> list[Layer]:
+    """Each parameter of a rank, in the order of their first use, with its part of the seconds of
+    its piece, by elements; pieces that bring none are layers of no parameters.
+    """
+    found: list[Layer] = []
+    holder: dict[str, int] = {}
+    for piece, cost in zip(pieces, costs, strict=True):
+        # Equal blocks may be one value with the names of the first.
+        own = [n for name, n in piece.parameters.items()
+               if holder.setdefault(name, id(piece)) == id(piece)] or [0]  # fmt: skip
+        total = sum(own) or 1
+        shares = [n / total for n in own] if any(own) else [1.0]
+        found += [Layer(n, s * cost.forward_s, s * cost.backward_s)
+                  for n, s in zip(own, shares, strict=True)]  # fmt: skip
+    return found
 
 
 def shared_parameters(

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
 from merakc.costs.fabric import Fabric, all_gather_seconds, all_reduce_seconds, shard_group
-from merakc.costs.streams import Streams
 from merakc.ir.program import CollectiveKind
-from merakc.ir.state import StateShards
+from merakc.ir.state import UNSHARDED, StateShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,20 @@ class Precision:
     gradient_bytes: int
     optimizer_bytes: int
 
+    @property
+    def kept_bytes(self) -> int:
+        """Of an element as it is updated: of the optimizer's own copy, where it keeps one."""
+        return max(self.parameter_bytes, self.optimizer_bytes // 3)
+
 
 # ZeRO (Rajbhandari et al. 2020, section 3.1): parameters and gradients in 16 bits; a float32 copy
 # and Adam's two states.
 MIXED = Precision(2, 2, 12)
+
+
+# So many micro-batches of a rank, and so many times the ranks of a pipeline, are walked through;
+# what a further one takes is what the last of them took.
+STEADY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,39 +97,68 @@ def state_cost(
 ) -> StateCost:
     """One step of a rank in the steady state, forward to forward.
 
-    Parameters are gathered one layer ahead, in every forward and backward where they are sharded.
-    Gradients that are sharded are reduced after every micro-batch, others after the last. What the
-    optimizer wrote is gathered under the next forward. The optimizer reads and writes its state at
-    `optimizer_bytes_per_s`.
+    Parameters are gathered one layer ahead, in every forward and backward where they are sharded;
+    of two neighbours that are gathered, none is gathered again. Gradients that are sharded are
+    reduced after every micro-batch, others after the last. What the optimizer wrote is gathered
+    under the next forward. The optimizer reads and writes its state at `optimizer_bytes_per_s`.
     """
     parameters = sum(layer.parameters for layer in layers)
-    seconds = [collective_seconds(layer.parameters, shards, group, precision) for layer in layers]
-    walk = Streams(group.overlap)
-    forward = [(k, False) for k in range(len(layers))]
-    order = [(j, *at) for j in range(micro_batches) for at in (*forward, *_backward(forward))]
-    for k in range(len(layers)):
-        walk.post(("fresh", k), seconds[k][CollectiveKind.REFRESH])
-    walk.post(0, seconds[0][CollectiveKind.GATHER])
-    for place, (j, k, is_backward) in enumerate(order):
-        if place + 1 < len(order):
-            walk.post(place + 1, seconds[order[place + 1][1]][CollectiveKind.GATHER])
-        walk.wait([("fresh", k), place])
+    known = {
+        count: collective_seconds(count, shards, group, precision)
+        for count in {layer.parameters for layer in layers}
+    }
+    seconds = [known[layer.parameters] for layer in layers]
+    gather_s = [own[CollectiveKind.GATHER] for own in seconds]
+    # Collectives run one after the other: each has ended once so many seconds of them have.
+    ends = list(accumulate(own[CollectiveKind.REFRESH] for own in seconds))
+    posted_s, done_s, exposed_s, computed_s = ends[-1], 0.0, 0.0, 0.0
+    if gather_s[0]:
+        ends[0] = posted_s = posted_s + gather_s[0]
+    order = [*range(len(layers))], [*reversed(range(len(layers)))]
+    uses = [(j, k, is_backward) for j in range(micro_batches) for is_backward in (False, True)
+            for k in order[is_backward]]  # fmt: skip
+    held: tuple[int, ...] = (0,)
+    for place, (j, k, is_backward) in enumerate(uses):
+        then = uses[place + 1][1] if place + 1 < len(uses) else k
+        if gather_s[then] and then not in held:
+            posted_s += gather_s[then]
+            ends[then], held = posted_s, (k, then)
+        if ends[k] > done_s:
+            exposed_s += ends[k] - done_s
+            done_s = ends[k]
         layer = layers[k]
-        walk.compute(layer.backward_s if is_backward else layer.forward_s)
+        compute_s = layer.backward_s if is_backward else layer.forward_s
+        computed_s += compute_s
+        done_s = min(posted_s, done_s + group.overlap * compute_s)
         if is_backward:
             is_last = j == micro_batches - 1
-            kind = CollectiveKind.REDUCE if is_last else CollectiveKind.SCATTER
-            walk.post(("reduced", j, k), seconds[k][kind])
-    walk.wait()
+            posted_s += seconds[k][CollectiveKind.REDUCE if is_last else CollectiveKind.SCATTER]
+    exposed_s += posted_s - done_s
     state = 2 * precision.optimizer_bytes * -(-parameters // shards.optimizer)
-    step_s = walk.now_s + state / optimizer_bytes_per_s
-    return StateCost(
-        step_s, walk.exposed_s, walk.posted_s, state_bytes(parameters, shards, precision)
-    )
+    step_s = computed_s + exposed_s + state / optimizer_bytes_per_s
+    return StateCost(step_s, exposed_s, posted_s, state_bytes(parameters, shards, precision))
 
 
-def _backward(forward: Sequence[tuple[int, bool]]) -> list[tuple[int, bool]]:
-    return [(k, True) for k, _ in reversed(forward)]
+def exposed_seconds(
+    layers: Sequence[Layer],
+    micro_batches: int,
+    shards: StateShards,
+    group: DpGroup,
+    precision: Precision,
+) -> float:
+    """The exposed seconds of `state_cost`.
+
+    Only the first and the last micro-batch meet communication, unless each one does: then those in
+    between wait equally long.
+    """
+
+    def exposed_s(count: int) -> float:
+        return state_cost(layers, count, shards, group, precision).exposed_s
+
+    total = micro_batches if shards.gradients > 1 else 1
+    met = min(total, STEADY)
+    found_s = exposed_s(met)
+    return found_s + (total - met) * (found_s - exposed_s(met - 1)) if total > met else found_s
 
 
 def collective_seconds(
@@ -151,17 +190,21 @@ def collective_seconds(
     }
 
 
-def in_buckets(layers: Sequence[Layer], parameter_bytes: int) -> list[Layer]:
-    """The layers of which parameters travel together, as `plan_buckets` joins small ones."""
+def in_buckets(
+    layers: Sequence[Layer], kept_bytes: int, shards: StateShards = UNSHARDED
+) -> list[Layer]:
+    """The layers of which parameters travel together, as `plan_buckets` joins tensors: `layers`
+    are one each, of `kept_bytes` an element where it is updated.
+    """
     total = sum(layer.parameters for layer in layers)
-    most = min(BUCKET_BYTES, max(LEAST_BYTES, parameter_bytes * total // LEAST_BUCKETS))
+    share = max(LEAST_BYTES, kept_bytes * total // LEAST_BUCKETS)
+    most = min(BUCKET_BYTES * shards.bucket_scale, share)
     found: list[Layer] = []
+    parameters, forward_s, backward_s = 0, 0.0, 0.0
     for layer in layers:
-        if found and parameter_bytes * (found[-1].parameters + layer.parameters) <= most:
-            last = found.pop()
-            layer = Layer(
-                last.parameters + layer.parameters, last.forward_s + layer.forward_s,
-                last.backward_s + layer.backward_s,
-            )  # fmt: skip
-        found.append(layer)
-    return found
+        if parameters and kept_bytes * (parameters + layer.parameters) > most:
+            found.append(Layer(parameters, forward_s, backward_s))
+            parameters, forward_s, backward_s = 0, 0.0, 0.0
+        parameters += layer.parameters
+        forward_s, backward_s = forward_s + layer.forward_s, backward_s + layer.backward_s
+    return [*found, Layer(parameters, forward_s, backward_s)]

@@ -17,16 +17,20 @@ class StateShards:
     n / k, n / k, n / k MiCS or HSDP. A shard's holders are neighbours on the dp axis, so that
     shards stay inside a node first; the dp / shards groups of holders are replicas.
 
+    Parameters travel in buckets (`merakc.analysis.buckets`) `bucket_scale` times as large as usual:
+    a ring over many ranks has many steps, whatever it brings.
+
     Raises `ConfigError` where the numbers do not follow that order.
     """
 
     parameters: int = 1
     gradients: int = 1
     optimizer: int = 1
+    bucket_scale: int = 1
 
     def __post_init__(self) -> None:
         counts = self.parameters, self.gradients, self.optimizer
-        if min(counts) < 1:
+        if min(*counts, self.bucket_scale) < 1:
             raise ConfigError(f"{self} shards: each number must be 1 or more")
         if self.gradients not in (self.parameters, self.optimizer):
             raise ConfigError(
@@ -40,7 +44,8 @@ class StateShards:
             )
 
     def __str__(self) -> str:
-        return f"{self.parameters}, {self.gradients}, {self.optimizer}"
+        larger = f", buckets x {self.bucket_scale}" if self.bucket_scale != 1 else ""
+        return f"{self.parameters}, {self.gradients}, {self.optimizer}{larger}"
 
     @property
     def counts(self) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ def _cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]
         near.link_latency_s,
         near.link_bytes_per_s,
         collective_s=_collective_seconds(plan, local, cluster),
-        overlap=cluster.sharing.beside(mesh.world_size) if cluster.sharing else 1.0,
+        overlap=(cluster.sharing or cluster.described(mesh.world_size)).beside(mesh.world_size),
         sharing=cluster.sharing,
         ranks=mesh.world_size,
     )

@@ -196,7 +196,14 @@ class Hardware:
     links: tuple[Level, ...]
     link_share: Share = 0.8
     step_error: NotNegative = 0.0
+    overlap: Share = 1.0
     factors: Factors = Factors()
+
+    def beside(self, ranks: int) -> float:
+        """The share of their speed that collectives of state have beside so many ranks that
+        compute: there may be cores left.
+        """
+        return self.sharing.beside(ranks) if self.sharing else self.overlap
 
     @property
     def devices(self) -> tuple[Device, ...]:

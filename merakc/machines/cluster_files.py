@@ -134,7 +134,8 @@ def parse_cluster(text: str, where: str = "cluster file") -> Hardware:
 def cluster_text(hardware: Hardware) -> str:
     """The text of a cluster file that describes this hardware."""
     devices = {n.device.name: n.device for n in hardware.nodes}
-    figures = {name: getattr(hardware, name) for name in ("name", "link_share", "step_error")}
+    named = "name", "link_share", "step_error", "overlap"
+    figures = {name: getattr(hardware, name) for name in named}
     lines = _table("", figures)
     for name, device in devices.items():
         head = f"devices.{json.dumps(name)}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from merakc.analysis.buckets import WORTH_SHARE, bucket_scales
 from merakc.costs.device import collective_seconds, total_flops
 from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
@@ -270,7 +271,8 @@ def _divisors(number: int) -> list[int]:
 
 def job_of(table: PieceTable, strategy: Strategy, hardware: Hardware, precision: Precision) -> Job:
     """The pieces of a model on the stages of a strategy, as merakc's runtime runs them."""
-    framework = Framework(precision, 1.0, stagewise=True, whole_batch=table.couples)
+    overlap = hardware.beside(strategy.world_size)
+    framework = Framework(precision, overlap, stagewise=True, whole_batch=table.couples)
     pieces = table.pieces(strategy.form, strategy.samples)
     return make_job(pieces, strategy, hardware, framework)
 
@@ -287,9 +289,9 @@ def price_strategy(
     None where it cannot take as few as `most_s` seconds a sample.
     """
     job = job_of(table, strategy, hardware, precision)
-    shards = state_choices(request, job, hardware)
-    waits = {one: state_seconds(job, one) for one in shards}
-    if least_seconds(job) + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
+    shards, least_s = state_choices(request, job, hardware), least_seconds(job)
+    waits = dict(in_good_buckets(job, one, least_s) for one in shards)
+    if least_s + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
         return None
     asked = request.recompute
     fitting = _fitting(job, waits, (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE)
@@ -298,6 +300,22 @@ def price_strategy(
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
     decided = replace(strategy, recompute=recompute, state_shards=(best,) * len(job.parts))
     return Candidate(decided, estimate, _seconds(job, estimate), _flops(job))
+
+
+def in_good_buckets(
+    job: Job, shards: StateShards, least_s: float
+) -> tuple[StateShards, tuple[float, float]]:
+    """The shards in buckets as large as pays, and their `state_seconds`; of a step that takes
+    `least_s` seconds at the least.
+    """
+    found, waits = shards, state_seconds(job, shards)
+    held_bytes = job.framework.precision.kept_bytes * max(job.rank_parameters)
+    for scale in bucket_scales(held_bytes)[1:] if shards.optimizer > 1 else ():
+        if waits[0] <= WORTH_SHARE * least_s:
+            break
+        larger = replace(shards, bucket_scale=scale)
+        found, waits = min((found, waits), (larger, state_seconds(job, larger)), key=lambda w: w[1])
+    return found, waits
 
 
 def _fitting(

@@ -9,7 +9,6 @@ from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.keep import keep_bytes
 from merakc.frontend.record import Recording
 from merakc.ir.plan import Plan
-from merakc.ir.state import StateShards
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import overlap_gains, recorded_machines, with_parts
@@ -63,8 +62,17 @@ def shards_like(plan: Plan, strategy: Strategy, counts: Mapping[int, int]) -> St
     if not plan.state_shards or strategy.dp == 1:
         return replace(strategy, state_shards=())
     like = _stages_like(plan, len(plan.rank_of) if strategy.order else strategy.stage_count)
-    every = ([counts[n] for n in plan.shards(stage).counts] for stage in like)
-    return replace(strategy, state_shards=tuple(StateShards(*numbers) for numbers in every))
+    every = (plan.shards(stage) for stage in like)
+    shards = (
+        replace(
+            one,
+            parameters=counts[one.parameters],
+            gradients=counts[one.gradients],
+            optimizer=counts[one.optimizer],
+        )
+        for one in every
+    )
+    return replace(strategy, state_shards=tuple(shards))
 
 
 def _stages_like(plan: Plan, stages: int) -> list[int]:

@@ -19,7 +19,9 @@ from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
     even_stages,
+    layers_of,
     optimizer_seconds,
+    parameter_layers,
     piece_cost,
     shared_parameters,
     stage_costs,
@@ -27,12 +29,13 @@ from merakc.costs.stages import (
 )
 from merakc.costs.state import (
     MIXED,
+    STEADY,
     DpGroup,
     Layer,
     Precision,
+    exposed_seconds,
     in_buckets,
     state_bytes,
-    state_cost,
 )
 from merakc.costs.work import keep
 from merakc.costs.work.pieces import Piece
@@ -45,10 +48,6 @@ from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.known_orders import KnownOrders, known_orders
 from merakc.schedules.registry import stage_ranks
 from merakc.schedules.timing import make_pipeline, run_orders
-
-# So many times the pipeline ranks, and so many micro-batches of one rank, are simulated; what a
-# further one takes is what the last of them took.
-STEADY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +130,14 @@ class Job:
     def rank_parameters(self) -> list[int]:
         """The trained elements of each pipeline rank."""
         return [stage_parameters([self.pieces[k] for k in held]) for held in self.rank_pieces]
+
+    @cached_property
+    def state_layers(self) -> list[Layer]:
+        """What the rank with the most parameters has: each of them, or the pieces as they are."""
+        most = self.rank_parameters.index(max(self.rank_parameters))
+        places, costs = self.rank_pieces[most], self.costs[most]
+        each = parameter_layers if self.framework.stagewise else layers_of
+        return each([self.pieces[k] for k in places], [costs[k] for k in places])
 
     @cached_property
     def stage_parameters(self) -> list[int]:
@@ -368,26 +375,14 @@ def state_seconds(job: Job, shards: StateShards) -> tuple[float, float]:
 
 def _dp_seconds(job: Job, shards: StateShards) -> float:
     """What the rank with the most parameters waits for collectives over dp."""
-    strategy, framework, parameters = job.strategy, job.framework, job.rank_parameters
-    most = parameters.index(max(parameters))
-    costs = job.costs[most]
-    layers = [
-        Layer(job.pieces[k].parameter_count, costs[k].forward_s, costs[k].backward_s)
-        for k in job.rank_pieces[most]
-    ]
+    strategy, framework, layers = job.strategy, job.framework, job.state_layers
+    precision = framework.precision
     if framework.stagewise:
-        layers = in_buckets(layers, framework.precision.parameter_bytes)
-    stride = strategy.mesh.dp_stride
-    group = DpGroup(strategy.dp, job.links.fabric, stride, framework.overlap)
-    # Only the first and the last micro-batch meet communication, unless each one does: then
-    # those in between wait equally long.
-    total = strategy.micro_batches if shards.gradients > 1 else 1
-    met = min(total, STEADY)
-    exposed_s = state_cost(layers, met, shards, group, framework.precision).exposed_s
-    if total > met:
-        fewer_s = state_cost(layers, met - 1, shards, group, framework.precision).exposed_s
-        exposed_s += (total - met) * (exposed_s - fewer_s)
-    return exposed_s
+        layers = in_buckets(layers, precision.kept_bytes, shards)
+        if shards.optimizer == 1:  # what is reduced whole travels in float32, or wider
+            precision = replace(precision, gradient_bytes=max(4, precision.gradient_bytes))
+    group = DpGroup(strategy.dp, job.links.fabric, strategy.mesh.dp_stride, framework.overlap)
+    return exposed_seconds(layers, strategy.micro_batches, shards, group, precision)
 
 
 def _tied_seconds(job: Job) -> float:

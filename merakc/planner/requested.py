@@ -145,7 +145,8 @@ def _check_plan(request: Request, given: Plan) -> None:
         )
     stages = len(given.rank_of)
     planned_shards = [given.shards(s) for s in range(stages)]
-    if shards is not None and list(parse_shards(shards, given.dp, stages)) != planned_shards:
+    parsed = parse_shards(shards, given.dp, stages) if shards is not None else planned_shards
+    if [one.counts for one in parsed] != [one.counts for one in planned_shards]:
         raise ConfigError(
             f"state_shards={shards} contradicts the plan's state_shards="
             f"{'; '.join(map(str, planned_shards))}; give one of the two"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from merakc.analysis.buckets import WORTH_SHARE, bucket_scales, parameters_in_order
 from merakc.costs.ranks import fits, rank_memory_bytes
 from merakc.costs.stage import faster, with_state
 from merakc.costs.work.keep import keep_bytes, with_kept
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.costs import StageCost
+from merakc.ir.graph import Graph
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
@@ -47,6 +50,9 @@ LEAN_EFFORT = 20_000
 FINE = 8
 # The recording of a micro-batch of so many samples.
 Record = Callable[[int], Recording]
+# What shards of the state are compared by: bytes that a rank lacks, seconds that it waits, how much
+# larger than usual buckets are, seconds of communication, and the shards of all stages.
+_Waits = tuple[int, float, int, float, tuple[StateShards, ...]]
 # Schedules that are made for recomputation.
 ALWAYS_RECOMPUTES = ("merak",)
 
@@ -88,8 +94,8 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
-        if lowered.plan.dp > 1 and is_open:
-            lowered = _with_fastest_shards(lowered, cluster)
+        if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
+            lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
         made.append(lowered)
         if _fits(lowered, cluster) and cluster.sharing is None:
             break
@@ -143,6 +149,13 @@ def standing(lowered: Lowered, cluster: Cluster) -> tuple[bool, float, int]:
     plan, prediction = lowered.plan, _predicted(lowered)
     sample_s = float(f"{prediction.step_s / (plan.dp * plan.batch_size):.9e}")
     return not _fits(lowered, cluster), sample_s, max(prediction.peak_bytes)
+
+
+def _waits(lowered: Lowered) -> bool:
+    """Whether a rank waits so long for state that is sharded that larger buckets are tried."""
+    prediction = _predicted(lowered)
+    is_sharded = any(shards.optimizer > 1 for shards in lowered.plan.state_shards)
+    return is_sharded and max(prediction.exposed_s) > WORTH_SHARE * prediction.step_s
 
 
 def _fits(lowered: Lowered, cluster: Cluster) -> bool:
@@ -211,35 +224,63 @@ def _ordered(
     return _with_prediction(replace(lowered, plan=made), cluster)
 
 
-def _with_fastest_shards(lowered: Lowered, cluster: Cluster) -> Lowered:
+def _with_fastest_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) -> Lowered:
     """The plan with the shards of each stage with which its rank waits least for dp, of those that
-    fit.
+    fit; where they are not open, with as they are, in larger buckets where these pay.
 
     Every point of the lattice is simulated once, on all ranks alike: what a rank waits for follows
-    from its own stages. Among equals the least is communicated, then the least sharded. Where
-    nothing fits a rank, what takes the fewest bytes.
+    from its own stages. Larger buckets are tried as long as a rank waits, and less than before.
+    Among equals the least is communicated, then the least sharded. Where nothing fits a rank, what
+    takes the fewest bytes.
     """
     plan, local = lowered.plan, lowered.stages.local
     touches = {s: graph.told(rough_touches) for s, graph in enumerate(local)}
     costs = planned_costs(lowered, cluster)
     costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
-    keys: list[dict[StateShards, tuple[object, ...]]] = [{} for _ in range(plan.pp)]
-    inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
-    for shards in lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside):
-        tried = replace(lowered, plan=replace(plan, state_shards=(shards,) * len(plan.rank_of)))
-        sharded = tuple(
-            with_state(cost, graph, shards, plan.precision)
-            for cost, graph in zip(costs, local, strict=True)
-        )
-        prediction, simulation = predict(tried, cluster, sharded, touches, dp_rank=0)
-        for rank, peak_bytes in enumerate(prediction.peak_bytes):
-            lacking = max(peak_bytes - memory_bytes[rank], 0)
-            waits = round(prediction.exposed_s[rank], 9)
-            keys[rank][shards] = lacking, waits, simulation.communication_s[rank], shards
+    keys: list[dict[tuple[StateShards, ...], _Waits]] = [{} for _ in range(plan.pp)]
+    worst_s = math.inf
+    for scale in bucket_scales(max(map(_held_bytes, local))):
+        step_s = math.inf
+        for way in _ways(plan, cluster) if are_open else [_as_they_are(plan)]:
+            scaled = tuple(replace(s, bucket_scale=scale if s.optimizer > 1 else 1) for s in way)
+            if scaled in keys[0]:
+                continue
+            tried = replace(lowered, plan=replace(plan, state_shards=scaled))
+            sharded = tuple(
+                with_state(cost, graph, shards, plan.precision)
+                for cost, graph, shards in zip(costs, local, scaled, strict=True)
+            )
+            prediction, simulation = predict(tried, cluster, sharded, touches, dp_rank=0)
+            step_s = min(step_s, prediction.step_s)
+            for rank, peak_bytes in enumerate(prediction.peak_bytes):
+                lacking = max(peak_bytes - memory_bytes[rank], 0)
+                waits = round(prediction.exposed_s[rank], 9)
+                sent_s = simulation.communication_s[rank]
+                keys[rank][scaled] = lacking, waits, scale, sent_s, scaled
+        before_s, worst_s = worst_s, max(min(own.values())[1] for own in keys)
+        if not WORTH_SHARE * step_s < worst_s < before_s:
+            break
     best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
-    chosen = tuple(best[rank] for rank in plan.rank_of)
+    chosen = tuple(best[rank][stage] for stage, rank in enumerate(plan.rank_of))
     return _with_prediction(replace(lowered, plan=_sharded(plan, chosen)), cluster)
+
+
+def _held_bytes(local: Graph) -> int:
+    """Of a stage's parameters as they are updated: in float32 or wider."""
+    sizes = (i.spec.numel * max(4, i.spec.dtype.itemsize) for i in local.told(parameters_in_order))
+    return sum(sizes)
+
+
+def _ways(plan: Plan, cluster: Cluster) -> list[tuple[StateShards, ...]]:
+    """The points of the lattice that are tried, each for all stages."""
+    inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
+    points = lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside)
+    return [(shards,) * len(plan.rank_of) for shards in points]
+
+
+def _as_they_are(plan: Plan) -> tuple[StateShards, ...]:
+    return tuple(plan.shards(stage) for stage in range(len(plan.rank_of)))
 
 
 def _sharded(plan: Plan, shards: tuple[StateShards, ...]) -> Plan:

@@ -11,6 +11,7 @@ from merakc.analysis.buckets import (
     LEAST_BUCKETS,
     Held,
     bucket_names,
+    bucket_scales,
     parameters_in_order,
     plan_buckets,
 )
@@ -76,11 +77,16 @@ def test_frozen_parameters_that_stay_whole_are_in_no_bucket() -> None:
 
 
 def test_little_state_is_in_small_buckets() -> None:
-    def sizes(count: int, each_bytes: int) -> list[int]:
+    def sizes(count: int, each_bytes: int, scale: int = 1) -> list[int]:
         held = [replace(WEIGHT, name=str(k), numel=each_bytes // 4) for k in range(count)]
-        return [4 * b.numel for b in plan_buckets(held, lambda _: UNSHARDED)]
+        shards = replace(UNSHARDED, bucket_scale=scale)
+        return [4 * b.numel for b in plan_buckets(held, lambda _: shards)]
 
     mega = 1 << 20
     assert sizes(1000, mega) == [25 * mega] * 40
     assert sizes(32, mega) == [4 * mega] * LEAST_BUCKETS  # not one of 25 and one of 7
     assert sizes(16, mega // 4) == [mega] * 4
+    assert sizes(1000, mega, 4) == [100 * mega] * 10
+    for count, scales in ((100, (1,)), (1000, (1, 4, 16)), (300, (1, 4))):
+        assert bucket_scales(count * mega) == scales
+        assert sizes(count, mega, scales[-1]) == sizes(count, mega, 64)  # no larger ones matter

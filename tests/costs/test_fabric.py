@@ -43,20 +43,25 @@ def test_a_ring_inside_a_node() -> None:
     assert all_gather_seconds(8e9, Group(8, 8), FABRIC) == pytest.approx(7e-6 + 7e9 / 100e9)
 
 
+def test_a_ring_has_one_step_from_each_node_to_the_next() -> None:
+    found = all_gather_seconds(0, Group(2048, 8), FABRIC)
+    assert found == pytest.approx(255 * 1e-5 + 1792 * 1e-6)
+
+
 def test_groups_of_a_node_share_its_network() -> None:
     alone = all_gather_seconds(8e9, Group(4, 2, 1), FABRIC)
     shared = all_gather_seconds(8e9, Group(4, 2, 4), FABRIC)
-    assert alone == pytest.approx(3e-5 + 6e9 / 40e9)
-    assert shared == pytest.approx(3e-5 + 6e9 / 10e9)
+    latency_s = 1e-5 + 2 * 1e-6  # one step from node to node, two inside
+    assert alone == pytest.approx(latency_s + 6e9 / 40e9)
+    assert shared == pytest.approx(latency_s + 6e9 / 10e9)
 
 
 def test_an_all_reduce_is_a_ring_or_a_tree() -> None:
     group = Group(1024, 8)
     large = all_reduce_seconds(1e13, group, FABRIC)
     assert large == pytest.approx(2 * all_gather_seconds(1e13, group, FABRIC))
-    assert all_reduce_seconds(1e3, group, FABRIC) == pytest.approx(
-        2 * math.log2(1024) * 1e-5 + 2e3 / 40e9
-    )
+    latency_s = 3 * 1e-6 + math.log2(128) * 1e-5  # trees inside nodes, and one of them
+    assert all_reduce_seconds(1e3, group, FABRIC) == pytest.approx(2 * latency_s + 2e3 / 40e9)
 
 
 LINKS = (Level("inside", 4, 3e11, 1e-6), Level("rack", 16, 1e11, 1e-5, shared_by=4),

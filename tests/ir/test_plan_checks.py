@@ -22,7 +22,7 @@ from tests.report.made import report
 FULL = dataclasses.replace(
     PLAN,
     dp=2,
-    state_shards=(StateShards(1, 1, 2), StateShards(2, 2, 2)),
+    state_shards=(StateShards(1, 1, 2, 16), StateShards(2, 2, 2)),
     recompute="solved",
     keep_bytes=(-1, 4096),
     sub_batches=(2, 1),

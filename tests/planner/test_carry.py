@@ -85,14 +85,14 @@ def test_recomputation_state_precision_and_overlap_are_kept() -> None:
     double = Precision("float64", "float64", "float64")
     plan = _large(
         replace(_made("1f1b"), recompute="solved", keep_bytes=(1000, 1000, -1, -1)), dp=8, tp=4,
-        pp=4, state_shards=(StateShards(1, 1, 8),) * 2 + (StateShards(8, 8, 8),) * 2,
+        pp=4, state_shards=(StateShards(1, 1, 8, 4),) * 2 + (StateShards(8, 8, 8),) * 2,
         sequence_parallel=True, precision=double, sub_batches=(2, 2, 1, 1),
         machines=NOMINAL_GPU,
     )  # fmt: skip
     lowered = carry_plan(plan, lower_strategy(plan, 8), _some)
     found = lowered.plan
     assert found.sequence_parallel
-    assert found.state_shards == (StateShards(1, 1, 2), StateShards(2, 2, 2))
+    assert found.state_shards == (StateShards(1, 1, 2, 4), StateShards(2, 2, 2))
     assert found.precision == double
     assert found.sub_batches == (2, 1)
     assert [p.count for p in lowered.parts] == [2]
