@@ -26,6 +26,7 @@ from rich.progress import track
 import merakc
 from benchmarks.harness import JsonPath, finish, rich_table
 from benchmarks.ranks import run_ranks
+from merakc.analysis.calls import ways
 from merakc.ir.costs import CostTable, StageCost
 from merakc.ir.graph import TensorSpec
 from merakc.ir.program import ActionKind, Mesh, Program, Transfer
@@ -120,7 +121,7 @@ def run_emulated(
     rank = dist.get_rank()
     program = build_programs(mesh, schedule, pipeline(schedule))[rank]
     cost = stage_cost(unit_s, schedule.stages // schedule.ranks)
-    channels = Groups(mesh, rank).channels(schedule.rank_of)
+    channels = Groups(mesh, rank).channels(ways(schedule.rank_of, pipeline(schedule)))
     found = []
     for _ in range(runs + 1):
         dist.barrier()

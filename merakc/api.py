@@ -231,7 +231,7 @@ def _build(
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     lowered, recording, (model, loss) = made.lowered, made.recording, parted(made.model)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    groups = Groups(lowered.plan.mesh, rank, timeout_s)
+    groups = Groups(lowered.plan.mesh, rank, timeout_s, made.device)
     groups.open()
     if groups.rank == 0:
         warn_of(lowered.plan, recording, outside=made.outside)
@@ -242,8 +242,6 @@ def _build(
     lowered = replace(lowered, plan=plan, compiled=fuser is not None, onednn=onednn)
     chunks = cache(lambda: lowered.rank_graphs(groups.rank))
     together(lambda: bool(chunks()))  # a rank that cannot differentiate its part says so to all
-    if made.device.type == "cuda":
-        groups.open_channels(lowered.plan.rank_of, made.device)
     state, sharded = allocate(placements, lowered, groups, made.device)
     leave(model)
     take_over(model, state, placements, groups, seed, files)

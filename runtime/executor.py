@@ -21,9 +21,10 @@ from merakc.ir.program import Action, ActionKind, CollectiveEvent, Event, Progra
 from merakc.kernels.collectives import watched
 from merakc.runtime.codegen import compile_graph
 from merakc.runtime.fused import Fuser
+from merakc.runtime.groups import Channels
 from merakc.runtime.head import HeadRunner
 from merakc.runtime.health.job import TIMEOUT_S, at_work
-from merakc.runtime.messages import Channels, Messages
+from merakc.runtime.messages import Messages
 from merakc.runtime.part import plain
 from merakc.runtime.pieces import Compiler, Piece, Stage, Work
 from merakc.runtime.sharded_state import ShardedState
@@ -184,8 +185,7 @@ class Step:
             for j, inputs in enumerate(micro_batches)
         }
         self.messages = messages or Messages(
-            executor.program, executor.specs, executor.device, executor.channels,
-            executor.timeout_s,
+            executor.program, executor.specs, executor.device, executor.channels, executor.timeout_s
         )  # fmt: skip
         self.known = known or {}
         self.waist: dict[str, dict[int, torch.Tensor]] = {}  # by micro-batch

@@ -5,54 +5,83 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from merakc.analysis.buckets import BUCKET_BYTES
+from merakc.analysis.calls import Way, purpose
 from merakc.errors import MerakError, MismatchError
 from merakc.ir.program import Mesh
 from merakc.runtime.health.job import TIMEOUT_S, all_ranks, new_group
+from merakc.runtime.streams import streams_of
 
 T = TypeVar("T")
+CPU = torch.device("cpu")
+# Process groups of messages, by way between ranks. None is the default group.
+Channels = Mapping[Way, dist.ProcessGroup | None]
+# Of the 132 multiprocessors of an H100, a message's: two a direction fill a link between nodes.
+MESSAGE_CTAS = 4
 
 
 @dataclass(slots=True)
 class Groups:
     """The process groups that this rank belongs to. All ranks make all groups, in one order.
 
-    Whatever waits in one of them for longer than `timeout_s` ends with an error.
+    Whatever waits in one of them for longer than `timeout_s` ends with an error. NCCL connects the
+    ranks of a group when they first call it, and all wait for that: where several groups were
+    called in different orders they would wait for each other. So where `device` has streams, each
+    is called as soon as it is made.
     """
 
     mesh: Mesh
     rank: int
     timeout_s: float = TIMEOUT_S
-    made: dict[tuple[int, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
+    device: torch.device = CPU
+    made: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = field(default_factory=dict)
 
     @property
     def coordinates(self) -> tuple[int, int, int]:
         """This rank's (dp, pp, tp)."""
         return self.mesh.coordinates(self.rank)
 
-    def group(self, families: Iterable[Sequence[int]], copy: int = 0) -> dist.ProcessGroup | None:
+    def group(
+        self, families: Iterable[Sequence[int]], purpose: str = ""
+    ) -> dist.ProcessGroup | None:
         """The group of this rank among families of ranks; every rank must make the same call.
 
-        None where this rank is in none of them, or alone. Each `copy` is a group of its own, with
-        connections of its own.
+        None where this rank is in none of them, or alone. For each `purpose` there is a group of
+        its own, with connections of its own.
         """
         own: dist.ProcessGroup | None = None
         for family in families:
             ranks = tuple(sorted(family))
             if len(ranks) < 2:
                 continue
-            if (copy, ranks) not in self.made:
-                self.made[copy, ranks] = new_group(ranks, self.timeout_s)
+            if (purpose, ranks) not in self.made:
+                self.made[purpose, ranks] = self._new(ranks, is_message=bool(purpose))
             if self.rank in ranks:
-                own = self.made[copy, ranks]
+                own = self.made[purpose, ranks]
         return own
 
-    def axis(self, name: str, copy: int = 0) -> dist.ProcessGroup | None:
+    def _new(self, ranks: tuple[int, ...], *, is_message: bool) -> dist.ProcessGroup:
+        if streams_of(self.device) is None:
+            return new_group(ranks, self.timeout_s)
+        options = nccl_options(self.timeout_s) if is_message else None
+        group = new_group(ranks, self.timeout_s, options=options)
+        if self.rank in ranks:
+            word = torch.zeros(1, dtype=torch.float32, device=self.device)
+            if not is_message:
+                dist.all_reduce(word, group=group)
+            elif self.rank == ranks[0]:  # which NCCL connects apart from collectives
+                dist.send(word, ranks[1], group)
+            else:
+                dist.recv(word, ranks[0], group)
+        return group
+
+    def axis(self, name: str, purpose: str = "") -> dist.ProcessGroup | None:
         """The group along one mesh axis ("dp", "tp", "pp"), "model": all ranks of one dp, or
         "world": all ranks.
         """
@@ -62,7 +91,7 @@ class Groups:
             dp, pp, tp = mesh.coordinates(rank)
             rest = {"dp": (pp, tp), "tp": (dp, pp), "pp": (dp, tp), "model": (dp,), "world": ()}
             families.setdefault(rest[name], []).append(rank)
-        return self.group(families.values(), copy)
+        return self.group(families.values(), purpose)
 
     def open(self) -> None:
         """Makes the groups of all axes now: to wait for one in a step, where a rank was lost, would
@@ -78,34 +107,41 @@ class Groups:
             [mesh.rank(dp, r, tp) for r in ranks] for dp in range(mesh.dp) for tp in range(mesh.tp)
         )
 
-    def channels(self, rank_of: Sequence[int]) -> dict[tuple[bool, bool], dist.ProcessGroup | None]:
-        """The groups of messages, by whether gradients travel and whether to a higher rank.
+    def channels(self, ways: Sequence[Way]) -> Channels:
+        """The groups of messages over these ways between pipeline ranks.
 
-        `rank_of` are the pipeline ranks of the stages: where those of later stages are never lower,
-        activations go up and gradients down, and two groups do.
+        On devices with streams each is of its two ranks (`merakc.analysis.calls`). Gloo has tags:
+        there all pipeline ranks have one for each direction, of activations and of gradients.
         """
-        one_way = list(rank_of) == sorted(rank_of)
-        kinds = [(False, True), (True, False)]
-        kinds += [] if one_way else [(False, False), (True, True)]
-        return {kind: self.axis("pp", copy=k) for k, kind in enumerate(kinds)}
-
-    def open_channels(self, rank_of: Sequence[int], device: torch.device) -> None:
-        """Sends something over every channel once; all ranks of the mesh together.
-
-        NCCL connects two ranks when they first meet, and both wait for it: where several meet in
-        different orders, as schedules have them, they would wait for each other. Here all pairs
-        meet in one order.
-        """
+        found: dict[Way, dist.ProcessGroup | None] = {}
         dp, own, tp = self.coordinates
-        pairs = [(a, b) for a in range(self.mesh.pp) for b in range(a + 1, self.mesh.pp)]
-        for (_, upward), group in self.channels(rank_of).items():
-            for low, high in pairs:
-                source, target = (low, high) if upward else (high, low)
-                word = torch.zeros(1, dtype=torch.float32, device=device)
-                if own == source:
-                    dist.send(word, self.mesh.rank(dp, target, tp), group)
-                elif own == target:
-                    dist.recv(word, self.mesh.rank(dp, source, tp), group)
+        for way in ways:
+            source, target, is_grad = way
+            if streams_of(self.device) is None:
+                group = self.axis("pp", purpose(way))
+            else:
+                group = self.group(
+                    ([self.mesh.rank(d, source, t), self.mesh.rank(d, target, t)]
+                     for d in range(self.mesh.dp) for t in range(self.mesh.tp)),
+                    purpose(way),
+                )  # fmt: skip
+            if own in (source, target):
+                of = self.mesh.rank(dp, source, tp), self.mesh.rank(dp, target, tp), is_grad
+                found[of] = group
+        return found
+
+
+def nccl_options(timeout_s: float) -> Any:
+    """Those of NCCL for messages, where torch has it: they begin before what waits already, and
+    take few multiprocessors, which receives that are posted ahead hold while nothing comes.
+    """
+    if not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.is_high_priority_stream = True
+    options.config.max_ctas = MESSAGE_CTAS
+    options._timeout = timedelta(seconds=timeout_s)
+    return options
 
 
 def agree(facts: Callable[[], Mapping[str, str]]) -> None:

@@ -11,22 +11,20 @@ from queue import SimpleQueue
 import torch
 import torch.distributed as dist
 
+from merakc.analysis.calls import receives_ahead
 from merakc.errors import StuckError
 from merakc.ir.graph import TensorSpec
-from merakc.ir.program import LOOKAHEAD, Action, ActionKind, Program
-
-# Process groups by (whether gradients travel, whether to a higher rank). NCCL starts what two ranks
-# exchange over one group in the order of their calls, and a receive that is posted ahead must not
-# hold up a send the other way. None is the default group.
-Channels = Mapping[tuple[bool, bool], dist.ProcessGroup | None]
+from merakc.ir.program import Action, ActionKind, Program
+from merakc.runtime.groups import Channels
+from merakc.runtime.streams import streams_of
 
 
 class Messages:
     """The messages of one rank in one step.
 
     `specs` gives the shape of every value by (stage, value name). Waits longer than `timeout_s`
-    raise `StuckError` on CPU ranks; on GPUs the watchdog of the process group sees to it, since a
-    wait there only orders streams.
+    raise `StuckError` where the host waits itself; on devices with streams a wait only orders
+    these, and the watchdog of the process group sees to it.
     """
 
     def __init__(
@@ -39,38 +37,35 @@ class Messages:
     ) -> None:
         self.program, self.specs, self.device = program, specs, device
         self.channels, self.timeout_s = channels, timeout_s
-        self.tags = message_tags(program)
+        self.tags, self.ahead = message_tags(program), receives_ahead(program)
         self.receives: dict[int, tuple[dist.Work, torch.Tensor]] = {}
-        self.posted = 0
-        on_cpu = device.type == "cpu"
-        self.sends: _WaitedSends | _PolledSends = _WaitedSends() if on_cpu else _PolledSends()
+        self.blocks = streams_of(device) is None
+        self.sends: _WaitedSends | _PolledSends = _WaitedSends() if self.blocks else _PolledSends()
 
     def post_receives(self, now: int) -> None:
-        """Posts every receive up to the `LOOKAHEAD`-th compute action from position `now`."""
-        actions = self.program.actions
-        computes, position = 0, now
-        while position < len(actions) and computes < LOOKAHEAD:
-            action = actions[position]
-            computes += action.kind.is_compute
-            remote = action.kind is ActionKind.RECV and action.peer != self.program.rank
-            if remote and position >= self.posted:
-                spec = self.specs[action.stage, action.value]
-                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                try:
-                    group, tag = self._group(action), self.tags[position]
-                    work = dist.irecv(buffer, action.peer, group, tag)
-                except RuntimeError as error:
-                    raise self._stuck(action, error) from error
-                assert work is not None
-                self.receives[position] = (work, buffer)
-            position += 1
-        self.posted = max(self.posted, position)
+        """Posts the receives that are to be under way at position `now`; lets go of what was sent
+        and has left.
+        """
+        self.sends.settle()
+        for position in self.ahead[now]:
+            action = self.program.actions[position]
+            if action.kind is not ActionKind.RECV or action.peer == self.program.rank:
+                continue
+            spec = self.specs[action.stage, action.value]
+            buffer = torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
+            try:
+                group, tag = self._group(action), self.tags[position]
+                work = dist.irecv(buffer, action.peer, group, tag)
+            except RuntimeError as error:
+                raise self._stuck(action, error) from error
+            assert work is not None
+            self.receives[position] = (work, buffer)
 
     def receive(self, position: int, action: Action) -> torch.Tensor:
         """Waits for the message of a receive."""
         work, buffer = self.receives.pop(position)
         try:
-            if self.device.type == "cpu":
+            if self.blocks:
                 work.wait(timedelta(seconds=self.timeout_s))
             else:
                 work.wait()
@@ -100,8 +95,9 @@ class Messages:
         self.sends.close()
 
     def _group(self, action: Action) -> dist.ProcessGroup | None:
-        upward = (action.peer > self.program.rank) is (action.kind is ActionKind.SEND)
-        return self.channels.get((action.is_grad, upward))
+        ends = self.program.rank, action.peer
+        ends = ends if action.kind is ActionKind.SEND else ends[::-1]
+        return self.channels.get((*ends, action.is_grad))
 
     def _stuck(self, action: Action, error: RuntimeError | None) -> StuckError:
         place = next((k for k, a in enumerate(self.program.actions) if a is action), -1)
@@ -125,6 +121,8 @@ class _PolledSends:
 
     def add(self, work: dist.Work, value: torch.Tensor, _action: Action) -> None:
         self.left.append((work, value))
+
+    def settle(self) -> None:
         while self.left and self.left[0][0].is_completed():
             self.left.popleft()
 
@@ -152,6 +150,9 @@ class _WaitedSends:
         if channel not in self.waiters:
             self.waiters[channel] = _Waiter()
         self.waiters[channel].queue.put((work, value, action))
+
+    def settle(self) -> None:
+        """Each thread does."""
 
     def close(self) -> None:
         for waiter in self.waiters.values():

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from merakc.analysis.buckets import BucketSpec
+from merakc.analysis.calls import IN_FLIGHT
 from merakc.ir.graph import TensorSpec
 from merakc.ir.precision import Precision
 from merakc.ir.program import Collective, CollectiveKind
@@ -177,8 +178,11 @@ class ShardedState:
         self._advance()
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Starts a reduction; where that takes memory, once those before it have ended."""
-        while self.reducing and (bucket.holds_more or bucket in self.reducing):
+        """Starts a reduction; where that takes memory, once those before it have ended, or, aside,
+        all but the last.
+        """
+        ahead = IN_FLIGHT if bucket.reducing.streams else 0
+        while bucket in self.reducing or (bucket.holds_more and len(self.reducing) > ahead):
             self.reducing.popleft().reducing.finish()
         bucket.reducing.start(bucket.reduce(last=self.last))
         self.reducing.append(bucket)

@@ -13,7 +13,6 @@ neighbours; its part of that shard, i div s_p, is what it optimizes.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,8 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from merakc.ir.precision import Precision
-from merakc.ir.state import StateShards
+from merakc.ir.state import Role, StateShards
 from merakc.runtime.groups import Groups
+from merakc.runtime.streams import Running, streams_of
 
 Tensors = dict[str, torch.Tensor]
 
@@ -64,11 +64,10 @@ class ShardGroups:
         within = self.dp % shards.optimizer
         self.parameter_index = within % shards.parameters
         self.owned_index = self.index_of(within)
-        s_p, s_os = shards.parameters, shards.optimizer
-        self.gather = self._make(lambda dp: (dp // s_p,))
-        self.refresh = self._make(lambda dp: (dp // s_os, dp % s_p))
-        self.block = self._make(lambda dp: (dp // s_os,))
-        self.replicas = self._make(lambda dp: (dp % s_os,))
+        self.gather = self._make(Role.GATHER)
+        self.refresh = self._make(Role.REFRESH)
+        self.block = self._make(Role.BLOCK)
+        self.replicas = self._make(Role.REPLICAS)
 
     def index_of(self, within: int) -> int:
         """Which shard of the optimizer's a rank of a block has."""
@@ -76,48 +75,14 @@ class ShardGroups:
         inner = self.shards.optimizer // parameters
         return within % parameters * inner + within // parameters
 
-    def _make(self, key: Callable[[int], tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """The groups of dp ranks that share a key, along every other axis of the mesh."""
+    def _make(self, role: Role) -> dist.ProcessGroup | None:
+        """The groups of dp ranks with the same key, along every other axis of the mesh."""
         mesh = self.groups.mesh
         families: dict[tuple[int, ...], list[int]] = {}
         for rank in range(mesh.world_size):
             dp, pp, tp = mesh.coordinates(rank)
-            families.setdefault((pp, tp, *key(dp)), []).append(rank)
+            families.setdefault((pp, tp, *self.shards.key(role, dp)), []).append(rank)
         return self.groups.group(families.values())
-
-
-class Running:
-    """Collectives that run one after the other, beside the computing.
-
-    What they are part of is a generator that yields each as it starts, and goes on when it has
-    ended. `waited_s` is how long the host has stood still for them, ever.
-    """
-
-    def __init__(self) -> None:
-        self.waited_s = 0.0
-        self.steps: Iterator[dist.Work] = iter(())
-        self.work: dist.Work | None = None
-
-    def start(self, steps: Iterator[dist.Work]) -> None:
-        """Starts the first, once those before have ended."""
-        self.finish()
-        self.steps = steps
-        self.work = next(steps, None)
-
-    def finish(self) -> None:
-        """Waits for all."""
-        while self.work is not None:
-            start_s = time.perf_counter()
-            self.work.wait()
-            self.waited_s += time.perf_counter() - start_s
-            self.work = next(self.steps, None)
-
-    def poll(self) -> bool:
-        """Goes on where the running one has ended; whether all have."""
-        while self.work is not None and self.work.is_completed():
-            self.work.wait()
-            self.work = next(self.steps, None)
-        return self.work is None
 
 
 class Bucket:
@@ -177,7 +142,7 @@ class Bucket:
         self.summed: set[str] = set()  # those of them that are there
         self.gradient: torch.Tensor | None = None  # the rank's shard of them
         self.arrived: set[str] = set()  # those of the running micro-batch
-        self.gathering, self.reducing = Running(), Running()
+        self.gathering, self.reducing = Running(), Running(streams_of(flat.device))
 
     def _own(self, kept: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes, in the shard of the parameters that it keeps."""
@@ -307,8 +272,8 @@ class Bucket:
 
     def _take_sum(self) -> torch.Tensor:
         """The whole gradients, to be reduced."""
-        flat, self.sum = self.sum, None
-        assert flat is not None, "no micro-batch has added its gradients"
+        assert self.sum is not None, "no micro-batch has added its gradients"
+        flat, self.sum = self.reducing.lend(self.sum), None
         for name in self.members.keys() - self.summed:
             self.members[name].part(flat, 0).zero_()
         self.summed.clear()

@@ -90,7 +90,7 @@ def prepared(
         if i.kind is InputKind.PARAMETER and lowered.plan.rank_of[stage] == own
     }
     state = {name: lay.take(full[name].detach(), mesh.tp, tp) for name, lay in held.items()}
-    channels, dp_group = groups.channels(lowered.plan.rank_of), groups.axis("dp")
+    channels, dp_group = groups.channels(lowered.ways), groups.axis("dp")
     runner = None
     assert lowered.loss.head is not None
     assert lowered.stages.head is not None

@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from merakc.errors import ConfigError
+
+
+class Role(StrEnum):
+    """Why dp ranks have a process group: what they do together for the state that they shard."""
+
+    GATHER = "gather"  # have the shards of the same parameters
+    REFRESH = "refresh"  # optimize the same shard of the parameters
+    BLOCK = "block"  # have the shards of the same optimizer state
+    REPLICAS = "replicas"  # have the same shard of the optimizer state
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -51,6 +61,29 @@ class StateShards:
     def counts(self) -> tuple[int, int, int]:
         """The three numbers."""
         return self.parameters, self.gradients, self.optimizer
+
+    def key(self, role: Role, dp_rank: int) -> tuple[int, ...]:
+        """What dp ranks of one process group have in common."""
+        match role:
+            case Role.GATHER:
+                return (dp_rank // self.parameters,)
+            case Role.REFRESH:
+                return dp_rank // self.optimizer, dp_rank % self.parameters
+            case Role.BLOCK:
+                return (dp_rank // self.optimizer,)
+            case Role.REPLICAS:
+                return (dp_rank % self.optimizer,)
+
+    def reduction(self, *, last: bool) -> Iterator[Role]:
+        """The groups over which gradients are added up, one after the other; after the `last`
+        micro-batch, over all dp ranks.
+        """
+        if self.gradients > 1:
+            yield Role.GATHER if self.gradients == self.parameters else Role.BLOCK
+        if last:
+            if self.gradients != self.optimizer:
+                yield Role.REFRESH
+            yield Role.REPLICAS
 
     def check(self, dp: int) -> None:
         """Raises `ConfigError` where the shards do not divide over `dp` ranks."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from merakc.analysis.buckets import BucketSpec
+from merakc.analysis.calls import Way, Wiring, ways
 from merakc.costs.ranks import stage_devices
 from merakc.costs.work.flops import graph_flops
 from merakc.errors import PlanError
@@ -82,6 +83,23 @@ class Lowered:
     def head_stage(self) -> int | None:
         """The stage behind which the samples of the batch are coupled, if they are."""
         return self.stages.head if self.loss.head is not None else None
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Over which ways pipeline ranks exchange messages."""
+        return ways(self.plan.rank_of, self.stages.transfers)
+
+    def wiring(self) -> Wiring:
+        """What is known of a step's communication beside its Programs."""
+        plan, tied = self.plan, set[tuple[int, ...]]()
+        if plan.dp > 1 or plan.precision:
+            local = self.stages.local
+            buckets = {r: rank_buckets(plan, local, r) for r in range(plan.pp)}
+        else:  # no parameter stands in a bucket
+            buckets = {}
+            held = (sorted({plan.rank_of[s] for s in of}) for of in plan.parameters.values())
+            tied = {tuple(ranks) for ranks in held if len(ranks) > 1}
+        return Wiring(plan.mesh, tuple(plan.rank_of), buckets, tuple(sorted(tied)))
 
     def options(self, stage: int, tp_rank: int, *, train: bool = True) -> StageOptions:
         """What the passes go by that make one rank's graphs of a stage."""

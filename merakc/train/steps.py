@@ -158,7 +158,7 @@ class Steps:
         executor = Executor(
             program, chunks, self.state, self.device,
             reduce=reduce if train else None,
-            channels=self.groups.channels(lowered.plan.rank_of),
+            channels=self.groups.channels(lowered.ways),
             timeout_s=self.timeout_s,
             sharded=self.sharded,
             fuser=self.fuser if train else None,

@@ -24,6 +24,7 @@ from datetime import timedelta
 from functools import partial
 from time import monotonic
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -184,14 +185,19 @@ class Job:
     # ------------------------------------------------------------------ beginning and end
 
     def group(
-        self, ranks: Sequence[int], timeout_s: float, backend: str | None = None
+        self,
+        ranks: Sequence[int],
+        timeout_s: float,
+        backend: str | None = None,
+        options: Any = None,
     ) -> dist.ProcessGroup:
         """A process group of these ranks; every rank must make it.
 
         It is made in a thread, since nothing but its own timeout ends that wait once a rank is
         lost. Raises what the ranks have in common as soon as that is known.
         """
-        make = partial(dist.new_group, list(ranks), timedelta(seconds=timeout_s), backend)
+        time = timedelta(seconds=timeout_s)
+        make = partial(dist.new_group, list(ranks), time, backend, options)
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         made: Future[dist.ProcessGroup] = Future()
         made.add_done_callback(lambda _: self.news.set())
@@ -315,13 +321,19 @@ def start_job(timeout_s: float) -> None:
 
 
 def new_group(
-    ranks: Sequence[int], timeout_s: float = TIMEOUT_S, backend: str | None = None
+    ranks: Sequence[int],
+    timeout_s: float = TIMEOUT_S,
+    backend: str | None = None,
+    options: Any = None,
 ) -> dist.ProcessGroup:
-    """A process group of these ranks, whose waits end when a rank is lost; all ranks make it."""
+    """A process group of these ranks, whose waits end when a rank is lost; all ranks make it.
+    `options` are those of its backend.
+    """
     found = job()
     if found is not None:
-        return found.group(ranks, timeout_s, backend)
-    made: dist.ProcessGroup = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend)
+        return found.group(ranks, timeout_s, backend, options)
+    time = timedelta(seconds=timeout_s)
+    made: dist.ProcessGroup = dist.new_group(list(ranks), time, backend, options)
     return made
 
 

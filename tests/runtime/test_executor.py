@@ -82,7 +82,7 @@ def two_stages(schedule: str, recompute: Literal["none", "full"]) -> dict[str, o
     executor = Executor(
         program, {rank: checkpointed([first_stage, last_stage][rank](), ())},
         [{"w": W}, {"v": V}][rank], CPU, reduce=lambda grads: reduced.append(len(grads)),
-        channels=groups.channels((0, 1)),
+        channels=groups.channels([(0, 1, False), (1, 0, True)]),
     )  # fmt: skip
     executor.run(batches())
     result = executor.run(batches())

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
+from merakc.analysis.calls import Way, ways
 from merakc.errors import ConfigError, MerakError, MismatchError
-from merakc.ir.program import Mesh
+from merakc.ir.program import Mesh, Transfer
 from merakc.runtime import groups
 from merakc.runtime.groups import Groups, agree, from_rank_0, reduce_tensors, together
+from merakc.runtime.streams import stand_in
 
 
 def members() -> dict[str, list[int] | None]:
@@ -20,10 +22,10 @@ def members() -> dict[str, list[int] | None]:
         return None if group is None else dist.get_process_group_ranks(group)
 
     assert found.axis("tp") is found.axis("tp")
-    assert found.axis("pp", copy=1) is not found.axis("pp")
+    assert found.axis("pp", "messages") is not found.axis("pp")
     return {
         **{name: ranks(found.axis(name)) for name in ("dp", "pp", "tp", "model")},
-        "copy": ranks(found.axis("pp", copy=1)),
+        "purpose": ranks(found.axis("pp", "messages")),
         "holders": ranks(found.holders((0, 1))),
         "one holder": ranks(found.holders((1,))),
     }
@@ -35,7 +37,7 @@ def test_groups_of_the_mesh() -> None:
         "pp": [4, 6],
         "tp": [6, 7],
         "model": [4, 5, 6, 7],
-        "copy": [4, 6],
+        "purpose": [4, 6],
         "holders": [4, 6],
         "one holder": None,
     }
@@ -94,33 +96,46 @@ def test_agreement_names_the_odd_ranks() -> None:
     assert run_ranks(2, told, lambda: agree(lambda: {"model": "Llama"})) == [None, None]
 
 
-def opened(rank_of: tuple[int, ...]) -> tuple[int, int, list[tuple[int, int]]]:
-    """The channels and groups of a rank, and the pairs of ranks that it met, in order."""
-    made = Groups(Mesh(tp=2, pp=3), dist.get_rank())
-    channels = made.channels(rank_of)
-    met: list[tuple[int, int]] = []
-    send, receive = dist.send, dist.recv
+class Aside:
+    """Stands in for a device's streams: only that there are some matters here."""
+
+
+def opened() -> tuple[dict[Way, list[int]], list[object]]:
+    """The channels of a rank, and whom it met as they were made, in order."""
+    met: list[object] = []
+    send, receive, reduce = dist.send, dist.recv, dist.all_reduce
+
+    def reduced(word: torch.Tensor, group: dist.ProcessGroup) -> None:
+        met.append(dist.get_process_group_ranks(group))
+        reduce(word, group=group)
 
     def sent(word: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        met.append((made.rank, peer))
+        met.append(peer)
         send(word, peer, group)
 
     def received(word: torch.Tensor, peer: int, group: dist.ProcessGroup) -> None:
-        met.append((peer, made.rank))
+        met.append(peer)
         receive(word, peer, group)
 
-    dist.send, dist.recv = sent, received  # in this rank, which is a process of its own
-    made.open_channels(rank_of, torch.device("cpu"))
-    return len(channels), len(set(map(id, channels.values()))), met
+    # In this rank, which is a process of its own.
+    dist.send, dist.recv, dist.all_reduce = sent, received, reduced
+    with stand_in("cpu", lambda _: Aside()):  # type: ignore[arg-type, return-value]
+        made = Groups(Mesh(tp=2, pp=3), dist.get_rank())
+        made.axis("tp")
+        channels = made.channels(
+            ways((0, 1, 2), [Transfer("x", s, s + 1, 8, True) for s in (0, 1)])
+        )
+    assert all(channels.values())
+    assert len({id(group) for group in channels.values()}) == len(channels)
+    found = {w: dist.get_process_group_ranks(g) for w, g in channels.items() if g is not None}
+    return found, met
 
 
-def test_every_channel_is_opened_between_every_pair() -> None:
-    one_way = run_ranks(6, opened, (0, 1, 2))
-    assert {found[:2] for found in one_way} == {(2, 2)}
-    assert one_way[0][2] == [(0, 2), (0, 4), (2, 0), (4, 0)]  # up, then down; of tp rank 0
-    both_ways = run_ranks(6, opened, (0, 1, 2, 2, 1, 0))
-    assert {found[:2] for found in both_ways} == {(4, 4)}
-    assert len(both_ways[3][2]) == 8
+def test_on_streams_each_way_is_a_group_of_two_that_is_called_as_it_is_made() -> None:
+    (first, met), *_, (_, last_met) = run_ranks(6, opened)
+    assert first == {(0, 2, False): [0, 2], (2, 0, True): [0, 2]}  # rank 4 is none of its peers
+    assert met == [[0, 1], 2, 2]  # an axis, then up and down
+    assert last_met == [[4, 5], 3, 3]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 40, 1 << 20])

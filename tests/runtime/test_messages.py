@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import RankError, run_ranks
+from merakc.analysis.calls import ways
 from merakc.errors import StuckError
 from merakc.ir.graph import TensorSpec
 from merakc.ir.program import Action, ActionKind, Mesh, Program, Transfer
@@ -26,7 +27,7 @@ def messages(text: str, timeout_s: float = 20.0) -> tuple[Program, Messages]:
     schedule = parse_schedule(text)
     chain = [Transfer("ab"[s % 2], s, s + 1, 24, True) for s in range(schedule.stages - 1)]
     program = build_programs(mesh, schedule, chain)[rank]
-    channels = Groups(mesh, rank).channels(schedule.rank_of)
+    channels = Groups(mesh, rank).channels(ways(schedule.rank_of, chain))
     return program, Messages(program, SPECS, CPU, channels, timeout_s)
 
 
@@ -62,6 +63,7 @@ def let_go() -> bool:
     position = next(k for k, a in enumerate(program.actions) if a.kind is ActionKind.SEND)
     action = program.actions[position]
     freed = False
+    own.post_receives(0)
     if program.rank == 0:
         value = number(action)
         alive = weakref.ref(value)
@@ -71,10 +73,8 @@ def let_go() -> bool:
         while not freed and time.monotonic() < end_s:
             freed = alive() is None
             time.sleep(0.01)
-        own.post_receives(position)
         own.receive(position + 1, program.actions[position + 1])
     else:
-        own.post_receives(0)
         own.receive(0, program.actions[0])
         own.send(position, action, number(action))
     own.finish()

@@ -1,0 +1,1 @@
+"""What of the GPU path can be proven without a GPU."""
