@@ -52,7 +52,8 @@ from merakc.train.checkpoints.weight_files import WeightFiles
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.expected import expected
 from merakc.train.mirror import users_type
-from merakc.train.model import ParallelModel
+from merakc.train.model import AdaptedModel, ParallelModel
+from merakc.train.outside.within import is_adapted
 from merakc.train.parameters.allocate import allocate
 from merakc.train.parameters.optimizers import leave
 from merakc.train.starting import nominal, started
@@ -258,7 +259,8 @@ def _build(
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
     simulation, book = _priced(made, steps, step, ledger, measured=cluster is None)
-    kind: type[ParallelModel] = users_type(ParallelModel, type(model))  # type: ignore[arg-type]
+    base = AdaptedModel if is_adapted(model) else ParallelModel
+    kind: type[ParallelModel] = users_type(base, type(model))  # type: ignore[arg-type]
     return kind(steps, recording.aliases, simulation, book)
 
 

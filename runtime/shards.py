@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from merakc.ir.precision import Precision
 from merakc.ir.state import Role, StateShards
@@ -193,14 +194,17 @@ class Bucket:
             self.master.copy_(other.master)
 
     def refresh(self) -> Iterator[dist.Work]:
-        """Brings what the optimizers of all ranks wrote into `kept`."""
+        """Brings what the optimizers of all ranks wrote into `kept`. What this rank optimizes stays
+        as it is, and so are its parameters not written to.
+        """
         if not self.is_trained:
             return
         own = self._own(self.kept)
         if self.is_mixed:
             own.copy_(self.master)
         if self.groups.refresh is not None:
-            yield all_gather(self.kept, own, self.groups.refresh)
+            with _unsafe_preserve_version_counter(self.kept):
+                yield all_gather(self.kept, own, self.groups.refresh)
 
     def gather(self, whole: torch.Tensor) -> Iterator[dist.Work]:
         """Fills `whole` with the parameters of all shards."""

@@ -128,12 +128,26 @@ def _recorded_part(
     graph = part.graph
     if found is not None:
         graph = run_passes(KEYED, graph, found, layout.each)
+    outputs = _outputs(part, forward.sized(layout.total)) if layout.parts > 1 else part.outputs
     return BatchRecording(
-        graph, part.outputs, part.structure, aliases=part.aliases, model_name=part.model_name,
+        graph, outputs, part.structure, aliases=part.aliases, model_name=part.model_name,
         numbers=part.numbers, checkpoints=part.checkpoints,
         reads=reads, finite=part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
         unchecked=unchecked, of_whole=of_whole, of_batch=aside, aside=part.aside, left=left,
     )  # fmt: skip
+
+
+def _outputs(part: Recording, whole: Recording) -> tuple[Any, ...]:
+    """The leaves of what a part's forward returned, with the whole batch's in place of those that
+    are no tensors, as counts and shapes.
+    """
+    if part.structure != whole.structure:
+        return part.outputs
+    names = {o.name for recording in (part, whole) for o in recording.graph.outputs}
+    return tuple(
+        own if isinstance(other, str) and other in names else other
+        for own, other in zip(part.outputs, whole.outputs, strict=True)
+    )
 
 
 def read_whole(layout: BatchLayout, couplings: Couplings) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 import traceback
 from functools import cache
@@ -26,12 +28,26 @@ def show_errors_short() -> None:
         elif issubclass(kind, KeyboardInterrupt):
             if os.environ.get("RANK", "0") == "0":
                 sys.stderr.write("interrupted: all ranks end\n")
+            if not hasattr(sys, "ps1"):  # where somebody types, the process goes on
+                atexit.register(_end)
         elif isinstance(error, MerakError):
             sys.stderr.write(f"{shortened(error)}\n")
         else:
             before(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _end() -> None:
+    """Ends an interrupted process as the signal would, once all that is to run at exit has: what
+    Python takes apart behind that, graphs and modules, takes seconds where ranks share cores.
+    """
+    atexit.unregister(_end)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def shortened(error: BaseException) -> str:

@@ -29,7 +29,7 @@ _HOOKS_REMEDY = "its forward is part of a compiled step; register hooks before a
 # What every module has, and a mirror has for itself.
 _OF_MODULES = frozenset({*vars(nn.Module), *vars(nn.Module())})
 # Methods of ours that call those of a user's class.
-_CALLING_THEIRS = {"_prepare_cache_for_generation"}
+_CALLING_THEIRS = {"_prepare_cache_for_generation", "generate"}
 # Their own methods look at modules and parameters one by one, and compute nothing.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -48,6 +48,10 @@ class Mirror(nn.Module):
         object.__setattr__(self, "_source", source)  # it is no child
         self._parameters.update({n: None for n, p in source._parameters.items() if p is None})
         self.training = source.training
+
+    def _known(self) -> dict[nn.Module, Mirror]:
+        """The parts that are there before `grow`, by what they stand for."""
+        return {}
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, of the source too."""
@@ -321,7 +325,7 @@ def _as_guarded(value: Any, kind: type[nn.Module]) -> Any:
     return _Withheld()
 
 
-def grow(mirror: Mirror, known: dict[nn.Module, Part]) -> None:
+def grow(mirror: Mirror, known: dict[nn.Module, Mirror]) -> None:
     """Gives a mirror a part for each module in its source, as often as it is there."""
     for name, child in mirror.__dict__["_source"]._modules.items():
         if child is not None and child not in known:

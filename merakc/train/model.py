@@ -32,6 +32,7 @@ from merakc.train.outside.caches import cache_in
 from merakc.train.outside.deferred import unreachable
 from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
+from merakc.train.outside.within import Adapted
 from merakc.train.parameters.allocate import copied
 from merakc.train.parameters.elements import follow
 from merakc.train.parameters.guard import refuse_in_methods
@@ -90,7 +91,7 @@ class ParallelModel(Forwards):
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
-        grow(self, {})
+        grow(self, self._known())
         for name, tensor in shown.items():
             self._adopt(name, tensor)
         for alias, name in aliases.items():
@@ -392,3 +393,7 @@ class ParallelModel(Forwards):
         steps = self._own("_steps")
         found = list(steps.sharded.wholes(local)) if steps.sharded else []
         return gather_full(local, found, steps.placements, self.plan.mesh, self.rank)
+
+
+class AdaptedModel(Adapted, ParallelModel):
+    """One of peft's, with adapters in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 from operator import is_
 from types import FunctionType, MethodType
@@ -44,6 +45,11 @@ class Settings:
     def modes(self) -> tuple[bool, ...]:
         """Which modules are in training mode."""
         return tuple([module.training for module in self._modules])
+
+    def set_modes(self, modes: Iterable[bool]) -> None:
+        """Puts modules into modes that they were in."""
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode
 
     def changed(self) -> tuple[tuple[str, str], ...]:
         """What is otherwise than at first, and how: the same where a forward sees the same."""

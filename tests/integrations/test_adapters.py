@@ -1,4 +1,4 @@
-"""peft's adapters: files on all layouts are those of one process, and merging is refused there."""
+"""peft's adapters: files and texts on all layouts are those of one process; merging is refused."""
 
 from __future__ import annotations
 
@@ -32,25 +32,44 @@ def base() -> LlamaForCausalLM:
 
 
 def adapted() -> Any:
-    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=2, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(base(), config)
 
 
 BATCH = {"input_ids": torch.arange(8 * 6).view(8, 6), "labels": torch.arange(8 * 6).view(8, 6)}
 
 
-def save(layout: dict[str, Any], folder: Path) -> None:
+def generated(model: Any) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens, with and without cached keys and values, and the logits of the last."""
+    model.eval()
+    ids, how = BATCH["input_ids"][:2], {"max_new_tokens": 4, "pad_token_id": 0}
+    tokens = model.generate(ids, do_sample=False, use_cache=True, **how).tolist()
+    found = model.generate(
+        input_ids=ids, do_sample=False, output_logits=True, return_dict_in_generate=True, **how
+    )
+    return tokens + found.sequences.tolist(), found.logits[-1]
+
+
+def save(layout: dict[str, Any], folder: Path) -> tuple[list[list[int]], torch.Tensor]:
     model = merakc.auto_parallel(adapted(), BATCH, cluster=NOMINAL_CPU, **layout)
     assert "input_ids" in inspect.signature(model.get_base_model().forward).parameters
     assert model.generation_config is not None  # of the base, which peft's model asks for it
     save_adapters(folder / "ours", model)
     with pytest.raises((AttributeError, ConfigError), match="merge_and_unload"):
         model.merge_and_unload()
+    return generated(model)
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2, "state_shards": "zero-1"}, {"tp": 2}, {"pp": 2}])
-def test_adapters_are_saved_as_in_one_process(layout: dict[str, Any], tmp_path: Path) -> None:
-    run_ranks(2, save, layout, tmp_path)
+def test_files_and_texts_are_those_of_one_process(layout: dict[str, Any], tmp_path: Path) -> None:
+    told = run_ranks(2, save, layout, tmp_path)
+    tokens, logits = generated(adapted())
+    assert not torch.allclose(logits, generated(base())[1])
+    for ours, scores in told:
+        assert ours == tokens
+        torch.testing.assert_close(scores, logits)
     adapted().save_pretrained(str(tmp_path / "plain"))
     ours, plain = (load_file(tmp_path / x / "adapter_model.safetensors") for x in ("ours", "plain"))
     assert ours.keys() == plain.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from merakc.errors import ForwardError
 from merakc.machines.excepthook import WHOLE, shortened, show_errors_short
 
 SCRIPT = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 import torch
 import merakc
 
@@ -26,6 +27,12 @@ class Words(torch.nn.Module):
     def forward(self, x):
         return {"loss": self.layer(x).mean()}
 
+class Held:
+    def __del__(self):
+        os.write(1, b"taken apart ")
+
+sys.modules["held"] = Held()
+atexit.register(print, "said goodbye")
 given = {"tp": 3} if sys.argv[1] == "refused" else {}
 model = merakc.auto_parallel(Words(), {"x": torch.ones(2, 4)}, **given)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored behind a shell's `&`
@@ -35,19 +42,23 @@ time.sleep(20)
 
 
 @pytest.mark.parametrize(
-    ("kind", "lines", "last"),
-    [("refused", 5, "merakc.errors.ConfigError: "), ("stopped", 1, "interrupted: all ranks end")],
+    ("kind", "lines", "last", "said", "code"),
+    [
+        ("refused", 5, "merakc.errors.ConfigError: ", "said goodbye\ntaken apart ", 1),
+        ("stopped", 1, "interrupted: all ranks end", "said goodbye\n", -signal.SIGINT),
+    ],
 )
 def test_errors_that_end_a_program_are_short(
-    kind: str, lines: int, last: str, tmp_path: Path
+    kind: str, lines: int, last: str, said: str, code: int, tmp_path: Path
 ) -> None:
+    """And of one that is interrupted nothing is taken apart, which takes long."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "train.py", kind], cwd=tmp_path, text=True, check=False,
         capture_output=True, timeout=120, env=os.environ | {"MERAKC_QUIET": "1"},
     )  # fmt: skip
     found = done.stderr.strip().splitlines()
-    assert done.returncode != 0
+    assert (done.returncode, done.stdout) == (code, said)
     assert len(found) <= lines, found
     assert found[-1].startswith(last), found
 

@@ -72,10 +72,15 @@ class Forwards(Mirror):
 
     def _predicted(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Everything that the forward returns; a cache that it is given gets what is new."""
-        steps, run = self._own("_steps"), partial(self._outputs, args)
+        run = partial(self._outputs, args)
         if (cache := cache_in(kwargs)) is not None:
-            return with_cache(steps.source, cache, kwargs, run)
-        return run(kwargs, steps.forward_alone)
+            return with_cache(self._alone, cache, kwargs, run)
+        return run(kwargs, self._alone)
+
+    @property
+    def _alone(self) -> nn.Module:
+        """What is recorded, without a loss that is outside it."""
+        return self._own("_steps").forward_alone  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _outputs(
@@ -90,7 +95,7 @@ class Forwards(Mirror):
     ) -> None:
         """What transformers' `generate` asks for a cache."""
         give_room(self, config, kwargs, mode, longest)
-        prepare: Any = type(self._own("_steps").source)._prepare_cache_for_generation
+        prepare: Any = type(self._source)._prepare_cache_for_generation
         prepare(self, config, kwargs, mode, samples, longest)
 
     @torch.no_grad()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
@@ -18,6 +18,8 @@ from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.ir.batches import Rows
 from merakc.lowering.forwards import autocast_of
 from merakc.runtime.executor import StepResult
+from merakc.runtime.part import plain
+from merakc.runtime.state import sums
 from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
@@ -43,11 +45,6 @@ _MOST_READINGS = 12
 _OTHERWISE = (
     "backward() of several losses, with create_graph or with inputs: a step gives the gradients of "
     "all parameters, of one loss; add the losses up"
-)
-_PENALTY = (
-    "a term of the parameters is added to a loss that is made outside the model, and taking the "
-    "loss's step has written to the parameters since (it gathers what other ranks have updated); "
-    "call backward() of each by itself: gradients add up"
 )
 _UNSEEN = (
     f"a gradient is wanted of something that was computed from an output of the model outside the "
@@ -83,10 +80,10 @@ class Pending:
         self.shown: WeakValueDictionary[int, Deferred] = WeakValueDictionary()
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
         self.again: tuple[CompiledStep, StepResult] | None = None
-        self.before = self._around(steps.settings.seen)
         if taken is not None:
             self._has(step, taken[1], {n: p for p, n in enumerate(self.names)})
-        elif step.has_effects:  # which come with the call, not with what is made of it
+        self.before = self._around(steps.settings.seen)
+        if taken is None and step.has_effects:  # which come with the call
             self.again = self._forward()
 
     def _has(self, step: CompiledStep, result: StepResult, places: Mapping[str, int]) -> None:
@@ -94,16 +91,18 @@ class Pending:
         self.there |= {places[n]: (step, result, n) for n in step.result_specs if n in places}
 
     def _around(self, settings: Any = None) -> tuple[Any, ...]:
-        """What another forward goes by, as far as it is told without looking at values; `settings`
-        where they were looked at.
+        """What another forward goes by: versions, and of an evaluation, whose outputs may be read
+        after `p.data.copy_(average)`, the weights; `settings` where they were looked at.
         """
-        steps, written = self.steps, self.step.written
-        held = [t for name, t in steps.state.items() if name not in written]
+        steps = self.steps
+        held = [t for name, t in steps.state.items() if name not in self.step.written]
         batch = [x for x in pytree.tree_leaves((self.args, self.kwargs))
                  if isinstance(x, torch.Tensor)]  # fmt: skip
-        versions = [0 if t.is_inference() else t._version for t in (*held, *batch)]
+        versions = [0 if t.is_inference() else t._version for t in batch]
+        unread = held if len(self.there) < len(self.names) else []
+        weights = [t._version for t in held] if self.trains else sums(map(plain, unread))
         seen = steps.settings.changed() if settings is None else settings
-        return versions, autocast_of(steps.device), steps.settings.modes(), seen
+        return (weights, versions), autocast_of(steps.device), steps.settings.modes(), seen
 
     def answer(self, found: Mapping[str, torch.Tensor]) -> Any:
         """What the call returns: the tensors that are there, and others that are not yet."""
@@ -130,10 +129,7 @@ class Pending:
         if self.train is not None and func is torch.autograd.grad:
             return func(self._differentiated(args[0], kwargs), *args[1:], **kwargs)
         if self.train is not None and _meets_parameters((args, kwargs)):
-            before = self._around()[0]
             self._take(deferred_in((args, kwargs))[0].place)
-            if self._around()[0] != before:  # parts of weights were gathered
-                raise ConfigError(_PENALTY)
         if self.train is not None and name not in _READS:
             try:
                 return self.tape.note(func, tuple(args), dict(kwargs), self._show)
@@ -183,8 +179,8 @@ class Pending:
     def _output(self, place: int) -> torch.Tensor:
         """The value of an output of the model that the step does not have, by another forward."""
         steps, name = self.steps, self.names[place]
-        told = self._told(place)
-        with self._call("an output of the model is read"), torch.no_grad():
+        told, called = self._told(place), self._call("an output of the model is read")
+        with self._as_then(), called, torch.no_grad():
             if self.again is None:
                 self._check_same(told)
                 self.again = self._forward()
@@ -194,6 +190,18 @@ class Pending:
 
     def _shared(self, step: CompiledStep, result: StepResult, name: str) -> torch.Tensor:
         return share_results(self.steps, step, result, {name})[name]
+
+    @contextmanager
+    def _as_then(self) -> Iterator[None]:
+        """In the modes, and under the autocast, of the call."""
+        steps, (_, (dtype, enabled), modes, _) = self.steps, self.before
+        now = steps.settings.modes()
+        steps.settings.set_modes(modes)
+        try:
+            with torch.autocast(steps.device.type, dtype, enabled):
+                yield
+        finally:
+            steps.settings.set_modes(now)
 
     def _told(self, place: int) -> str:
         return told_name(self.step.recording, self.names[place])
@@ -205,8 +213,8 @@ class Pending:
         if handed or changed or self._around() != self.before:
             raise ConfigError(
                 f"output '{name}' is read, and this step has not kept it: after loss.backward(), "
-                "with other weights or in another mode, or where the forward writes buffers, "
-                "another forward would not give what the step's has given; call "
+                "with other weights, or where the forward writes buffers, another forward would "
+                "not give what the step's has given; call "
                 f"model.keep_outputs({name!r}) before the first step, and steps keep it"
             )
 
@@ -222,8 +230,6 @@ class Pending:
             return step, steps.run(step, self.args, self.kwargs)
         finally:
             steps.taken = taken
-            versions = self._around()[0]  # parts of weights were gathered
-            self.before = versions, *self.before[1:]
 
     def _call(self, name: str) -> AbstractContextManager[None]:
         training = any(self.before[2])

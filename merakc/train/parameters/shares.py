@@ -70,7 +70,8 @@ def share_of(
         result = number(values)
         dtype, own = result.dtype, result.double()
     else:  # of another rank's parameter, or an empty part
-        dtype, own = number(values.new_ones(1)).dtype, values.new_full((), NOTHING[kind.combine])
+        dtype, nothing = number(values.new_ones(1)).dtype, NOTHING[kind.combine]
+        own = torch.full((), nothing, dtype=torch.float64, device=values.device)  # of no bool
     if kind.root != 1.0 or kind.divisor > 1:
         dtype = values.dtype
     return Share((Term(of.source, own.double(), kind, dtype),), ())

@@ -14,7 +14,7 @@ from merakc.errors import ConfigError
 from merakc.machines.cluster import NOMINAL_CPU
 
 SAMPLES, WIDTH = 7, 6
-Answer = dict[str, torch.Tensor]
+Answer = dict[str, Any]
 
 
 class Net(nn.Module):
@@ -27,7 +27,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor, items: torch.Tensor) -> Answer:
         """The loss is a sum over a number that is the same for all samples."""
         out = self.net(x)
-        return {"loss": out.square().sum() / items, "out": out, "mean": out.mean()}
+        told = {"count": len(x), "shape": out.shape}
+        return {"loss": out.square().sum() / items, "out": out, "mean": out.mean(), "told": told}
 
 
 def made() -> tuple[Net, torch.Tensor]:
@@ -56,7 +57,9 @@ def test_calls_take_the_whole_batch(layout: dict[str, int]) -> None:
     wanted = net(x, torch.tensor(11.0).double())
     wanted["loss"].backward()
     ranks = run_ranks(2, on_ranks, layout)
+    told = wanted.pop("told")
     for loss, answer, _, said in ranks:
+        assert answer.pop("told") == told
         assert loss == pytest.approx(wanted["loss"].item(), rel=1e-12)
         for name, value in wanted.items():
             torch.testing.assert_close(answer[name], value.detach(), rtol=1e-12, atol=1e-12)

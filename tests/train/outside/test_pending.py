@@ -229,6 +229,7 @@ def of_whole(whole: bool, zero: str) -> tuple[float, float, Tensors]:
     lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     loss = lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
     right = (logits.argmax(-1) == batch["labels"]).double().mean().item() if whole else 0.0
+    loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters()) if whole else loss
     loss.backward()
     return loss.item(), right, model.full_gradients()
 
@@ -240,6 +241,7 @@ def test_dp_ranks_that_read_whole_batches_train_as_one_process(zero: str) -> Non
     lost = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     loss = lost / len(batch["ids"]) + logits.chunk(2)[0].square().mean()
     right = (logits.argmax(-1) == batch["labels"]).double().mean().item()
+    loss = loss + 0.1 * sum(p.square().sum() for p in model.parameters())
     loss.backward()
     found = run_ranks(2, of_whole, True, zero)
     assert [f[:2] for f in found] == [pytest.approx((loss.item(), right), rel=1e-12)] * 2

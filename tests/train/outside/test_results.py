@@ -25,7 +25,7 @@ def warm() -> None:
     warm_up()
 
 
-def trained(options: dict[str, Any]) -> tuple[list[Any], Tensors, torch.Tensor]:
+def trained(options: dict[str, Any]) -> tuple[list[Any], Tensors, list[torch.Tensor]]:
     model = parallel(Bare, words(0), loss=cross_entropy, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = []
@@ -40,7 +40,12 @@ def trained(options: dict[str, Any]) -> tuple[list[Any], Tensors, torch.Tensor]:
     with pytest.raises(ConfigError, match="gradient is wanted of something that was computed"):
         outputs["logits"].sum().backward()
     predicted = model.predict(**part(words(9), model))  # the model's own, the labels left alone
-    return steps, model.full_state_dict(), predicted["logits"]
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):  # of which all is read at the end
+        evaluated = [model(**part(words(k), model))[1]["x"] for k in (7, 8)]
+    model.train()
+    late = [x.double() for x in evaluated]
+    return steps, model.full_state_dict(), [predicted["logits"], *late]
 
 
 @pytest.mark.parametrize(("count", "options"), LAYOUTS)
@@ -55,7 +60,9 @@ def test_a_loss_function_trains_as_one_process(count: int, options: dict[str, An
         loss.backward()
         optimizer.step()
         wanted.append((loss.item(), outputs["logits"].detach()))
-    last = plain(words(9)["ids"])["logits"].detach()
+    last = [plain(words(9)["ids"])["logits"].detach()]
+    with torch.autocast("cpu", torch.bfloat16):
+        last += [plain(words(k)["ids"])["x"].detach().double() for k in (7, 8)]
     ranks = run_ranks(count, trained, options)
     assert_close(ranks[0][1], plain.state_dict())
     dp = options.get("dp", 1)
@@ -63,7 +70,8 @@ def test_a_loss_function_trains_as_one_process(count: int, options: dict[str, An
         for (loss, logits), (plain_loss, plain_logits) in zip(steps, wanted, strict=True):
             assert loss == pytest.approx(plain_loss, rel=1e-12)
             torch.testing.assert_close(logits, plain_logits.chunk(dp)[rank % dp])
-        torch.testing.assert_close(predicted, last.chunk(dp)[rank % dp])
+        for ours, theirs in zip(predicted, last, strict=True):
+            torch.testing.assert_close(ours, theirs.chunk(dp)[rank % dp])
 
 
 def test_outputs_that_a_step_has_not_kept() -> None:
@@ -84,6 +92,10 @@ def test_outputs_that_a_step_has_not_kept() -> None:
         loss.backward()
     assert not outputs["logits"].requires_grad
     assert outputs["logits"].shape == (8, 6, 16)
+    loss, outputs = model(**words(1))
+    model.get_parameter("norm.weight").data.mul_(2.0)  # which no version tells
+    with pytest.raises(ConfigError, match=r"'logits' is read, .* with other weights"):
+        outputs["logits"].sum()
 
 
 class Scaled(torch.nn.Module):

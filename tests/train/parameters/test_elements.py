@@ -69,6 +69,8 @@ NUMBERS: dict[str, Callable[[Parameters], float]] = {
     "mean": lambda ps: float(sum(g.mean() for g in graded(ps))),
     "scaled": lambda ps: sum(float((0.5 * g / 3).norm()) for g in graded(ps)),
     "finite": lambda ps: float(all(bool(torch.isfinite(g).all()) for g in graded(ps))),
+    "not a number": lambda ps: float(sum(g.isnan().any() for g in graded(ps))),
+    "above": lambda ps: float(sum((g > 0).any() + g.sign().int().max() for g in graded(ps))),
     "zeros": lambda ps: float(sum(torch.count_nonzero(g) for g in graded(ps))),
     "some": lambda ps: float(torch.nn.utils.get_total_norm([p.grad for p in [*ps][:2]])),  # type: ignore[misc]
 }
