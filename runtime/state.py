@@ -54,22 +54,6 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-@torch.no_grad()
-def sums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The sum of each tensor's bytes, by eights where they lie so in memory: other elements have
-    another one, short of chance, and it takes as long as they take to be read.
-    """
-    found = []
-    for tensor in tensors:
-        flat = tensor.detach().contiguous().reshape(-1)
-        start = -flat.storage_offset() * flat.itemsize % 8
-        flat = flat.view(torch.uint8)
-        stop = start + max(0, flat.numel() - start) // 8 * 8
-        words = flat[start:stop] if start < stop else flat.new_empty(0)
-        found += [words.view(torch.int64).sum(), flat[:start].sum(), flat[stop:].sum()]
-    return torch.stack(found).tolist() if found else []
-
-
 def joined(
     local: Mapping[str, torch.Tensor],
     placements: Mapping[str, Placement],

@@ -247,7 +247,7 @@ def _check_chunk(file: TensorFile, name: str, stored: Stored, chunk: Chunk) -> N
 
 def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
     """The CRC-32 of a tensor's elements in row-major order, behind those of which `crc` is."""
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib_ng.crc32(flat.numpy(), crc)
 
 

@@ -19,9 +19,9 @@ from merakc.ir.batches import Rows
 from merakc.lowering.forwards import autocast_of
 from merakc.runtime.executor import StepResult
 from merakc.runtime.part import plain
-from merakc.runtime.state import sums
 from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
+from merakc.train.checkpoints.manifest import crc_of
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.outputs import outputs_of, told_name
 from merakc.train.outside.deferred import Deferred, deferred, deferred_in, unreachable
@@ -100,7 +100,7 @@ class Pending:
                  if isinstance(x, torch.Tensor)]  # fmt: skip
         versions = [0 if t.is_inference() else t._version for t in batch]
         unread = held if len(self.there) < len(self.names) else []
-        weights = [t._version for t in held] if self.trains else sums(map(plain, unread))
+        weights = [t._version for t in held] if self.trains else [crc_of(plain(t)) for t in unread]
         seen = steps.settings.changed() if settings is None else settings
         return (weights, versions), autocast_of(steps.device), steps.settings.modes(), seen
 
