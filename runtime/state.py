@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from zlib_ng import zlib_ng
 
 from merakc.ir.layout import Layout
 from merakc.ir.program import Mesh
@@ -52,6 +53,12 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
             tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     return found.hexdigest()
+
+
+def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
+    """The CRC-32 of a tensor's elements in row-major order, behind those of which `crc` is."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return zlib_ng.crc32(flat.numpy(), crc)
 
 
 def joined(

@@ -18,6 +18,7 @@ from zlib_ng import zlib_ng
 
 from merakc.errors import CheckpointError
 from merakc.files.reading import MOST_NUMBER, check_depth, misread, read_text
+from merakc.runtime.state import crc_of
 
 NAME = "checkpoint.json"
 VERSION = 1
@@ -243,12 +244,6 @@ def _check_chunk(file: TensorFile, name: str, stored: Stored, chunk: Chunk) -> N
             f"{file.path}: tensor '{key}' is damaged{where}: its checksum is "
             "another than when it was written"
         )
-
-
-def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
-    """The CRC-32 of a tensor's elements in row-major order, behind those of which `crc` is."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return zlib_ng.crc32(flat.numpy(), crc)
 
 
 # Which files a tensor goes to is the first part of its name in the manifest.

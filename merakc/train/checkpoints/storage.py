@@ -36,6 +36,7 @@ from torch.futures import Future
 from zlib_ng import zlib_ng
 
 from merakc.errors import CheckpointError
+from merakc.runtime.state import crc_of
 from merakc.train.checkpoints.manifest import (
     EXTRA,
     NAME,
@@ -46,7 +47,6 @@ from merakc.train.checkpoints.manifest import (
     Manifest,
     Stored,
     TensorFile,
-    crc_of,
     stored_name,
 )
 from merakc.version import __version__

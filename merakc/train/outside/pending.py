@@ -19,9 +19,9 @@ from merakc.ir.batches import Rows
 from merakc.lowering.forwards import autocast_of
 from merakc.runtime.executor import StepResult
 from merakc.runtime.part import plain
+from merakc.runtime.state import crc_of
 from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
-from merakc.train.checkpoints.manifest import crc_of
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.outputs import outputs_of, told_name
 from merakc.train.outside.deferred import Deferred, deferred, deferred_in, unreachable
