@@ -97,6 +97,7 @@ def plans() -> tuple[PlanFile, ...]:
         _plan(Mesh(tp=2, pp=2), "interleaved-1f1b", chunks=2, recompute="full", sequences=True),
         _plan(Mesh(dp=2, pp=2), "custom", order=order, state_shards=zero, precision=DOUBLE),
         _plan(Mesh(pp=2), "1f1b", recompute="solved", keep_bytes=(4096, -1)),
+        _plan(Mesh(pp=2), "1f1b", recompute="budget", kept_blocks=("2 again", "1 products")),
         _plan(Mesh(tp=2, pp=2), "1f1b", sub_batches=(2, 1),
               machines=replace(NOMINAL_GPU, memory_bytes=0)),
     )  # fmt: skip

@@ -12,11 +12,14 @@ from torch.nn import functional as F
 import merakc
 from benchmarks.memory import peak_live_bytes
 from benchmarks.ranks import run_ranks
+from merakc.costs.work.flops import graph_flops, node_flops
+from merakc.costs.work.kernels import graph_work, node_kernels
 from merakc.frontend.record import record
 from merakc.kernels import scores as kernel
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.forward import scores
 from merakc.passes.forward.scores import BLOCKWISE, without_scores
+from merakc.passes.pipeline import differentiate
 from tests.battery.small_models import (
     Tensors,
     Words,
@@ -67,6 +70,25 @@ def test_scores_go_where_the_loss_alone_reads_them(kind: str) -> None:
     less.verify()
     assert any(n.op == BLOCKWISE for n in less.nodes) == (kind in ("", "cast", "biased"))
     assert without_scores(graph) is graph  # they are small
+
+
+def test_costs_are_those_of_whole_scores_and_one_product() -> None:
+    graph = record(Head(""), (torch.randn(2, 3, 4), torch.randint(0, 16, (2, 3))), {}).graph
+    whole, less = (differentiate(g) for g in (graph, without_scores(graph, 0)))
+    assert whole.backward is not None
+    assert less.backward is not None
+    product = 2 * 6 * 4 * 16
+    assert graph_flops(less.forward) == graph_flops(whole.forward) == product
+    assert graph_flops(less.backward) == graph_flops(whole.backward) + product
+    for one, flops in ((graph, product), (without_scores(graph, 0), 2 * product)):
+        work = graph_work(one)  # of x there is no gradient
+        assert sum(k.flops * n for k, n in work.forward.items()) == product
+        assert sum(k.flops * n for k, n in work.backward.items()) == flops
+    nodes = (*less.forward.nodes, *less.backward.nodes)
+    specs = less.forward.specs() | less.backward.specs()
+    for node in nodes:
+        made = sum(k.flops for k in node_kernels(node, specs))
+        assert made == node_flops(node, specs), node
 
 
 def losses_in_blocks() -> list[tuple[float, Tensors]]:

@@ -47,6 +47,21 @@ def test_large_products_of_float32_are() -> None:
     assert call("aten.addmm.default", (SIDE,), large, large, beta=2) == "aten.addmm.default"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_in_blocks_are_told(dtype: torch.dtype) -> None:
+    shapes = {"x": (ROWS, SIDE), "w": (SIDE, SIDE), "l": (ROWS,)}
+    dtypes = {"x": dtype, "w": dtype, "l": torch.int64}
+    inputs = tuple(
+        Input(n, InputKind.BATCH, TensorSpec(shape, dtypes[n])) for n, shape in shapes.items()
+    )
+    args = (Ref("x"), Ref("w"), None, Ref("l"), 0, SIDE, -100, False)
+    spec = TensorSpec((ROWS,), dtype)
+    node = Node("n", "merakc.scores.default", args, (), (spec, spec))
+    graph = Graph(inputs, (node,), (Output("n", OutputKind.RESULT, Ref("n")),))
+    (told,) = by_onednn(StageGraphs(graph, None)).forward.nodes
+    assert told.args == (*args[:-1], dtype == torch.float32)
+
+
 def chunk() -> StageGraphs:
     model = torch.nn.Sequential(
         torch.nn.Linear(SIDE, SIDE), torch.nn.Linear(SIDE, SIDE, bias=False)
