@@ -96,8 +96,8 @@ def points_table(points: Sequence[SizedPlan]) -> Fitted:
 
 def _shards(point: SizedPlan) -> str:
     """The shards of parameters, gradients and optimizer state; `dp` for one on every dp rank."""
-    dp = point.strategy.dp
-    counts = ("dp" if n == str(dp) and dp > 1 else n for n in point.shards.split(", "))
+    dp, parts = point.strategy.dp, point.shards.split(", ")
+    counts = ("dp" if n == str(dp) and dp > 1 else n for n in parts if "bucket" not in n)
     return ", ".join(counts)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
 import transformers
 
+from benchmarks.models import MODELS
 from merakc.costs.work.pieces import cut_pieces, part_starts
 from merakc.costs.work.scaled import SAMPLES
 from merakc.errors import MerakError
@@ -87,3 +90,14 @@ def test_it_knows_of_a_loss_that_couples_samples() -> None:
     table = PieceTable(record, NOMINAL_GPU)
     assert table.pieces((1, False), 2)
     assert table.couples
+
+
+def test_a_collective_between_blocks_of_two_kinds_is_no_block() -> None:
+    """Where a stem's blocks meet others, each rank's copy of what passes has no module."""
+    case = MODELS["resnet"]
+    table = PieceTable(lambda n: one_of_several(case.model(), case.batch(n)), NOMINAL_GPU)
+    alone, split = (
+        [path for path, _ in groupby(piece.path for piece in table.pieces((tp, False), 2))]
+        for tp in (1, 2)
+    )
+    assert split == alone == ["stem", "blocks", ""]

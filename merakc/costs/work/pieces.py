@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -95,13 +95,22 @@ def part_starts(graph: Graph) -> list[tuple[str, int]]:
     )
     starts: list[tuple[str, int]] = [("", 0)]
     for j, (first, last, path) in enumerate(blocks):
-        if starts[-1] == ("", first):
+        path_before, before = starts[-1]
+        if not path_before and not _is_recorded(graph.nodes[before:first]):
             starts.pop()
+            first = before
         starts.append((path, first))
-        follows = blocks[j + 1] if j + 1 < len(blocks) else None
-        if (follows is None or follows[2] != path) and last + 1 < len(graph.nodes):
+        end, _, then = (*blocks[j + 1 :], (len(graph.nodes), 0, None))[0]
+        if then != path and _is_recorded(graph.nodes[last + 1 : end]):
             starts.append(("", last + 1))
     return starts
+
+
+def _is_recorded(nodes: Iterable[Node]) -> bool:
+    """Whether any of them is of the model's: collectives between two blocks have neither a module
+    nor a line, and go with one of them.
+    """
+    return any(node.module or node.source for node in nodes)
 
 
 def part_runs(graph: Graph, runs: int) -> list[list[tuple[str, int]]]:

@@ -55,7 +55,9 @@ class _Loss:
         self.makers = {n.name: n for n in graph.nodes}
         users = graph.users()
         left = {o.ref.node for o in graph.outputs}
-        self.alone = {n for n, readers in users.items() if len(readers) == 1 and n not in left}
+        self.alone = {
+            n for n in self.makers if len(users.get(n, ())) == 1 and n not in left
+        }  # a stage may have received scores
 
     def written(self, least_bytes: float) -> list[Node] | None:
         """The nodes in its place; None where it stays."""

@@ -257,8 +257,11 @@ def least_share(local: Graph, place: Place) -> float:
             if node.op in COLLECTIVES:
                 saved_s += 2 * place.device.launch_s
             elif node_flops(node, specs):
-                (kernel,) = node_kernels(node, specs)
-                arithmetic_s = kernel_seconds(kernel._replace(traffic_bytes=0), place.device)
+                arithmetic_s = sum(
+                    kernel_seconds(kernel._replace(traffic_bytes=0), place.device)
+                    for kernel in node_kernels(node, specs)
+                    if kernel.flops
+                )
                 saved_s += 3 * (node_seconds(node, specs, place) - arithmetic_s)
     return 1.0 - saved_s / blocking_s
 

@@ -52,7 +52,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         """The loss; where scores are scaled, weighed or given back, they are read whole."""
-        made = self.head(x)
+        made = x if self.kind == "received" else self.head(x)
         if self.kind == "scaled":
             made = made / 2
         smoothing = 0.1 if self.kind == "smoothed" else 0.0
@@ -62,9 +62,11 @@ class Head(nn.Module):
         return (loss, made) if self.kind == "read" else loss
 
 
-@pytest.mark.parametrize("kind", ["", "cast", "biased", "scaled", "smoothed", "weighed", "read"])
+@pytest.mark.parametrize(
+    "kind", ["", "cast", "biased", "scaled", "smoothed", "weighed", "read", "received"]
+)
 def test_scores_go_where_the_loss_alone_reads_them(kind: str) -> None:
-    x, labels = torch.randn(2, 3, 4), torch.randint(0, 16, (2, 3))
+    x, labels = torch.randn(2, 3, 16 if kind == "received" else 4), torch.randint(0, 16, (2, 3))
     graph = record(Head(kind, kind == "biased"), (x, labels), {}).graph
     less = without_scores(graph, 0)
     less.verify()

@@ -21,12 +21,14 @@ from merakc.ir.program import Mesh, StageGraphs
 from merakc.ir.strategy import Strategy
 from merakc.kernels.ops import STARTED, WAIT
 from merakc.lowering.lowered import Lowered, make_plan
-from merakc.machines.cluster import NOMINAL_CPU, Cluster
+from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.passes.autodiff.interpret import interpret
 from merakc.passes.autodiff.recompute import checkpointed, selective
 from merakc.passes.autodiff.split_backward import split_backward
+from merakc.passes.forward.scores import BLOCKWISE, without_scores
 from merakc.passes.overlap.async_collectives import (
     PIECES,
+    least_share,
     overlap,
     overlapped,
     same_nodes,
@@ -34,6 +36,7 @@ from merakc.passes.overlap.async_collectives import (
     written,
 )
 from merakc.passes.pipeline import differentiate
+from tests.passes.forward.test_scores import Head
 from tests.passes.lockstep import in_lockstep
 
 SPEC = TensorSpec((64, 64), torch.float64)
@@ -208,3 +211,11 @@ def test_rough_seconds_of_a_stage_shrink_where_it_has_something_to_hide() -> Non
     alone = lowered("llama", 1)
     first, second = stage_seconds(alone.stages.local[0], SLOW)
     assert first == second
+
+
+def test_a_loss_in_blocks_is_of_several_kernels() -> None:
+    head, labels = Head(""), torch.zeros(2, 3, dtype=torch.long)
+    local = without_scores(record(head, (torch.randn(2, 3, 4), labels), {}).graph, 0)
+    assert any(n.op == BLOCKWISE for n in local.nodes)
+    place = place_on(replace(NOMINAL_GPU, symmetric_memory=True), 2)
+    assert 0 < least_share(local, place) < 1
