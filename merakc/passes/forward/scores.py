@@ -101,8 +101,8 @@ class _Loss:
         """
         ref = self.node.args[0]
         classes = self.specs[ref].shape[-1]
-        while ref.node in self.alone:
-            maker = self.makers[ref.node]
+        # What another stage sends has no maker here.
+        while ref.node in self.alone and (maker := self.makers.get(ref.node)) is not None:
             if maker.op == "aten.linear.default":
                 return _linear(maker)
             if maker.spec.shape[-1:] != (classes,) or not self._keeps(maker):

@@ -41,7 +41,7 @@ LAYOUTS: list[dict[str, Any]] = [
 
 
 class Head(nn.Module):
-    """A loss of scores; `kind` says what stands between them."""
+    """A loss of scores; `kind` says what stands between them, or that they come from elsewhere."""
 
     def __init__(self, kind: str, bias: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
         """The loss; where scores are scaled, weighed or given back, they are read whole."""
-        made = self.head(x)
+        made = x if self.kind == "given" else self.head(x)
         if self.kind == "scaled":
             made = made / 2
         smoothing = 0.1 if self.kind == "smoothed" else 0.0
@@ -59,9 +59,12 @@ class Head(nn.Module):
         return (loss, made) if self.kind == "read" else loss
 
 
-@pytest.mark.parametrize("kind", ["", "cast", "biased", "scaled", "smoothed", "weighed", "read"])
+@pytest.mark.parametrize(
+    "kind", ["", "cast", "biased", "scaled", "smoothed", "weighed", "read", "given"]
+)
 def test_scores_go_where_the_loss_alone_reads_them(kind: str) -> None:
-    x, labels = torch.randn(2, 3, 4), torch.randint(0, 16, (2, 3))
+    width = 16 if kind == "given" else 4
+    x, labels = torch.randn(2, 3, width), torch.randint(0, 16, (2, 3))
     graph = record(Head(kind, kind == "biased"), (x, labels), {}).graph
     less = without_scores(graph, 0)
     less.verify()
