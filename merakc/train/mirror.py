@@ -80,11 +80,13 @@ class Mirror(nn.Module):
             )
         if isinstance(value, (nn.Module, nn.Parameter)):
             self._refuse(name, value)
-        kept = name in _OF_MODULES or name in self._buffers
-        if kept or isinstance(getattr_static(type(self), name, None), property):
+        own = getattr_static(type(self), name, None)
+        if name in _OF_MODULES or name in self._buffers or isinstance(own, property):
             nn.Module.__setattr__(self, name, value)
-        else:
-            setattr(source, name, value)
+            return
+        setattr(source, name, value)
+        if isinstance(own, FunctionType):  # a method, which is called on the mirror too
+            vars(self)[name] = value
 
     def _refuse(self, name: str, value: object) -> Never:
         raise ConfigError(

@@ -207,3 +207,6 @@ def test_what_a_class_has_and_its_object_sets_is_read_as_set() -> None:
     model.add("one")
     model.add("two")
     assert (model.tags, type(model).tags, Tagged.tags) == (["one", "two"], None, None)
+    model.add = lambda tag: model.tags.append(f"new {tag}")  # type: ignore[method-assign]
+    model.add("three")
+    assert model.tags[-1] == "new three"

@@ -29,8 +29,8 @@ from merakc.train.parameters.stepping import is_stepping, watch_optimizers
 # Calls whose result has the elements of their argument, in other memory or of another dtype.
 _COPIES = {
     "clone", "to", "_to_copy", "float", "double", "half", "bfloat16", "int", "long", "bool", "cpu",
-    "cuda", "contiguous", "type", "type_as", "pin_memory", "zeros_like", "ones_like", "empty_like", "full_like",
-    "new_empty_strided", "detach", "data", "alias", "positive",
+    "cuda", "contiguous", "type", "type_as", "pin_memory", "zeros_like", "ones_like", "empty_like",
+    "full_like", "new_empty_strided", "detach", "data", "alias", "positive",
 }  # fmt: skip
 # Those that have all elements, in another shape, and in which order they take them.
 _FLAT = {"flatten", "ravel"}
