@@ -24,6 +24,7 @@ from merakc.errors import MismatchError
 from merakc.ir.program import Mesh
 from merakc.runtime.groups import Groups
 from merakc.runtime.state import digest
+from merakc.runtime.streams import bring
 
 # Of a larger tensor, blocks of elements at even distances, others at every step: to hash a batch of
 # images takes a tenth of a millisecond then.
@@ -141,7 +142,7 @@ class Agreement:
             common_mark(common.values(), mesh, rank, step),
             _common_mark(value, mesh, rank),
         ]
-        sums = torch.tensor([0.0, *marks, 0.0], dtype=torch.float64).to(loss.device)
+        sums = bring(torch.tensor([0.0, *marks, 0.0], dtype=torch.float64), loss.device)
         sums[0] = loss
         if nonfinite is not None:
             sums[-1:] = nonfinite

@@ -14,6 +14,7 @@ import torch
 
 from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.precision import Precision
+from merakc.runtime.streams import bring
 
 Tensors = Mapping[str, torch.Tensor]
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -114,4 +115,4 @@ def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor 
 
 def _float32(number: float, device: torch.device) -> torch.Tensor:
     """What torch's call takes alone, whatever default dtype or mode the user has."""
-    return torch.from_numpy(np.array([number], np.float32)).to(device)
+    return bring(torch.from_numpy(np.array([number], np.float32)), device)

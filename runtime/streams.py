@@ -30,6 +30,9 @@ class Streams(Protocol):
     def join(self, mark: Mark) -> None:
         """The computing goes on once a mark is reached; the host does at once."""
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host's on the device; the host does not wait for it."""
+
 
 class CudaStreams:
     """Those of a GPU."""
@@ -52,6 +55,10 @@ class CudaStreams:
         """The computing goes on once a mark is reached; the host does at once."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host's on the device; the host does not wait for it."""
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
 
 _kinds: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
 _made: dict[torch.device, Streams] = {}
@@ -64,6 +71,12 @@ def streams_of(device: torch.device) -> Streams | None:
     if device not in _made:
         _made[device] = _kinds[device.type](device)
     return _made[device]
+
+
+def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor on a device, for which the host does not wait."""
+    streams = streams_of(device)
+    return streams.bring(tensor) if streams and tensor.device.type == "cpu" else tensor.to(device)
 
 
 @contextmanager

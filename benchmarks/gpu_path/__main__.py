@@ -3,8 +3,9 @@
     python -m benchmarks.gpu_path
 
 Steps of every kind are run under NCCL's rules, and small models trained on CPU ranks as GPUs would
-run them, with every access to memory ordered by streams. It exits with 1 where a step comes to no
-end or races, or where something that is put in is not noticed.
+run them, with every access to memory ordered by streams, and on CUDA tensors that hold nothing. It
+exits with 1 where a step comes to no end, races, or joins tensors of several devices, or where
+something that is put in is not noticed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks.gpu_path.fakes import LAYOUTS as FAKED
+from benchmarks.gpu_path.fakes import STEPS, Faked, faked
 from benchmarks.gpu_path.orders import Orders, cases, check, sabotage
 from benchmarks.gpu_path.races import LAYOUTS, Found, trial
 from benchmarks.harness import JsonPath, finish, known, rich_table, tracked
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
 app = typer.Typer(add_completion=False)
-PARTS = ("orders", "races")
+PARTS = ("orders", "races", "fakes")
 
 
 def orders(every: int, seeds: int) -> Orders:
@@ -50,6 +53,20 @@ def races(every: int) -> list[Found]:
     return found
 
 
+def fakes(every: int) -> list[Faked]:
+    """Steps on fake CUDA tensors."""
+    found = [faked(layout) for layout in tracked(FAKED[::every], str, console)]
+    good = sum(not f.faults for f in found)
+    console.print(f"{good} of {len(found)} layouts take {STEPS} steps on fake CUDA tensors")
+    for f in found:
+        for text in f.faults:
+            console.print(f"  {f.layout}: {text}")
+    rows = [["a step of the rank that has most", "calls", "aside", "waits", "blocking copies"]]
+    rows += [[f.layout, *map(str, (f.calls, f.aside, f.waits, f.blocking))] for f in found]
+    console.print(rich_table(rows))
+    return found
+
+
 def _tell(faults: Iterable[str], caught: dict[str, tuple[int, int]]) -> None:
     for text in faults:
         console.print(f"  {text}")
@@ -61,19 +78,21 @@ def _tell(faults: Iterable[str], caught: dict[str, tuple[int, int]]) -> None:
 
 @app.command()
 def main(
-    parts: Annotated[str, typer.Option(help="Of these, with commas: orders, races.")] = "",
+    parts: Annotated[str, typer.Option(help="Of orders, races, fakes, with commas.")] = "",
     every: Annotated[int, typer.Option(help="One of so many plans and layouts.", min=1)] = 1,
     seeds: Annotated[int, typer.Option(help="Sabotages of each kind of order.", min=1)] = 20,
     json_path: JsonPath = None,
 ) -> None:
-    """Orders of calls on communicators, and races of streams."""
+    """Orders of calls on communicators, races of streams, and devices of tensors."""
     start_s = time.perf_counter()
     chosen = known(parts, PARTS, "--parts")
     ordered = orders(every, seeds) if "orders" in chosen else None
     raced = races(every) if "races" in chosen else []
+    run_on_fakes = fakes(every) if "fakes" in chosen else []
     passed = ordered is None or ordered.passed
     passed &= all(not f.faults and all(f.caught.values()) for f in raced)
-    figures = {"orders": ordered, "races": raced}
+    passed &= not any(f.faults for f in run_on_fakes)
+    figures = {"orders": ordered, "races": raced, "fakes": run_on_fakes}
     text = f"{time.perf_counter() - start_s:.0f} s"
     finish(console, passed, text, json_path=json_path, figures=figures)
 

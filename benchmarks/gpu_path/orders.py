@@ -35,7 +35,7 @@ from merakc.simulation.faults import verify_programs
 from merakc.simulation.nccl import Connecting, run_calls
 
 RANKS = (2, 3, 4, 5, 6, 8, 12, 16)
-FEW, MIDDLE = 5, 8  # up to so many ranks all layouts, and all numbers of micro-batches
+FEW, MIDDLE = 5, 8  # up to so many ranks all layouts, or all sizes
 ROUNDS = (1, 2, 3)  # micro-batches a rank
 LAYOUTS = (  # dp, shards, tp, whether collectives over tp run under computing
     (1, (1, 1, 1), 1, False),
@@ -129,15 +129,17 @@ def _touches(stage: int, stages: int) -> Touches:
 
 def cases() -> Iterator[Case]:
     """All schedules on all numbers of ranks and micro-batches, with and without skips, on all
-    layouts of state and of other axes; on many pipeline ranks every third of these, in turns.
+    layouts of state and of other axes; on many pipeline ranks every third of these, in turns, and
+    on most the smaller ones.
     """
     grid = product(KNOWN, RANKS, ROUNDS, (False, True))
     for turn, (name, pp, rounds, skips) in enumerate(grid):
-        if pp > MIDDLE and rounds == max(ROUNDS):
-            continue
         for k, (dp, shards, tp, overlapped) in enumerate(LAYOUTS):
             case = Case(name, pp, pp * rounds, skips, dp, shards, tp, overlapped)
-            if (pp <= FEW or (k + turn) % 3 == 0) and _exists(case):
+            taken = pp <= FEW or (k + turn) % 3 == 0
+            if pp > MIDDLE and (rounds > 1 or dp * tp > 2):
+                taken = False
+            if taken and _exists(case):
                 yield case
 
 

@@ -64,8 +64,6 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default:
             self.syncs += self.in_program
             clocks.host |= clocks.streams[clocks.now]
-        if any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns):
-            return out  # a view
         named = {a.name: a for a in schema.arguments}
         pairs = [*zip(schema.arguments, args, strict=False)]
         pairs += [(named[name], value) for name, value in kwargs.items()]
@@ -77,8 +75,11 @@ class Recorder(TorchDispatchMode):
             (writes if changed else reads).extend(tensors)
         if _SHAPE_ALONE.search(schema.name):
             reads = []
-        made = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        writes += [t for t in made if t.untyped_storage()._cdata not in given]
+        outs = [t for t in pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        made = [t for t in outs if t.untyped_storage()._cdata not in given]
+        if outs and not made and not writes:
+            return out  # a view
+        writes += made
         clocks.run(clocks.now, str(func), reads, writes)
         return out
 
@@ -104,6 +105,10 @@ class Recorder(TorchDispatchMode):
         """The computing waits for a mark."""
         if not self.deaf:
             self.clocks.wait(COMPUTING, mark)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the host has is there."""
+        return tensor
 
     # ------------------------------------------------------------------ process groups
 

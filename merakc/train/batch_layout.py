@@ -26,13 +26,13 @@ def layout_of(
     plan: Plan,
     dp_rank: int,
     group: dist.ProcessGroup | None,
-    device: torch.device,
     *,
     follows: bool = False,
 ) -> BatchLayout:
     """How the samples lie, of which this is a dp rank's batch; collective over `group`, the ranks
-    of dp. Where the plan's number of micro-batches `follows` the batch, it is the largest, up to
-    that, into which all divide.
+    of dp. Their hosts tell each other: none waits for what its device still does. Where the plan's
+    number of micro-batches `follows` the batch, it is the largest, up to that, into which all
+    divide.
 
     Raises `MismatchError` on all of them where their batches, by their sizes, hold the samples in
     other places.
@@ -43,8 +43,8 @@ def layout_of(
     rows = sample_rows(args, kwargs, plan.batch_dims)
     places = {name: (place.dim, place.outer) for name, place in rows.items()}
     told = [own, zlib.crc32(repr(places).encode()), lengths_mark(args, kwargs, rows)]
-    every = torch.empty(len(told) * plan.dp, dtype=torch.int64, device=device)
-    all_gather(every, torch.tensor(told, device=device), group).wait()
+    every = torch.empty(len(told) * plan.dp, dtype=torch.int64, device="cpu")
+    all_gather(every, torch.tensor(told, device="cpu"), group).wait()
     sizes, marks, lengths = every.view(-1, len(told)).T.tolist()
     if len(set(marks)) > 1:
         raise _read_otherwise(named_tensors(args, kwargs), places, group)

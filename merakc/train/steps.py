@@ -44,6 +44,7 @@ from merakc.runtime.health.job import TIMEOUT_S
 from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined, tied_reducer
+from merakc.runtime.streams import bring
 from merakc.runtime.trial import trial_seconds, zeros
 from merakc.schedules.planned import with_fewer
 from merakc.train.batch_layout import layout_of
@@ -115,10 +116,9 @@ class Steps:
     ) -> BatchLayout:
         """How the samples of the whole batch lie, of which this is a dp rank's: `layout_of`."""
         open_dataclasses((args, kwargs))
-        plan, follows = self.planned.plan, self.follows
-        plan = plan if dims is None else replace(plan, batch_dims=dims)
+        plan = self.planned.plan if dims is None else replace(self.planned.plan, batch_dims=dims)
         dp_rank, group = self.groups.coordinates[0], self.groups.axis("dp")
-        return layout_of(args, kwargs, plan, dp_rank, group, self.device, follows=follows)
+        return layout_of(args, kwargs, plan, dp_rank, group, follows=self.follows)
 
     @property
     def forward(self) -> nn.Module:
@@ -312,7 +312,7 @@ class Steps:
         """One step of this rank."""
         self._bind()
         parts = micro_batches_of(args, kwargs, step.lowered.plan, step.recording.dims)
-        batches = [{k: v.to(self.device) for k, v in part.items()} for part in parts]
+        batches = [{k: bring(v, self.device) for k, v in part.items()} for part in parts]
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
             check_lengths(step.facts, group)
@@ -384,17 +384,17 @@ class Steps:
         the keys of random numbers.
         """
         known = step.knowledge.run(batches) if step.knowledge is not None else {}
-        seed = torch.tensor(step_seed(self.seed, self.taken))
-        found: list[Tensors] = []
+        found, seed = list[Tensors](), torch.tensor(step_seed(self.seed, self.taken))
         for k, batch in enumerate(batches):
             own = step.knowledge.of_part(known, k) if step.knowledge is not None else {}
             numbers = {"seed": seed, "first_sample": torch.tensor(step.layout.first(k))}
             found.append(
                 {i.name: (batch | own)[i.target] for i in step.brought[InputKind.BATCH]}
-                | {i.name: numbers[i.target].to(self.device, i.spec.dtype)
+                | {i.name: bring(numbers[i.target].to(i.spec.dtype), self.device)
                    for i in step.brought[InputKind.SCALAR]}
             )  # fmt: skip
-        return found, known | {"seed": seed.to(self.device), "first_sample": torch.zeros_like(seed)}
+        of_whole = {"seed": bring(seed, self.device), "first_sample": torch.zeros_like(seed)}
+        return found, known | of_whole
 
 
 living: WeakSet[Steps] = WeakSet()  # whose groups are let go of before Python ends
