@@ -37,11 +37,11 @@ from merakc.train.checkpoints.run_state import (
     first_name,
     listed,
     names_of,
+    resume,
     weights_of,
 )
 from merakc.train.checkpoints.saving import as_merak_error, checkpoints_in
 from merakc.train.checkpoints.storage import Reader
-from merakc.train.model import ParallelModel
 from merakc.train.parameters.optimizers import check, updated_whole
 from merakc.train.parameters.places import elsewhere
 
@@ -148,7 +148,7 @@ def _load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra:
     for one, state in zip(schedulers, found["scheduler"], strict=True):
         one.load_state_dict(state)
     _restore(extra, found["extra"])
-    return Loaded(chosen, _resume(model, manifest), found["extra"])
+    return Loaded(chosen, resume(model, manifest.run.get("parallel", {})), found["extra"])
 
 
 def _manifest(folder: Path) -> tuple[Manifest | None, str]:
@@ -364,20 +364,3 @@ def _read(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
     except CheckpointException as error:
         what = f"{folder} could not be read, and the model holds parts of it now"
         raise as_merak_error(error, what) from None
-
-
-def _resume(model: nn.Module, manifest: Manifest) -> int:
-    """Sets what steps go by beside tensors; the steps taken."""
-    saved = manifest.run.get("parallel", {})
-    step: int = saved.get("step", 0)
-    if isinstance(model, ParallelModel) and saved:
-        steps = model._own("_steps")
-        steps.taken, steps.seed = step, saved["seed"]
-        steps.stale.clear()
-        scale = saved["loss_scale"]
-        if steps.loss_scale is not None and scale is not None:
-            steps.loss_scale.skipped = scale["skipped"]
-            if steps.loss_scale.dynamic and scale["scale"] != 1.0:
-                steps.loss_scale.scale = scale["scale"]
-                steps.loss_scale.good_steps = scale["good_steps"]
-    return step

@@ -1,0 +1,90 @@
+"""Layers that share parameters and get their own in the middle of a run, against one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.errors import CheckpointError, ConfigError
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.model import ParallelModel
+from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2 x pp2": {"dp": 1, "tp": 2, "pp": 2, "micro_batches": 2},
+    "zero-1": {"dp": 2, "state_shards": "zero-1", "precision": None},
+    "zero-1 beside pp 2": {"dp": 2, "pp": 2, "state_shards": "zero-1", "micro_batches": 2},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def started(**layout: Any) -> tuple[Any, torch.optim.Optimizer, Any]:
+    """A model whose layers share, a plain one where no layout is given, and what trains it."""
+    model: Any = build(Words)
+    merakc.share_layers(model)
+    if layout:
+        example = first_part(words(0), layout["dp"])
+        model = merakc.auto_parallel(model, example, cluster=NOMINAL_CPU, **layout)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": rest, "weight_decay": 0.0}, {"params": decayed}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+def train(model: Any, optimizer: Any, schedule: Any, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        batch = words(step)
+        loss = model(**(part(batch, model) if isinstance(model, ParallelModel) else batch))["loss"]
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def whole(model: nn.Module) -> Tensors:
+    if isinstance(model, ParallelModel):
+        return model.full_state_dict()
+    return {name: t.detach().clone() for name, t in model.state_dict().items()}
+
+
+def pseudo_to_real(**layout: Any) -> Any:
+    """Losses, weights and sizes of a run that shares for three steps, and then does not."""
+    model, optimizer, schedule = started(**layout)
+    losses = train(model, optimizer, schedule, range(3))
+    before, count = whole(model), len(list(model.parameters()))
+    shared = merakc.untie_layers(model, optimizer)
+    losses += train(model, optimizer, schedule, range(3, 6))
+    return losses, before, whole(model), (count, len(list(model.parameters()))), shared
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layer_goes_on_by_itself(name: str) -> None:
+    losses, before, after, counts, shared = pseudo_to_real()
+    assert counts == (3 + 6 + 0, 3 + 4 * 6)
+    assert not torch.equal(after["blocks.0.1.weight"], after["blocks.3.1.weight"])
+    layout = LAYOUTS[name]
+    ranks = run_ranks(
+        layout["dp"] * layout.get("tp", 1) * layout.get("pp", 1), partial(pseudo_to_real, **layout)
+    )
+    for rank in ranks:
+        assert rank[0] == pytest.approx(losses, abs=1e-10)
+        assert rank[3:] == (counts, shared)
+    for ours, plain in ((ranks[0][1], before), (ranks[0][2], after)):
+        assert ours.keys() == plain.keys()
+        for key, value in plain.items():
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-10, msg=key)
