@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -88,3 +89,81 @@ def test_every_layer_goes_on_by_itself(name: str) -> None:
         assert ours.keys() == plain.keys()
         for key, value in plain.items():
             torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-10, msg=key)
+
+
+def gone_on(folder: Path, **layout: Any) -> Any:
+    """Losses and weights of a run that loads what was saved while layers shared, and does not."""
+    model: Any = build(Words, seed=1)
+    if layout:
+        example = first_part(words(0), layout["dp"])
+        model = merakc.auto_parallel(model, example, cluster=NOMINAL_CPU, **layout)
+    groups = [[p for p in model.parameters() if p.dim() == n] for n in (1, 2)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    with pytest.raises(CheckpointError, match=r"'blocks.1.0.bias' is 'blocks.0.0.bias': untied=Tr"):
+        merakc.load(folder, model, optimizer, schedule)
+    merakc.load(folder, model, optimizer, schedule, untied=True)
+    return train(model, optimizer, schedule, range(3, 6)), whole(model)
+
+
+def test_a_checkpoint_of_tied_layers_gives_each_its_own(tmp_path: Path) -> None:
+    def tied() -> None:
+        model, optimizer, schedule = started(**LAYOUTS["zero-1"])
+        train(model, optimizer, schedule, range(3))
+        merakc.save(tmp_path / "run", model, optimizer, schedule)
+
+    run_ranks(2, tied)
+    losses, _, after, *_ = pseudo_to_real()
+    pipeline = {"dp": 1, "pp": 2, "micro_batches": 2}
+    for own, weights in (
+        gone_on(tmp_path),
+        run_ranks(2, partial(gone_on, tmp_path, **pipeline))[0],
+    ):
+        assert own == pytest.approx(losses[3:], abs=1e-10)
+        for key, value in after.items():
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-10, msg=key)
+
+
+def test_what_is_left_over_is_refused() -> None:
+    for layout in ({}, {"dp": 1}):
+        model, optimizer, schedule = started(**layout)
+        train(model, optimizer, schedule, range(2))
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        left, before = model(**words(0)), copy.deepcopy(whole(model))
+        hook = model.get_parameter("blocks.0.0.bias").register_hook(lambda _: None)
+        with pytest.raises(ConfigError, match="a hook is registered on"):
+            merakc.untie_layers(model, optimizer)
+        hook.remove()
+        merakc.untie_layers(model, optimizer)
+        assert all(torch.equal(value, before[key]) for key, value in whole(model).items())
+        with pytest.raises(ConfigError, match=r"is used as it was before merakc\.untie_layers"):
+            left["loss"].backward()
+        with pytest.raises(ConfigError, match=r"is used as it was before merakc\.untie_layers"):
+            other.step()
+        train(model, optimizer, schedule, range(1))
+        with pytest.raises(ConfigError, match="share_layers was not called on this Words"):
+            merakc.untie_layers(model, optimizer)
+
+
+@pytest.mark.parametrize("layout", [{}, {"dp": 1}])
+def test_a_refusal_changes_nothing(layout: dict[str, Any]) -> None:
+    model, optimizer, schedule = started(**layout)
+    train(model, optimizer, schedule, range(1))
+    together = torch.optim.LBFGS(model.parameters())
+    names = [n for n, _ in model.named_parameters()]
+    options = {"tp": 3} if layout else {"dp": 1}
+    with pytest.raises(ConfigError, match=r"tp=3|options are auto_parallel's"):
+        merakc.untie_layers(model, optimizer, **options)
+    with pytest.raises(ConfigError, match="LBFGS updates parameters together"):
+        merakc.untie_layers(model, [optimizer, together])
+    with pytest.raises(ConfigError, match="share no parameters with each other alone"):
+        merakc.untie_layers(model, optimizer, layers=["embedding", "norm"])
+    model(**words(1))["loss"].backward()
+    with pytest.raises(ConfigError, match="has a gradient, of which untie_layers"):
+        merakc.untie_layers(model, optimizer)
+    optimizer.zero_grad()
+    assert [n for n, _ in model.named_parameters()] == names
+    losses = train(model, optimizer, schedule, range(1, 3))
+    merakc.untie_layers(model, optimizer, layers="blocks")
+    losses += train(model, optimizer, schedule, range(3, 6))
+    assert losses == pytest.approx(pseudo_to_real()[0][1:], abs=1e-10)
