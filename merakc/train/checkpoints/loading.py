@@ -134,7 +134,8 @@ def _load(
 
     together(checked)
     assert manifest is not None
-    agree(lambda: {"checkpoint": f"{chosen.name} {hash_of(manifest)}"})
+    told = hash_of(manifest)
+    agree(lambda: {"checkpoint": f"{chosen.name} {told}, untied={is_untied}"})
     optimizers, schedulers = listed(optimizer), listed(scheduler)
     copies: dict[str, str] = {}
     if is_untied:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from merakc.train.checkpoints.manifest import OPTIMIZER, WEIGHTS, Manifest, stored_name
 
 
-def tied_names(manifest: Manifest, names: Collection[str]) -> dict[str, str]:
+def tied_names(manifest: Manifest, names: Set[str]) -> dict[str, str]:
     """The names of a model that were tied to others when it was saved, and to which."""
     saved = {stored_name(n) for n in manifest.tensors if n.startswith(WEIGHTS)}
     return {n: of for n, of in manifest.run.get("tied", {}).items() if n in names - saved}
 
 
-def untied(manifest: Manifest, names: Collection[str]) -> tuple[Manifest, dict[str, str]]:
+def untied(manifest: Manifest, names: Set[str]) -> tuple[Manifest, dict[str, str]]:
     """The manifest with tensors of a model's own for names that were tied to others, and groups and
     state of optimizers for them; and which tensor of the files each of those is.
     """

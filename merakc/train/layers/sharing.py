@@ -68,9 +68,13 @@ def share_layers(model: nn.Module, layers: Named = None) -> tuple[Sharing, ...]:
         for layer in one.layers[1:]:
             for name in one.names:
                 module, leaf = owner(model, layer, name)
-                own = parameter_at(model, layer, name)
-                left.setdefault(id(own), (own, told(_join(layer, name), "share_layers")))
-                module._parameters[leaf] = parameter_at(model, one.layers[0], name)
+                own, first = (
+                    parameter_at(model, layer, name),
+                    parameter_at(model, one.layers[0], name),
+                )
+                if own is not first:  # as it is where one module has two names
+                    left.setdefault(id(own), (own, told(_join(layer, name), "share_layers")))
+                    module._parameters[leaf] = first
     for own, text in left.values():
         retire(own, text)
     setattr(model, KEY, (*getattr(model, KEY, ()), *made))

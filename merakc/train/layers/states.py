@@ -54,19 +54,22 @@ class State:
         targets: dict[str, list[str]] = {}
         for name in now:
             targets.setdefault(origin[name], []).append(name)
-        order = {p: k for k, p in enumerate(now.values())}
+        order: dict[torch.Tensor, int] = {p: k for k, p in enumerate(now.values())}
         for optimizer in self.optimizers:
             self._exchange(optimizer, now, targets, order, undo)
         on_cpu = self._on_cpu()
-        for (k, name, *path), leaf in wholes(self.own, self._device(now)):
+        for path, leaf in wholes(self.own, next(iter(now.values())).device):
+            if len(path) <= 2:  # of an optimizer without state
+                continue
+            k, name, *inside = path
             optimizer = self.optimizers[int(k)]
             whole = updated_whole(optimizer)
             for target in targets.get(name, ()):
                 p = now[target]
                 if p not in elsewhere and whole.get(p, True):
                     value = _taken(p, leaf, target, is_whole=p in whole)
-                    value = value.cpu() if (k, name, *path) in on_cpu else value
-                    put(optimizer.state, (p, *path), value)
+                    value = value.cpu() if path in on_cpu else value
+                    put(optimizer.state, (p, *inside), value)
 
     def _exchange(
         self,
@@ -105,9 +108,6 @@ class State:
         leaves = [(path, x) for path, x in leaves_of(self.own, ()) if isinstance(x, torch.Tensor)]
         own = {path for path, leaf in leaves if leaf.device.type == "cpu"}
         return set().union(*together(lambda: own))
-
-    def _device(self, now: Mapping[str, nn.Parameter]) -> torch.device:
-        return next(iter(now.values())).device
 
 
 def _taken(p: torch.Tensor, leaf: Any, name: str, *, is_whole: bool) -> Any:

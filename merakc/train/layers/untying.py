@@ -61,9 +61,9 @@ def untie_layers(
     """
     with call(f"merakc.{WHAT}"), ExitStack() as undo:
         is_parallel = isinstance(model, ParallelModel)
+        source = model._own("_steps").source if isinstance(model, ParallelModel) else model
         if not is_parallel:
             _check_alone(model, options)
-        source = model._own("_steps").source if is_parallel else model
         shared = tuple(shared_layers(source, layers))
         own = {n: p for n, p in model.named_parameters() if is_parallel or _is_of(n, shared, model)}
         for name, p in own.items():
@@ -73,14 +73,14 @@ def untie_layers(
         _untie(source, shared, undo)
         origin = {name: before[name] for name in _first_names(source).values()}
         agree(lambda: {WHAT: f"{shared}, {sorted(options)}"})
-        if is_parallel:
+        if isinstance(model, ParallelModel):
             _begin_again(model, source, origin, options, undo)
         now = dict(model.named_parameters())
         state.move(now, origin, undo)
         undo.pop_all()
         for name, p in own.items():
             if p is not now.get(name):
-                retire(p, told(name, WHAT))  # type: ignore[arg-type]
+                retire(p, told(name, WHAT))
     return shared
 
 
@@ -126,8 +126,11 @@ def _untie(model: nn.Module, shared: Sequence[Sharing], undo: ExitStack) -> None
             for name in one.names:
                 module, leaf = owner(model, layer, name)
                 old = parameter_at(model, layer, name)
+                if id(old) not in own:
+                    made = own[id(old)] = _copied(old)
+                    own[id(made)] = made  # met again where one module has two names
                 undo.callback(module._parameters.__setitem__, leaf, old)
-                module._parameters[leaf] = own.setdefault(id(old), _copied(old))
+                module._parameters[leaf] = own[id(old)]
 
 
 def _copied(parameter: nn.Parameter) -> nn.Parameter:

@@ -38,7 +38,7 @@ def check_idle(name: str, parameter: torch.Tensor, what: str, own_hooks: int = 0
     """
     with torch._C.DisableTorchFunctionSubclass():
         gradient = parameter.grad
-        hooks: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        hooks: Any = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     if gradient is not None:
         raise ConfigError(
             f"'{name}' has a gradient, of which {what} cannot say which layer's it is: call it "
