@@ -61,7 +61,8 @@ def untie_layers(
     """
     with call(f"merakc.{WHAT}"), ExitStack() as undo:
         is_parallel = isinstance(model, ParallelModel)
-        source = model._own("_steps").source if isinstance(model, ParallelModel) else model
+        steps = model._own("_steps") if isinstance(model, ParallelModel) else None
+        source = steps.source if steps is not None else model
         if not is_parallel:
             _check_alone(model, options)
         shared = tuple(shared_layers(source, layers))
@@ -78,6 +79,9 @@ def untie_layers(
         now = dict(model.named_parameters())
         state.move(now, origin, undo)
         undo.pop_all()
+        if steps is not None:
+            steps.agreement.close()  # nothing looks at the optimizer for it any more
+            steps.compiled.clear()
         for name, p in own.items():
             if p is not now.get(name):
                 retire(p, told(name, WHAT))
@@ -192,8 +196,7 @@ def _begin_again(
         p.requires_grad_(asks[origin[name]])
     for module, mode in modes.items():
         module.training = mode
-    now = model._own("_steps")
-    now.wanted, now.recording = steps.wanted, steps.recording or now.recording
+    model._own("_steps").wanted = steps.wanted
     resume(model, saved)
 
 
