@@ -9,7 +9,12 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
+from merakc.costs.stages import stage_parameters
 from merakc.errors import ConfigError
+from merakc.ir.batches import BatchLayout
+from merakc.lowering.recording import record_part, with_loss
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.planner.piece_table import PieceTable
 from merakc.runtime.part import plain
 from tests.battery.small_models import Words, build, parallel, part, warm_up, words
 
@@ -112,3 +117,14 @@ def test_a_rank_holds_one_layer(layout: dict[str, Any], most: int) -> None:
         assert own <= most
         assert (gradients, state) == (own, 2 * own)
     assert sum(p.numel() for p in build(Words).parameters()) > 16 * 8 + 4 * 296
+
+
+def test_the_planner_counts_what_layers_share_once() -> None:
+    def record(model: nn.Module, samples: int) -> Any:
+        ids = torch.zeros(samples, 6, dtype=torch.long)
+        layout = BatchLayout((samples, samples), 1)
+        return with_loss(record_part(model, (ids, ids), {}, layout, torch.device("cpu")))
+
+    for model, elements in ((shared(), 296), (Words(), 4 * 296)):
+        pieces = PieceTable(partial(record, model), NOMINAL_CPU).pieces((1, False), 4)
+        assert stage_parameters(pieces) == 16 * 8 + elements + 16
