@@ -14,6 +14,8 @@ with few_collections():  # torch among it
     from merakc.train.checkpoints.loading import Loaded, latest, load
     from merakc.train.checkpoints.saving import Saving, save
     from merakc.train.data.loading import dataloader, sampler
+    from merakc.train.layers.sharing import Sharing, share_layers
+    from merakc.train.layers.untying import untie_layers
     from merakc.train.model import ParallelModel
     from merakc.train.parameters.optimizers import declare_elementwise
     from merakc.version import __version__
@@ -28,6 +30,7 @@ __all__ = [
     "PlanFile",
     "Precision",
     "Saving",
+    "Sharing",
     "__version__",
     "auto_parallel",
     "dataloader",
@@ -40,4 +43,6 @@ __all__ = [
     "register_sharding",
     "sampler",
     "save",
+    "share_layers",
+    "untie_layers",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from inspect import signature
@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 
 from merakc.batches.dims import GivenDims, parse_batch_dims
 from merakc.batches.split import (
     tensors_of,
 )
+from merakc.errors import ConfigError
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.frontend.values.outside import LossFunction, WithLoss, parted
@@ -48,7 +50,7 @@ from merakc.runtime.loss_scale import OnNonfinite, check_on_nonfinite, loss_scal
 from merakc.simulation.simulate import Simulation
 from merakc.train.batch_layout import may_be_joined
 from merakc.train.bookkeeping import Bookkeeper, make_header
-from merakc.train.checkpoints.weight_files import WeightFiles
+from merakc.train.checkpoints.weight_files import Weights
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.expected import expected
 from merakc.train.mirror import users_type
@@ -61,6 +63,9 @@ from merakc.train.steps import Steps
 from merakc.train.told import begin, tell, telling, warn_of
 from merakc.train.weights import check_is_plain, find_placements, opened, take_over
 from merakc.version import __version__
+
+# The steps of a rank, further names of tied tensors, what a step should cost, and the ledger.
+Made = tuple[Steps, Mapping[str, str], Simulation, Bookkeeper | None]
 
 
 def auto_parallel(
@@ -130,19 +135,54 @@ def auto_parallel(
     """
     asked = dict(locals())
     check_on_nonfinite(on_nonfinite)
-    world, fuser = started(device := device_of(device), compile, timeout_s)
-    files = opened(model, weights)
-    agreed = f"seed={seed}, compile={compile}, on_nonfinite={on_nonfinite}"
+    made = _made(asked, lambda: opened(model, weights))
+    # A model that shares no parameters cannot ask for it; nor need its batch stay.
+    again = partial(_made_again, {**asked, "batch": _kept(batch)}) if made[1] else None
+    base = AdaptedModel if is_adapted(model) else ParallelModel
+    kind: type[ParallelModel] = users_type(base, type(model))  # type: ignore[arg-type]
+    return kind(*made, again=again)
+
+
+def _made(asked: Mapping[str, Any], open_weights: Callable[[], Weights | None]) -> Made:
+    """What a parallel model is of, by the arguments of `auto_parallel`."""
+    timeout_s, seed, on_nonfinite = asked["timeout_s"], asked["seed"], asked["on_nonfinite"]
+    device = device_of(asked["device"])
+    world, fuser = started(device, asked["compile"], timeout_s)
+    files = open_weights()
+    agreed = f"seed={seed}, compile={asked['compile']}, on_nonfinite={on_nonfinite}"
     agreed += f", weights={files and files.fingerprint}"
     with telling() as teller, call("auto_parallel"):
         made = _decided(asked, world, device, agreed)
         teller.begin("compiling the stages")
         found = _build(
-            made, files, cluster, seed, timeout_s=timeout_s, fuser=fuser, ledger=ledger,
-            on_nonfinite=on_nonfinite,
+            made, files, asked["cluster"], seed, timeout_s=timeout_s, fuser=fuser,
+            ledger=asked["ledger"], on_nonfinite=on_nonfinite,
         )  # fmt: skip
-        teller.decided(found.plan_file)
+        teller.decided(found[0].file)
     return found
+
+
+def _made_again(
+    asked: Mapping[str, Any], model: nn.Module, before: Plan, weights: Weights,
+    options: Mapping[str, Any],
+) -> Made:  # fmt: skip
+    """The same for a model whose layers are no longer tied: `options` are asked for instead, and
+    as many dp ranks as before, whose data stay theirs; the degrees of a plan that was given.
+    """
+    if unknown := sorted(options.keys() - (asked.keys() - {"model", "weights"})):
+        raise ConfigError(f"{', '.join(unknown)}: no arguments of auto_parallel to be changed")
+    kept = ("tp", "pp", "precision", "batch_dims", "couplings") if asked["plan"] else ()
+    asked = {**asked, **{name: getattr(before, name) for name in kept}}
+    asked |= {"dp": before.dp, "plan": None, "ledger": None}
+    if "plan" in options:
+        asked |= dict.fromkeys(("dp", "tp", "pp"))
+    return _made(asked | dict(options) | {"model": model}, lambda: weights)
+
+
+def _kept(batch: Any) -> Any:
+    """A batch whose containers users cannot change any more."""
+    open_dataclasses(batch)
+    return pytree.tree_map(lambda leaf: leaf, batch)
 
 
 def plan_for(model: nn.Module, batch: Any, **options: Any) -> Plan:
@@ -220,7 +260,7 @@ def _decide(
 @few_collections()
 def _build(
     made: _Decision,
-    files: WeightFiles | None,
+    files: Weights | None,
     cluster: Cluster | None,
     seed: int,
     *,
@@ -228,7 +268,7 @@ def _build(
     fuser: Fuser | None,
     ledger: str | Path | None,
     on_nonfinite: OnNonfinite | None,
-) -> ParallelModel:
+) -> Made:
     """This rank's part of the model. The prediction is measured where no `cluster` was given."""
     lowered, recording, (model, loss) = made.lowered, made.recording, parted(made.model)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -259,9 +299,7 @@ def _build(
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()
     simulation, book = _priced(made, steps, step, ledger, measured=cluster is None)
-    base = AdaptedModel if is_adapted(model) else ParallelModel
-    kind: type[ParallelModel] = users_type(base, type(model))  # type: ignore[arg-type]
-    return kind(steps, recording.aliases, simulation, book)
+    return steps, recording.aliases, simulation, book
 
 
 def _priced(

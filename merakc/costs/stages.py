@@ -139,7 +139,7 @@ def stage_parameters(pieces: Sequence[Piece]) -> int:
     for piece in {id(p): p for p in pieces}.values():
         names |= piece.parameters
     repeats = Counter(map(id, pieces))
-    again = {id(p): p.parameter_count for p in pieces}
+    again = {id(p): sum(n for m, n in p.parameters.items() if m not in p.shared) for p in pieces}
     return sum(names.values()) + sum((n - 1) * again[key] for key, n in repeats.items())
 
 
@@ -173,8 +173,10 @@ def shared_parameters(
     holders: Counter[str] = Counter()
     sizes: dict[str, int] = {}
     for stage in stages:
-        rest = [pieces[k].parameters for k in stage if not pieces[k].path]
-        names = {name: n for own in rest for name, n in own.items()}
+        held = {id(pieces[k]): pieces[k] for k in stage}.values()
+        # Blocks that are alike are one piece, so that other names of theirs tell nothing.
+        every = ((p, name, n) for p in held for name, n in p.parameters.items())
+        names = {name: n for p, name, n in every if not p.path or name in p.shared}
         sizes |= names
         holders.update(names.keys())
     return {name: sizes[name] for name, count in holders.items() if count > 1}

@@ -223,7 +223,7 @@ def _record(
             again = second.graph().pruned()
             leftovers.check(graph, again, state.changes(), second.read_leftovers)
             how.compared.add(graph)
-    aliases = _aliases(model)
+    aliases = aliases_of(model)
     graph.verify()
     made = Recording(
         without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]
@@ -272,7 +272,7 @@ def _run(
     return found
 
 
-def _aliases(model: torch.nn.Module) -> dict[str, str]:
+def aliases_of(model: torch.nn.Module) -> dict[str, str]:
     """Further names of tied parameters and shared buffers -> the first name."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}

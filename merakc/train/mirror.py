@@ -46,12 +46,17 @@ class Mirror(nn.Module):
     def __init__(self, source: nn.Module) -> None:
         nn.Module.__init__(self)  # not that of a user's class
         object.__setattr__(self, "_source", source)  # it is no child
-        self._parameters.update({n: None for n, p in source._parameters.items() if p is None})
+        self._let_go()
         self.training = source.training
 
     def _known(self) -> dict[nn.Module, Mirror]:
         """The parts that are there before `grow`, by what they stand for."""
         return {}
+
+    def _let_go(self) -> None:
+        """Has no tensors of its own any more; but for what is None in the source."""
+        none = {n: None for n, p in self.__dict__["_source"]._parameters.items() if p is None}
+        vars(self).update(_parameters=none, _buffers={}, _non_persistent_buffers_set=set())
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, of the source too."""

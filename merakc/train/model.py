@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,6 @@ from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import CollectiveEvent, Event
 from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, place_of, plain
-from merakc.runtime.state import gather_full
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
@@ -74,13 +73,28 @@ class ParallelModel(Forwards):
         aliases: Mapping[str, str],
         simulation: Simulation | None,
         book: Bookkeeper | None = None,
+        again: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(steps.source)
+        vars(self).update(_steps=steps, _reads_whole=False, _again=again)
+        grow(self, self._known())
+        self._run_by(steps, aliases, simulation, book)
+
+    def _run_by(
+        self,
+        steps: Steps,
+        aliases: Mapping[str, str],
+        simulation: Simulation | None,
+        book: Bookkeeper | None,
+    ) -> None:
+        """Has these steps, and the tensors that they read, in the place of any before."""
         keep = object.__setattr__  # nothing of ours may look like a child of the model
         own = {"_steps": steps, "_aliases": dict(aliases), "_simulation": simulation, "_book": book}
-        own |= {"_last_events": (), "_last_collectives": (), "_reads_whole": False}
+        own |= {"_last_events": (), "_last_collectives": ()}
         for name, value in own.items():
             keep(self, name, value)
+        for part in self.modules():
+            part._let_go()  # type: ignore[operator]
         parts = any(place_of(t) is not None for t in steps.state.values())
         keep(self, "_in_parts", parts or steps.groups.mesh.pp > 1)
         parameters = {n: p for n, p in steps.state.items() if isinstance(p, nn.Parameter)}
@@ -91,7 +105,6 @@ class ParallelModel(Forwards):
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
-        grow(self, self._known())
         for name, tensor in shown.items():
             self._adopt(name, tensor)
         for alias, name in aliases.items():
@@ -112,7 +125,7 @@ class ParallelModel(Forwards):
         """
         self._own("_memory").settle()
         steps, given = copied(self._own("_steps"), memo), (self._own("_aliases"), self.simulation)
-        made = memo[id(self)] = type(self)(steps, *given)
+        made = memo[id(self)] = type(self)(steps, *given, again=self._own("_again"))
         made.read_whole_batches(self._own("_reads_whole"))
         pairs = [*zip(self.modules(), made.modules(), strict=True)]
         memo.update({id(ours): theirs for ours, theirs in pairs})
@@ -238,6 +251,11 @@ class ParallelModel(Forwards):
     ) -> Taken:
         """One step, or its forward alone."""
         steps, handed = self._own("_steps"), list[torch.Tensor | None]()
+        if step.executor.state is not steps.state:
+            raise ConfigError(
+                "a loss is made of outputs of a call before merakc.untie_layers, which put other "
+                "parameters in the place of those that they come from: call the model again"
+            )
         book = self._own("_book") if train else None
         with book.step() if book else nullcontext():
             result = steps.run(step, args, kwargs)
@@ -363,36 +381,6 @@ class ParallelModel(Forwards):
         given = {n: v for n, v in state_dict.items() if n in own or n not in whole}
         self._own("_steps").stale.clear()
         return super().load_state_dict(given, strict)
-
-    def full_state_dict(self) -> Tensors:
-        """The whole model's state under its own names, on the CPU of rank 0; {} elsewhere.
-
-        Every rank must call it.
-        """
-        steps = self._own("_steps")
-        with call("model.full_state_dict"):
-            full = self._gathered({n: plain(t) for n, t in steps.state.items()})
-        if self.rank:
-            return {}
-        full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
-        names = steps.source.state_dict().keys()
-        return {name: full[name].detach() for name in names}
-
-    def full_gradients(self) -> Tensors:
-        """All gradients under the parameters' names, on the CPU of rank 0; {} elsewhere.
-
-        Parameters without a gradient are left out. Every rank must call it.
-        """
-        steps = self._own("_steps")
-        local = {n: plain(t.grad) for n, t in steps.state.items() if t.grad is not None}
-        with call("model.full_gradients"):
-            return self._gathered(local)
-
-    def _gathered(self, local: Tensors) -> Tensors:
-        """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
-        steps = self._own("_steps")
-        found = list(steps.sharded.wholes(local)) if steps.sharded else []
-        return gather_full(local, found, steps.placements, self.plan.mesh, self.rank)
 
 
 class AdaptedModel(Adapted, ParallelModel):

@@ -19,7 +19,7 @@ from merakc.lowering.lowered import Lowered
 from merakc.runtime.groups import Groups, together
 from merakc.runtime.health.job import all_ranks
 from merakc.runtime.state import Placement
-from merakc.train.checkpoints.weight_files import WeightFiles, open_weights
+from merakc.train.checkpoints.weight_files import Weights, open_weights
 from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
@@ -69,7 +69,7 @@ def find_placements(model: nn.Module, lowered: Lowered) -> dict[str, Placement]:
     return found
 
 
-def _check_has_weights(model: nn.Module) -> None:
+def check_has_weights(model: nn.Module) -> None:
     """Raises `ConfigError` for a model whose weights an earlier `auto_parallel` took over."""
     for name, module in model.named_modules():
         own = (t for of in (module.parameters, module.buffers) for t in of(recurse=False))
@@ -100,12 +100,12 @@ def check_is_plain(model: nn.Module) -> None:
             )
 
 
-def opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
+def opened(model: nn.Module, weights: str | Path | None) -> Weights | None:
     """The files that weights are read from; None for a model that has them. Every rank must call
     it. Raises `CheckpointError` as `open_weights` does, and `ConfigError` for neither.
     """
     if weights is None:
-        _check_has_weights(model)
+        check_has_weights(model)
         return None
     found = cache(lambda: open_weights(weights, model))
     together(lambda: bool(found()))
@@ -114,7 +114,7 @@ def opened(model: nn.Module, weights: str | Path | None) -> WeightFiles | None:
 
 def take_over(
     model: nn.Module, state: Tensors, placements: Mapping[str, Placement], groups: Groups,
-    seed: int, files: WeightFiles | None = None,
+    seed: int, files: Weights | None = None,
 ) -> None:  # fmt: skip
     """Fills this rank's `state` with its parts of the weights: of `files`, of the model's own
     tensors, or of what the model initialises itself with where it is on the meta device.

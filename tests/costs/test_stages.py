@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -103,6 +104,13 @@ def test_parameters_are_counted_once_and_equal_blocks_each() -> None:
     assert stage_parameters(PIECES) == 50 + 3 + 6 * 7
     assert shared_parameters(PIECES, [[0, 1], [2, 7]]) == {"words": 50}
     assert shared_parameters(PIECES, [list(range(8))]) == {}
+
+
+def test_blocks_that_share_parameters_hold_them_once() -> None:
+    block = replace(piece("b", {"w": 7, "bias": 2}), shared=frozenset({"w"}))
+    pieces = (FIRST, *[block] * 6, LAST)
+    assert stage_parameters(pieces) == 50 + 3 + 7 + 6 * 2
+    assert shared_parameters(pieces, [[0, 1], [2, 3], [7]]) == {"words": 50, "w": 7}
 
 
 def test_what_was_measured_corrects_what_was_modelled() -> None:

@@ -7,8 +7,9 @@ the cost of a stage is made of, so that equal blocks are looked at once however 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +44,8 @@ class Piece:
     """A part of a forward, of one tp rank and one micro-batch.
 
     `path` is the module that all blocks of its kind are numbered under, "" of what is no block.
-    `parameters` are the numbers of trained elements by name; `saved_bytes` what the backward reads
+    `parameters` are the numbers of trained elements by name, of which other blocks read those that
+    are `shared`; `saved_bytes` what the backward reads
     again; `handed_bytes` what the pieces after it read.
     """
 
@@ -52,6 +54,7 @@ class Piece:
     parameters: Mapping[str, int]
     saved_bytes: int
     handed_bytes: int
+    shared: frozenset[str] = frozenset()
 
     @property
     def parameter_count(self) -> int:
@@ -78,7 +81,8 @@ def cut_pieces(graph: Graph, *, fused: bool = False, runs: int = 1) -> tuple[Pie
         sum(specs[ref].size_bytes for ref in kept) for kept in _saved(graph, part_of, len(starts))
     ]
     handed = _handed(graph, part_of, len(starts))
-    return tuple(map(Piece, paths, works, parameters, saved, handed))
+    shared = _shared(parameters, starts, [first for path, first in part_starts(graph) if path])
+    return tuple(map(Piece, paths, works, parameters, saved, handed, shared))
 
 
 def part_starts(graph: Graph) -> list[tuple[str, int]]:
@@ -137,6 +141,19 @@ def _parameters(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[di
             if ref in trained:
                 found[part_of[node.name]][trained[ref].target] = trained[ref].spec.numel
     return found
+
+
+def _shared(
+    parameters: Sequence[Mapping[str, int]],
+    starts: Sequence[tuple[str, int]],
+    blocks: Sequence[int],
+) -> list[frozenset[str]]:
+    """Of each piece's parameters those that several blocks read; `blocks` are their first nodes."""
+    readers: dict[str, set[int]] = {}
+    for own, (path, first) in zip(parameters, starts, strict=True):
+        for name in own if path else ():
+            readers.setdefault(name, set()).add(bisect_right(blocks, first))
+    return [frozenset(name for name in own if len(readers.get(name, ())) > 1) for own in parameters]
 
 
 def kept_and_again(graph: Graph) -> tuple[int, Graph]:

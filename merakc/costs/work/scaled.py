@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from merakc.costs.work.kernels import Kernel, Work
 from merakc.costs.work.pieces import Piece
@@ -53,7 +54,8 @@ def _piece(one: Piece, other: Piece, steps: int) -> Piece | None:
         return None
     saved_bytes = _at(one.saved_bytes, other.saved_bytes, steps)
     handed_bytes = _at(one.handed_bytes, other.handed_bytes, steps)
-    return Piece(one.path, Work(forward, backward), one.parameters, saved_bytes, handed_bytes)
+    work = Work(forward, backward)
+    return replace(one, work=work, saved_bytes=saved_bytes, handed_bytes=handed_bytes)
 
 
 def _kernels(one: Sequence[Kernel], other: Sequence[Kernel], steps: int) -> Counter[Kernel] | None:

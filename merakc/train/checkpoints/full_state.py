@@ -80,35 +80,45 @@ def gathered(
     """The state dict with all that any rank has of it, in whole tensors on every rank's device; or
     on the CPU of rank 0, and {} elsewhere. Collective; holds one tensor more than it gives.
     """
-    group = all_ranks()
-    leaves = dict(_leaves(own, ()))
-    everyone: list[dict[Path, _Said]] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, {path: _said(leaf) for path, leaf in leaves.items()}, group)
-    keeps = not on_cpu_of_rank_0 or dist.get_rank(group) == 0
+    keeps = not on_cpu_of_rank_0 or dist.get_rank(all_ranks()) == 0
     found: dict[str, Any] = {}
-    for path in dict.fromkeys(path for said in everyone for path in said):
-        said = {rank: every[path] for rank, every in enumerate(everyone) if path in every}
-        leaf = _whole(leaves.get(path), said, device)
+    for path, leaf in wholes(own, device):
         if on_cpu_of_rank_0 and isinstance(leaf, torch.Tensor):
             leaf = leaf.cpu()
         if keeps:
-            _put(found, path, leaf)
+            put(found, path, leaf)
     return found
 
 
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+def wholes(own: Mapping[str, Any], device: torch.device) -> Iterator[tuple[Path, Any]]:
+    """The leaves of a state dict that ranks hold parts of, whole, one after the other, with where
+    they lie: on every rank's device, and there is no second one. Collective.
+    """
+    leaves = dict(leaves_of(own, ()))
+    if not _many():
+        yield from leaves.items()
+        return
+    group = all_ranks()
+    everyone: list[dict[Path, _Said]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, {path: _said(leaf) for path, leaf in leaves.items()}, group)
+    for path in dict.fromkeys(path for said in everyone for path in said):
+        said = {rank: every[path] for rank, every in enumerate(everyone) if path in every}
+        yield path, _whole(leaves.get(path), said, device)
+
+
+def leaves_of(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """The values of nested dicts and lists by where they lie; those that are empty themselves."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
+            yield from leaves_of(inner, (*path, key))
     elif isinstance(value, list) and value:
         for k, inner in enumerate(value):
-            yield from _leaves(inner, (*path, _Index(k)))
+            yield from leaves_of(inner, (*path, _Index(k)))
     else:
         yield path, value
 
 
-def _put(found: Any, path: Path, leaf: Any) -> None:
+def put(found: Any, path: Path, leaf: Any) -> None:
     """Puts a leaf where it lies, and the dicts and lists on the way there."""
     for key, following in pairwise(path):
         _set(found, key, [] if isinstance(following, _Index) else {})

@@ -37,11 +37,12 @@ from merakc.train.checkpoints.run_state import (
     first_name,
     listed,
     names_of,
+    resume,
     weights_of,
 )
 from merakc.train.checkpoints.saving import as_merak_error, checkpoints_in
 from merakc.train.checkpoints.storage import Reader
-from merakc.train.model import ParallelModel
+from merakc.train.checkpoints.untied import tied_names, untied
 from merakc.train.parameters.optimizers import check, updated_whole
 from merakc.train.parameters.places import elsewhere
 
@@ -93,6 +94,8 @@ def load(
     optimizer: Any = None,
     scheduler: Any = None,
     extra: Any = None,
+    *,
+    untied: bool = False,
 ) -> Loaded:
     """Loads what `save` wrote, on any plan and number of ranks. Every rank must call it.
 
@@ -105,15 +108,19 @@ def load(
             the learning rate, become the saved ones.
         scheduler: as many as were saved.
         extra: of the same form as was saved: its objects with a `load_state_dict()` load theirs.
+        untied: whether parameters that were tied to others when they were saved, and are not in
+            this model, get copies of these and of the optimizers' state (docs/pseudo-to-real.md).
 
     Raises `CheckpointError` on every rank for files that were changed since they were written, and
     for a model or an optimizer that is not the saved one; nothing was changed then.
     """
     with call("merakc.load"):
-        return _load(Path(folder).absolute(), model, optimizer, scheduler, extra)
+        return _load(Path(folder).absolute(), model, optimizer, scheduler, extra, untied)
 
 
-def _load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any) -> Loaded:
+def _load(
+    folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, is_untied: bool
+) -> Loaded:
     chosen = folder
     manifest, problem = _manifest(folder)
     if manifest is None and (newest := latest(folder)) is not None:
@@ -127,8 +134,12 @@ def _load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra:
 
     together(checked)
     assert manifest is not None
-    agree(lambda: {"checkpoint": f"{chosen.name} {hash_of(manifest)}"})
+    told = hash_of(manifest)
+    agree(lambda: {"checkpoint": f"{chosen.name} {told}, untied={is_untied}"})
     optimizers, schedulers = listed(optimizer), listed(scheduler)
+    copies: dict[str, str] = {}
+    if is_untied:
+        manifest, copies = untied(manifest, set(_persistent(model)))
 
     @cache
     def targets() -> tuple[Tensors, list[Any], Tensors]:
@@ -140,7 +151,7 @@ def _load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra:
 
     together(lambda: bool(targets()))
     tensors, states, given = targets()
-    _read(chosen, manifest, tensors)
+    _read(Reader(chosen, manifest, copies), tensors)
     with torch.no_grad():
         for one, state in zip(optimizers, states, strict=True):
             one.load_state_dict(state)
@@ -148,7 +159,7 @@ def _load(folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra:
     for one, state in zip(schedulers, found["scheduler"], strict=True):
         one.load_state_dict(state)
     _restore(extra, found["extra"])
-    return Loaded(chosen, _resume(model, manifest), found["extra"])
+    return Loaded(chosen, resume(model, manifest.run.get("parallel", {})), found["extra"])
 
 
 def _manifest(folder: Path) -> tuple[Manifest | None, str]:
@@ -169,7 +180,10 @@ def _weights(model: nn.Module, manifest: Manifest) -> Tensors:
     whole = set(_persistent(model))
     saved = {stored_name(n) for n in manifest.tensors if n.startswith(WEIGHTS)}
     if missing := sorted(whole - saved):
-        raise CheckpointError(_names(missing, "the model has", "and the checkpoint has not"))
+        behind = "and the checkpoint has not"
+        if tied := tied_names(manifest, whole):
+            behind += f", where '{min(tied)}' is '{tied[min(tied)]}': untied=True gives each a copy"
+        raise CheckpointError(_names(missing, "the model has", behind))
     if unknown := sorted(saved - whole):
         raise CheckpointError(_names(unknown, "the checkpoint has", "and the model has not"))
     for name, tensor in own.items():
@@ -350,34 +364,17 @@ def _restore(given: Any, saved: Any) -> None:
             _restore(given[key], saved[key])
 
 
-def _read(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
+def _read(reader: Reader, tensors: Tensors) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is one process
             dcp_load(
                 tensors,
-                storage_reader=Reader(folder, manifest),
+                storage_reader=reader,
                 planner=DefaultLoadPlanner(flatten_state_dict=False),
                 process_group=all_ranks(),
                 no_dist=not dist.is_initialized(),
             )
     except CheckpointException as error:
-        what = f"{folder} could not be read, and the model holds parts of it now"
+        what = f"{reader.folder} could not be read, and the model holds parts of it now"
         raise as_merak_error(error, what) from None
-
-
-def _resume(model: nn.Module, manifest: Manifest) -> int:
-    """Sets what steps go by beside tensors; the steps taken."""
-    saved = manifest.run.get("parallel", {})
-    step: int = saved.get("step", 0)
-    if isinstance(model, ParallelModel) and saved:
-        steps = model._own("_steps")
-        steps.taken, steps.seed = step, saved["seed"]
-        steps.stale.clear()
-        scale = saved["loss_scale"]
-        if steps.loss_scale is not None and scale is not None:
-            steps.loss_scale.skipped = scale["skipped"]
-            if steps.loss_scale.dynamic and scale["scale"] != 1.0:
-                steps.loss_scale.scale = scale["scale"]
-                steps.loss_scale.good_steps = scale["good_steps"]
-    return step

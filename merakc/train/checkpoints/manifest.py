@@ -102,6 +102,7 @@ class _Run(BaseModel):
     model: str = ""
     world_size: int = 1
     parallel: dict[str, Any] = {}
+    tied: dict[str, str] = {}  # names of parameters and buffers, and the first names of the same
     plan: _PlanOf | None = None
     optimizers: list[_Optimizer] = []
     extras: list[dict[str, Any]] = Field([{}], min_length=1)

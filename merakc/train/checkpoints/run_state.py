@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import CheckpointError
+from merakc.frontend.record import aliases_of
 from merakc.runtime.groups import together
 from merakc.runtime.part import TensorPart, place_of
 from merakc.train.checkpoints.codec import encode
@@ -39,18 +40,13 @@ def weights_of(model: nn.Module) -> Tensors:
     one. Raises `CheckpointError` for state that is no tensor.
     """
     state = model.state_dict()
-    aliases = model._own("_aliases") if isinstance(model, ParallelModel) else _aliases(model)
+    aliases = model._own("_aliases") if isinstance(model, ParallelModel) else aliases_of(model)
     other = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
     if other:
         raise CheckpointError(
             f"'{other[0]}' of the model's state_dict() is no tensor; give such state in extra="
         )
     return {WEIGHTS + name: value for name, value in state.items() if name not in aliases}
-
-
-def _aliases(model: nn.Module) -> set[str]:
-    first = {n for n, _ in [*model.named_parameters(), *model.named_buffers()]}
-    return set(model.state_dict()) - first
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -225,3 +221,19 @@ def parallel_state(model: nn.Module) -> dict[str, Any]:
             "scale": scale.scale, "good_steps": scale.good_steps, "skipped": scale.skipped,
         },
     }  # fmt: skip
+
+
+def resume(model: nn.Module, saved: Mapping[str, Any]) -> int:
+    """Sets what `parallel_state` has told; the steps taken."""
+    step: int = saved.get("step", 0)
+    if isinstance(model, ParallelModel) and saved:
+        steps = model._own("_steps")
+        steps.taken, steps.seed = step, saved["seed"]
+        steps.stale.clear()
+        scale = saved["loss_scale"]
+        if steps.loss_scale is not None and scale is not None:
+            steps.loss_scale.skipped = scale["skipped"]
+            if steps.loss_scale.dynamic and scale["scale"] != 1.0:
+                steps.loss_scale.scale = scale["scale"]
+                steps.loss_scale.good_steps = scale["good_steps"]
+    return step

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from merakc.errors import CheckpointError, MerakError
+from merakc.frontend.record import aliases_of
 from merakc.machines.garbage import few_collections
 from merakc.runtime.groups import from_rank_0, together
 from merakc.runtime.health.job import ALONE_S, all_ranks, call, explained, new_group
@@ -132,6 +133,7 @@ def _collected(
     run = {
         "model": type(getattr(model, "_source", model)).__name__,
         "parameters": parameter_names(model),
+        "tied": aliases_of(getattr(model, "_source", model)),
         "world_size": len(records),
         "parallel": parallel_state(model),
         "optimizers": joined,

@@ -294,6 +294,7 @@ class Reader(StorageReader):
 
     folder: Path
     manifest: Manifest
+    copies: Mapping[str, str] = field(default_factory=dict)  # tensors that lie there as others
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Nothing is kept from a load before."""
@@ -335,9 +336,10 @@ class Reader(StorageReader):
         for file, items in by_file.items():
             opened = TensorFile(self.folder / file)
             for item in items:
-                name, at = stored_name(item.storage_index.fqn), 0
+                full = item.storage_index.fqn
+                name, at = stored_name(self.copies.get(full, full)), 0
                 target = planner.resolve_tensor(item).detach()
-                itemsize = self.manifest.tensors[item.storage_index.fqn].torch_dtype.itemsize
+                itemsize = self.manifest.tensors[full].torch_dtype.itemsize
                 for rows in opened.rows(name, item.storage_offsets, item.lengths, itemsize):
                     own = target[at : at + len(rows)] if rows.dim() else target
                     own.copy_(rows)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,6 +28,26 @@ from merakc.train.checkpoints.storage import DTYPES
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()}
+
+
+class Weights(Protocol):
+    """Tensors by a model's first names, from elsewhere than the model itself."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """What is there, by those names."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells apart those that ranks must have in common."""
+
+    def check(self, share: int, of: int) -> None:
+        """Checks a rank's share of them."""
+
+    def read(self) -> Iterator[tuple[str, Callable[[Box], Iterator[torch.Tensor]]]]:
+        """Every name, and what reads a box of that tensor as its next rows; on all ranks in one
+        order.
+        """
 
 
 @dataclass(frozen=True)

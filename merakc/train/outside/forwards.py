@@ -1,4 +1,4 @@
-"""The forwards of a parallel model that train nothing, and what its calls are given and keep."""
+"""What a parallel model gives beside training: forwards, and whole tensors of all ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from torch import nn
 
 from merakc.batches.split import call_arguments
 from merakc.frontend.calls.around import check_around
+from merakc.runtime.health.job import call
+from merakc.runtime.part import plain
+from merakc.runtime.state import gather_full
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.data.whole import own_part
@@ -18,6 +21,8 @@ from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
 from merakc.train.outside.caches import cache_in, give_room, with_cache
 from merakc.train.outside.results import share_results
+
+Tensors = dict[str, torch.Tensor]
 
 
 class Forwards(Mirror):
@@ -115,3 +120,33 @@ class Forwards(Mirror):
         """
         steps = self._own("_steps")
         steps.wanted = steps.wanted.union(names)
+
+    def full_state_dict(self) -> Tensors:
+        """The whole model's state under its own names, on the CPU of rank 0; {} elsewhere.
+
+        Every rank must call it.
+        """
+        steps = self._own("_steps")
+        with call("model.full_state_dict"):
+            full = self._gathered({n: plain(t) for n, t in steps.state.items()})
+        if self.rank:
+            return {}
+        full |= {alias: full[name] for alias, name in self._own("_aliases").items()}
+        names = steps.source.state_dict().keys()
+        return {name: full[name].detach() for name in names}
+
+    def full_gradients(self) -> Tensors:
+        """All gradients under the parameters' names, on the CPU of rank 0; {} elsewhere.
+
+        Parameters without a gradient are left out. Every rank must call it.
+        """
+        steps = self._own("_steps")
+        local = {n: plain(t.grad) for n, t in steps.state.items() if t.grad is not None}
+        with call("model.full_gradients"):
+            return self._gathered(local)
+
+    def _gathered(self, local: Tensors) -> Tensors:
+        """The whole tensors on rank 0; the others hold no more than one bucket at a time."""
+        steps = self._own("_steps")
+        found = list(steps.sharded.wholes(local)) if steps.sharded else []
+        return gather_full(local, found, steps.placements, self.plan.mesh, self.rank)

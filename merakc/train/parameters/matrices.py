@@ -97,7 +97,7 @@ def exchange(optimizer: Optimizer, others: Others) -> Lists:
     """Puts others into an optimizer's lists of parameters, and those that it wraps have, or takes
     some out, with the state that it has of them; returns what was in the lists.
     """
-    every = _with_wrapped(optimizer)
+    every = with_wrapped(optimizer)
     lists = [group["params"] for one in every for group in one.param_groups]
     own = [(now, [*now]) for now in {id(now): now for now in lists}.values()]
     for now, before in own:
@@ -111,12 +111,13 @@ def exchange_back(optimizer: Optimizer, others: Others, own: Lists) -> None:
     """Fills its lists as they were, with the state of the others."""
     for now, before in own:
         now[:] = before
-    _rename(_with_wrapped(optimizer), {q: p for p, q in others.items() if q is not None})
+    _rename(with_wrapped(optimizer), {q: p for p, q in others.items() if q is not None})
 
 
-def _with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those that it wraps."""
     inner = (x for x in vars(optimizer).values() if isinstance(x, Optimizer))
-    return [optimizer, *(one for x in inner for one in _with_wrapped(x))]
+    return [optimizer, *(one for x in inner for one in with_wrapped(x))]
 
 
 def _rename(every: list[Optimizer], names: Mapping[torch.Tensor, torch.Tensor]) -> None:

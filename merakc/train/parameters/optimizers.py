@@ -13,6 +13,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain
@@ -116,8 +117,7 @@ def check(optimizer: Optimizer) -> None:
                 "optimizer behind auto_parallel, of the model that it returns"
             )
     held = [_held[p] for group in groups for p in group if p in _held]
-    if optimizer in _brought:
-        _brought.pop(optimizer).close()
+    forget(optimizer)
     is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
     if is_asked and type(optimizer) not in _declared:
         needed = _needed(optimizer, groups, held)
@@ -127,6 +127,22 @@ def check(optimizer: Optimizer) -> None:
         elif needed is Together:
             _brought[optimizer] = Together(optimizer)
     _tried[optimizer] = len(optimizer.param_groups)
+
+
+def forget(optimizer: Optimizer) -> None:
+    """Tries an optimizer, whose parameters are replaced, anew before its next step."""
+    _tried.pop(optimizer, None)
+    if optimizer in _brought:
+        _brought.pop(optimizer).close()
+
+
+def is_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether it keeps of each parameter what is of that alone, as far as can be tried."""
+    groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+    found = type(optimizer) in _declared
+    with suppress(Exception):
+        found = found or _difference(optimizer, groups, (_BY_PARAMETER,), twins=True) is None
+    return found
 
 
 def updated_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
@@ -152,11 +168,10 @@ def _needed(
     kind = type(optimizer).__name__
     part = next((h.name for h in held if h.is_part), None)
     where = f"a part of '{part}'" if part else "some of the parameters"
-    remedy = "(tp=1, state_shards='zero-0', pp=1)"
     told = (
         f"this plan leaves a rank {where}, and what it needs of the others cannot be known; use "
         f"one that updates every element by itself, such as AdamW, or a plan that leaves every "
-        f"rank the whole model {remedy}"
+        "rank the whole model (tp=1, state_shards='zero-0', pp=1)"
     )
     try:
         if _difference(optimizer, groups, _IN_PARTS) is None:
@@ -215,11 +230,8 @@ def _difference(
 def _check_moved(before: Values, after: Values, least: float) -> None:
     """Raises `ValueError` for a trial that would show nothing."""
     for k, (group, moved) in enumerate(zip(before, after, strict=True)):
-        if (
-            group
-            and not max(float((a - b).abs().max()) for a, b in zip(group, moved, strict=True))
-            >= least
-        ):
+        moves = (float((a - b).abs().max()) for a, b in zip(group, moved, strict=True))
+        if group and not max(moves) >= least:
             raise ValueError(f"in {STEPS} steps it hardly changes small parameters of group {k}")
 
 

@@ -52,12 +52,12 @@ class Parts:
 
     def put_whole(self, name: str, tensor: torch.Tensor) -> None:
         """Takes this rank's part of a tensor that is there, and hashes it."""
-        self.put(name, lambda box: _rows(tensor, box))
+        self.put(name, lambda box: rows_of(tensor, box))
 
     def compare(self, name: str, tensor: torch.Tensor) -> None:
         """Hashes this rank's part of a tensor that is there, and takes nothing."""
         own = [self.own[name]] if name in self.own and not self.is_alone else []
-        self._look(name, lambda box: _rows(tensor, box), [*own, *self.others.get(name, ())])
+        self._look(name, lambda box: rows_of(tensor, box), [*own, *self.others.get(name, ())])
 
     def _copied(self, name: str, read: Read, *, is_hashed: bool) -> None:
         place, found = self.own[name], hashlib.sha256()
@@ -119,7 +119,7 @@ def _part(place: Place) -> Part:
     return place.tp_rank if place.layout.is_split else 0, place.start, place.stop
 
 
-def _rows(tensor: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
+def rows_of(tensor: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
     """A box of a tensor as its next rows, of a bounded size."""
     if not box.sizes:
         yield tensor

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.machines.cluster import NOMINAL_CPU
-from merakc.train.checkpoints.full_state import _leaves, _put
+from merakc.train.checkpoints.full_state import leaves_of, put
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
 from tests.train.checkpoints.test_saving import LAYOUTS, ranks_of
 
@@ -81,6 +81,6 @@ def test_one_process_goes_on_with_it(name: str, offload: bool) -> None:
 def test_dicts_with_numbers_for_keys_stay_dicts() -> None:
     state = {"a": {0: {"x": 1}, 1: [{"y": 2}, []]}, "b": [[1], {}]}
     found: dict[str, Any] = {}
-    for path, leaf in _leaves(state, ()):
-        _put(found, path, leaf)
+    for path, leaf in leaves_of(state, ()):
+        put(found, path, leaf)
     assert found == state

@@ -1,0 +1,1 @@
+"""Layers that share one set of parameters, and get their own in the middle of a run."""
