@@ -155,12 +155,32 @@ def _numbers(tensor: FakeTensor) -> Any:
     return [0.0 * tensor.flatten()[0].item()] * tensor.numel()
 
 
+_HARDWARE = SimpleNamespace(
+    total_memory=80 * 10**9, name="fake", multi_processor_count=132, major=9, minor=0
+)
+# What needs a device, another rank or what tensors hold, and what stands for it.
+_INSTEAD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+    (torch.cuda, "get_device_properties", lambda _=None: _HARDWARE),
+    (torch.cuda, "get_device_name", lambda _=None: _HARDWARE.name),
+    (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
+    (api, "_priced", lambda *_, **more: (None, None)),  # from what all ranks have measured
+    (starting, "start_job", lambda _: None),
+    (training, "check_around", lambda _: None),
+    (training, "hold", lambda *_: None),  # its type of parameters would hide the fake one
+    (training, "follow", lambda *_: None),
+    (dist, "all_gather_object", _fill),
+    (FakeTensor, "tolist", _numbers),
+    (Parts, "compare", lambda *_: None),
+    (Parts, "put", lambda own, name, _: own.taken.add(name)),
+    (agreement, "_sample", lambda *_: b""),
+    (agreement, "digest", lambda _: ""),
+    (steps, "layout_of", _even_layout),
+)
+
+
 @contextmanager
 def _as_on_a_gpu(watching: Watching, mode: FakeTensorMode) -> Iterator[None]:
     """While it is entered there is a GPU that holds nothing; all ranks do what this one does."""
-    hardware = SimpleNamespace(
-        total_memory=80 * 10**9, name="fake", multi_processor_count=132, major=9, minor=0
-    )
     build, run, first = api._build, Step.run, groups.from_rank_0
 
     def built(*args: Any, **more: Any) -> Any:
@@ -176,27 +196,7 @@ def _as_on_a_gpu(watching: Watching, mode: FakeTensorMode) -> Iterator[None]:
 
     here: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
     with ExitStack() as stack:
-        for owner, name, instead in (
-            (torch.cuda, "get_device_properties", lambda _=None: hardware),
-            (torch.cuda, "get_device_name", lambda _=None: hardware.name),
-            (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
-            (torch.cuda, "set_device", lambda _: None),
-            (torch.cuda, "device_count", lambda: 1),
-            (api, "_build", built),
-            (api, "_priced", lambda *_, **more: (None, None)),  # from what all ranks have measured
-            (Step, "run", ran),
-            (starting, "start_job", lambda _: None),
-            (training, "check_around", lambda _: None),
-            (training, "hold", lambda *_: None),  # its type of parameters would hide the fake one
-            (training, "follow", lambda *_: None),
-            (dist, "all_gather_object", _fill),
-            (FakeTensor, "tolist", _numbers),
-            (Parts, "compare", lambda *_: None),
-            (Parts, "put", lambda own, name, _: own.taken.add(name)),
-            (agreement, "_sample", lambda *_: b""),
-            (agreement, "digest", lambda _: ""),
-            (steps, "layout_of", _even_layout),
-        ):
+        for owner, name, instead in (*_INSTEAD, (api, "_build", built), (Step, "run", ran)):
             stack.enter_context(patch.object(owner, name, instead))
         for module in [*sys.modules.values()]:
             if getattr(module, "from_rank_0", None) is first:
