@@ -226,7 +226,7 @@ def _ordered(
 
 def _with_fastest_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) -> Lowered:
     """The plan with the shards of each stage with which its rank waits least for dp, of those that
-    fit; where they are not open, with as they are, in larger buckets where these pay.
+    fit; where they are not open, as they are, in larger buckets where these pay.
 
     Every point of the lattice is simulated once, on all ranks alike: what a rank waits for follows
     from its own stages. Larger buckets are tried as long as a rank waits, and less than before.

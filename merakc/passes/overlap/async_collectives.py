@@ -257,12 +257,10 @@ def least_share(local: Graph, place: Place) -> float:
             if node.op in COLLECTIVES:
                 saved_s += 2 * place.device.launch_s
             elif node_flops(node, specs):
-                arithmetic_s = sum(
-                    kernel_seconds(kernel._replace(traffic_bytes=0), place.device)
-                    for kernel in node_kernels(node, specs)
-                    if kernel.flops
-                )
-                saved_s += 3 * (node_seconds(node, specs, place) - arithmetic_s)
+                kernel, *others = node_kernels(node, specs)
+                if not others:  # a loss in blocks is never one op with a collective
+                    arithmetic_s = kernel_seconds(kernel._replace(traffic_bytes=0), place.device)
+                    saved_s += 3 * (node_seconds(node, specs, place) - arithmetic_s)
     return 1.0 - saved_s / blocking_s
 
 
