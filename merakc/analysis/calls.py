@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache
 
 from merakc.analysis.buckets import BucketSpec
 from merakc.ir.program import (
@@ -27,7 +28,7 @@ from merakc.ir.program import (
     Program,
     Transfer,
 )
-from merakc.ir.state import Role
+from merakc.ir.state import Role, StateShards
 
 Way = tuple[int, int, bool]  # from one rank to another, and whether gradients travel
 # Reductions that computing runs ahead of: it waits for the one before these.
@@ -268,8 +269,7 @@ class _Walk:
         dp, pp, tp = self.place
         shards = self.specs[one.bucket].shards
         for role in roles:
-            own = shards.key(role, dp)
-            same = (d for d in range(self.mesh.dp) if shards.key(role, d) == own)
+            same = _alike(shards, role, dp, self.mesh.dp)
             ranks = tuple(sorted(self.mesh.rank(d, pp, tp) for d in same))
             if len(ranks) > 1:
                 of = Communicator(COLLECTIVES, ranks)
@@ -290,3 +290,10 @@ class _Walk:
             held = tuple(sorted(self.mesh.rank(self.place[0], r, self.place[2]) for r in ranks))
             yield from self._waited(held, f"gradients of shared parameters {name}", action)
         yield Sync()
+
+
+@cache
+def _alike(shards: StateShards, role: Role, dp_rank: int, dp: int) -> tuple[int, ...]:
+    """The dp ranks of one group with this one."""
+    own = shards.key(role, dp_rank)
+    return tuple(d for d in range(dp) if shards.key(role, d) == own)

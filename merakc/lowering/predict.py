@@ -22,7 +22,6 @@ from merakc.lowering.overlap import overlap_gains
 from merakc.lowering.recompute import recomputed_costs
 from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import Touches, rank_buckets
-from merakc.simulation.nccl import verify_calls
 from merakc.simulation.simulate import Simulation, simulate
 
 
@@ -37,8 +36,7 @@ def predict(
     messages: tuple[float, float] | None = None,
     overlap: float | None = None,
 ) -> tuple[Prediction, Simulation]:
-    """Simulates one step, of all ranks or of one dp rank's, which stands for all. That its calls
-    come to their end on GPUs too is checked before (`verify_calls`).
+    """Simulates one step, of all ranks or of one dp rank's, which stands for all.
 
     Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
     the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
@@ -57,7 +55,6 @@ def predict(
     ranks = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
     programs = lowered.programs(ranks=None if dp_rank is None else ranks)
     placed = lowered.with_collectives(programs, touches)
-    verify_calls(placed, lowered.wiring())
     simulation = simulate(placed, table, head=lowered.head_stage, mesh=mesh)
     places = ranks if dp_rank is None else range(mesh.pp)
     prediction = Prediction(

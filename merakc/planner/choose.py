@@ -23,6 +23,7 @@ from merakc.planner.request import Request, meshes
 from merakc.planner.search import Record, improve, least_seconds, plan_layout, standing
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.timing import make_pipeline
+from merakc.simulation.nccl import verify_calls
 
 # The best candidates are planned in full, as many as have so many nodes in all, and two at least.
 FINALIST_NODES = 9_000
@@ -47,7 +48,7 @@ def choose(
     cluster = cluster.with_hardware(request.world_size)
     sole = _sole(request, record, cluster)
     if sole is not None:
-        return sole
+        return _ending(sole)
     errors: list[MerakError] = []
     candidates = candidates or compare(request, record, cluster, progress)
     planned = _planned(request, candidates, record, cluster, progress, errors)
@@ -66,7 +67,15 @@ def choose(
             best = better
     if best is None:
         raise errors[0]
-    return best
+    return _ending(best)
+
+
+def _ending(lowered: Lowered) -> Lowered:
+    """The same plan, whose calls on communicators come to their end on GPUs, too."""
+    mesh = lowered.plan.mesh
+    programs = lowered.programs(ranks=[mesh.rank(0, r, 0) for r in range(mesh.pp)])
+    verify_calls(lowered.with_collectives(programs), lowered.wiring())
+    return lowered
 
 
 def _planned(

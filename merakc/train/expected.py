@@ -28,6 +28,7 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.programs.collectives import stage_touches
 from merakc.runtime.groups import together
 from merakc.runtime.links import measure_link, measure_messages
+from merakc.simulation.nccl import verify_calls
 from merakc.simulation.simulate import Simulation
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
@@ -82,6 +83,7 @@ def expected(
         costs = _apart(costs, lambda own: simulated(own)[1], here)
     prediction, simulation = simulated(costs)
     programs = lowered.with_collectives(lowered.programs(), every)
+    verify_calls(programs, lowered.wiring())
     times = rank_times(programs, simulation.events)[steps.groups.rank]
     peaks = together(lambda: _peak_bytes(steps, step, cluster, times))
     first = tuple(peaks[mesh.rank(0, r, 0)] for r in range(mesh.pp))
