@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -147,7 +146,7 @@ def measure_cell(cell: StateCell, timeout_s: float) -> StateCell:
 
 def _measure(cell: StateCell, timeout_s: float) -> dict[str, Any]:
     mesh, case = MESHES[cell.mesh], CASES[cell.model]
-    given = [dataclasses.astuple(s) for s in cell.shards]
+    given = [s.counts for s in cell.shards]
     task = Task(
         case, mesh, BATCH_SIZE, MICRO_BATCHES, STEPS, case.casts_float32, state_shards=given,
         clip_norm=cell.clip_norm, precision=cell.precision, schedule="1f1b",

@@ -131,7 +131,7 @@ def _result(states: Sequence[_Rank], costs: CostTable, stretch: float) -> Simula
         step_s=step_s,
         events=tuple(e for s in states for e in s.events),
         busy_s=busy_s,
-        bubble_share=1.0 - sum(busy_s) / total_s if total_s else 0.0,
+        bubble_share=max(0.0, 1.0 - sum(busy_s) / total_s) if total_s else 0.0,  # but for rounding
         peaks=tuple(s.held.peak for s in states),
         memory=tuple(MemorySample(s.rank, *sample) for s in states for sample in s.held.samples),
         exposed_s=tuple(s.clock.exposed_s for s in states),
