@@ -47,7 +47,7 @@ def _reshards(count: int, seed: int, ranks: int) -> tuple[int, list[str]]:
 
 def _kills(count: int, seed: int) -> tuple[int, list[str]]:
     pick, found, steps = random.Random(seed), [], Counter[int]()
-    within_s = {layout: kills.seconds_of_a_run(layout) for layout in kills.LAYOUTS}
+    within_s = {layout: kills.seconds_of_training(layout) for layout in kills.LAYOUTS}
     for k in track(range(count), "kills", console=console):
         layout = kills.LAYOUTS[k % len(kills.LAYOUTS)]
         wrong, step = kills.killed(layout, pick, within_s[layout])

@@ -22,6 +22,8 @@ from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from merakc.ir.program import Mesh
 
 MODEL, STEPS = "llama", 8
+BEGUN = "begun"  # a file that says that a run trains
+POLL_S = 0.002
 LAYOUTS = (
     Layout(Mesh(1, 2, 1)), Layout(Mesh(1, 1, 2)), Layout(Mesh(2, 1, 1), "zero-1"),
     Layout(Mesh(2, 1, 1), "zero-3", "bf16-mixed"),
@@ -50,6 +52,7 @@ def _train(layout: Layout, folder: Path, *, wait: bool) -> Tensors:
     run = Run(MODEL, layout)
     if (newest := merakc.latest(folder)) is not None:
         run.load(newest)
+    (folder / BEGUN).touch()
 
     def save(run: Run) -> None:
         saved = run.save(folder / f"step-{run.next}", keep_last=2, wait=wait)
@@ -59,18 +62,19 @@ def _train(layout: Layout, folder: Path, *, wait: bool) -> Tensors:
     return run.steps(STEPS, save)[1]
 
 
-def seconds_of_a_run(layout: Layout) -> float:
-    """How long a run takes that nobody kills."""
+def seconds_of_training(layout: Layout) -> float:
+    """How long a run trains and saves that nobody kills."""
     folder = Path(tempfile.mkdtemp(prefix="merakc-kill-"))
-    start_s = time.perf_counter()
     run_ranks(2, partial(_train, layout, folder, wait=True))
+    found_s = time.time() - (folder / BEGUN).stat().st_mtime
     shutil.rmtree(folder)
-    return time.perf_counter() - start_s
+    return found_s
 
 
 def killed(layout: Layout, pick: random.Random, within_s: float) -> tuple[str, int]:
-    """One run that is killed once, at a random moment, one rank or all, and goes on: what is wrong
-    with it, if anything is, and after which step it went on.
+    """One run that is killed once, at a random moment of `within_s` seconds from its first step on,
+    one rank or all, and goes on: what is wrong with it, if anything is, and after which step it
+    went on.
     """
     folder = Path(tempfile.mkdtemp(prefix="merakc-kill-"))
     try:
@@ -79,7 +83,9 @@ def killed(layout: Layout, pick: random.Random, within_s: float) -> tuple[str, i
             target=_goes_on, args=(layout, folder, wait)
         )
         process.start()
-        process.join(pick.uniform(0.2, 1.0) * within_s)
+        while process.is_alive() and not (folder / BEGUN).exists():
+            time.sleep(POLL_S)
+        process.join(pick.random() * within_s)
         with suppress(psutil.NoSuchProcess):
             ranks = psutil.Process(process.pid).children()
             for rank in ranks if pick.random() < 0.5 else ranks[-1:]:

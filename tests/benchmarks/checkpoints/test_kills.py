@@ -11,4 +11,4 @@ from tests.battery.small_models import warm_up
 def test_a_kill() -> None:
     warm_up()
     layout = kills.LAYOUTS[0]
-    assert kills.killed(layout, random.Random(0), kills.seconds_of_a_run(layout))[0] == ""
+    assert kills.killed(layout, random.Random(0), kills.seconds_of_training(layout))[0] == ""
