@@ -181,11 +181,16 @@ _INSTEAD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
 @contextmanager
 def _as_on_a_gpu(watching: Watching, mode: FakeTensorMode) -> Iterator[None]:
     """While it is entered there is a GPU that holds nothing; all ranks do what this one does."""
-    build, run, first = api._build, Step.run, groups.from_rank_0
+    run, first = Step.run, groups.from_rank_0
 
-    def built(*args: Any, **more: Any) -> Any:
-        with mode:
-            return build(*args, **more)
+    def faked(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **more: Any) -> Any:
+            with mode:
+                return function(*args, **more)
+
+        return called
+
+    made = ((api, "_build"), (training.ParallelModel, "_run_by"))
 
     def ran(step: Step) -> None:
         watching.in_program = True
@@ -196,7 +201,8 @@ def _as_on_a_gpu(watching: Watching, mode: FakeTensorMode) -> Iterator[None]:
 
     here: Callable[[Callable[[], Any]], Any] = lambda make: make()  # noqa: E731
     with ExitStack() as stack:
-        for owner, name, instead in (*_INSTEAD, (api, "_build", built), (Step, "run", ran)):
+        others = [(owner, name, faked(getattr(owner, name))) for owner, name in made]
+        for owner, name, instead in (*_INSTEAD, *others, (Step, "run", ran)):
             stack.enter_context(patch.object(owner, name, instead))
         for module in [*sys.modules.values()]:
             if getattr(module, "from_rank_0", None) is first:
