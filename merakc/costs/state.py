@@ -126,8 +126,7 @@ def state_cost(
         if ends[k] > done_s:
             exposed_s += ends[k] - done_s
             done_s = ends[k]
-        layer = layers[k]
-        compute_s = layer.backward_s if is_backward else layer.forward_s
+        compute_s = layers[k].backward_s if is_backward else layers[k].forward_s
         computed_s += compute_s
         done_s = min(posted_s, done_s + group.overlap * compute_s)
         if is_backward:
