@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -136,9 +137,22 @@ class Node:
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The values read, in order of appearance, repeats kept."""
-        if self._refs is None:  # every pass asks each node, many times
-            object.__setattr__(self, "_refs", tuple(iter_refs((self.args, self.kwargs))))
-        return self._refs or ()
+        refs = self._refs
+        if refs is None:  # every pass asks each node, many times
+            found: list[Ref] = []
+            _collect(self.args, found)
+            _collect(self.kwargs, found)
+            refs = tuple(found)
+            object.__setattr__(self, "_refs", refs)
+        return refs
+
+    def reading(
+        self, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...] | None = None
+    ) -> Node:
+        """The same call with other arguments."""
+        kwargs = self.kwargs if kwargs is None else kwargs
+        return Node(self.name, self.op, args, kwargs, self.outputs,
+                    module=self.module, source=self.source, grad=self.grad)  # fmt: skip
 
     @property
     def spec(self) -> TensorSpec:
@@ -154,8 +168,7 @@ class Node:
 
     def grad_outputs(self, grads: Set[Ref]) -> list[Ref]:
         """The outputs that require a gradient where the values in `grads` do."""
-        cut = ".detach" in self.op or self.op.split(".")[1] in VALUELESS
-        if not self.grad or cut or grads.isdisjoint(self.refs):
+        if not self.grad or grads.isdisjoint(self.refs) or _cuts(self.op):
             return []
         specs = enumerate(self.outputs)
         return [
@@ -244,7 +257,7 @@ class Graph:
         for node in reversed(self.nodes):
             if node.name in needed:
                 kept.append(node)
-                needed.update(r.node for r in node.refs)
+                needed.update([r.node for r in node.refs])
         return Graph(
             self.inputs, tuple(reversed(kept)), self.outputs, self.constants, self.functions
         )
@@ -267,11 +280,7 @@ class Graph:
         nodes = tuple(
             n
             if names.keys().isdisjoint(n.refs)
-            else replace(
-                n,
-                args=map_refs(n.args, now),
-                kwargs=map_refs(n.kwargs, now),
-            )
+            else n.reading(map_refs(n.args, now), map_refs(n.kwargs, now))
             for n in self.nodes
         )
         outputs = tuple(o.at(now(o.ref)) for o in self.outputs)
@@ -297,6 +306,12 @@ def _specs(graph: Graph) -> Mapping[Ref, TensorSpec]:
             if spec is not None:
                 found[Ref(node.name, k)] = spec
     return found
+
+
+@cache
+def _cuts(op: str) -> bool:
+    """Whether no gradient passes a call."""
+    return ".detach" in op or op.split(".")[1] in VALUELESS
 
 
 def _users(graph: Graph) -> Mapping[str, Sequence[Node]]:
@@ -325,7 +340,7 @@ def iter_refs(value: Any) -> Iterator[Ref]:
 def _collect(value: tuple[Any, ...], found: list[Ref]) -> None:
     """Adds every `Ref` in a nest of tuples, in order."""
     for item in value:
-        if isinstance(item, Ref):
+        if type(item) is Ref:
             found.append(item)
         elif isinstance(item, tuple):
             _collect(item, found)
@@ -333,20 +348,24 @@ def _collect(value: tuple[Any, ...], found: list[Ref]) -> None:
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     """The same nest of tuples with every `Ref` replaced."""
-    if isinstance(value, Ref):
+    if type(value) is Ref:
         return change(value)
-    if isinstance(value, tuple):
-        return tuple(map_refs(v, change) for v in value)
-    return value
+    if not isinstance(value, tuple):
+        return value
+    return tuple(
+        [change(v) if type(v) is Ref else map_refs(v, change) if isinstance(v, tuple) else v
+         for v in value]
+    )  # fmt: skip
 
 
 def typed(value: Any, ref: Callable[[Ref], Any] = lambda r: r) -> Any:
     """An argument to compare with others, with types: 1 is equal to 1.0 and to True."""
     if type(value) is Ref:
         return ref(value)
-    if type(value) is tuple:
+    kind = type(value)
+    if kind is tuple:
         return tuple([typed(v, ref) for v in value])
-    return type(value), repr(value) if type(value) is float else value
+    return kind, repr(value) if kind is float else value
 
 
 def format_arg(value: Any) -> str:

@@ -66,8 +66,7 @@ class _Rewriter:
         """The graph in the end."""
         for node in self.graph.nodes:
             if any(ref in self.now for ref in node.refs):
-                args, kwargs = map_refs((node.args, node.kwargs), self._now)
-                node = replace(node, args=args, kwargs=kwargs)
+                node = node.reading(*map_refs((node.args, node.kwargs), self._now))
             made = (rule(self, node) for rule in RULES)
             found: list[Node] | Ref = next((m for m in made if m is not None), [node])
             if isinstance(found, Ref):
