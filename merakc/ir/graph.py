@@ -17,6 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from merakc.ir.same import Same
+
 T = TypeVar("T")
 
 
@@ -133,6 +135,7 @@ class Node:
     source: str = ""
     grad: bool = True  # False: recorded while gradients were switched off
     _refs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _outs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def refs(self) -> tuple[Ref, ...]:
@@ -162,18 +165,28 @@ class Node:
         return first
 
     @property
+    def outs(self) -> tuple[Ref, ...]:
+        """The outputs, those that are no tensors too."""
+        outs = self._outs
+        if outs is None:
+            outs = tuple([Ref(self.name, k) for k in range(len(self.outputs))])
+            object.__setattr__(self, "_outs", outs)
+        return outs
+
+    @property
     def made(self) -> tuple[Ref, ...]:
         """The values made."""
-        return tuple(Ref(self.name, k) for k, o in enumerate(self.outputs) if o is not None)
+        if None not in self.outputs:
+            return self.outs
+        return tuple([ref for ref, o in zip(self.outs, self.outputs, strict=True) if o is not None])
 
     def grad_outputs(self, grads: Set[Ref]) -> list[Ref]:
         """The outputs that require a gradient where the values in `grads` do."""
         if not self.grad or grads.isdisjoint(self.refs) or _cuts(self.op):
             return []
-        specs = enumerate(self.outputs)
         return [
-            Ref(self.name, k)
-            for k, s in specs
+            ref
+            for ref, s in zip(self.outs, self.outputs, strict=True)
             if s is not None and (s.dtype.is_floating_point or s.dtype.is_complex)
         ]
 
@@ -273,6 +286,8 @@ class Graph:
 
     def renamed(self, names: Mapping[Ref, Ref]) -> Graph:
         """The graph with some of the values that it reads replaced."""
+        if not names:
+            return self
 
         def now(ref: Ref) -> Ref:
             return names.get(ref, ref)
@@ -286,11 +301,16 @@ class Graph:
         outputs = tuple(o.at(now(o.ref)) for o in self.outputs)
         return Graph(self.inputs, nodes, outputs, self.constants, self.functions)
 
-    def without_nodes(self) -> Graph:
+    def without_nodes(self, same: Same | None = None) -> Graph:
         """What goes in and out of it, by names, and the functions that it calls: all that is asked
-        of a graph that is compiled.
+        of a graph that is compiled; the `same` values as others have.
         """
-        return Graph(self.inputs, (), self.outputs, functions=self.functions)
+        inputs, outputs = self.inputs, self.outputs
+        if same is not None:
+            fixed = (InputKind.PARAMETER, InputKind.BUFFER)  # of one shape in all graphs
+            inputs = tuple([same(i) if i.kind in fixed else i for i in inputs])
+            outputs = same(outputs)
+        return Graph(inputs, (), outputs, functions=self.functions)
 
     def __str__(self) -> str:
         lines = [f"{i.kind} %{i.name}: {i.spec} {i.target}".rstrip() for i in self.inputs]
@@ -302,9 +322,9 @@ class Graph:
 def _specs(graph: Graph) -> Mapping[Ref, TensorSpec]:
     found = {Ref(i.name): i.spec for i in graph.inputs}
     for node in graph.nodes:
-        for k, spec in enumerate(node.outputs):
+        for ref, spec in zip(node.outs, node.outputs, strict=True):
             if spec is not None:
-                found[Ref(node.name, k)] = spec
+                found[ref] = spec
     return found
 
 
