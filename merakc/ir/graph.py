@@ -9,6 +9,7 @@ the model writes (BatchNorm's statistics) is an output of kind `BUFFER`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -149,9 +150,7 @@ class Node:
             object.__setattr__(self, "_refs", refs)
         return refs
 
-    def reading(
-        self, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...] | None = None
-    ) -> Node:
+    def reading(self, args: tuple[Any, ...], kwargs: Any = None) -> Node:
         """The same call with other arguments."""
         kwargs = self.kwargs if kwargs is None else kwargs
         return Node(self.name, self.op, args, kwargs, self.outputs,
@@ -263,6 +262,11 @@ class Graph:
         """The values that depend on an input requiring a gradient, through differentiable calls."""
         return self.told(_grad_values)
 
+    def with_nodes(self, nodes: Sequence[Node]) -> Graph:
+        """The graph with these nodes: itself, with what it was told, where it has just these."""
+        same = len(nodes) == len(self.nodes) and all(map(operator.is_, nodes, self.nodes))
+        return self if same else replace(self, nodes=tuple(nodes))
+
     def pruned(self) -> Graph:
         """The graph without the nodes that no output needs; inputs stay."""
         needed = {o.ref.node for o in self.outputs}
@@ -271,9 +275,7 @@ class Graph:
             if node.name in needed:
                 kept.append(node)
                 needed.update([r.node for r in node.refs])
-        return Graph(
-            self.inputs, tuple(reversed(kept)), self.outputs, self.constants, self.functions
-        )
+        return self.with_nodes(kept[::-1])
 
     def without_unread_inputs(self) -> Graph:
         """The graph with only those inputs and constants that a node or an output reads."""

@@ -35,7 +35,8 @@ Bare = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 FOLLOWING = frozenset(
     f"aten.{name}"
     for name in (
-        "add.Tensor", "addmm.default", "bmm.default", "cat.default", "cross_entropy_loss.default",
+        "add.Tensor", "addmm.default", "bmm.default", "cat.default", "constant_pad_nd.default",
+        "contiguous.default", "cross_entropy_loss.default", "logical_not.default",
         "div.Tensor", "embedding.default", "expand.default", "gelu.default", "layer_norm.default",
         "linear.default", "masked_fill.Scalar", "matmul.default", "mean.dim", "mm.default",
         "mul.Tensor", "neg.default", "permute.default", "pow.Tensor_Scalar", "relu.default",

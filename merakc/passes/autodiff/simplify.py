@@ -62,7 +62,7 @@ def simplify(graph: Graph) -> Graph:
 
 def _same_types(node: Node, args: Any, kwargs: Any) -> bool:
     """Whether arguments that are equal to a node's are of the same types, too."""
-    return typed((node.args, node.kwargs)) == typed((args, kwargs))
+    return bool(typed((node.args, node.kwargs)) == typed((args, kwargs)))
 
 
 def _traced(node: Node, args: Any, kwargs: Any) -> Node:
