@@ -274,7 +274,10 @@ def adapt_plan(
     loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)
     loss = replace(loss, graph=graph)
-    of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
+    if len(plan.rank_of) == 1:
+        of = dict.fromkeys((n.name for n in loss.graph.nodes), 0)
+    else:
+        of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
     return replace(lowered, loss=loss, stages=stages, parts=())
 

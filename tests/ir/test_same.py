@@ -9,7 +9,7 @@ from merakc.ir.same import Same
 
 
 def test_of_equal_values_it_gives_the_first() -> None:
-    same, one, other = Same(), (1, "a"), tuple([1, "a"])
+    same, one, other = Same(), (1, "a"), (int("1"), "a")
     assert one is not other
     assert same(one) is one
     assert same(other) is one
