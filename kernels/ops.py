@@ -107,7 +107,6 @@ def resolve_op(op: str) -> Callable[..., Any]:
     return call
 
 
-@cache
 def compiled_call(op: str) -> Callable[..., Any]:
     """What a compiled step calls for an op, the shortest way there is."""
     found = DIRECT.get(op) or BINDINGS.get(op)

@@ -100,6 +100,7 @@ class _Writer:
         self.numbers: list[Any] = []  # and tuples of them, dtypes and the like
         self.known: dict[str, Any] = {}  # of these, the tuples, by how they are written
         self.names: dict[Ref, str] = {}
+        self.calls: dict[str, Callable[..., Any]] = {}  # by op
         self.functions: dict[object, str] = {}  # what the source calls a function
         self.over = overwrites(graph)
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
@@ -185,7 +186,11 @@ class _Writer:
         elif node.name in self.over:
             call, args = overwriting_call(node, self.over[node.name])
         else:
-            call = self.graph.functions.get(node.op) or compiled_call(node.op)
+            if node.op not in self.calls:
+                self.calls[node.op] = (
+                    self.graph.functions.get(node.op) or compiled_call(node.op)
+                )
+            call = self.calls[node.op]
         function = self.functions.setdefault(call, f"f{len(self.functions)}")
         self.scope[function] = call
         if node.op.startswith(FUSED):
