@@ -139,7 +139,7 @@ class _Writer:
                 lines += [f"    {self._value(ref)} = made[{ref.index}]" for ref in own]
                 lines.append("    del made")
             else:
-                lines.append(f"    {self._value(own[0])} = {self._call(node)}")
+                lines.append(f"    {self._value(Ref(node.name))} = {self._call(node)}")
             lines += self._told(own)
             if self.sunk:
                 lines += self._sinks(own)

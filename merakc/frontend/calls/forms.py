@@ -83,9 +83,8 @@ class Forms:
         traits = _traits(func)
         if traits.writes or not (self._views or traits.fresh):
             return func(*args, **kwargs)
-        at = (
-            traits.key_position
-        )  # of a draw: each has a key of its own, of no matter for its result
+        at = traits.key_position
+        # Each draw has a key of its own, of no matter for its result.
         told = args if at is None else (*args[:at], None, *args[at + 1 :])
         key = func, self._form(told), self._form(tuple(kwargs.items())) if kwargs else ()
         found = self._known.get(key)

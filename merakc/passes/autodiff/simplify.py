@@ -52,7 +52,8 @@ def simplify(graph: Graph) -> Graph:
             for index in range(len(node.outputs)):
                 replaced[Ref(node.name, index)] = Ref(same.name, index)
             continue
-        nodes.append(node if args is node.args and node.grad else _traced(node, args, kwargs))
+        as_it_is = args is node.args and kwargs is node.kwargs and node.grad
+        nodes.append(node if as_it_is else _traced(node, args, kwargs))
         alike.append(nodes[-1])
         if node.op in RESHAPES | SWAPS:
             views[Ref(node.name)] = nodes[-1]
