@@ -30,8 +30,8 @@ def is_own(name: str) -> bool:
 
 def common(graph: Graph) -> Graph:
     """The graph without what only the recording of the whole batch has."""
-    within = any(n.op == WITHIN for n in graph.nodes)
-    if not within and not any(is_own(x.name) for x in (*graph.inputs, *graph.nodes)):
+    names = (*(i.name for i in graph.inputs), *(n.name for n in graph.nodes))
+    if not any(map(is_own, names)) and all(n.op != WITHIN for n in graph.nodes):
         return graph
     nodes = (
         replace(n, op=KNOWN, args=()) if n.op == WITHIN or _reads_own(n) else n
