@@ -71,6 +71,7 @@ def stage_cost(
         static_bytes=static_bytes(chunk.forward, shards, precision, tied),
         reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied),
         waist_bytes=sum(m.size_bytes for m in forward.waist - forward.held),
+        host_bytes=forward.host_bytes,
     )
 
 

@@ -80,8 +80,9 @@ class Plan(Strategy):
     one's communication under the others' arithmetic; without it, collectives block. `row_chunks`
     holds the numbers of chunks of rows, by the names of their weights, in which products beside
     collectives are computed where a micro-batch runs whole; `fused_products` names the weights
-    whose products are one op with the collective beside them instead. The figures of `machines`
-    decide the order of the nodes of such stages.
+    whose products are one op with the collective beside them instead. `offloaded` is by stage the
+    share of what a micro-batch keeps that waits on the host (`merakc.passes.offload`); without it,
+    nothing does. The figures of `machines` decide the order of the nodes of such stages.
     """
 
     model: str
@@ -101,6 +102,7 @@ class Plan(Strategy):
     sub_batches: tuple[int, ...] = ()
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     fused_products: tuple[str, ...] = ()
+    offloaded: tuple[float, ...] = ()
     machines: Cluster | None = None
 
     @property

@@ -92,7 +92,8 @@ def _beside(file: Values) -> Iterator[str]:
     """What stands beside the decisions: of as many stages and ranks, in numbers that can be."""
     plan, prediction, measured = file["decisions"], file["prediction"], file["measured"]
     if prediction:
-        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"])))
+        some = (0, plan["pp"])
+        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", some), ("host_bytes", some))
         for name, allowed in lengths:
             if len(prediction[name]) not in allowed:
                 yield (
@@ -147,7 +148,7 @@ def _stage_problems(plan: Values) -> Iterator[str]:
 
 def _lengths(plan: Values, stages: int) -> Iterator[str]:
     """Tuples with an entry a stage, or none."""
-    for name in ("state_shards", "keep_bytes", "kept_blocks", "sub_batches"):
+    for name in ("state_shards", "keep_bytes", "kept_blocks", "sub_batches", "offloaded"):
         if plan[name] and len(plan[name]) != stages:
             yield (
                 f"{name} has {len(plan[name])} entries; it must have none, or one for each of "
@@ -175,6 +176,11 @@ def _per_stage(plan: Values) -> Iterator[str]:
             parse_runs(text)
         except ValueError as error:
             yield f"kept_blocks.{stage}: {error}"
+    for stage, share in enumerate(plan["offloaded"]):
+        if not 0 <= share <= 1:
+            yield f"offloaded.{stage} is {share}; it must be a share, from 0 to 1"
+    if plan["offloaded"] and plan["recompute"] in ("stage", "solved"):
+        yield f"offloaded is given; with recompute '{plan['recompute']}' it must be empty"
     samples = plan["batch_size"] // plan["micro_batches"]
     for stage, parts in enumerate(plan["sub_batches"]):
         if parts < 1 or (samples and samples % parts):

@@ -20,7 +20,7 @@ from merakc.machines.cluster import Sharing
 from merakc.machines.cluster_files import check_hardware
 from merakc.version import __version__
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 
 
@@ -29,7 +29,8 @@ class Prediction:
     """What the simulator expects of one step; `peak_bytes` and `exposed_s` per pipeline rank.
 
     The latter are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
-    share of its seconds that each stage saves by tp communication under computation.
+    share of its seconds that each stage saves by tp communication under computation. `host_bytes`
+    are, per pipeline rank, the most that waits on its host; empty, none does.
     """
 
     step_s: float
@@ -37,6 +38,7 @@ class Prediction:
     peak_bytes: tuple[int, ...]
     exposed_s: tuple[float, ...] = ()
     overlap_gains: tuple[float, ...] = ()
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

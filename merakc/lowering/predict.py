@@ -63,6 +63,7 @@ def predict(
         tuple(simulation.peak_bytes[k] for k in places),
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
+        tuple(simulation.host_bytes[k] for k in places) if lowered.plan.offloaded else (),
     )
     return prediction, simulation
 
@@ -99,13 +100,14 @@ def _collective_seconds(
 
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Costs of the stages, less the communication that is to run under computation: rough ones,
-    but of backwards that make blocks again those of their own graphs.
+    but of backwards that make blocks again, or of values that wait on the host, those of their own
+    graphs.
     """
     plan = lowered.plan
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     places = [place_on(cluster, plan.tp, device) for device in devices]
-    if plan.recompute in IN_BACKWARD:
+    if plan.recompute in IN_BACKWARD or plan.offloaded:
         costs = tuple(recomputed_costs(lowered, places))
     else:
         costs = tuple(

@@ -50,6 +50,7 @@ class Held:
     the micro-batch's backward has ended. An action's own peak stands on top.
 
     `samples` are the bytes alive at moments, an action's own at its start included.
+    `host_peak_bytes` is the most that was on the host at once.
     """
 
     costs: Sequence[StageCost]
@@ -59,6 +60,8 @@ class Held:
     activations_bytes: int = 0
     messages_bytes: int = 0
     reduced_bytes: int = 0
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
     peak: Peak = field(init=False)
     samples: list[tuple[float, int]] = field(default_factory=list)
     leaving: list[tuple[float, int]] = field(default_factory=list)  # heap of (arrival, bytes)
@@ -120,8 +123,11 @@ class Held:
             self.activations_bytes -= cost.tangent_bytes
         if is_forward and self.training:
             self.in_flight.add(work)
+            self.host_bytes += cost.host_bytes
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         if kind in _ENDS:
             self.in_flight.discard(work)
+            self.host_bytes -= cost.host_bytes
         if is_forward or kind.sends_gradients:
             self.messages_bytes -= self.received.pop((*work, kind.sends_gradients), 0)
 
