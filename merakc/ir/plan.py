@@ -82,6 +82,9 @@ class Plan(Strategy):
     collectives are computed where a micro-batch runs whole; `fused_products` names the weights
     whose products are one op with the collective beside them instead. The figures of `machines`
     decide the order of the nodes of such stages.
+
+    `host_states` names the parameters that are updated on the host: what the optimizer keeps of
+    them is there, with the copy that it updates, of which the device has another to compute with.
     """
 
     model: str
@@ -102,6 +105,7 @@ class Plan(Strategy):
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     fused_products: tuple[str, ...] = ()
     machines: Cluster | None = None
+    host_states: tuple[str, ...] = ()
 
     @property
     def rank_of(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
+from merakc.ir.offload import OPTIMIZER, offload_text, parse_offload
 from merakc.ir.recompute import IN_BACKWARD, parse_budget, parse_runs
 
 RECOMPUTE = ("none", *IN_BACKWARD, "stage", "solved")
@@ -81,11 +82,31 @@ def _problems(plan: Values) -> Iterator[str]:
         yield f"batch_size is {size}; it must be a multiple of micro_batches, {m}"
     if plan["recompute"] not in RECOMPUTE:
         yield f"recompute is {plan['recompute']!r}; it must be one of {', '.join(RECOMPUTE)}"
+    yield from _offload_problems(plan)
     yield from _stage_problems(plan)
     yield from _lengths(plan, len(plan["placement"]) or plan["pp"])
     yield from _per_stage(plan)
     yield from _layouts(plan)
     yield from _figures(plan)
+
+
+def _offload_problems(plan: Values) -> Iterator[str]:
+    """What lives on the host: of kinds that there are, in the form in which plans write them."""
+    offload, names = plan["offload"], plan["host_states"]
+    try:
+        kinds = set(parse_offload(offload).kinds)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if offload_text(kinds) != offload:
+        yield f"offload is {offload!r}; it must be {offload_text(kinds)!r}"
+    if bool(names) != (OPTIMIZER in kinds):
+        yield f"host_states has {len(names)} entries, and offload is {offload!r}"
+    for name in names:
+        if name not in plan["parameters"]:
+            yield f"host_states names {name!r}; it must name parameters of the plan"
+    if list(names) != sorted(set(names)):
+        yield "host_states names parameters twice, or not in order"
 
 
 def _beside(file: Values) -> Iterator[str]:
