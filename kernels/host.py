@@ -80,9 +80,7 @@ def start_back(host: OnHost, rest: Tensor | None = None) -> Moving:
     """Starts to copy a value back to the device: its elements on the host, and the `rest`."""
     if host.kept is not None:
         return Moving(host.kept, None)
-    made = torch.empty_strided(
-        host.shape, host.strides, dtype=host.part.dtype, device=host.device
-    )
+    made = torch.empty_strided(host.shape, host.strides, dtype=host.part.dtype, device=host.device)
     flat, count = _flat(made), host.part.numel()
     join = _copy(flat[:count], host.part, host.device, back=True)
     if rest is not None:

@@ -111,7 +111,9 @@ class _Piece:
             assert one is not None
             same = node.spec.numel == one.numel
             self._check(same, node, f"has {node.spec.numel} elements, of {one.numel} that left")
-            self._check(others == [one.rest] * bool(one.rest), node, "has not the rest of its value")
+            self._check(
+                others == [one.rest] * bool(one.rest), node, "has not the rest of its value"
+            )
             one.came += 1
         self._read_alone(BACK, (WAIT,))
         readers = self.graph.users()

@@ -72,6 +72,7 @@ def stage_cost(
         reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied),
         waist_bytes=sum(m.size_bytes for m in forward.waist - forward.held),
         host_bytes=forward.host_bytes,
+        deferred_host_bytes=split[1].host_bytes if split else 0,
     )
 
 

@@ -43,7 +43,7 @@ class StageCost:
     leaves it `tangent_bytes` until the end of its backward; `head_peak_bytes` is its highest point.
 
     Beside what it saves, a micro-batch has `host_bytes` on the host from its forward to the end of
-    its backward.
+    its backward, and `deferred_host_bytes` from the input gradient to the weight gradient.
     """
 
     forward_s: float
@@ -67,6 +67,7 @@ class StageCost:
     tangent_bytes: int = 0
     head_peak_bytes: int = 0
     host_bytes: int = 0
+    deferred_host_bytes: int = 0
 
     @property
     def effects(self) -> tuple[Effect, ...]:

@@ -80,9 +80,13 @@ class Plan(Strategy):
     one's communication under the others' arithmetic; without it, collectives block. `row_chunks`
     holds the numbers of chunks of rows, by the names of their weights, in which products beside
     collectives are computed where a micro-batch runs whole; `fused_products` names the weights
-    whose products are one op with the collective beside them instead. `offloaded` is by stage the
-    share of what a micro-batch keeps that waits on the host (`merakc.passes.offload`); without it,
-    nothing does. The figures of `machines` decide the order of the nodes of such stages.
+    whose products are one op with the collective beside them instead. The figures of `machines`
+    decide the order of the nodes of such stages.
+
+    `host_states` names the parameters that are updated on the host: what the optimizer keeps of
+    them is there, with the copy that it updates, of which the device has another to compute with.
+    `host_activations` is, by stage, the share of what a micro-batch keeps for its backward that
+    waits there (`merakc.passes.offload`), moved where the figures of `machines` say.
     """
 
     model: str
@@ -102,8 +106,9 @@ class Plan(Strategy):
     sub_batches: tuple[int, ...] = ()
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     fused_products: tuple[str, ...] = ()
-    offloaded: tuple[float, ...] = ()
     machines: Cluster | None = None
+    host_states: tuple[str, ...] = ()
+    host_activations: tuple[float, ...] = ()
 
     @property
     def rank_of(self) -> tuple[int, ...]:

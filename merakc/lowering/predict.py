@@ -63,7 +63,7 @@ def predict(
         tuple(simulation.peak_bytes[k] for k in places),
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
-        tuple(simulation.host_bytes[k] for k in places) if lowered.plan.offloaded else (),
+        tuple(simulation.host_bytes[k] for k in places) if lowered.plan.host_activations else (),
     )
     return prediction, simulation
 
@@ -107,7 +107,7 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     places = [place_on(cluster, plan.tp, device) for device in devices]
-    if plan.recompute in IN_BACKWARD or plan.offloaded:
+    if plan.recompute in IN_BACKWARD or plan.host_activations:
         costs = tuple(recomputed_costs(lowered, places))
     else:
         costs = tuple(

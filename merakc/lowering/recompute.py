@@ -25,8 +25,8 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
         split = ActionKind.INPUT_GRAD in lowered.options(stage, 0).kinds
         kept = plan.kept_blocks[stage] if plan.kept_blocks else ""
         pieces = like.told(PiecesOf(plan.recompute, kept, split))
-        if plan.offloaded and pieces.backward is not None:
-            pieces = offloaded(pieces, plan.offloaded[stage], offload_place(plan))
+        if plan.host_activations and pieces.backward is not None:
+            pieces = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
         state = plan.shards(stage), plan.precision, plan.tied_shards(stage)
         found.append(
             replace(

@@ -187,9 +187,9 @@ def _overlap(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 
 def _offload(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     plan = at.plan
-    if at.apart or not at.train or not plan.offloaded or stage.backward is None:
+    if at.apart or not at.train or not plan.host_activations or stage.backward is None:
         return stage
-    return offloaded(stage, plan.offloaded[at.stage], offload_place(plan))
+    return offloaded(stage, plan.host_activations[at.stage], offload_place(plan))
 
 
 def offload_place(plan: Plan) -> Place:

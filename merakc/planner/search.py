@@ -14,6 +14,7 @@ from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
+from merakc.ir.offload import ACTIVATIONS, parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
@@ -34,6 +35,7 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
 from merakc.planner.budget import within_budget
+from merakc.planner.offload import with_moves
 from merakc.planner.request import Request, meshes, micro_batches_for
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
@@ -85,19 +87,22 @@ def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
 
 def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     """The fastest that fits of what may be recomputed and, if need be, sharded; what needs least
-    where nothing fits. More is recomputed only where less does not fit, except by ranks that share
-    cores: they may be faster where one of them has more to do.
+    where nothing fits. More is recomputed, or waits on the host as needed, only where less does not
+    fit, except by ranks that share cores: they may be faster where one of them has more to do.
 
     Raises `ConfigError` where a budget that is asked for cannot be kept.
     """
     asked, made = request.state_shards, list[Lowered]()
+    asked_host = parse_offload(request.offload)
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
         if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
-        made.append(lowered)
-        if _fits(lowered, cluster) and cluster.sharing is None:
+        made.append(with_moves(lowered, request.offload, cluster))
+        # What fits by moves alone is held against what fits by recomputation.
+        alone = choice == "none" and asked_host.as_needed and made[-1] is not lowered
+        if _fits(made[-1], cluster) and cluster.sharing is None and not alone:
             break
     fitting = [one for one in made if _fits(one, cluster)]
     return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
@@ -184,8 +189,8 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     costs = planned_costs(lowered, cluster)
     # Where recomputing gives nothing back, no order recomputes.
     keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
-    in_backward = plan.recompute in IN_BACKWARD
-    costs = keeping if request.recompute == "none" or in_backward else costs
+    in_graphs = plan.recompute in IN_BACKWARD or plan.host_activations
+    costs = keeping if request.recompute == "none" or in_graphs else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     ordered = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
     if ordered is None or standing(ordered, cluster) >= standing(lowered, cluster):
@@ -316,4 +321,7 @@ def _recomputations(request: Request) -> tuple[str, ...]:
         return ("stage",) if ActionKind.RECOMPUTE in kinds else ("none",)
     if request.schedule in ALWAYS_RECOMPUTES:
         return ("stage",)
+    offload = parse_offload(request.offload)
+    if offload.may(ACTIVATIONS) and not offload.as_needed:
+        return "none", "budget"
     return "none", "budget", "solved", "stage"

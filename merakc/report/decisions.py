@@ -41,6 +41,8 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
     if plan.sub_batches:
         gains = file.prediction.overlap_gains if file.prediction else ()
         facts.append(("overlap", _overlap(plan, gains)))
+    if plan.offload != "none":
+        facts.append(("on the host", _offload(plan)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if file.prediction:
@@ -95,6 +97,17 @@ def _recompute(plan: Plan) -> str:
     """How, and what the blocks of stages keep, where that was chosen."""
     kept = "; ".join(dict.fromkeys(plan.kept_blocks))
     return plan.recompute + (f": {kept}" if kept else "")
+
+
+def _offload(plan: Plan) -> str:
+    """The kinds of tensors that live there, and how many."""
+    parts = []
+    if plan.host_activations:
+        shares = dict.fromkeys(f"{share:.0%}" for share in plan.host_activations)
+        parts.append(f"{', '.join(shares)} of what stages keep for backwards")
+    if plan.host_states:
+        parts.append(f"state of {count_of(len(plan.host_states), 'parameter')}")
+    return f"{plan.offload}: {'; '.join(parts)}"
 
 
 def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:

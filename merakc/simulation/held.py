@@ -123,13 +123,26 @@ class Held:
             self.activations_bytes -= cost.tangent_bytes
         if is_forward and self.training:
             self.in_flight.add(work)
-            self.host_bytes += cost.host_bytes
-            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
         if kind in _ENDS:
             self.in_flight.discard(work)
-            self.host_bytes -= cost.host_bytes
+        self._move(kind, cost)
         if is_forward or kind.sends_gradients:
             self.messages_bytes -= self.received.pop((*work, kind.sends_gradients), 0)
+
+    def _move(self, kind: ActionKind, cost: StageCost) -> None:
+        """What a compute leaves on the host, or takes from there."""
+        match kind:
+            case ActionKind.FORWARD if self.training:
+                self.host_bytes += cost.host_bytes
+            case ActionKind.BACKWARD:
+                self.host_bytes -= cost.host_bytes
+            case ActionKind.INPUT_GRAD:
+                self.host_bytes -= cost.host_bytes - cost.deferred_host_bytes
+            case ActionKind.WEIGHT_GRAD:
+                self.host_bytes -= cost.deferred_host_bytes
+            case _:
+                pass
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _touch(self, action: Action, now_s: float, own_bytes: int = 0) -> None:
         """Notes the peak. Messages only leave between sends, so an action peaks at its start."""
