@@ -75,6 +75,7 @@ def peak_live_bytes(
 
 
 def alive(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of a model and its optimizer, with their gradients."""
     yield from model.buffers()
     for parameter in model.parameters():
         yield parameter

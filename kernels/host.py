@@ -25,6 +25,11 @@ def bind_copies(kind: str, copy: Copy) -> None:
     _copies[kind] = copy
 
 
+def unbind_copies(kind: str) -> None:
+    """Forgets how devices of a kind copy: their host copies by itself, then."""
+    _copies.pop(kind, None)
+
+
 @dataclass(frozen=True, slots=True)
 class OnHost:
     """The first elements of a value, in the order of its memory, while they are on the host.
@@ -40,17 +45,18 @@ class OnHost:
 
 
 class Moving:
-    """A copy that is under way."""
+    """A copy that is under way, which still reads what is `held`."""
 
-    __slots__ = ("_join", "_made")
+    __slots__ = ("_held", "_join", "_made")
 
-    def __init__(self, made: Any, join: Callable[[], None] | None) -> None:
-        self._made, self._join = made, join
+    def __init__(self, made: Any, join: Callable[[], None] | None, held: Any = None) -> None:
+        self._made, self._join, self._held = made, join, held
 
     def wait(self) -> Any:
         """What was copied, once it is there."""
         if self._join is not None:
             self._join()
+        self._held = None
         return self._made
 
 
@@ -85,7 +91,7 @@ def start_back(host: OnHost, rest: Tensor | None = None) -> Moving:
     join = _copy(flat[:count], host.part, host.device, back=True)
     if rest is not None:
         flat[count:].copy_(rest)
-    return Moving(made, join)
+    return Moving(made, join, host)
 
 
 def _copy(
@@ -117,11 +123,14 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _room(like: Tensor, count: int) -> Tensor:
-    pinned = like.device.type in _copies
-    return torch.empty(count, dtype=like.dtype, device="cpu", pin_memory=pinned)
+    return torch.empty(count, dtype=like.dtype, device="cpu", pin_memory=like.is_cuda)
 
 
 # An op, so that what counts the bytes of calls knows those of the host.
 torch.library.define("merakc::host_room", "(Tensor like, int count) -> Tensor")
 torch.library.impl("merakc::host_room", "default", _room)
+torch.library.register_fake(
+    "merakc::host_room",
+    lambda like, count: torch.empty(count, dtype=like.dtype, device="cpu"),
+)
 ROOM = torch.ops.merakc.host_room.default

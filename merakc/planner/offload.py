@@ -1,8 +1,8 @@
 """How much of what stages keep for their backwards waits on the host, so that ranks fit.
 
-Which values go first says `merakc.passes.offload`; here it is how many of a stage's bytes. Predicted
-is each choice by the graphs that follow from it, so that what a copy does not hide is in the step's
-seconds, and recomputation, which is another way to the same bytes, is held against it by those.
+Which values go first says `merakc.passes.offload`; here it is how many of a stage's bytes. Each
+choice is predicted by the graphs that follow from it: copies that computing does not hide are in
+the step's seconds, by which recomputation, another way to the same bytes, is held against it.
 """
 
 from __future__ import annotations

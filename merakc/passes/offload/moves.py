@@ -1,8 +1,9 @@
 """Writes moves to the host and back into the graphs of a stage.
 
 A value starts to leave right behind the call that makes it. The copy is waited for where it should
-have ended and nothing in the forward reads the value any more: from there on its memory is free. It comes back as late as its copy still ends before
-its first reader, behind the copies that are wanted before: links carry one at a time, each way.
+have ended and nothing in the forward reads the value any more: from there on its memory is free. It
+comes back as late as its copy still ends before its first reader, behind the copies that are wanted
+before: links carry one at a time, each way.
 """
 
 from __future__ import annotations
