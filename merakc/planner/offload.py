@@ -76,10 +76,12 @@ def _as_needed(lowered: Lowered, cluster: Cluster, host: Host) -> Lowered:
         peaks = _prediction(made).peak_bytes
         return [peak <= limit for peak, limit in zip(peaks, limits, strict=True)]
 
-    if all(fits(lowered)):
+    alone = fits(lowered)
+    if all(alone):
         return lowered
     need = _prediction(_moved(lowered, [1.0] * lowered.plan.pp, cluster)).host_bytes
-    most = [min(1.0, host.memory_bytes / max(own, 1)) for own in need]
+    shares = [min(1.0, host.memory_bytes / max(own, 1)) for own in need]
+    most = [0.0 if fitting else share for share, fitting in zip(shares, alone, strict=True)]
     return _least(lambda shares: _moved(lowered, shares, cluster), fits, most)
 
 
