@@ -92,7 +92,7 @@ class Lowered:
     def wiring(self) -> Wiring:
         """What is known of a step's communication beside its Programs."""
         plan, tied = self.plan, set[tuple[int, ...]]()
-        if plan.dp > 1 or plan.precision:
+        if plan.has_buckets:
             local = self.stages.local
             buckets = {r: rank_buckets(plan, local, r) for r in range(plan.pp)}
         else:  # no parameter stands in a bucket

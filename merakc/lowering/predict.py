@@ -110,7 +110,12 @@ def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     else:
         costs = tuple(
             rough_stage_cost(
-                g, places[s], plan.shards(s), precision=plan.precision, tied=plan.tied_shards(s)
+                g,
+                places[s],
+                plan.shards(s),
+                precision=plan.precision,
+                tied=plan.tied_shards(s),
+                on_host=plan.host_states,
             )
             for s, g in enumerate(lowered.stages.local)
         )
@@ -144,7 +149,7 @@ def tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
             mine = min(s for s in stages if plan.rank_of[s] == plan.rank_of[stage])
             if len(ranks) > 1 and stage == mine:
                 numel, kept = item.spec.numel, item.spec.dtype.itemsize
-                if plan.dp > 1 or plan.precision:
+                if plan.has_buckets:
                     numel = -(-numel // plan.shards(stages[0]).optimizer)
                     kept = max(kept, 4)  # float32 at least
                 found[len(ranks)] += numel * kept

@@ -25,7 +25,7 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
         split = ActionKind.INPUT_GRAD in lowered.options(stage, 0).kinds
         kept = plan.kept_blocks[stage] if plan.kept_blocks else ""
         pieces = like.told(PiecesOf(plan.recompute, kept, split))
-        state = plan.shards(stage), plan.precision, plan.tied_shards(stage)
+        state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.host_states
         found.append(
             replace(
                 stage_cost(pieces, place),

@@ -14,6 +14,7 @@ from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
+from merakc.ir.offload import NONE, parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
@@ -34,6 +35,7 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
 from merakc.planner.budget import within_budget
+from merakc.planner.host_state import with_host_states
 from merakc.planner.request import Request, meshes, micro_batches_for
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
@@ -96,8 +98,10 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
         if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
+        lowered = with_host_states(lowered, request.offload, cluster)
         made.append(lowered)
-        if _fits(lowered, cluster) and cluster.sharing is None:
+        is_open = parse_offload(request.offload).as_needed and lowered.plan.host_states
+        if _fits(lowered, cluster) and cluster.sharing is None and not is_open:
             break
     fitting = [one for one in made if _fits(one, cluster)]
     return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
@@ -248,7 +252,7 @@ def _with_fastest_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool =
                 continue
             tried = replace(lowered, plan=replace(plan, state_shards=scaled))
             sharded = tuple(
-                with_state(cost, graph, shards, plan.precision)
+                with_state(cost, graph, shards, plan.precision, plan.host_states)
                 for cost, graph, shards in zip(costs, local, scaled, strict=True)
             )
             prediction, simulation = predict(tried, cluster, sharded, touches, dp_rank=0)
@@ -291,7 +295,9 @@ def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Clust
     """The plan that recomputes so, with its prediction. Raises `ConfigError` where a budget that is
     asked for cannot be kept.
     """
-    plan = replace(lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=())
+    plan = replace(
+        lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=(), offload=NONE, host_states=()
+    )
     if choice == "budget":
         budget = parse_budget(request.recompute)
         return within_budget(replace(lowered, plan=plan), cluster, budget)
