@@ -29,6 +29,13 @@ def brought_down(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return empty(tensor.numel(), dtype, tensor.device).copy_(tensor, non_blocking=True)
 
 
+def brought_up(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Fills a device's tensor with what is beside it, in its dtype. The host may go on before."""
+    if source.dtype != target.dtype:  # or the link would carry more, from memory that is not pinned
+        source = empty(source.numel(), target.dtype, target.device).copy_(source)
+    target.copy_(source, non_blocking=True)
+
+
 def is_beside(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory is beside the device."""
     return tensor.untyped_storage()._cdata in _pool

@@ -24,7 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from merakc.ir.precision import Precision
 from merakc.ir.state import Role, StateShards
 from merakc.runtime.groups import Groups
-from merakc.runtime.host import brought_down
+from merakc.runtime.host import brought_down, brought_up
 from merakc.runtime.streams import Running, streams_of
 
 Tensors = dict[str, torch.Tensor]
@@ -212,7 +212,9 @@ class Bucket:
         if not self.is_trained:
             return
         own = self._own(self.kept)
-        if self.has_master:
+        if self.on_host:
+            brought_up(own, self.master)
+        elif self.has_master:
             own.copy_(self.master)
         if self.groups.refresh is not None:
             with _unsafe_preserve_version_counter(self.kept):

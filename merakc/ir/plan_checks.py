@@ -113,7 +113,8 @@ def _beside(file: Values) -> Iterator[str]:
     """What stands beside the decisions: of as many stages and ranks, in numbers that can be."""
     plan, prediction, measured = file["decisions"], file["prediction"], file["measured"]
     if prediction:
-        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"])))
+        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"])),
+                   ("host_s", (0, plan["pp"])))  # fmt: skip
         for name, allowed in lengths:
             if len(prediction[name]) not in allowed:
                 yield (

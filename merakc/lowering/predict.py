@@ -9,8 +9,11 @@ from dataclasses import replace
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.device import place_on
 from merakc.costs.head import even_layout, planned_head
+from merakc.costs.host import moved_seconds
 from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
+from merakc.costs.state import Precision
+from merakc.costs.work.sharded import OPTIMIZER_STATES
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
@@ -63,6 +66,7 @@ def predict(
         tuple(simulation.peak_bytes[k] for k in places),
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
+        host_s=_host_seconds(lowered.plan, lowered.stages.local, cluster),
     )
     return prediction, simulation
 
@@ -84,6 +88,22 @@ def _cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]
         sharing=cluster.sharing,
         ranks=mesh.world_size,
     )
+
+
+def _host_seconds(plan: Plan, local: Sequence[Graph], cluster: Cluster) -> tuple[float, ...]:
+    """Seconds of each pipeline rank in which its host updates, with the way there and back."""
+    host = cluster.host
+    if not plan.host_states or host is None:
+        return ()
+    found = [0.0] * plan.pp
+    for rank in range(plan.pp):
+        for spec in rank_buckets(plan, local, rank):
+            if spec.on_host:
+                kept = spec.dtype.itemsize
+                computed = plan.precision.dtype("compute") if plan.precision else spec.dtype
+                sizes = Precision(computed.itemsize, kept, (OPTIMIZER_STATES + 1) * kept)
+                found[rank] += moved_seconds(-(-spec.numel // spec.shards.optimizer), sizes, host)
+    return tuple(found)
 
 
 def _collective_seconds(

@@ -14,7 +14,7 @@ from merakc.analysis.buckets import Held, parameters_in_order, plan_buckets
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.sharded import state_bytes
 from merakc.errors import ConfigError
-from merakc.ir.offload import ACTIVATIONS, NONE, OPTIMIZER, offload_text, parse_offload
+from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, offload_text, parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
@@ -58,11 +58,26 @@ def _as_needed(lowered: Lowered, cluster: Cluster) -> Lowered:
         if max(over) <= 0:
             return found if _on_host(found.plan, sizes) <= host.memory_bytes else lowered
         lacks = [a + max(b, 0) for a, b in zip(lacks, over, strict=True)]
+        if any(
+            need > sum(b for b, _ in own.values()) for need, own in zip(lacks, sizes, strict=True)
+        ):
+            break  # not even all of it is enough
         names = {n for own, need in zip(sizes, lacks, strict=True) for n in _freeing(own, need)}
-        if not names or names == set(found.plan.host_states):
-            break
         found = _predicted(lowered, names, cluster)
     return lowered
+
+
+def all_on_host(lowered: Lowered, asked: str, cluster: Cluster) -> Lowered | None:
+    """The plan with the state of all trained parameters on the host, without its prediction; None
+    where that is not asked for, or there is no room.
+    """
+    offload, sizes = parse_offload(asked), _sizes(lowered)
+    if not offload.may(OPTIMIZER) or offload.size_bytes is not None or cluster.host is None:
+        return None
+    plan = _moving(lowered.plan, {name for own in sizes for name in own})
+    if _on_host(plan, sizes) > cluster.host.memory_bytes:
+        return None
+    return replace(lowered, plan=plan, prediction=None)
 
 
 def _checked(lowered: Lowered, cluster: Cluster) -> Lowered:
@@ -89,14 +104,15 @@ def host_of(cluster: Cluster) -> Host:
 
 def _predicted(lowered: Lowered, names: Collection[str], cluster: Cluster) -> Lowered:
     """The plan that updates these on the host, with what it costs."""
-    kinds = {OPTIMIZER} if names else set[str]()
-    if ACTIVATIONS in lowered.plan.offload:
-        kinds.add(ACTIVATIONS)
-    plan = replace(
-        lowered.plan, host_states=tuple(sorted(names)), offload=offload_text(kinds) or NONE
-    )
-    made = replace(lowered, plan=plan)
+    made = replace(lowered, plan=_moving(lowered.plan, names))
     return replace(made, prediction=predict(made, cluster, dp_rank=0)[0])
+
+
+def _moving(plan: Plan, names: Collection[str]) -> Plan:
+    kinds = {OPTIMIZER} if names else set[str]()
+    if ACTIVATIONS in plan.offload:
+        kinds.add(ACTIVATIONS)
+    return replace(plan, host_states=tuple(sorted(names)), offload=offload_text(kinds))
 
 
 def _sizes(lowered: Lowered) -> list[dict[str, _Sizes]]:
@@ -113,7 +129,7 @@ def _sizes(lowered: Lowered) -> list[dict[str, _Sizes]]:
                 )
                 for on_host in (False, True)
             )
-            own = here.kept_bytes + here.reduced_bytes - there.kept_bytes - there.reduced_bytes
+            own = here.kept_bytes - there.kept_bytes  # gradients are there until they are reduced
             found[plan.rank_of[stage]].setdefault(held.name, (own, there.host_bytes))
     return found
 

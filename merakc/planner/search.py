@@ -35,7 +35,7 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
 from merakc.planner.budget import within_budget
-from merakc.planner.host_state import with_host_states
+from merakc.planner.host_state import all_on_host, with_host_states
 from merakc.planner.request import Request, meshes, micro_batches_for
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
@@ -98,10 +98,13 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
         if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
+        moved = all_on_host(lowered, request.offload, cluster) if choice == "budget" else None
+        if moved is not None:  # less is made again then
+            made.append(within_budget(moved, cluster, parse_budget(request.recompute)))
         lowered = with_host_states(lowered, request.offload, cluster)
         made.append(lowered)
-        is_open = parse_offload(request.offload).as_needed and lowered.plan.host_states
-        if _fits(lowered, cluster) and cluster.sharing is None and not is_open:
+        moves = parse_offload(request.offload).as_needed and bool(lowered.plan.host_states)
+        if _fits(lowered, cluster) and cluster.sharing is None and not moves:
             break
     fitting = [one for one in made if _fits(one, cluster)]
     return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
@@ -151,7 +154,8 @@ def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) ->
 def standing(lowered: Lowered, cluster: Cluster) -> tuple[bool, float, int]:
     """Plans that fit come first, then the faster ones per sample, then those of less memory."""
     plan, prediction = lowered.plan, _predicted(lowered)
-    sample_s = float(f"{prediction.step_s / (plan.dp * plan.batch_size):.9e}")
+    step_s = prediction.step_s + max(prediction.host_s, default=0.0)
+    sample_s = float(f"{step_s / (plan.dp * plan.batch_size):.9e}")
     return not _fits(lowered, cluster), sample_s, max(prediction.peak_bytes)
 
 

@@ -42,7 +42,7 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
         gains = file.prediction.overlap_gains if file.prediction else ()
         facts.append(("overlap", _overlap(plan, gains)))
     if plan.offload != "none":
-        facts.append(("on the host", _offload(plan)))
+        facts.append(("on the host", _offload(plan, file.prediction)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if file.prediction:
@@ -99,10 +99,12 @@ def _recompute(plan: Plan) -> str:
     return plan.recompute + (f": {kept}" if kept else "")
 
 
-def _offload(plan: Plan) -> str:
-    """The kinds of tensors that live there, and how many."""
+def _offload(plan: Plan, prediction: Prediction | None) -> str:
+    """The kinds of tensors that live there, how many, and what their update takes."""
     count = count_of(len(plan.host_states), "parameter")
-    return plan.offload + (f": state of {count}" if plan.host_states else "")
+    host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
+    took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
+    return plan.offload + (f": state of {count}{took}" if plan.host_states else "")
 
 
 def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:
