@@ -174,7 +174,7 @@ def _made_again(
     """
     if unknown := sorted(options.keys() - (asked.keys() - {"model", "weights"})):
         raise ConfigError(f"{', '.join(unknown)}: no arguments of auto_parallel to be changed")
-    kept = ("tp", "pp", "precision", "batch_dims", "couplings") if asked["plan"] else ()
+    kept = ("tp", "pp", "precision", "offload", "batch_dims", "couplings") if asked["plan"] else ()
     asked = {**asked, **{name: getattr(before, name) for name in kept}}
     asked |= {"dp": before.dp, "plan": None, "ledger": None}
     if "plan" in options:

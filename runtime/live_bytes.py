@@ -11,13 +11,15 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.kernels.host import ROOM
+from merakc.runtime.host import is_beside
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the storages that calls make, until each is freed; `peak_bytes` is the most, of the
     host's memory `host_peak_bytes`.
 
-    torch's own `MemTracker` does the same by module, but only for a model called once a step.
+    What lives beside the device does not count. torch's own `MemTracker` does the same by module,
+    but only for a model called once a step.
     """
 
     def __init__(self, alive: Iterable[torch.Tensor]) -> None:
@@ -42,7 +44,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _add(self, tensor: torch.Tensor, *, on_host: bool = False) -> None:
         key, storage = _key(tensor), tensor.untyped_storage()
-        if key in self.known:
+        if key in self.known or is_beside(tensor):
             return
         size = storage.nbytes()
         self.known.add(key)

@@ -33,6 +33,9 @@ class Streams(Protocol):
     def join(self, mark: Mark) -> None:
         """The computing goes on once a mark is reached; the host does at once."""
 
+    def wait(self, mark: Mark) -> None:
+        """The host waits until a mark is reached."""
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host's on the device; the host does not wait for it."""
 
@@ -63,6 +66,10 @@ class CudaStreams:
     def join(self, mark: Mark) -> None:
         """The computing goes on once a mark is reached; the host does at once."""
         torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def wait(self, mark: Mark) -> None:
+        """The host waits until a mark is reached."""
+        mark.synchronize()
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host's on the device; the host does not wait for it."""
@@ -161,6 +168,13 @@ class Running:
             self.work.wait()
             self.waited_s += time.perf_counter() - start_s
             self.work = next(self.steps, None)
+
+    def settle(self) -> None:
+        """The host waits for all, too."""
+        if self.end is not None:
+            assert self.streams is not None
+            self.streams.wait(self.end)
+        self.finish()
 
     def poll(self) -> bool:
         """Goes on where the running one has ended; whether all have. What runs aside has when it

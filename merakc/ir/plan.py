@@ -111,6 +111,13 @@ class Plan(Strategy):
     host_activations: tuple[float, ...] = ()
 
     @property
+    def has_buckets(self) -> bool:
+        """Whether parameters stand in buckets (`merakc.analysis.buckets`): where there are several
+        dp ranks, or what the optimizer updates is a copy of its own.
+        """
+        return self.dp > 1 or self.precision is not None or bool(self.host_states)
+
+    @property
     def rank_of(self) -> tuple[int, ...]:
         """The pipeline rank of each stage."""
         return self.placement or tuple(range(self.pp))

@@ -121,7 +121,10 @@ def _beside(file: Values) -> Iterator[str]:
     plan, prediction, measured = file["decisions"], file["prediction"], file["measured"]
     if prediction:
         some = (0, plan["pp"])
-        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", some), ("host_bytes", some))
+        lengths = (
+            ("peak_bytes", (plan["pp"],)), ("exposed_s", some), ("host_s", some),
+            ("host_bytes", some),
+        )  # fmt: skip
         for name, allowed in lengths:
             if len(prediction[name]) not in allowed:
                 yield (

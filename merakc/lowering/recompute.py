@@ -27,7 +27,7 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
         pieces = like.told(PiecesOf(plan.recompute, kept, split))
         if plan.host_activations and pieces.backward is not None:
             pieces = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
-        state = plan.shards(stage), plan.precision, plan.tied_shards(stage)
+        state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.host_states
         found.append(
             replace(
                 stage_cost(pieces, place),

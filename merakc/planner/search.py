@@ -14,7 +14,7 @@ from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph
-from merakc.ir.offload import ACTIVATIONS, parse_offload
+from merakc.ir.offload import ACTIVATIONS, NONE, parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
@@ -35,6 +35,7 @@ from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.passes.programs.collectives import rough_touches
 from merakc.planner.budget import within_budget
+from merakc.planner.host_state import all_on_host, with_host_states
 from merakc.planner.offload import with_moves
 from merakc.planner.request import Request, meshes, micro_batches_for
 from merakc.schedules.bound import lower_bound_s
@@ -93,15 +94,20 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     Raises `ConfigError` where a budget that is asked for cannot be kept.
     """
     asked, made = request.state_shards, list[Lowered]()
-    asked_host = parse_offload(request.offload)
+    offload = parse_offload(request.offload)
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
         if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
+        moved = all_on_host(lowered, request.offload, cluster) if choice == "budget" else None
+        if moved is not None:  # less is made again then
+            made.append(within_budget(moved, cluster, parse_budget(request.recompute)))
+        lowered = with_host_states(lowered, request.offload, cluster)
         made.append(with_moves(lowered, request.offload, cluster))
-        # What fits by moves alone is held against what fits by recomputation.
-        alone = choice == "none" and asked_host.as_needed and made[-1] is not lowered
+        # What fits by the host alone is held against what fits by recomputation.
+        plan = made[-1].plan
+        alone = offload.as_needed and bool(plan.host_states or plan.host_activations)
         if _fits(made[-1], cluster) and cluster.sharing is None and not alone:
             break
     fitting = [one for one in made if _fits(one, cluster)]
@@ -152,7 +158,8 @@ def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) ->
 def standing(lowered: Lowered, cluster: Cluster) -> tuple[bool, float, int]:
     """Plans that fit come first, then the faster ones per sample, then those of less memory."""
     plan, prediction = lowered.plan, _predicted(lowered)
-    sample_s = float(f"{prediction.step_s / (plan.dp * plan.batch_size):.9e}")
+    step_s = prediction.step_s + max(prediction.host_s, default=0.0)
+    sample_s = float(f"{step_s / (plan.dp * plan.batch_size):.9e}")
     return not _fits(lowered, cluster), sample_s, max(prediction.peak_bytes)
 
 
@@ -253,7 +260,7 @@ def _with_fastest_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool =
                 continue
             tried = replace(lowered, plan=replace(plan, state_shards=scaled))
             sharded = tuple(
-                with_state(cost, graph, shards, plan.precision)
+                with_state(cost, graph, shards, plan.precision, plan.host_states)
                 for cost, graph, shards in zip(costs, local, scaled, strict=True)
             )
             prediction, simulation = predict(tried, cluster, sharded, touches, dp_rank=0)
@@ -296,7 +303,9 @@ def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Clust
     """The plan that recomputes so, with its prediction. Raises `ConfigError` where a budget that is
     asked for cannot be kept.
     """
-    plan = replace(lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=())
+    plan = replace(
+        lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=(), offload=NONE, host_states=()
+    )
     if choice == "budget":
         budget = parse_budget(request.recompute)
         return within_budget(replace(lowered, plan=plan), cluster, budget)

@@ -82,5 +82,5 @@ def test_what_cannot_be_is_refused() -> None:
     by_actions = replace(lowered, plan=replace(lowered.plan, recompute="stage"))
     with pytest.raises(ConfigError, match=r"what the schedule makes again .* ask for recompute"):
         with_moves(by_actions, "activations", NOMINAL_CPU)
-    with pytest.raises(ConfigError, match="a device may use 8.00 GiB"):
+    with pytest.raises(ConfigError, match=r"a device may use 8\.00 GiB"):
         with_moves(lowered, "activations, 9 GiB", NOMINAL_CPU)
