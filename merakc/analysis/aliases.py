@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.kernels.ops import WAIT, returns_view
+from merakc.kernels.ops import GONE, WAIT, returns_view
 
 # Ops that move no data.
 FREE: Final = frozenset(
@@ -21,7 +21,7 @@ FREE: Final = frozenset(
      "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
      "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
      "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
-     "merakc.copy_to.default", WAIT}
+     "merakc.copy_to.default", WAIT, GONE}
 )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
+from merakc.ir.offload import NONE
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import Program, StageGraphs
@@ -95,7 +96,7 @@ class Lowered:
     def wiring(self) -> Wiring:
         """What is known of a step's communication beside its Programs."""
         plan, tied = self.plan, set[tuple[int, ...]]()
-        if plan.dp > 1 or plan.precision:
+        if plan.has_buckets:
             local = self.stages.local
             buckets = {r: rank_buckets(plan, local, r) for r in range(plan.pp)}
         else:  # no parameter stands in a bucket
@@ -217,6 +218,7 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
         strategy,
         chunks=max(len(placement) // mesh.pp, 1),
         sequence_parallel=bool(sharding.sequences),
+        offload=NONE,  # what moves is chosen of the plan
     )
     plan = Plan(
         **{name: getattr(decided, name) for name in DECISIONS},
