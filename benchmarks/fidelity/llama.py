@@ -48,10 +48,12 @@ class LlamaShape:
         return kept
 
     def head_bytes(self, micro_batch: int, tp: int) -> int:
-        """What the loss's backward has beyond what it reads: logits in 16 bits, and the gradients
-        of their log-probabilities and of themselves in float32.
+        """What the loss holds in its backward beyond a rank's log-probabilities: these runs gathered
+        their logits over tp (Aleph-Alpha/scaling, `ColumnParallelLinear` and `CrossEntropyLoss`),
+        so whole log-probabilities and two gradients in float32.
         """
-        return micro_batch * self.seq_len * self.vocab // tp * (2 + 4 + 4)
+        scores = micro_batch * self.seq_len * self.vocab
+        return scores * (4 + 4 + 4) - 4 * scores // tp
 
 
 class Block(nn.Module):

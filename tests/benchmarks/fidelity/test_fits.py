@@ -55,4 +55,4 @@ def test_what_autograd_keeps() -> None:
     norms, scores = 2 * 2 * 32 * 64 * 6, 2 * 4 * 32 * 32 * 4
     assert shape.block_bytes(2, 1, sequence_parallel=False) == norms + scores
     assert shape.block_bytes(2, 2, sequence_parallel=True) == (norms + scores) // 2
-    assert shape.head_bytes(2, 2) == 2 * 32 * 50 * 10
+    assert shape.head_bytes(2, 2) == 2 * 32 * (100 * 12 - 50 * 4)
