@@ -48,9 +48,10 @@ class LlamaShape:
         return kept
 
     def head_bytes(self, micro_batch: int, tp: int) -> int:
-        """What the loss holds in its backward beyond a rank's log-probabilities: these runs gathered
-        their logits over tp (Aleph-Alpha/scaling, `ColumnParallelLinear` and `CrossEntropyLoss`),
-        so whole log-probabilities and two gradients in float32.
+        """What the loss holds in its backward beyond a rank's log-probabilities.
+
+        These runs gathered their logits over tp (Aleph-Alpha/scaling, `ColumnParallelLinear` and
+        `CrossEntropyLoss`): whole log-probabilities and two gradients, in float32.
         """
         scores = micro_batch * self.seq_len * self.vocab
         return scores * (4 + 4 + 4) - 4 * scores // tp
