@@ -70,11 +70,10 @@ def test_a_part_is_not_taken_for_the_whole(name: str, use: Callable[[Any], Any])
 
 
 def test_averages() -> None:
-    average, given = made(), made()
+    average, given, own = made(), made(), PLACE.take(WHOLE)
     average.mul_(0.9).add_(given + 1, alpha=0.1)
     average.lerp_(given, torch.tensor(0.5))
-    average += torch.where(given > 5, given, 0.0)
-    own = PLACE.take(WHOLE)
+    average.add_(torch.where(given > 5, given, 0.0))
     assert average.place == PLACE
     torch.testing.assert_close(average.local, own + 0.05 + torch.where(own > 5, own, 0.0))
 
