@@ -41,7 +41,7 @@ def view_roots(
     for node in graph.nodes:
         root = found.get(node.refs[0], node.refs[0]) if node.refs else None
         if root is not None and looks_at(node, root):
-            found |= {Ref(node.name, k): root for k in range(len(node.outputs))}
+            found.update(dict.fromkeys(node.outs, root))
     return found
 
 
@@ -52,8 +52,9 @@ def last_uses(graph: Graph, owner: Mapping[Ref, Ref]) -> dict[Ref, int]:
     """
     found: dict[Ref, int] = {}
     for k, node in enumerate(graph.nodes):
-        made = (Ref(node.name, i) for i in range(len(node.outputs)))
-        found |= {owner[ref]: k for ref in (*made, *node.refs) if ref in owner}
+        for ref in (*node.outs, *node.refs):
+            if ref in owner:
+                found[owner[ref]] = k
     return found
 
 
@@ -64,12 +65,11 @@ def owned_outputs(graph: Graph) -> frozenset[str]:
     memory = {Ref(i.name): {Ref(i.name)} for i in graph.inputs}
     made: set[Ref] = set()
     for node in graph.nodes:
-        own = {Ref(node.name, k) for k in range(len(node.outputs))}
         if returns_view(node.op):
             shared = set().union(*(memory[r] for r in node.refs))
-            memory |= dict.fromkeys(own, shared)
+            memory.update(dict.fromkeys(node.outs, shared))
         else:
-            memory |= {ref: {ref} for ref in own}
-            made |= own
+            memory.update((ref, {ref}) for ref in node.outs)
+            made.update(node.outs)
     times = Counter(ref for o in graph.outputs for ref in memory[o.ref])
     return frozenset(o.name for o in graph.outputs if o.ref in made and times[o.ref] == 1)
