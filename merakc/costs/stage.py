@@ -73,6 +73,8 @@ def stage_cost(
         static_bytes=static_bytes(chunk.forward, shards, precision, tied, on_host),
         reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied, on_host),
         waist_bytes=sum(m.size_bytes for m in forward.waist - forward.held),
+        host_bytes=forward.host_bytes,
+        deferred_host_bytes=split[1].host_bytes if split else 0,
     )
 
 

@@ -85,6 +85,8 @@ class Plan(Strategy):
 
     `host_states` names the parameters that are updated on the host: what the optimizer keeps of
     them is there, with the copy that it updates, of which the device has another to compute with.
+    `host_activations` is, by stage, the share of what a micro-batch keeps for its backward that
+    waits there (`merakc.passes.offload`), moved where the figures of `machines` say.
     """
 
     model: str
@@ -106,6 +108,7 @@ class Plan(Strategy):
     fused_products: tuple[str, ...] = ()
     machines: Cluster | None = None
     host_states: tuple[str, ...] = ()
+    host_activations: tuple[float, ...] = ()
 
     @property
     def has_buckets(self) -> bool:

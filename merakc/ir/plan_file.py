@@ -31,7 +31,8 @@ class Prediction:
     The latter are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
     share of its seconds that each stage saves by tp communication under computation. `host_s` are,
     per pipeline rank, the seconds in which gradients go to the host, it updates, and what it has
-    updated comes back: none of them is in `step_s`, as the optimizer's are not.
+    updated comes back: none of them is in `step_s`, as the optimizer's are not. `host_bytes` are,
+    per pipeline rank, the most of its micro-batches' values that waits there; empty, none does.
     """
 
     step_s: float
@@ -40,6 +41,7 @@ class Prediction:
     exposed_s: tuple[float, ...] = ()
     overlap_gains: tuple[float, ...] = ()
     host_s: tuple[float, ...] = ()
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

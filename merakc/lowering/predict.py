@@ -60,6 +60,7 @@ def predict(
     placed = lowered.with_collectives(programs, touches)
     simulation = simulate(placed, table, head=lowered.head_stage, mesh=mesh)
     places = ranks if dp_rank is None else range(mesh.pp)
+    moves = bool(lowered.plan.host_activations)
     prediction = Prediction(
         simulation.step_s,
         simulation.bubble_share,
@@ -67,6 +68,7 @@ def predict(
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
         host_s=_host_seconds(lowered.plan, lowered.stages.local, cluster),
+        host_bytes=tuple(simulation.host_bytes[k] for k in places) if moves else (),
     )
     return prediction, simulation
 
@@ -119,13 +121,14 @@ def _collective_seconds(
 
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Costs of the stages, less the communication that is to run under computation: rough ones,
-    but of backwards that make blocks again those of their own graphs.
+    but of backwards that make blocks again, or of values that wait on the host, those of their own
+    graphs.
     """
     plan = lowered.plan
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     places = [place_on(cluster, plan.tp, device) for device in devices]
-    if plan.recompute in IN_BACKWARD:
+    if plan.recompute in IN_BACKWARD or plan.host_activations:
         costs = tuple(recomputed_costs(lowered, places))
     else:
         costs = tuple(

@@ -42,6 +42,9 @@ def carry_plan(
     made = replace(made, host_states=states, offload=offload_text({OPTIMIZER} if states else set()))
     if plan.kept_blocks:
         made = replace(made, kept_blocks=tuple(plan.kept_blocks[s] for s in like))
+    if plan.host_activations:
+        shares = tuple(plan.host_activations[s] for s in like)
+        made = replace(made, host_activations=shares, machines=recorded_machines(machines, made.tp))
     lowered = replace(lowered, plan=made)
     if not plan.sub_batches or strategy.tp == 1:
         return lowered

@@ -128,6 +128,9 @@ def _check_plan(request: Request, given: Plan) -> None:
         asked["couplings"] = request.couplings
     if parse_budget(request.recompute) is not None:
         asked["recompute"] = "budget"
+    kinds = {own: set(parse_offload(own).kinds) for own in (request.offload, given.offload)}
+    if kinds[given.offload] and kinds[given.offload] <= kinds[request.offload]:
+        asked["offload"] = given.offload
     for name, value in asked.items():
         planned = getattr(given, name)
         if value != planned:

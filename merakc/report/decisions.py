@@ -100,11 +100,16 @@ def _recompute(plan: Plan) -> str:
 
 
 def _offload(plan: Plan, prediction: Prediction | None) -> str:
-    """The kinds of tensors that live there, how many, and what their update takes."""
-    count = count_of(len(plan.host_states), "parameter")
-    host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
-    took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
-    return plan.offload + (f": state of {count}{took}" if plan.host_states else "")
+    """The kinds of tensors that live there, how many, and what the update of states takes."""
+    parts = []
+    if plan.host_activations:
+        shares = dict.fromkeys(f"{share:.0%}" for share in plan.host_activations)
+        parts.append(f"{', '.join(shares)} of what stages keep for backwards")
+    if plan.host_states:
+        host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
+        took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
+        parts.append(f"state of {count_of(len(plan.host_states), 'parameter')}{took}")
+    return f"{plan.offload}: {'; '.join(parts)}"
 
 
 def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:
