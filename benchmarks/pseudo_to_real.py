@@ -196,8 +196,8 @@ def plan_table() -> Table:
     table.add_row(*planned(model, "pseudo"))
     table.caption = (
         f"dp=1 tp={DEVICES} pp=1, {MICRO_BATCHES} micro-batches, {TEXTS} texts of {TEXT_LENGTH}, "
-        "recompute=full, fp16-mixed; estimated by pieces. Offload to the host's memory, by which "
-        "the paper holds the real model, is not built in merakc; nor are experts over dp ranks."
+        "recompute=full, fp16-mixed; estimated by pieces. Offload of parameters to the host's "
+        "memory, by which the paper holds the real model, is not built; nor are experts over dp."
     )
     return table
 

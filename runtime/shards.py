@@ -132,13 +132,7 @@ class Bucket:
             self.kept = kept.to(precision.dtype("compute"), copy=True)
         else:
             self.kept = flat if shards.parameters == 1 else kept.clone()
-        self.master = flat[self.owned_at : self.owned_at + self.owned_size]
-        if on_host:
-            self.master = brought_down(self.master, dtype)
-        elif precision is None:
-            self.master = self._own(self.kept)
-        elif shards.optimizer > 1:
-            self.master = self.master.clone()
+        self.master = self._made_master(flat)
         self.reduce_dtype = torch.promote_types(self.gradient_dtype, torch.float32)
         self.owned = {
             name: nn.Parameter(
@@ -154,6 +148,15 @@ class Bucket:
         self.gradient: torch.Tensor | None = None  # the rank's shard of them
         self.arrived: set[str] = set()  # those of the running micro-batch
         self.gathering, self.reducing = Running(), Running(streams_of(flat.device))
+
+    def _made_master(self, flat: torch.Tensor) -> torch.Tensor:
+        """What this rank optimizes of all the parameters."""
+        own = flat[self.owned_at : self.owned_at + self.owned_size]
+        if self.on_host:
+            return brought_down(own, own.dtype)
+        if not self.has_master:
+            return self._own(self.kept)
+        return own if self.groups.shards.optimizer == 1 else own.clone()
 
     def _own(self, kept: torch.Tensor) -> torch.Tensor:
         """What this rank optimizes, in the shard of the parameters that it keeps."""

@@ -54,6 +54,14 @@ app = typer.Typer(
 PICTURES = (".png", ".svg", ".pdf")
 
 
+Recompute = Annotated[
+    str, typer.Option(help="none, full, selective, stage, a budget (40GiB, 0.5) or auto.")
+]
+Offload = Annotated[
+    str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
+]
+
+
 @app.callback()
 def _own_process() -> None:
     leave_garbage()
@@ -78,17 +86,13 @@ def plan(
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
-    recompute: Annotated[
-        str, typer.Option(help="none, full, selective, stage, a budget (40GiB, 0.5) or auto.")
-    ] = "auto",
+    recompute: Recompute = "auto",
     state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
     overlap: Annotated[
         int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
     ] = None,
-    offload: Annotated[
-        str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
-    ] = "none",
+    offload: Offload = "none",
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:

@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
 from merakc.analysis.buckets import WORTH_SHARE, bucket_scales
 from merakc.costs.device import collective_seconds, total_flops
@@ -19,7 +19,6 @@ from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
-from merakc.ir.offload import NONE, OPTIMIZER
 from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
 from merakc.ir.strategy import Strategy
@@ -34,7 +33,7 @@ from merakc.planner.estimate import (
     make_job,
     state_seconds,
 )
-from merakc.planner.host_estimate import host_for, moved, moves_all, without_state
+from merakc.planner.host_estimate import priced
 from merakc.planner.piece_table import Form, PieceTable
 from merakc.planner.request import Request
 from merakc.report.units import format_bytes
@@ -295,19 +294,14 @@ def price_strategy(
     waits = dict(in_good_buckets(job, one, least_s) for one in shards)
     if least_s + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
         return None
-    asked = request.recompute
-    kinds = (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE
-    host, everything = host_for(request.offload, hardware), moves_all(request.offload)
-    fitting, offload = _fitting(job, waits, kinds), NONE
-    if host is not None and (everything or isinstance(fitting, Shortage)):
-        offload, found = OPTIMIZER, _fitting(without_state(job), waits, kinds)
-        if not isinstance(found, Shortage):
-            fitting = list(moved(found, job, host, everything=everything)) or fitting
+    kinds = (request.recompute,) if request.recompute in RECOMPUTE else OPEN_RECOMPUTE
+    fit = partial(_fitting, waits=waits, kinds=kinds)
+    fitting, offload = priced(request.offload, job, hardware, fit)
     if isinstance(fitting, Shortage):
         return fitting
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
-    shards = [best] * len(job.parts)
-    decided = replace(strategy, recompute=recompute, state_shards=tuple(shards), offload=offload)
+    of_stages = (best,) * len(job.parts)
+    decided = replace(strategy, recompute=recompute, state_shards=of_stages, offload=offload)
     return Candidate(decided, estimate, _seconds(job, estimate), _flops(job))
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from merakc.costs.host import host_bytes, moved_seconds
 from merakc.costs.stages import optimizer_seconds
-from merakc.ir.offload import OPTIMIZER, parse_offload
+from merakc.ir.offload import NONE, OPTIMIZER, parse_offload
 from merakc.ir.state import StateShards
 from merakc.machines.cluster import Hardware, Host
 from merakc.planner.estimate import Estimate, Job
 
 # The shards, the kind of recomputation, and what a step takes with them.
 Priced = tuple[StateShards, str, Estimate]
+T = TypeVar("T")
 
 
 def host_for(asked: str, hardware: Hardware) -> Host | None:
@@ -25,6 +27,20 @@ def moves_all(asked: str) -> bool:
     """Whether all of the optimizer's state is to be on the host, and not what has no room alone."""
     offload = parse_offload(asked)
     return offload.may(OPTIMIZER) and not offload.as_needed and offload.size_bytes is None
+
+
+def priced(
+    asked: str, job: Job, hardware: Hardware, fit: Callable[[Job], list[Priced] | T]
+) -> tuple[list[Priced] | T, str]:
+    """What `fit` finds for a job, and the kinds of tensors that are on the host for it: none where
+    it fits without, unless all of them are to be there.
+    """
+    found, host, everything = fit(job), host_for(asked, hardware), moves_all(asked)
+    if host is None or (isinstance(found, list) and not everything):
+        return found, NONE
+    bare = fit(without_state(job))
+    fitting = isinstance(bare, list) and [*moved(bare, job, host, everything=everything)]
+    return (fitting, OPTIMIZER) if fitting else (found, NONE)
 
 
 def without_state(job: Job) -> Job:

@@ -58,8 +58,9 @@ class Request:
     def fixed(self) -> dict[str, Any]:
         """The decisions that are not open, by name."""
         asked = {name: getattr(self, name) for name in DECISIONS if name not in FOLLOWING}
-        is_open = None, AUTO, (), NONE if self.offload == NONE else AUTO
-        return {name: value for name, value in asked.items() if value not in is_open}
+        if self.offload == NONE:  # it is for a plan that is given to say
+            del asked["offload"]
+        return {name: value for name, value in asked.items() if value not in (None, AUTO, ())}
 
     def decided(self, strategy: Strategy, *, state: bool = True) -> Request:
         """The request with everything fixed that a strategy decides; collectives block.

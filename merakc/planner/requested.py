@@ -62,7 +62,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
 
     Everything that can be refused before the model is looked at is refused here.
     """
-    fixed = replace(fixed, recompute=str(fixed.recompute))
+    fixed = replace(fixed, recompute=str(fixed.recompute), offload=str(fixed.offload))
     check_recompute(fixed.recompute)
     parse_offload(fixed.offload)
     if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):

@@ -25,6 +25,8 @@ def test_each_decision_can_be_asked_for_by_its_name() -> None:
     assert asked.fixed == {
         "dp": 2, "micro_batches": 4, "sequence_parallel": False, "state_shards": "zero-1",
     }  # fmt: skip
+    assert Request(8, 4, recompute="none").fixed == {"recompute": "none"}
+    assert Request(8, 4, offload="optimizer").fixed == {"offload": "optimizer"}
     decided = asked.decided(Strategy(2, 2, 2, batch_size=8, micro_batches=4, schedule="zb-h1"))
     left = {*FOLLOWING, "chunks", "order", "recompute", "offload", "precision"}
     assert set(DECISIONS) - set(decided.fixed) == left

@@ -36,7 +36,7 @@ from merakc.train.parameters.matrices import (
     exchange,
     exchange_back,
 )
-from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.places import check_reach, elsewhere
 from merakc.train.parameters.stepping import is_stepping
 from merakc.train.parameters.together import Together
 
@@ -48,8 +48,7 @@ SHAPES: dict[int, tuple[tuple[int, ...], ...]] = {
 }  # fmt: skip
 # Of values of the size of one: float64's rounding, and float32's, which some optimizers need.
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
-# What optimizers have beside what decides their steps.
-_NOT_COPIED = ("param_groups", "state", "step")
+_NOT_COPIED = ("param_groups", "state", "step")  # what is not of what decides its steps
 _held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
 _tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
@@ -121,27 +120,13 @@ def check(optimizer: Optimizer) -> None:
     is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
     if is_asked and type(optimizer) not in _declared:
         needed = _needed(optimizer, groups, held)
-        _check_reach(optimizer, held, needed)
+        check_reach(type(optimizer).__name__, {h.name: h.home.sharded for h in held if needed})
         if needed is WholeTensors:
             homes = {p: _held[p].home for group in groups for p in group if p in _held}
             _brought[optimizer] = WholeTensors(optimizer, homes)
         elif needed is Together:
             _brought[optimizer] = Together(optimizer)
     _tried[optimizer] = len(optimizer.param_groups)
-
-
-def _check_reach(optimizer: Optimizer, held: Iterable[Held], needed: type[Bringing] | None) -> None:
-    """Raises `ConfigError` where it needs tensors of other ranks, and some are on the host, from
-    which a GPU's collectives bring none.
-    """
-    for own in held if needed is not None else ():
-        bucket = own.home.sharded.bucket_of.get(own.name) if own.home.sharded else None
-        if bucket is not None and bucket.on_host and bucket.kept.device.type != "cpu":
-            raise ConfigError(
-                f"{type(optimizer).__name__} needs whole tensors of other ranks, and the plan has "
-                f"the state of '{own.name}' on the host: give auto_parallel offload='none', or use "
-                "an optimizer that updates every element by itself, such as AdamW"
-            )
 
 
 def forget(optimizer: Optimizer) -> None:

@@ -72,3 +72,17 @@ def check_given(
             )
         if isinstance(value, TensorPart) and name in own:
             local_of(own[name], value)
+
+
+def check_reach(kind: str, held: Mapping[str, ShardedState | None]) -> None:
+    """Raises `ConfigError` where an optimizer that needs tensors of other ranks has some that are
+    updated on the host, from which a GPU's collectives bring none.
+    """
+    for name, sharded in held.items():
+        bucket = sharded.bucket_of.get(name) if sharded else None
+        if bucket is not None and bucket.on_host and bucket.kept.device.type != "cpu":
+            raise ConfigError(
+                f"{kind} needs whole tensors of other ranks, and the plan has the state of "
+                f"'{name}' on the host: give auto_parallel offload='none', or use an optimizer "
+                "that updates every element by itself, such as AdamW"
+            )

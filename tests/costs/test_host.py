@@ -1,0 +1,20 @@
+"""Seconds and bytes of state on the host."""
+
+from __future__ import annotations
+
+from merakc.costs.host import host_bytes, moved_seconds
+from merakc.costs.state import MIXED, Precision
+from merakc.machines.cluster import Host
+
+HOST = Host(10**9, bytes_per_s=28e9, down_bytes_per_s=4e9, up_bytes_per_s=1e9, latency_s=0.5)
+
+
+def test_gradients_go_down_state_is_read_and_written_and_values_come_up() -> None:
+    assert moved_seconds(0, MIXED, HOST) == 0
+    # 4 bytes down, 2 x 12 + 4 read and written, 2 up.
+    assert moved_seconds(10**9, MIXED, HOST) == (0.5 + 1.0) + 1.0 + (0.5 + 2.0)
+
+
+def test_what_a_host_holds() -> None:
+    assert host_bytes(10, MIXED) == 10 * (12 + 4)  # masters are among the 12
+    assert host_bytes(10, Precision(8, 8, 16)) == 10 * (16 + 8 + 8)

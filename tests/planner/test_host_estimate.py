@@ -1,0 +1,59 @@
+"""What moving optimizer state makes of a strategy, by pieces."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from merakc.costs.state import MIXED
+from merakc.ir.state import UNSHARDED
+from merakc.ir.strategy import Strategy
+from merakc.machines.cluster import NOMINAL_CPU
+from merakc.planner.candidates import job_of
+from merakc.planner.estimate import Job, estimate_job
+from merakc.planner.host_estimate import Priced, host_for, moved, moves_all, priced, without_state
+from merakc.planner.piece_table import PieceTable
+from tests.planner.test_piece_table import llama as record
+
+HARDWARE = NOMINAL_CPU.described(1)
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    table = PieceTable(record, NOMINAL_CPU)
+    return job_of(table, Strategy(batch_size=4, micro_batches=4), HARDWARE, MIXED)
+
+
+def _fit(job: Job) -> list[Priced]:
+    return [(UNSHARDED, "none", estimate_job(job))]
+
+
+def test_all_of_it_or_what_has_no_room(job: Job) -> None:
+    host = host_for("auto", HARDWARE)
+    assert host is not None
+    assert host_for("activations", HARDWARE) is None
+    assert (moves_all("optimizer"), moves_all("auto"), moves_all("optimizer, 1 GB")) == (
+        True, False, False,
+    )  # fmt: skip
+    ((_, _, whole),), ((_, _, bare),) = _fit(job), _fit(without_state(job))
+    state = 12 * job.rank_parameters[0]
+    assert whole.peak_bytes[0] - bare.peak_bytes[0] == state
+    ((_, _, all_),) = moved(_fit(without_state(job)), job, host, everything=True)
+    assert all_.peak_bytes == bare.peak_bytes
+    assert all_.step_s > whole.step_s
+    small = replace(HARDWARE.nodes[0].device, memory_bytes=bare.peak_bytes[0] + state // 2)
+    half = replace(job, places=[replace(place, device=small) for place in job.places])
+    ((_, _, some),) = moved(_fit(without_state(half)), half, host, everything=False)
+    assert small.memory_bytes - 12 < some.peak_bytes[0] <= small.memory_bytes
+    assert whole.step_s < some.step_s < all_.step_s
+    tiny = replace(host, memory_bytes=1)
+    assert not list(moved(_fit(without_state(job)), job, tiny, everything=True))
+
+
+def test_what_fits_moves_only_where_all_is_to_move(job: Job) -> None:
+    assert priced("auto", job, HARDWARE, _fit)[1] == "none"
+    assert priced("optimizer", job, HARDWARE, _fit)[1] == "optimizer"
+    assert priced("none", job, HARDWARE, _fit)[1] == "none"
+    lacking = priced("auto", job, HARDWARE, lambda one: None if one is job else _fit(one))
+    assert lacking[1] == "optimizer"
