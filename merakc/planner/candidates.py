@@ -19,6 +19,7 @@ from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
+from merakc.ir.offload import NONE, OPTIMIZER
 from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
 from merakc.ir.strategy import Strategy
@@ -33,6 +34,7 @@ from merakc.planner.estimate import (
     make_job,
     state_seconds,
 )
+from merakc.planner.host_estimate import host_for, moved, moves_all, without_state
 from merakc.planner.piece_table import Form, PieceTable
 from merakc.planner.request import Request
 from merakc.report.units import format_bytes
@@ -294,11 +296,18 @@ def price_strategy(
     if least_s + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
         return None
     asked = request.recompute
-    fitting = _fitting(job, waits, (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE)
+    kinds = (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE
+    host, everything = host_for(request.offload, hardware), moves_all(request.offload)
+    fitting, offload = _fitting(job, waits, kinds), NONE
+    if host is not None and (everything or isinstance(fitting, Shortage)):
+        offload, found = OPTIMIZER, _fitting(without_state(job), waits, kinds)
+        if not isinstance(found, Shortage):
+            fitting = list(moved(found, job, host, everything=everything)) or fitting
     if isinstance(fitting, Shortage):
         return fitting
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
-    decided = replace(strategy, recompute=recompute, state_shards=(best,) * len(job.parts))
+    shards = [best] * len(job.parts)
+    decided = replace(strategy, recompute=recompute, state_shards=tuple(shards), offload=offload)
     return Candidate(decided, estimate, _seconds(job, estimate), _flops(job))
 
 

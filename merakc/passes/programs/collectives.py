@@ -118,7 +118,11 @@ def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketS
             stages, item = plan.parameters[name], specs[name]
             dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
             shared = sum(s in own for s in stages) > 1
-            held.append(Held(name, dtype, item.spec.numel, stages, item.requires_grad, shared))
+            on_host = name in plan.host_states
+            held.append(
+                Held(name, dtype, item.spec.numel, stages, item.requires_grad, shared,
+                     on_host=on_host)
+            )  # fmt: skip
     return plan_buckets(held, plan.shards)
 
 
