@@ -171,10 +171,11 @@ class TensorPart(torch.Tensor):
             return first if writes else cls(found, part)
         raise ConfigError(
             f"torch.{name} is called on a part of '{part.name}', of which this rank holds "
-            f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be saved "
-            "(merakc.save, torch.distributed.checkpoint), loaded by the same rank of the same "
-            "plan, and combined element by element with the same part and numbers, as averages "
-            "are; model.full_state_dict() gives whole tensors, part.to_local() this rank's"
+            f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be "
+            "saved (merakc.save, torch.distributed.checkpoint), loaded by the same rank of the "
+            "same plan, and combined element by element, as averages are, with the same part and "
+            "numbers; "
+            "model.full_state_dict() gives whole tensors, part.to_local() this rank's"
         )
 
     # ---- what torch.distributed.checkpoint asks
@@ -229,8 +230,8 @@ def _check_same(own: Place, other: Place) -> None:
     if own != other:
         raise ConfigError(
             f"a part of '{other.name}' is copied into or combined with another part, of "
-            f"'{own.name}': it was saved by another rank or under another plan; "
-            "merakc.load and torch.distributed.checkpoint bring a state to any plan"
+            f"'{own.name}': it was saved by another rank or under another plan; merakc.load and "
+            "torch.distributed.checkpoint bring a state to any plan"
         )
 
 

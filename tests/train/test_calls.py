@@ -150,8 +150,8 @@ def test_a_call_that_one_rank_leaves_out_is_told() -> None:
         return str(caught.value)
 
     first, second = run_ranks(2, run)
-    assert first.startswith("rank 1 did not come to call 3, model.full_state_dict, where rank 0")
-    assert "rank 1 is outside any call, after call 2, model(...)" in first
+    assert first.startswith("rank 1 did not come to call 4, model.full_state_dict, where rank 0")
+    assert "rank 1 is outside any call, after call 3, model(...)" in first
     assert "rank 1 did not come" in second
 
 

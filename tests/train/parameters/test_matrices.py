@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 
 import merakc
 from merakc.equality.ranks import run_ranks
+from merakc.train.parameters import matrices
 from tests.train.parameters.test_idioms import Net, built, loss_of
 
 O = torch.optim  # noqa: E741
@@ -60,6 +61,7 @@ def elements(optimizers: list[O.Optimizer]) -> int:
 
 def on_ranks(layout: dict[str, Any], folder: Path) -> dict[str, Any]:
     found, model = {}, built(layout)
+    matrices.TRAVEL_BYTES = 2048  # of two matrices or three: several buffers
     for name, make in MAKE.items():
         model.load_state_dict(Net().state_dict())
         model.zero_grad()
