@@ -289,9 +289,12 @@ def price_strategy(
     None where it cannot take as few as `most_s` seconds a sample.
     """
     job = job_of(table, strategy, hardware, precision)
-    shards, least_s = state_choices(request, job, hardware), least_seconds(job)
+    least_s, step_s = least_seconds(job), most_s * strategy.total_batch_size
+    if least_s > step_s:
+        return None
+    shards = state_choices(request, job, hardware)
     waits = dict(in_good_buckets(job, one, least_s) for one in shards)
-    if least_s + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
+    if least_s + min(map(sum, waits.values())) > step_s:
         return None
     asked = request.recompute
     fitting = _fitting(job, waits, (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE)
