@@ -37,6 +37,7 @@ from benchmarks.ranks import run_ranks
 from merakc import api
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
+from merakc.machines import start
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.runtime import agreement, groups
 from merakc.runtime.executor import Step
@@ -161,6 +162,9 @@ _HARDWARE = SimpleNamespace(
 # What needs a device, another rank or what tensors hold, and what stands for it.
 _INSTEAD: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (torch.cuda, "get_device_properties", lambda _=None: _HARDWARE),
+    (torch.cuda, "device_count", lambda: 1),
+    (torch.cuda, "set_device", lambda _: None),
+    (start, "_check_own_gpus", lambda _: None),  # all ranks would have this one
     (torch.cuda, "get_device_name", lambda _=None: _HARDWARE.name),
     (torch.cuda, "get_device_capability", lambda _=None: (9, 0)),
     (api, "_priced", lambda *_, **more: (None, None)),  # from what all ranks have measured

@@ -17,6 +17,8 @@ Tensors = dict[str, torch.Tensor]
 Keep = Callable[[str, torch.Tensor], None]
 # Of the tensors that were written last so many bytes stay; smaller tensors all stay.
 RECENT_BYTES, SMALL_BYTES = 1 << 26, 1 << 18
+# transformers marks what from_pretrained has read, parameters and modules, and initialises it not.
+READ_BEFORE = "_is_hf_initialized"
 # What writes every element of a tensor and reads none of it.
 _OVERWRITES = (
     "normal_", "uniform_", "zero_", "fill_", "copy_", "random_", "bernoulli_", "exponential_",
@@ -66,8 +68,8 @@ def initialise(
     the model: it is called with each, the last time with what it is to be, and few tensors more
     than the largest are in memory at once.
 
-    Raises `ConfigError` where only some parameters are on the meta device, and for a tensor that
-    the model does not initialise.
+    Raises `ConfigError` where only some parameters are on the meta device, for one that
+    `from_pretrained` put there, and for a tensor that the model does not initialise.
     """
     named = dict([*model.named_parameters(), *model.named_buffers()])
     wanted = set(named if only is None else only)
@@ -78,6 +80,12 @@ def initialise(
                 f"{type(model).__name__} are on the meta device; put all of them there, or none"
             )
     made = {name for name in wanted if named[name].is_meta}
+    for name in made:
+        if getattr(named[name], READ_BEFORE, False):
+            raise ConfigError(
+                f"'{name}' was read by from_pretrained onto the meta device, which keeps no "
+                "values; give auto_parallel the folder that it was read from, as weights="
+            )
     try:
         _Initialiser(model, made, keep, None if keep is None else RECENT_BYTES).run(seed)
     except _GoneError:  # one was read long after it was made: then all are made at once
@@ -132,6 +140,8 @@ class _Initialiser(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.manual_seed(seed)
             whole = getattr(self.model, "init_weights", None)
             if callable(whole):
+                for module in self.model.modules():
+                    vars(module).pop(READ_BEFORE, None)  # or it would be passed over
                 whole()
             else:
                 for module in self.model.modules():

@@ -12,6 +12,7 @@ from merakc.ir.layout import whole_layout
 from merakc.runtime.groups import Groups, together
 from merakc.runtime.part import Place, place_of
 from merakc.runtime.state import Placement
+from merakc.train.parameters.mapped import let_go
 
 Part = tuple[int, int, int]  # of a tensor: its tp rank, and the first and last of its elements
 Read = Callable[[Box], Iterator[torch.Tensor]]  # the next rows of a box of a tensor
@@ -120,7 +121,9 @@ def _part(place: Place) -> Part:
 
 
 def rows_of(tensor: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
-    """A box of a tensor as its next rows, of a bounded size."""
+    """A box of a tensor as its next rows, of a bounded size. Of a mapped file no more than that
+    stays in memory.
+    """
     if not box.sizes:
         yield tensor
         return
@@ -129,7 +132,9 @@ def rows_of(tensor: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
     first, last = box.starts[0], box.starts[0] + box.sizes[0]
     many = max(1, ROWS_BYTES // max(1, row_bytes))
     for at in range(first, last, many):
-        yield tensor[(slice(at, min(at + many, last)), *inner)]
+        rows = tensor[(slice(at, min(at + many, last)), *inner)]
+        yield rows
+        let_go(rows)
 
 
 def _bytes(rows: torch.Tensor) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +97,16 @@ class Forgetful(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 2)
         self.register_buffer("scale", torch.ones(2))
+
+
+def test_models_that_from_pretrained_put_on_the_meta_device(tmp_path: Path) -> None:
+    stock: Any = llama()
+    stock.save_pretrained(tmp_path)
+    model: Any = type(stock).from_pretrained(tmp_path, device_map="meta")
+    with pytest.raises(ConfigError, match=r"read by from_pretrained .* as weights="):
+        initialise(model, 0)
+    initialise(model, 0, ["model.rotary_emb.inv_freq"])  # no file has it
+    assert torch.equal(model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
 
 
 def test_what_cannot_be_initialised() -> None:
