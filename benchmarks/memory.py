@@ -67,14 +67,15 @@ def peak_live_bytes(
     kernels and of the allocator does not. `others` are alive beside the model and its optimizer.
     """
     tracker = LiveBytes(
-        chain(_alive(model, optimizer), others)
+        chain(alive(model, optimizer), others)
     )  # no list: it would keep the gradients alive
     with tracker:
         step()
     return tracker.peak_bytes
 
 
-def _alive(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def alive(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors of a model and its optimizer, with their gradients."""
     yield from model.buffers()
     for parameter in model.parameters():
         yield parameter

@@ -15,6 +15,7 @@ from merakc.kernels import (
     draws,
     gemm,
     grouped_mm,
+    host,
     opaque,
     overwritten,
     places,
@@ -50,6 +51,9 @@ STARTS: Mapping[str, str] = {
 }
 STARTED: Mapping[str, str] = {start: op for op, start in STARTS.items()}
 WAIT = "wait.default"
+# Moves to the host and back, which the compiler puts around values: the start of one out and its
+# end, what stays of a value of which a part moves, and the start of one back, which `WAIT` ends.
+OUT, GONE, REST, BACK = "host.out", "host.gone", "host.rest", "host.back"
 # How ops begin that a graph's own `functions` run, each returning a sequence: calls made one.
 FUSED = "fused."
 _HALVES: Mapping[str, Callable[..., Any]] = {
@@ -58,6 +62,10 @@ _HALVES: Mapping[str, Callable[..., Any]] = {
     "start.gather_to": collectives.start_all_gather,
     "start.reduce_scatter": collectives.start_reduce_scatter,
     WAIT: collectives.wait,
+    OUT: host.start_out,
+    GONE: host.moved_out,
+    REST: host.rest_of,
+    BACK: host.start_back,
 }
 
 
@@ -87,8 +95,8 @@ DIRECT: Mapping[str, Callable[..., Any]] = {
 }
 # imported for the ops that they register
 REGISTERED = (
-    attention, checks, collectives, draws, gemm, grouped_mm, opaque, overwritten, places, products,
-    scores,
+    attention, checks, collectives, draws, gemm, grouped_mm, host, opaque, overwritten, places,
+    products, scores,
 )  # fmt: skip
 
 
@@ -121,7 +129,7 @@ def uses_autograd(op: str, device: torch.device) -> bool:
     """Whether what runs an op may differentiate something itself. Ops that users register may."""
     if op == "merakc.attention_backward.default":
         return device.type != "cpu"  # it runs its forward again there
-    own = op.startswith(("merakc.", "start.")) and not op.startswith("merakc.opaque")
+    own = op.startswith(("merakc.", "start.", "host.")) and not op.startswith("merakc.opaque")
     return not (own or op == WAIT or op.startswith("aten."))
 
 

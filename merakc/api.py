@@ -85,6 +85,7 @@ def auto_parallel(
     state_shards: ShardsGiven | None = None,
     precision: str | Precision | None = None,
     overlap: int | None = None,
+    offload: str = "none",
     couplings: Couplings = WHOLE_BATCH,
     batch_dims: GivenDims | None = None,
     compile: bool = False,
@@ -119,6 +120,8 @@ def auto_parallel(
             parts. Chosen if None.
         precision: "bf16-mixed", "fp16-mixed" or a `Precision`: with masters for the optimizer.
         overlap: parts of a micro-batch, or of rows, tp's communication of one under other parts.
+        offload: what lives on the host: "none", "auto" (what does not fit, no more), "optimizer",
+            "activations", how much a rank may move ("4 GiB"), or "optimizer, 4 GiB".
         couplings: whether the samples that a loss couples are the "whole batch"'s, or each of them
             "per micro-batch".
         batch_dims: where samples stand in tensors of the batch, by name: a dim, (dim, rows of
@@ -171,7 +174,7 @@ def _made_again(
     """
     if unknown := sorted(options.keys() - (asked.keys() - {"model", "weights"})):
         raise ConfigError(f"{', '.join(unknown)}: no arguments of auto_parallel to be changed")
-    kept = ("tp", "pp", "precision", "batch_dims", "couplings") if asked["plan"] else ()
+    kept = ("tp", "pp", "precision", "offload", "batch_dims", "couplings") if asked["plan"] else ()
     asked = {**asked, **{name: getattr(before, name) for name in kept}}
     asked |= {"dp": before.dp, "plan": None, "ledger": None}
     if "plan" in options:
@@ -201,7 +204,9 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
     """What all ranks do about the arguments of `auto_parallel`."""
     open_dataclasses(asked["batch"])
     check_is_plain(asked["model"])
-    names = "micro_batches", "recompute", "sequence_parallel", "state_shards", "overlap"
+    names = (
+        "micro_batches", "recompute", "sequence_parallel", "state_shards", "overlap", "offload",
+    )  # fmt: skip
     request = Request(
         world, 0, asked["dp"], asked["tp"], asked["pp"], schedule=str(asked["schedule"]),
         precision=parse_precision(asked["precision"]), couplings=asked["couplings"],

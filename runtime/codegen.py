@@ -97,9 +97,10 @@ class _Writer:
             "fetch": hooks.fetch, "sink": hooks.sink, "place": hooks.place,
         }  # fmt: skip
         self.scope |= {"tell": tell, "Ref": Ref} if tell is not None else {}
-        self.numbers: list[Any] = []  # and tuples of them
-        self.known: dict[str, Any] = {}  # of these, by how they are written
+        self.numbers: list[Any] = []  # and tuples of them, dtypes and the like
+        self.known: dict[str, Any] = {}  # of these, the tuples, by how they are written
         self.names: dict[Ref, str] = {}
+        self.calls: dict[str, Callable[..., Any]] = {}  # by op
         self.functions: dict[object, str] = {}  # what the source calls a function
         self.over = overwrites(graph)
         self.tuples = {n.name for n in graph.nodes if returns_tuple(n)}
@@ -123,8 +124,9 @@ class _Writer:
         lines += self._sinks(self.given)
         read = {r for n in self.graph.nodes for r in n.refs} | {o.ref for o in self.graph.outputs}
         for k, node in enumerate(self.graph.nodes):
-            lines += self._fetches(node.refs)
-            own = [Ref(node.name, i) for i in range(len(node.outputs))]
+            if self.unfetched:
+                lines += self._fetches(node.refs)
+            own = list(node.outs)
             if node.op.startswith(FUSED):  # lets go of what dies here on its way
                 lines.append(f"    box = [{', '.join(map(self._arg, node.args))}]")
                 dead = [ref for ref in dying.get(k, ()) if ref in node.refs]
@@ -139,7 +141,8 @@ class _Writer:
             else:
                 lines.append(f"    {self._value(Ref(node.name))} = {self._call(node)}")
             lines += self._told(own)
-            lines += self._sinks(own)
+            if self.sunk:
+                lines += self._sinks(own)
             if dying.get(k):
                 lines.append(f"    del {', '.join(map(self._value, dying[k]))}")
         lines += self._fetches(o.ref for o in self.returned)
@@ -183,7 +186,11 @@ class _Writer:
         elif node.name in self.over:
             call, args = overwriting_call(node, self.over[node.name])
         else:
-            call = self.graph.functions.get(node.op) or compiled_call(node.op)
+            if node.op not in self.calls:
+                self.calls[node.op] = (
+                    self.graph.functions.get(node.op) or compiled_call(node.op)
+                )
+            call = self.calls[node.op]
         function = self.functions.setdefault(call, f"f{len(self.functions)}")
         self.scope[function] = call
         if node.op.startswith(FUSED):
@@ -201,15 +208,13 @@ class _Writer:
             return self._value(value)
         if isinstance(value, tuple) and not all(isinstance(v, LITERALS) for v in value):
             return "[" + ", ".join(self._arg(v) for v in value) + "]"
-        if isinstance(value, tuple) or type(value) is int:
-            # A tuple is made once, and a list at every call; that of a layer is the others', too.
-            self.numbers.append(self.known.setdefault(repr(value), value))
-            return f"numbers[{len(self.numbers) - 1}]"
-        if isinstance(value, LITERALS):
+        if isinstance(value, LITERALS) and type(value) is not int:
             return repr(value)
-        name = f"k{len(self.scope)}"  # floats too: inf and nan have no literal
-        self.scope[name] = value
-        return name
+        if isinstance(value, tuple):
+            # It is made once, and a list at every call; that of a layer is the others', too.
+            value = self.known.setdefault(repr(value), value)
+        self.numbers.append(value)  # also what has no literal: dtypes, floats such as inf
+        return f"numbers[{len(self.numbers) - 1}]"
 
 
 def returns_tuple(node: Node) -> bool:

@@ -105,12 +105,15 @@ def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor 
         if own.numel():
             own = torch.view_as_real(own) if own.is_complex() else own
             kinds.setdefault((own.device, own.dtype), []).append(own)
-    found: torch.Tensor | None = None
+    found: dict[torch.device, torch.Tensor] = {}
     for (device, _), tensors in kinds.items():
-        found = _float32(0.0, device) if found is None else found
+        bad = found.setdefault(device, _float32(0.0, device))
         scale = _float32(factor, device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, scale)
-    return found
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, bad, scale)
+    numbers = sorted(found.values(), key=lambda bad: bad.device.type == "cpu")  # the device's first
+    return (
+        sum((bring(bad, numbers[0].device) for bad in numbers[1:]), numbers[0]) if found else None
+    )
 
 
 def _float32(number: float, device: torch.device) -> torch.Tensor:

@@ -3,8 +3,9 @@
 It has the shape of the whole tensor, as a DTensor has, but knows parts that DTensor cannot say:
 packed projections, uneven blocks, and the pieces of buckets that are optimized on different ranks.
 torch's distributed checkpoint asks it what to write and where to read (`__create_write_items__`,
-`__create_chunk_list__`, `__get_tensor_shard__`). It can be copied, moved and pickled, and computes
-nothing: whatever would take a part for the whole is an error.
+`__create_chunk_list__`, `__get_tensor_shard__`). It can be copied, moved and pickled, and
+computed with element by element, with numbers and the same part of other state: whatever would take
+a part for the whole is an error.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class TensorPart(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Copies and moves; refuses everything else."""
+        """Copies, moves, computes element by element; refuses everything else."""
         kwargs = dict(kwargs or {})
         name = func.overloadpacket.__name__
         first = args[0]
@@ -160,11 +161,20 @@ class TensorPart(torch.Tensor):
             return first if name == "copy_" else found
         leaves = pytree.tree_leaves((args, kwargs))
         part = next(a.place for a in leaves if isinstance(a, cls))
+        writes = func._schema.is_mutable
+        into = isinstance(first, cls) and name.endswith("_")
+        if _is_pointwise(func) and _are_alike(leaves) and (into or not writes):
+            for other in (a.place for a in leaves if isinstance(a, cls)):
+                _check_same(part, other)
+            local = pytree.tree_map_only(cls, lambda t: t.local, (tuple(args), kwargs))
+            found = func(*local[0], **local[1])
+            return first if writes else cls(found, part)
         raise ConfigError(
             f"torch.{name} is called on a part of '{part.name}', of which this rank holds "
-            f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be saved "
-            "(merakc.save, torch.distributed.checkpoint) and loaded by the same rank of the same "
-            "plan; model.full_state_dict() gives whole tensors, part.to_local() this rank's"
+            f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be "
+            "saved (merakc.save, torch.distributed.checkpoint), loaded by the same rank of the same "
+            "plan, and combined element by element, as averages are, with the same part and numbers; "
+            "model.full_state_dict() gives whole tensors, part.to_local() this rank's"
         )
 
     # ---- what torch.distributed.checkpoint asks
@@ -202,12 +212,25 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(box.starts), torch.Size(box.sizes))
 
 
+@cache
+def _is_pointwise(func: Any) -> bool:
+    """Whether an op computes every element of the same elements alone."""
+    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+
+
+def _are_alike(leaves: Sequence[Any]) -> bool:
+    """Whether all tensors are parts whose elements lie alike, or numbers."""
+    parts = [leaf for leaf in leaves if isinstance(leaf, TensorPart)]
+    whole = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    return len({p.local.shape for p in parts}) == 1 and len(whole) == len(parts)
+
+
 def _check_same(own: Place, other: Place) -> None:
     if own != other:
         raise ConfigError(
-            f"a part of '{other.name}' is copied into another part, of '{own.name}': it was saved "
-            "by another rank or under another plan; merakc.load and torch.distributed.checkpoint "
-            "bring a state to any plan"
+            f"a part of '{other.name}' is copied into or combined with another part, of "
+            f"'{own.name}': it was saved by another rank or under another plan; merakc.load and "
+            "torch.distributed.checkpoint bring a state to any plan"
         )
 
 

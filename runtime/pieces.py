@@ -11,12 +11,14 @@ from merakc.analysis.accumulation import accumulated
 from merakc.analysis.aliases import owned_outputs
 from merakc.ir.graph import Graph, Input, InputKind, Output, OutputKind, TensorSpec
 from merakc.ir.program import ActionKind, Program, StageGraphs
+from merakc.ir.same import Same
 from merakc.runtime.codegen import NO_HOOKS, Compiled, Hooks, compile_graph
 from merakc.runtime.fused import Fuser
 from merakc.runtime.sharded_state import ShardedState
 
 Work = tuple[int, int]  # stage, micro-batch
 Compiler = Callable[[Graph, torch.device, Hooks], Compiled]
+NO_SPEC = TensorSpec((), torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,16 +206,38 @@ class Stage:
             gradients=tuple(gradients),
         )
 
-    def let_go(self) -> None:
-        """Lets go of the graphs, but for what the forward takes and gives."""
-        self.chunk = StageGraphs(self.chunk.forward.without_nodes(), None)
+    def let_go(self, same: Same) -> None:
+        """Lets go of the graphs, but for what the forward takes and gives; with the `same` values
+        as other stages have.
+        """
+        self.chunk = StageGraphs(self.chunk.forward.without_nodes(same), None)
+        self.gradients = same(self.gradients)
+        self.targets = same.mapping(self.targets)
         for key, piece in self.pieces.items():
             if piece is not None:
-                self.pieces[key] = replace(piece, graph=Graph((), (), ()))
+                self.pieces[key] = _light(piece, same)
 
     def piece(self, kind: ActionKind, micro_batch: int) -> Piece | None:
         """What an action of the Program runs; None where there is nothing to differentiate."""
         return self.pieces[self.orders[micro_batch], kind]
+
+
+def _light(piece: Piece, same: Same) -> Piece:
+    """The piece without its graph. What an earlier piece has kept for it comes as it was made: its
+    shape is not asked for.
+    """
+
+    def light(item: Input) -> Input:
+        if item.kind is InputKind.SAVED:
+            item = replace(item, spec=NO_SPEC)
+        fixed = (InputKind.SAVED, InputKind.PARAMETER, InputKind.BUFFER)
+        return same(item) if item.kind in fixed else item
+
+    return replace(
+        piece, graph=Graph((), (), ()), given=tuple([light(i) for i in piece.given]),
+        owned=same(piece.owned), leaves=same(piece.leaves), keys=same(piece.keys),
+        returned=same(piece.returned), held=same(piece.held), routes=same(piece.routes),
+    )  # fmt: skip
 
 
 def message_specs(chunk: StageGraphs) -> dict[str, TensorSpec]:

@@ -51,6 +51,7 @@ class ShardedState:
                 groups[spec.shards],
                 precision if spec.is_trained else None,
                 device,
+                on_host=spec.on_host,
             )
             for spec in specs
         }
@@ -61,6 +62,8 @@ class ShardedState:
             for spec in specs
             if spec.is_trained and holders.get(spec.stages) is not None
         ]
+        for bucket, _ in self.tied:
+            bucket.is_tied = True
         self.shared = {name for spec in specs if spec.is_shared for name in spec.members}
         self.trained: Set[str] = frozenset()  # the parameters that get a gradient in this step
         self.wanted: dict[Bucket, set[str]] = {}  # those that get one of this rank, by bucket

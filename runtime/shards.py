@@ -24,6 +24,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from merakc.ir.precision import Precision
 from merakc.ir.state import Role, StateShards
 from merakc.runtime.groups import Groups
+from merakc.runtime.host import brought_down, brought_up
 from merakc.runtime.streams import Running, streams_of
 
 Tensors = dict[str, torch.Tensor]
@@ -90,8 +91,9 @@ class Bucket:
     """Some parameters of one dtype, on one rank.
 
     `kept` is the rank's shard of them as they are computed with. `master` is what it optimizes of
-    them: in a `precision`, memory of its own; otherwise a view of `kept`. `owned` are the
-    parameters' parts of that. `gathering` and `reducing` are what runs of its collectives.
+    them: in a `precision`, and `on_host`, memory of its own, otherwise a view of `kept`; `on_host`
+    beside the device, as are its gradients in the end. `owned` are the parameters' parts of it.
+    `gathering` and `reducing` are what runs of its collectives.
 
     Tensors on the meta device begin as zeros, on `device`.
     """
@@ -102,6 +104,8 @@ class Bucket:
         groups: ShardGroups,
         precision: Precision | None = None,
         device: torch.device | None = None,
+        *,
+        on_host: bool = False,
     ) -> None:
         self.groups, shards = groups, groups.shards
         self.members: dict[str, Member] = {}
@@ -119,16 +123,22 @@ class Bucket:
         size, self.owned_size = self.numel // shards.parameters, self.numel // shards.optimizer
         self.kept_at = groups.parameter_index * size
         self.owned_at = groups.owned_index * self.owned_size
-        self.is_mixed, self.gradient_dtype = precision is not None, first.dtype
+        self.on_host, self.gradient_dtype = on_host, first.dtype
+        self.is_tied = False  # whether ranks of other stages add gradients, once these are reduced
+        self.has_master = on_host or precision is not None
         kept = flat[self.kept_at : self.kept_at + size]
         if precision is not None:
             self.gradient_dtype = precision.dtype("gradients")
             self.kept = kept.to(precision.dtype("compute"), copy=True)
-            self.master = flat[self.owned_at : self.owned_at + self.owned_size]
-            self.master = self.master if shards.optimizer == 1 else self.master.clone()
         else:
             self.kept = flat if shards.parameters == 1 else kept.clone()
+        self.master = flat[self.owned_at : self.owned_at + self.owned_size]
+        if on_host:
+            self.master = brought_down(self.master, dtype)
+        elif precision is None:
             self.master = self._own(self.kept)
+        elif shards.optimizer > 1:
+            self.master = self.master.clone()
         self.reduce_dtype = torch.promote_types(self.gradient_dtype, torch.float32)
         self.owned = {
             name: nn.Parameter(
@@ -152,7 +162,7 @@ class Bucket:
     @property
     def extra_bytes(self) -> int:
         """What is held of the parameters beside `master`."""
-        return self.kept.nbytes - (0 if self.is_mixed else self.master.nbytes)
+        return self.kept.nbytes - (0 if self.has_master else self.master.nbytes)
 
     @property
     def holds_more(self) -> bool:
@@ -174,7 +184,9 @@ class Bucket:
 
     def move(self) -> None:
         """Leaves the memory of what this rank optimizes to who else holds it."""
-        if self.is_mixed:
+        if self.on_host:
+            self.master = brought_down(self.master, self.master.dtype)
+        elif self.has_master:
             self.master = self.master.clone()
         else:
             self.kept = self.kept.clone()
@@ -190,7 +202,7 @@ class Bucket:
         """Takes the values of a bucket like this one."""
         other.finish()
         self.kept.copy_(other.kept)
-        if self.is_mixed:
+        if self.has_master:
             self.master.copy_(other.master)
 
     def refresh(self) -> Iterator[dist.Work]:
@@ -200,7 +212,9 @@ class Bucket:
         if not self.is_trained:
             return
         own = self._own(self.kept)
-        if self.is_mixed:
+        if self.on_host:
+            brought_up(own, self.master)
+        elif self.has_master:
             own.copy_(self.master)
         if self.groups.refresh is not None:
             with _unsafe_preserve_version_counter(self.kept):
@@ -242,7 +256,7 @@ class Bucket:
 
     def _part_of_sum(self, name: str) -> torch.Tensor:
         if self.sum is None:
-            self.sum = self.master.new_empty(self.numel, dtype=self.gradient_dtype)
+            self.sum = self.kept.new_empty(self.numel, dtype=self.gradient_dtype)
             self.sum[self.total :] = 0
         member = self.members[name]
         return member.part(self.sum, 0).view(member.shape)
@@ -273,6 +287,15 @@ class Bucket:
                 work = dist.all_reduce(self.gradient, group=groups.replicas, async_op=True)
                 assert work is not None
                 yield work
+            if self.on_host and not self.is_tied:
+                yield from self.bring_down()
+
+    def bring_down(self) -> Iterator[dist.Work]:
+        """Brings the reduced gradients beside the device, and leaves nothing of them there."""
+        assert self.gradient is not None, "no gradients were reduced"
+        own = self.reducing.lend(self.gradient)
+        self.gradient = brought_down(own, self.master.dtype)
+        yield from ()
 
     def _take_sum(self) -> torch.Tensor:
         """The whole gradients, to be reduced."""
@@ -295,12 +318,15 @@ class Bucket:
         """
         self.reducing.finish()
         if self.gradient is None:
-            self.gradient = self.master.new_zeros(self.owned_size, dtype=self.reduce_dtype)
+            self.gradient = self.kept.new_zeros(self.owned_size, dtype=self.reduce_dtype)
         return self.gradient
 
     def take_gradients(self) -> Tensors:
         """The gradients of what this rank owns, once the last reduction has been started."""
         self.reducing.finish()
+        if self.on_host and self.is_tied:
+            self.reducing.start(self.bring_down())
+        self.reducing.settle()
         gradient, self.gradient = self.gradient, None
         assert gradient is not None, "no gradients were reduced"
         gradient = gradient.to(self.master.dtype)
@@ -311,7 +337,7 @@ class Bucket:
 
         Where a rank has none of a name, its part counts as zeros.
         """
-        flat = self.master.new_zeros(self.owned_size)
+        flat = self.kept.new_zeros(self.owned_size, dtype=self.master.dtype)
         for name, part in parts.items():
             self.members[name].part(flat, self.owned_at).copy_(part.detach().reshape(-1))
         whole = flat.new_empty(self.numel)

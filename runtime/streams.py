@@ -10,16 +10,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from merakc.kernels.host import bind_copies, unbind_copies
+
 Mark = Any  # a torch.cuda.Event, or what a stand-in takes for one
 
 
 class Streams(Protocol):
-    """The stream that computes and one aside, which reductions run on."""
+    """The stream that computes, one aside, which reductions run on, and one for copies each way."""
 
     def aside(self) -> AbstractContextManager[None]:
         """What is issued inside runs aside, behind all that the computing has been given so far."""
@@ -30,8 +33,16 @@ class Streams(Protocol):
     def join(self, mark: Mark) -> None:
         """The computing goes on once a mark is reached; the host does at once."""
 
+    def wait(self, mark: Mark) -> None:
+        """The host waits until a mark is reached."""
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host's on the device; the host does not wait for it."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, back: bool) -> Callable[[], None]:
+        """Copies to the host or back, behind all that the computing has been given so far; what it
+        returns lets the computing go on once the copy has ended.
+        """
 
 
 class CudaStreams:
@@ -39,6 +50,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.ways = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -55,9 +67,23 @@ class CudaStreams:
         """The computing goes on once a mark is reached; the host does at once."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
+    def wait(self, mark: Mark) -> None:
+        """The host waits until a mark is reached."""
+        mark.synchronize()
+
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host's on the device; the host does not wait for it."""
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, back: bool) -> Callable[[], None]:
+        """Copies to the host or back, behind all that the computing has been given so far; what it
+        returns lets the computing go on once the copy has ended.
+        """
+        stream = self.ways[back]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+        return partial(self.join, stream.record_event())
 
 
 _kinds: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
@@ -69,7 +95,8 @@ def streams_of(device: torch.device) -> Streams | None:
     if device.type not in _kinds:
         return None
     if device not in _made:
-        _made[device] = _kinds[device.type](device)
+        made = _made[device] = _kinds[device.type](device)
+        bind_copies(device.type, lambda *given: made.copy(*given))
     return _made[device]
 
 
@@ -89,6 +116,7 @@ def stand_in(kind: str, make: Callable[[torch.device], Streams]) -> Iterator[Non
     finally:
         del _kinds[kind]
         _made.clear()
+        unbind_copies(kind)
         if before is not None:
             _kinds[kind] = before
 
@@ -140,6 +168,13 @@ class Running:
             self.work.wait()
             self.waited_s += time.perf_counter() - start_s
             self.work = next(self.steps, None)
+
+    def settle(self) -> None:
+        """The host waits for all, too."""
+        if self.end is not None:
+            assert self.streams is not None
+            self.streams.wait(self.end)
+        self.finish()
 
     def poll(self) -> bool:
         """Goes on where the running one has ended; whether all have. What runs aside has when it

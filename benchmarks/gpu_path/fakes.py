@@ -37,6 +37,7 @@ from benchmarks.ranks import run_ranks
 from merakc import api
 from merakc.ir.batches import BatchLayout
 from merakc.ir.plan import Plan
+from merakc.kernels.host import ROOM
 from merakc.machines import start
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.runtime import agreement, groups
@@ -83,6 +84,7 @@ class Told:
     calls: int = 0  # on the device
     aside: int = 0  # of these, beside the computing
     waits: int = 0  # of the host for its device
+    copies: int = 0  # to the host and back, beside the computing
     blocking: int = 0  # copies between host and device that the host waits for
     faults: list[str] = field(default_factory=list)
 
@@ -106,7 +108,7 @@ class Watching(TorchDispatchMode):
         told.aside += "cuda" in kinds and self.is_aside
         if func is torch.ops.aten._to_copy.default and len(kinds) > 1:
             told.blocking += not kwargs.get("non_blocking")
-        elif "cpu" in kinds and self.in_program:
+        elif "cpu" in kinds and self.in_program and func is not ROOM:
             told.faults.append(f"{func} has a tensor of the CPU")
         return out
 
@@ -137,6 +139,14 @@ class Watching(TorchDispatchMode):
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the host's on the device."""
         return tensor.to("cuda:0", non_blocking=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor, back: bool) -> Callable[[], None]:
+        """A copy between host and device, for which neither waits."""
+        kinds = source.device.type, target.device.type
+        if kinds != (("cpu", "cuda") if back else ("cuda", "cpu")):
+            self.told.faults.append(f"a copy from {kinds[0]} to {kinds[1]}, back: {back}")
+        self.told.copies += 1
+        return lambda: None
 
 
 def _fill(out: list[Any], own: Any, group: Any = None) -> None:
@@ -230,7 +240,7 @@ def steps_of(layout: Layout, rank: int) -> Told:
     with _as_on_a_gpu(watching, mode):
         model = merakc.auto_parallel(
             Net(), (each, each), dp=layout.dp, tp=layout.tp, pp=layout.pp, device="cuda:0",
-            cluster=NOMINAL_GPU, **layout.options,
+            **{"cluster": NOMINAL_GPU, **layout.options},
         )  # fmt: skip
         with mode, watching:
             for _ in range(STEPS):
@@ -242,6 +252,8 @@ def steps_of(layout: Layout, rank: int) -> Told:
         told.faults += [f"a tensor on {t.device}" for t in held if t.device.type != "cuda"]
         if not gradients:
             told.faults.append("no gradients")
+        if bool(told.copies) != ("offload" in layout.options):
+            told.faults.append(f"{told.copies} copies to the host and back")
     dist.destroy_process_group()
     return told
 

@@ -18,7 +18,8 @@ from benchmarks.gpu_path.recording import Issued, Recorder
 from benchmarks.ranks import run_ranks
 from merakc.analysis.calls import Call, step_calls
 from merakc.kernels.collectives import Pending
-from merakc.machines.cluster import NOMINAL_CPU
+from merakc.kernels.host import Moving
+from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU
 from merakc.runtime.messages import Messages, _PolledSends
 from merakc.runtime.shards import Bucket
 from merakc.runtime.streams import Running
@@ -77,7 +78,8 @@ class Layout:
         return self.dp > 1 and self.options.get("state_shards", "zero-0") != "zero-0"
 
     def __str__(self) -> str:
-        told = ", ".join(f"{k} {v}" for k, v in self.options.items() if k != "micro_batches")
+        untold = "micro_batches", "cluster"
+        told = ", ".join(f"{k} {v}" for k, v in self.options.items() if k not in untold)
         return f"dp{self.dp} tp{self.tp} pp{self.pp}{': ' * bool(told)}{told}"
 
 
@@ -105,6 +107,12 @@ def _layouts() -> Iterator[Layout]:
     yield Layout(2, 1, 2, some | {"state_shards": "zero-2", "schedule": "interleaved-1f1b"})
     yield Layout(1, 1, 2, some | {"schedule": "1f1b", "precision": "bf16-mixed"})
     yield Layout(1, 2, 1, {"micro_batches": 2, "precision": "bf16-mixed"})
+    # Ordered by the figures of a GPU, whose copies take a while.
+    moved = {"offload": "activations", "recompute": "none", "cluster": NOMINAL_GPU}
+    yield Layout(1, 1, 1, {"micro_batches": 2, **moved})
+    yield Layout(1, 1, 2, some | moved | {"schedule": "zb-h1", "offload": "activations, 8 KiB"})
+    yield Layout(1, 2, 1, {"micro_batches": 1, "overlap": 2, **moved})
+    yield Layout(2, 1, 1, {"micro_batches": 2, "state_shards": "zero-2", **moved})
 
 
 LAYOUTS = tuple(_layouts())
@@ -203,6 +211,10 @@ def _scatters(layout: Layout) -> bool:
     return shards in ("zero-2", "zero-3") or (not isinstance(shards, str) and shards[1] > 1)
 
 
+def _moves(layout: Layout) -> bool:
+    return "offload" in layout.options
+
+
 SABOTAGES: dict[str, Sabotage] = {
     "a graph does not wait for its collective": Sabotage(_has_tp, _deaf(Pending, "wait")),
     "what is received is not waited for": Sabotage(_has_pp, _deaf(Messages, "receive")),
@@ -216,6 +228,7 @@ SABOTAGES: dict[str, Sabotage] = {
         lambda x: x.is_sharded, _deaf(Running, "finish", _gathers)
     ),
     "gradients are added to what is reduced": Sabotage(_scatters, _added),
+    "moves to the host and back are not waited for": Sabotage(_moves, _deaf(Moving, "wait")),
 }
 
 # ---------------------------------------------------------------------- trials
@@ -266,9 +279,8 @@ def of_rank(
     with recorder.attached():
         degrees = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp}
         each = torch.zeros(SAMPLES // layout.dp, LENGTH, dtype=torch.long)
-        model = merakc.auto_parallel(
-            Net(), (each, each), cluster=NOMINAL_CPU, **degrees, **layout.options
-        )
+        options = {"cluster": NOMINAL_CPU, **degrees, **layout.options}
+        model = merakc.auto_parallel(Net(), (each, each), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
         with recorder.recording():

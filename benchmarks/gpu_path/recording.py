@@ -110,6 +110,22 @@ class Recorder(TorchDispatchMode):
         """What the host has is there."""
         return tensor
 
+    def copy(self, target: torch.Tensor, source: torch.Tensor, back: bool) -> Callable[[], None]:
+        """A copy on the stream of its way, behind the computing."""
+        before, self.on = self.on, False
+        target.copy_(source)
+        self.on = before
+        if not before:
+            return lambda: None
+        name = "back" if back else "out"
+        clock = self.clocks.issue(f"copy:{name}", name, [source], [target])
+
+        def join() -> None:
+            if not self.deaf:
+                self.clocks.wait(COMPUTING, clock)
+
+        return join
+
     # ------------------------------------------------------------------ process groups
 
     def call(self, name: str, real: Callable[..., Any], group: Any, *args: Any, **more: Any) -> Any:

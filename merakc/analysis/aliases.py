@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from merakc.ir.graph import Graph, Node, Ref
-from merakc.kernels.ops import WAIT, returns_view
+from merakc.kernels.ops import GONE, WAIT, returns_view
 
 # Ops that move no data.
 FREE: Final = frozenset(
@@ -21,7 +21,7 @@ FREE: Final = frozenset(
      "aten.select.int", "aten.unsqueeze.default", "aten.squeeze.dim", "aten.squeeze.dims",
      "aten.split.Tensor", "aten.split_with_sizes.default", "aten.unbind.int",
      "aten.detach.default", "aten.alias.default", "aten.as_strided.default",
-     "merakc.copy_to.default", WAIT}
+     "merakc.copy_to.default", WAIT, GONE}
 )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def view_roots(
     for node in graph.nodes:
         root = found.get(node.refs[0], node.refs[0]) if node.refs else None
         if root is not None and looks_at(node, root):
-            found |= {Ref(node.name, k): root for k in range(len(node.outputs))}
+            found.update(dict.fromkeys(node.outs, root))
     return found
 
 
@@ -52,8 +52,9 @@ def last_uses(graph: Graph, owner: Mapping[Ref, Ref]) -> dict[Ref, int]:
     """
     found: dict[Ref, int] = {}
     for k, node in enumerate(graph.nodes):
-        made = (Ref(node.name, i) for i in range(len(node.outputs)))
-        found |= {owner[ref]: k for ref in (*made, *node.refs) if ref in owner}
+        for ref in (*node.outs, *node.refs):
+            if ref in owner:
+                found[owner[ref]] = k
     return found
 
 
@@ -64,12 +65,11 @@ def owned_outputs(graph: Graph) -> frozenset[str]:
     memory = {Ref(i.name): {Ref(i.name)} for i in graph.inputs}
     made: set[Ref] = set()
     for node in graph.nodes:
-        own = {Ref(node.name, k) for k in range(len(node.outputs))}
         if returns_view(node.op):
             shared = set().union(*(memory[r] for r in node.refs))
-            memory |= dict.fromkeys(own, shared)
+            memory.update(dict.fromkeys(node.outs, shared))
         else:
-            memory |= {ref: {ref} for ref in own}
-            made |= own
+            memory.update((ref, {ref}) for ref in node.outs)
+            made.update(node.outs)
     times = Counter(ref for o in graph.outputs for ref in memory[o.ref])
     return frozenset(o.name for o in graph.outputs if o.ref in made and times[o.ref] == 1)

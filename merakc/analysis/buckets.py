@@ -32,6 +32,7 @@ class Held:
     """A parameter that a rank holds, in the dtype in which it is kept.
 
     `stages` are all that have it, of other ranks too; where several are this rank's, it is shared.
+    What is `on_host` is updated there.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Held:
     is_trained: bool
     is_shared: bool = False
     is_used: bool = True
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class BucketSpec:
 
     `name` says the stages and the bucket's number: `2:0` is the first of stage 2, `0+3:0` the first
     of what stages 0 and 3 have, the same on the ranks of both. The gradients of shared ones are
-    first added up over the stages of this rank.
+    first added up over the stages of this rank. Those `on_host` are updated there.
     """
 
     name: str
@@ -60,6 +62,7 @@ class BucketSpec:
     shards: StateShards
     is_trained: bool
     is_shared: bool
+    on_host: bool = False
 
 
 def plan_buckets(
@@ -72,17 +75,17 @@ def plan_buckets(
     `shards` gives those of a stage; of several, the first one's count. A bucket of several holds
     `bucket_bytes` at most, times their `bucket_scale`, and less where that would make fewer than
     `LEAST_BUCKETS`. Frozen parameters that are not sharded are in none. A bucket holds parameters
-    of the same stages, trained or frozen; unused ones come last, so that the names of the others
-    follow from the graphs alone.
+    of the same stages, trained or frozen, updated on the host or not; unused ones come last, so
+    that the names of the others follow from the graphs alone.
     """
-    parts: dict[tuple[tuple[int, ...], bool, bool], list[Held]] = {}
+    parts: dict[tuple[tuple[int, ...], bool, bool, bool], list[Held]] = {}
     for item in held:
         if item.is_trained or shards(item.stages[0]).parameters > 1:
-            key = item.stages, not item.is_used, not item.is_trained
+            key = item.stages, not item.is_used, not item.is_trained, item.on_host
             parts.setdefault(key, []).append(item)
     found: list[BucketSpec] = []
     numbers: Counter[tuple[int, ...]] = Counter()
-    for (stages, _, is_frozen), part in sorted(parts.items(), key=lambda p: p[0]):
+    for (stages, _, is_frozen, on_host), part in sorted(parts.items(), key=lambda p: p[0]):
         numel = {h.name: h.numel for h in part}
         dtype = {h.name: h.dtype for h in part}
         sizes = [(h.name, h.dtype, h.numel * h.dtype.itemsize) for h in part]
@@ -96,7 +99,7 @@ def plan_buckets(
                     f"{'+'.join(map(str, stages))}:{number}", stages, names, dtype=dtype[names[0]],
                     numel=sum(numel[n] for n in names), shards=shards(stages[0]),
                     is_trained=not is_frozen,
-                    is_shared=part[0].is_shared,
+                    is_shared=part[0].is_shared, on_host=on_host,
                 )
             )  # fmt: skip
     return tuple(found)

@@ -10,6 +10,7 @@ from merakc.analysis.aliases import is_view, last_uses
 from merakc.analysis.overwrites import overwrites
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.kernels import scores
+from merakc.kernels.ops import OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +23,13 @@ class LiveBytes:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A piece of memory that an input lives in; several inputs may share one."""
+    """A piece of memory that an input lives in, on the device or the host; several inputs may share
+    one.
+    """
 
     owner: str
     size_bytes: int
+    host_bytes: int = 0
 
 
 def owners(graph: Graph, given: Mapping[str, Ref] | None = None) -> dict[Ref, Ref]:
@@ -72,7 +76,8 @@ def live_bytes(
     made: list[int] = []  # bytes, by each node
     for node in graph.nodes:
         own = [ref for ref in node.made if owner[ref] == ref]
-        sizes |= {ref: specs[ref].size_bytes for ref in own}
+        on_host = node.op == OUT
+        sizes |= {ref: 0 if on_host else specs[ref].size_bytes for ref in own}
         made.append(sum(sizes[ref] for ref in own))
     kept = {owner[o.ref] for o in graph.outputs}
     ending: Counter[int] = Counter()

@@ -7,6 +7,7 @@ compiles these calls so, and predictions of memory count them so.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Final
 
 from torch import Tensor
@@ -47,7 +48,7 @@ def overwrites(graph: Graph) -> dict[str, int]:
     """
     roots, whole = _made_here(graph)
     last = last_uses(graph, roots)
-    untrusted = (ref for node in graph.nodes if not _is_trusted(node) for ref in node.refs)
+    untrusted = (ref for node in graph.nodes if not _is_trusted(node.op) for ref in node.refs)
     leaving = (*untrusted, *(o.ref for o in graph.outputs))
     pinned = {roots[ref] for ref in leaving if ref in roots}
     specs = graph.specs()
@@ -67,9 +68,10 @@ def overwrites(graph: Graph) -> dict[str, int]:
     return found
 
 
-def _is_trusted(node: Node) -> bool:
+@cache
+def _is_trusted(op: str) -> bool:
     """Whether it is known to keep nothing of what it reads."""
-    return node.op in TRUSTED or (node.op.startswith("aten.") and node.op != STRIDED)
+    return op in TRUSTED or (op.startswith("aten.") and op != STRIDED)
 
 
 def _made_here(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref]]:
@@ -77,16 +79,19 @@ def _made_here(graph: Graph) -> tuple[dict[Ref, Ref], set[Ref]]:
     specs = graph.specs()
     roots: dict[Ref, Ref] = {}
     whole: set[Ref] = set()
-    for node in filter(_is_trusted, graph.nodes):
+    for node in graph.nodes:
+        if not _is_trusted(node.op):
+            continue
         if returns_view(node.op):
             base = node.refs[0] if node.refs else None  # of a number, as `conj` of `1j`
             if base in roots:
-                roots |= {Ref(node.name, i): roots[base] for i in range(len(node.outputs))}
+                roots.update(dict.fromkeys(node.outs, roots[base]))
                 if base in whole and len(node.outputs) == 1 and _same_size(specs[base], node.spec):
-                    whole.add(Ref(node.name))
+                    whole.update(node.outs)
         elif len(node.outputs) == 1 and node.outputs[0] is not None:
-            roots[Ref(node.name)] = Ref(node.name)
-            whole.add(Ref(node.name))
+            (ref,) = node.outs
+            roots[ref] = ref
+            whole.add(ref)
     return roots, whole
 
 

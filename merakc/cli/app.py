@@ -86,6 +86,9 @@ def plan(
     overlap: Annotated[
         int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
     ] = None,
+    offload: Annotated[
+        str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
+    ] = "none",
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -100,6 +103,7 @@ def plan(
             ranks, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule, order=(),
             recompute=recompute, sequence_parallel=None,
             state_shards=_shards(state_shards), precision=mixed, overlap=overlap,
+            offload=offload,
         )  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
         lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)

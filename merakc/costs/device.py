@@ -36,6 +36,7 @@ from merakc.machines.cluster import (
     DtypeName,
     Factors,
     Hardware,
+    Host,
     Points,
     Profile,
 )
@@ -71,7 +72,7 @@ class Place:
     `tp` of None is a group of unknown size in a node, taken for a whole node. With `overlap` the
     collectives of tp run beside other kernels, as where both are cut into parts. `factors` are
     those of measured steps; those of collectives are in the fabric. With `symmetric_memory` the
-    ranks of the group read each other's.
+    ranks of the group read each other's. `host` is the memory beside the device, where it is known.
     """
 
     device: Device
@@ -80,6 +81,7 @@ class Place:
     overlap: bool = False
     factors: Factors = PLAIN
     symmetric_memory: bool = False
+    host: Host | None = None
 
     @property
     def group(self) -> Group:
@@ -99,7 +101,7 @@ def rank_place(
     fabric = hardware_fabric(hardware, ranks)
     symmetric = hardware.level(tp or fabric.ranks_per_node).symmetric_memory
     own = device or hardware.slowest
-    return Place(own, fabric, tp, overlap, hardware.factors, symmetric)
+    return Place(own, fabric, tp, overlap, hardware.factors, symmetric, host=hardware.host)
 
 
 def place_on(cluster: Cluster, tp: int, device: Device | None = None) -> Place:

@@ -23,14 +23,14 @@ from merakc.costs.work.kernels import Kernel, KernelKind, node_kernels
 from merakc.ir.costs import GraphCollective, GraphCollectives
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
 from merakc.ir.program import ActionKind, StageGraphs
-from merakc.kernels.ops import STARTED, WAIT
+from merakc.kernels.ops import BACK, GONE, OUT, STARTED, WAIT
 
 Specs = Mapping[Ref, TensorSpec]
 
 
 def node_seconds(node: Node, specs: Specs, place: Place) -> float:
     """Seconds of one node by itself; of one that starts a collective, those of the call."""
-    if node.op in STARTED:
+    if node.op in STARTED or node.op == OUT:
         return place.device.launch_s
     if node.op in PIPELINED:
         return pipelined(node, specs, place).seconds
@@ -46,6 +46,17 @@ def link_seconds(node: Node, specs: Specs, place: Place) -> float:
         return 0.0
     kernel = Kernel(KernelKind.COLLECTIVE, traffic_bytes=wire_bytes(node, specs), op=op)
     return collective_seconds(kernel, place.group, place.fabric)
+
+
+def move_seconds(node: Node, specs: Specs, place: Place) -> float:
+    """Seconds of a move to the host or back, on its link; of other nodes, and where nothing is
+    known of a host, 0.
+    """
+    if place.host is None or node.op not in (OUT, BACK):
+        return 0.0
+    if node.op == OUT:
+        return place.host.down.seconds(node.spec.size_bytes)
+    return place.host.up.seconds(specs[node.refs[0]].size_bytes)
 
 
 def divided_seconds(node: Node, specs: Specs, place: Place) -> float:
@@ -118,6 +129,12 @@ def graph_seconds(graph: Graph, place: Place, factor: float = 1.0) -> float:
     return _walked(graph, place, factor).seconds
 
 
+def start_seconds(graph: Graph, place: Place) -> dict[str, float]:
+    """When each node begins, in seconds since the first; and under "" when the last has ended."""
+    walk = _walked(graph, place)
+    return walk.starts_s | {"": walk.now_s}
+
+
 def graph_collectives(graph: Graph, place: Place) -> tuple[GraphCollective, ...]:
     """The collectives of a graph, in the order in which they are issued."""
     if not any(n.op in COLLECTIVES or n.op in STARTED or n.op in PIPELINED for n in graph.nodes):
@@ -150,6 +167,9 @@ class _Walk:
     free_s: float = 0.0  # the link
     host_s: float = 0.0
     collectives: dict[str, tuple[Node, list[float]]] = field(default_factory=dict)
+    moves: dict[str, float] = field(default_factory=dict)  # to the host and back: when they end
+    links_s: dict[str, float] = field(default_factory=dict)  # when those are free, by op
+    starts_s: dict[str, float] = field(default_factory=dict)  # when the nodes begin
 
     @property
     def seconds(self) -> float:
@@ -160,6 +180,7 @@ class _Walk:
 def _walked(graph: Graph, place: Place, factor: float = 1.0) -> _Walk:
     walk, launch_s = _Walk(graph.specs()), factor * place.device.launch_s
     for node in graph.nodes:
+        walk.starts_s[node.name] = walk.now_s
         if node.op in PIPELINED:
             _beside(walk, node, pipelined(node, walk.specs, place, factor))
         elif node.op in COLLECTIVES:
@@ -172,11 +193,15 @@ def _walked(graph: Graph, place: Place, factor: float = 1.0) -> _Walk:
             walk.free_s = max(start_s, walk.free_s) + link_seconds(node, walk.specs, place)
             walk.collectives[node.name] = node, [start_s, *[walk.free_s] * 3]
             walk.host_s += launch_s
+        elif node.op == GONE or (node.op == WAIT and node.refs[0].node in walk.moves):
+            walk.now_s = max(walk.now_s, walk.moves[node.refs[0].node])
         elif node.op == WAIT:
             own_s = walk.collectives[node.refs[0].node][1]
             own_s[2:] = walk.now_s, max(walk.now_s, own_s[1])
             walk.now_s = own_s[3]
         else:
+            if node.op in (OUT, BACK):
+                _move(walk, node, place)
             for kernel in node_kernels(node, walk.specs):
                 walk.host_s += launch_s
                 if kernel.kind is KernelKind.COLLECTIVE:
@@ -184,6 +209,16 @@ def _walked(graph: Graph, place: Place, factor: float = 1.0) -> _Walk:
                 else:
                     walk.now_s += factor * kernel_seconds(kernel, place.device)
     return walk
+
+
+def _move(walk: _Walk, node: Node, place: Place) -> None:
+    """Starts a move, on its way's own link, or where cores do all the copying, makes it."""
+    seconds = move_seconds(node, walk.specs, place)
+    walk.host_s += place.device.launch_s
+    free_s = max(walk.now_s, walk.links_s.get(node.op, 0.0))
+    walk.moves[node.name] = walk.links_s[node.op] = free_s + seconds
+    if place.fabric.by_cores:
+        walk.now_s += seconds
 
 
 def _beside(walk: _Walk, node: Node, own: Pipelined) -> None:

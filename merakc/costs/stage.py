@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -36,11 +36,13 @@ def stage_cost(
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
     *,
+    on_host: Collection[str] = (),
     fused: bool = False,
 ) -> StageCost:
     """The cost of a stage from its own graphs; of pieces that were not made, nothing.
 
-    The parameters of `tied` are sharded as another stage has them. `fused` calls add no gradients
+    The parameters of `tied` are sharded as another stage has them, those `on_host` updated there.
+    `fused` calls add no gradients
     to those that are there.
     """
     factors = place.factors
@@ -68,9 +70,11 @@ def stage_cost(
         checkpoint_peak_bytes=again[0].peak_bytes if again else 0,
         recompute_peak_bytes=again[1].peak_bytes if again else 0,
         weight_peak_bytes=split[2].peak_bytes if split else 0,
-        static_bytes=static_bytes(chunk.forward, shards, precision, tied),
-        reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied),
+        static_bytes=static_bytes(chunk.forward, shards, precision, tied, on_host),
+        reduced_bytes=reduced_bytes(chunk.forward, shards, precision, tied, on_host),
         waist_bytes=sum(m.size_bytes for m in forward.waist - forward.held),
+        host_bytes=forward.host_bytes,
+        deferred_host_bytes=split[1].host_bytes if split else 0,
     )
 
 
@@ -100,13 +104,14 @@ def faster(cost: StageCost, share: float) -> StageCost:
 
 
 def with_state(
-    cost: StageCost, graph: Graph, shards: StateShards, precision: Precision | None = None
-) -> StageCost:
-    """The cost of a stage with its state in these shards."""
+    cost: StageCost, graph: Graph, shards: StateShards, precision: Precision | None = None,
+    on_host: Collection[str] = (),
+) -> StageCost:  # fmt: skip
+    """The cost of a stage with its state in these shards, and some of it on the host."""
     return replace(
         cost,
-        static_bytes=static_bytes(graph, shards, precision),
-        reduced_bytes=reduced_bytes(graph, shards, precision),
+        static_bytes=static_bytes(graph, shards, precision, on_host=on_host),
+        reduced_bytes=reduced_bytes(graph, shards, precision, on_host=on_host),
     )
 
 
@@ -116,6 +121,7 @@ def rough_stage_cost(
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
+    on_host: Collection[str] = (),
 ) -> StageCost:
     """The cost of a stage from its forward alone: for planning, where nothing is differentiated.
 
@@ -142,8 +148,8 @@ def rough_stage_cost(
         checkpoint_peak_bytes=peak_bytes,
         recompute_peak_bytes=max(saved, peak_bytes),
         weight_peak_bytes=peak_bytes,
-        static_bytes=static_bytes(local, shards, precision, tied),
-        reduced_bytes=reduced_bytes(local, shards, precision, tied),
+        static_bytes=static_bytes(local, shards, precision, tied, on_host),
+        reduced_bytes=reduced_bytes(local, shards, precision, tied, on_host),
     )
 
 
@@ -158,6 +164,7 @@ def static_bytes(
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
+    on_host: Collection[str] = (),
 ) -> int:
     """Parameters, buffers and constants; gradients and optimizer state of the trained ones.
 
@@ -169,7 +176,7 @@ def static_bytes(
         for i in graph.inputs
         if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards)
     )
-    state = _state(graph, shards, precision, tied)
+    state = _state(graph, shards, precision, tied, on_host)
     held = state.kept_bytes + state.gathered_bytes
     return others + held + state.summed_bytes + state.filling_bytes
 
@@ -179,9 +186,10 @@ def reduced_bytes(
     shards: StateShards = UNSHARDED,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = NONE_TIED,
+    on_host: Collection[str] = (),
 ) -> int:
     """What the reduced gradients take more than those of the micro-batches."""
-    state = _state(graph, shards, precision, tied)
+    state = _state(graph, shards, precision, tied, on_host)
     return state.reduced_bytes - state.summed_bytes - state.filling_bytes
 
 
@@ -190,10 +198,11 @@ def _state(
     shards: StateShards,
     precision: Precision | None,
     tied: Mapping[str, StateShards],
+    on_host: Collection[str],
 ) -> StateBytes:
     """What buckets of the stage's parameters hold; told once of each way to shard them."""
-    if tied:
-        return graph_state_bytes(graph, shards, precision, tied)
+    if tied or on_host:
+        return graph_state_bytes(graph, shards, precision, tied, on_host)
     return graph.told(graph_state_bytes, shards, precision)
 
 

@@ -214,7 +214,7 @@ class GraphBuilder:
         if isinstance(value, torch.Tensor):
             return self._ref(value)
         if isinstance(value, (tuple, list)):
-            return tuple(self._args(v) for v in value)
+            return tuple([self._args(v) for v in value])
         if isinstance(value, dict):
             return {k: self._args(v) for k, v in value.items()}
         return number(value)

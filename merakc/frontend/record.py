@@ -143,9 +143,11 @@ def _less_opaque(
 
 def opaque_share(graph: Graph) -> float:
     """The share of the flops of a forward that opaque modules compute."""
+    as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)
+    if not as_it_is:
+        return 0.0
     specs = graph.specs()
     total = sum(node_flops(n, specs) for n in graph.nodes if n.op != OPAQUE)
-    as_it_is = sum(find(n.args[-1]).flops for n in graph.nodes if n.op == OPAQUE)
     return as_it_is / max(total + as_it_is, 1)
 
 

@@ -26,7 +26,7 @@ from merakc.costs.work.flops import node_flops
 from merakc.errors import RecordError
 from merakc.frontend.calls.ragged import CTC
 from merakc.frontend.values.reads import Sources, Symbolic, read_refs, run_node
-from merakc.frontend.values.symbols import ITEM, Number, numbers
+from merakc.frontend.values.symbols import ITEM, Number, has_number, numbers
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
 from merakc.kernels.opaque import OPAQUE, Call, Spec, enter
@@ -65,7 +65,7 @@ def _is_dynamic(node: Node) -> bool:
     if node.op in SIZED:
         return "output_size" not in dict(node.kwargs)
     whole = node.op in CTC or node.op.startswith("ragged.")
-    return whole or node.op == ITEM or any(True for _ in numbers((node.args, node.kwargs, shapes)))
+    return whole or node.op == ITEM or has_number((node.args, node.kwargs, shapes))
 
 
 @dataclass(eq=False)

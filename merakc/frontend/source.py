@@ -22,7 +22,8 @@ _OURS = (
 )
 INSTALLED = (*LIBRARIES, STDLIB)
 # Code that makes calls of the user's again: `line` in its frames says where they were made first.
-REPEATS: set[CodeType] = set()
+# By its id, since to hash code takes long.
+REPEATS: dict[int, CodeType] = {}
 _HOOKS = ("__torch_function__", "__torch_dispatch__")
 
 
@@ -30,7 +31,7 @@ def user_line() -> str:
     """`file:line` of the innermost frame outside torch and the recorder; empty if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and _passes_on(frame.f_code):
-        if frame.f_code in REPEATS:
+        if id(frame.f_code) in REPEATS:
             return str(frame.f_locals["line"])
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""

@@ -16,6 +16,7 @@ from typing import Final, Literal
 import torch
 
 from merakc.ir.graph import Graph, TensorSpec
+from merakc.ir.same import Same
 
 # What samples that the loss couples are coupled with: those of the whole batch, as in one process,
 # or those of their micro-batch, which then counts as a batch of its own.
@@ -172,10 +173,10 @@ class Known:
     whole: Head
     rows: Mapping[str, Rows | None]
 
-    def without_nodes(self) -> Known:
+    def without_nodes(self, same: Same | None = None) -> Known:
         """The same without the nodes of its graphs."""
-        whole = replace(self.whole, graph=self.whole.graph.without_nodes())
-        return replace(self, part=self.part.without_nodes(), whole=whole)
+        whole = replace(self.whole, graph=self.whole.graph.without_nodes(same))
+        return replace(self, part=self.part.without_nodes(same), whole=whole)
 
 
 @dataclass(frozen=True, slots=True)

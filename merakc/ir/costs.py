@@ -41,6 +41,9 @@ class StageCost:
 
     What couples the samples reads `waist_bytes` of a micro-batch, beside those that it saves, and
     leaves it `tangent_bytes` until the end of its backward; `head_peak_bytes` is its highest point.
+
+    Beside what it saves, a micro-batch has `host_bytes` on the host from its forward to the end of
+    its backward, and `deferred_host_bytes` from the input gradient to the weight gradient.
     """
 
     forward_s: float
@@ -63,6 +66,8 @@ class StageCost:
     waist_bytes: int = 0
     tangent_bytes: int = 0
     head_peak_bytes: int = 0
+    host_bytes: int = 0
+    deferred_host_bytes: int = 0
 
     @property
     def effects(self) -> tuple[Effect, ...]:

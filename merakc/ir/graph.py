@@ -9,12 +9,16 @@ the model writes (BatchNorm's statistics) is an output of kind `BUFFER`.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from merakc.ir.same import Same
 
 T = TypeVar("T")
 
@@ -132,13 +136,25 @@ class Node:
     source: str = ""
     grad: bool = True  # False: recorded while gradients were switched off
     _refs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    _outs: tuple[Ref, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def refs(self) -> tuple[Ref, ...]:
         """The values read, in order of appearance, repeats kept."""
-        if self._refs is None:  # every pass asks each node, many times
-            object.__setattr__(self, "_refs", tuple(iter_refs((self.args, self.kwargs))))
-        return self._refs or ()
+        refs = self._refs
+        if refs is None:  # every pass asks each node, many times
+            found: list[Ref] = []
+            _collect(self.args, found)
+            _collect(self.kwargs, found)
+            refs = tuple(found)
+            object.__setattr__(self, "_refs", refs)
+        return refs
+
+    def reading(self, args: tuple[Any, ...], kwargs: Any = None) -> Node:
+        """The same call with other arguments."""
+        kwargs = self.kwargs if kwargs is None else kwargs
+        return Node(self.name, self.op, args, kwargs, self.outputs,
+                    module=self.module, source=self.source, grad=self.grad)  # fmt: skip
 
     @property
     def spec(self) -> TensorSpec:
@@ -148,19 +164,28 @@ class Node:
         return first
 
     @property
+    def outs(self) -> tuple[Ref, ...]:
+        """The outputs, those that are no tensors too."""
+        outs = self._outs
+        if outs is None:
+            outs = tuple([Ref(self.name, k) for k in range(len(self.outputs))])
+            object.__setattr__(self, "_outs", outs)
+        return outs
+
+    @property
     def made(self) -> tuple[Ref, ...]:
         """The values made."""
-        return tuple(Ref(self.name, k) for k, o in enumerate(self.outputs) if o is not None)
+        if None not in self.outputs:
+            return self.outs
+        return tuple([ref for ref, o in zip(self.outs, self.outputs, strict=True) if o is not None])
 
     def grad_outputs(self, grads: Set[Ref]) -> list[Ref]:
         """The outputs that require a gradient where the values in `grads` do."""
-        cut = ".detach" in self.op or self.op.split(".")[1] in VALUELESS
-        if not self.grad or cut or grads.isdisjoint(self.refs):
+        if not self.grad or grads.isdisjoint(self.refs) or _cuts(self.op):
             return []
-        specs = enumerate(self.outputs)
         return [
-            Ref(self.name, k)
-            for k, s in specs
+            ref
+            for ref, s in zip(self.outs, self.outputs, strict=True)
             if s is not None and (s.dtype.is_floating_point or s.dtype.is_complex)
         ]
 
@@ -236,6 +261,11 @@ class Graph:
         """The values that depend on an input requiring a gradient, through differentiable calls."""
         return self.told(_grad_values)
 
+    def with_nodes(self, nodes: Sequence[Node]) -> Graph:
+        """The graph with these nodes: itself, with what it was told, where it has just these."""
+        same = len(nodes) == len(self.nodes) and all(map(operator.is_, nodes, self.nodes))
+        return self if same else replace(self, nodes=tuple(nodes))
+
     def pruned(self) -> Graph:
         """The graph without the nodes that no output needs; inputs stay."""
         needed = {o.ref.node for o in self.outputs}
@@ -243,10 +273,8 @@ class Graph:
         for node in reversed(self.nodes):
             if node.name in needed:
                 kept.append(node)
-                needed.update(r.node for r in node.refs)
-        return Graph(
-            self.inputs, tuple(reversed(kept)), self.outputs, self.constants, self.functions
-        )
+                needed.update([r.node for r in node.refs])
+        return self.with_nodes(kept[::-1])
 
     def without_unread_inputs(self) -> Graph:
         """The graph with only those inputs and constants that a node or an output reads."""
@@ -259,6 +287,8 @@ class Graph:
 
     def renamed(self, names: Mapping[Ref, Ref]) -> Graph:
         """The graph with some of the values that it reads replaced."""
+        if not names:
+            return self
 
         def now(ref: Ref) -> Ref:
             return names.get(ref, ref)
@@ -266,21 +296,22 @@ class Graph:
         nodes = tuple(
             n
             if names.keys().isdisjoint(n.refs)
-            else replace(
-                n,
-                args=map_refs(n.args, now),
-                kwargs=map_refs(n.kwargs, now),
-            )
+            else n.reading(map_refs(n.args, now), map_refs(n.kwargs, now))
             for n in self.nodes
         )
         outputs = tuple(o.at(now(o.ref)) for o in self.outputs)
         return Graph(self.inputs, nodes, outputs, self.constants, self.functions)
 
-    def without_nodes(self) -> Graph:
+    def without_nodes(self, same: Same | None = None) -> Graph:
         """What goes in and out of it, by names, and the functions that it calls: all that is asked
-        of a graph that is compiled.
+        of a graph that is compiled; the `same` values as others have.
         """
-        return Graph(self.inputs, (), self.outputs, functions=self.functions)
+        inputs, outputs = self.inputs, self.outputs
+        if same is not None:
+            fixed = (InputKind.PARAMETER, InputKind.BUFFER)  # of one shape in all graphs
+            inputs = tuple([same(i) if i.kind in fixed else i for i in inputs])
+            outputs = same(outputs)
+        return Graph(inputs, (), outputs, functions=self.functions)
 
     def __str__(self) -> str:
         lines = [f"{i.kind} %{i.name}: {i.spec} {i.target}".rstrip() for i in self.inputs]
@@ -292,10 +323,16 @@ class Graph:
 def _specs(graph: Graph) -> Mapping[Ref, TensorSpec]:
     found = {Ref(i.name): i.spec for i in graph.inputs}
     for node in graph.nodes:
-        for k, spec in enumerate(node.outputs):
+        for ref, spec in zip(node.outs, node.outputs, strict=True):
             if spec is not None:
-                found[Ref(node.name, k)] = spec
+                found[ref] = spec
     return found
+
+
+@cache
+def _cuts(op: str) -> bool:
+    """Whether no gradient passes a call."""
+    return ".detach" in op or op.split(".")[1] in VALUELESS
 
 
 def _users(graph: Graph) -> Mapping[str, Sequence[Node]]:
@@ -324,7 +361,7 @@ def iter_refs(value: Any) -> Iterator[Ref]:
 def _collect(value: tuple[Any, ...], found: list[Ref]) -> None:
     """Adds every `Ref` in a nest of tuples, in order."""
     for item in value:
-        if isinstance(item, Ref):
+        if type(item) is Ref:
             found.append(item)
         elif isinstance(item, tuple):
             _collect(item, found)
@@ -332,20 +369,24 @@ def _collect(value: tuple[Any, ...], found: list[Ref]) -> None:
 
 def map_refs(value: Any, change: Callable[[Ref], Any]) -> Any:
     """The same nest of tuples with every `Ref` replaced."""
-    if isinstance(value, Ref):
+    if type(value) is Ref:
         return change(value)
-    if isinstance(value, tuple):
-        return tuple(map_refs(v, change) for v in value)
-    return value
+    if not isinstance(value, tuple):
+        return value
+    return tuple(
+        [change(v) if type(v) is Ref else map_refs(v, change) if isinstance(v, tuple) else v
+         for v in value]
+    )  # fmt: skip
 
 
 def typed(value: Any, ref: Callable[[Ref], Any] = lambda r: r) -> Any:
     """An argument to compare with others, with types: 1 is equal to 1.0 and to True."""
     if type(value) is Ref:
         return ref(value)
-    if type(value) is tuple:
+    kind = type(value)
+    if kind is tuple:
         return tuple([typed(v, ref) for v in value])
-    return type(value), repr(value) if type(value) is float else value
+    return kind, repr(value) if kind is float else value
 
 
 def format_arg(value: Any) -> str:

@@ -82,6 +82,11 @@ class Plan(Strategy):
     collectives are computed where a micro-batch runs whole; `fused_products` names the weights
     whose products are one op with the collective beside them instead. The figures of `machines`
     decide the order of the nodes of such stages.
+
+    `host_states` names the parameters that are updated on the host: what the optimizer keeps of
+    them is there, with the copy that it updates, of which the device has another to compute with.
+    `host_activations` is, by stage, the share of what a micro-batch keeps for its backward that
+    waits there (`merakc.passes.offload`), moved where the figures of `machines` say.
     """
 
     model: str
@@ -102,6 +107,15 @@ class Plan(Strategy):
     row_chunks: dict[str, int] = dataclasses.field(default_factory=dict)
     fused_products: tuple[str, ...] = ()
     machines: Cluster | None = None
+    host_states: tuple[str, ...] = ()
+    host_activations: tuple[float, ...] = ()
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether parameters stand in buckets (`merakc.analysis.buckets`): where there are several
+        dp ranks, or what the optimizer updates is a copy of its own.
+        """
+        return self.dp > 1 or self.precision is not None or bool(self.host_states)
 
     @property
     def rank_of(self) -> tuple[int, ...]:

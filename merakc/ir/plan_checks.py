@@ -13,6 +13,7 @@ from typing import Any
 
 from merakc.errors import ConfigError, PlanError
 from merakc.ir.layout import parse_layout
+from merakc.ir.offload import ACTIVATIONS, OPTIMIZER, offload_text, parse_offload
 from merakc.ir.recompute import IN_BACKWARD, parse_budget, parse_runs
 
 RECOMPUTE = ("none", *IN_BACKWARD, "stage", "solved")
@@ -81,6 +82,7 @@ def _problems(plan: Values) -> Iterator[str]:
         yield f"batch_size is {size}; it must be a multiple of micro_batches, {m}"
     if plan["recompute"] not in RECOMPUTE:
         yield f"recompute is {plan['recompute']!r}; it must be one of {', '.join(RECOMPUTE)}"
+    yield from _offload_problems(plan)
     yield from _stage_problems(plan)
     yield from _lengths(plan, len(plan["placement"]) or plan["pp"])
     yield from _per_stage(plan)
@@ -88,11 +90,41 @@ def _problems(plan: Values) -> Iterator[str]:
     yield from _figures(plan)
 
 
+def _offload_problems(plan: Values) -> Iterator[str]:
+    """What lives on the host: of kinds that there are, in the form in which plans write them."""
+    offload, names = plan["offload"], plan["host_states"]
+    try:
+        kinds = set(parse_offload(offload).kinds)
+    except ConfigError as error:
+        yield str(error)
+        return
+    if offload_text(kinds) != offload:
+        yield f"offload is {offload!r}; it must be {offload_text(kinds)!r}"
+    if bool(names) != (OPTIMIZER in kinds):
+        yield f"host_states has {len(names)} entries, and offload is {offload!r}"
+    for name in names:
+        if name not in plan["parameters"]:
+            yield f"host_states names {name!r}; it must name parameters of the plan"
+    if list(names) != sorted(set(names)):
+        yield "host_states names parameters twice, or not in order"
+    shares = plan["host_activations"]
+    if bool(shares) != (ACTIVATIONS in kinds):
+        yield f"host_activations has {len(shares)} entries, and offload is {offload!r}"
+    if shares and plan["recompute"] in ("stage", "solved"):
+        yield f"host_activations is given; with recompute '{plan['recompute']}' it must be empty"
+    if shares and plan["machines"] is None:
+        yield "machines is null; with host_activations it must say what decides the order of nodes"
+
+
 def _beside(file: Values) -> Iterator[str]:
     """What stands beside the decisions: of as many stages and ranks, in numbers that can be."""
     plan, prediction, measured = file["decisions"], file["prediction"], file["measured"]
     if prediction:
-        lengths = (("peak_bytes", (plan["pp"],)), ("exposed_s", (0, plan["pp"])))
+        some = (0, plan["pp"])
+        lengths = (
+            ("peak_bytes", (plan["pp"],)), ("exposed_s", some), ("host_s", some),
+            ("host_bytes", some),
+        )  # fmt: skip
         for name, allowed in lengths:
             if len(prediction[name]) not in allowed:
                 yield (
@@ -147,7 +179,7 @@ def _stage_problems(plan: Values) -> Iterator[str]:
 
 def _lengths(plan: Values, stages: int) -> Iterator[str]:
     """Tuples with an entry a stage, or none."""
-    for name in ("state_shards", "keep_bytes", "kept_blocks", "sub_batches"):
+    for name in ("state_shards", "keep_bytes", "kept_blocks", "sub_batches", "host_activations"):
         if plan[name] and len(plan[name]) != stages:
             yield (
                 f"{name} has {len(plan[name])} entries; it must have none, or one for each of "
@@ -175,6 +207,9 @@ def _per_stage(plan: Values) -> Iterator[str]:
             parse_runs(text)
         except ValueError as error:
             yield f"kept_blocks.{stage}: {error}"
+    for stage, share in enumerate(plan["host_activations"]):
+        if not 0 <= share <= 1:
+            yield f"host_activations.{stage} is {share}; it must be a share, from 0 to 1"
     samples = plan["batch_size"] // plan["micro_batches"]
     for stage, parts in enumerate(plan["sub_batches"]):
         if parts < 1 or (samples and samples % parts):

@@ -20,7 +20,7 @@ from merakc.machines.cluster import Sharing
 from merakc.machines.cluster_files import check_hardware
 from merakc.version import __version__
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 REMEDY = "give the file of a plan as merakc wrote it, or make the plan again"
 
 
@@ -29,7 +29,10 @@ class Prediction:
     """What the simulator expects of one step; `peak_bytes` and `exposed_s` per pipeline rank.
 
     The latter are the seconds that a rank waits for collectives over dp. `overlap_gains` is the
-    share of its seconds that each stage saves by tp communication under computation.
+    share of its seconds that each stage saves by tp communication under computation. `host_s` are,
+    per pipeline rank, the seconds in which gradients go to the host, it updates, and what it has
+    updated comes back: none of them is in `step_s`, as the optimizer's are not. `host_bytes` are,
+    per pipeline rank, the most of its micro-batches' values that waits there; empty, none does.
     """
 
     step_s: float
@@ -37,6 +40,8 @@ class Prediction:
     peak_bytes: tuple[int, ...]
     exposed_s: tuple[float, ...] = ()
     overlap_gains: tuple[float, ...] = ()
+    host_s: tuple[float, ...] = ()
+    host_bytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

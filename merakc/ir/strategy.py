@@ -22,7 +22,8 @@ class Strategy(Degrees):
     say it. `chunks` are the stages of a pipeline rank. With `sequence_parallel`, what tp leaves
     whole runs on parts of sequences. `recompute` says what a backward computes again.
     `state_shards` are those of parameters, gradients and optimizer state over dp, stage by stage;
-    empty, none is sharded. Without a `precision` the model computes in its own dtypes.
+    empty, none is sharded. Without a `precision` the model computes in its own dtypes. `offload`
+    names the kinds of tensors (`merakc.ir.offload`) of which some live on the host.
     """
 
     batch_size: int = 0
@@ -34,6 +35,7 @@ class Strategy(Degrees):
     recompute: str = "none"
     state_shards: tuple[StateShards, ...] = ()
     precision: Precision | None = None
+    offload: str = "none"
 
     @property
     def mesh(self) -> Mesh:

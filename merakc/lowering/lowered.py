@@ -18,10 +18,12 @@ from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchSplit
 from merakc.ir.graph import Graph, InputKind, OutputKind
 from merakc.ir.layout import Layout, parse_layout
+from merakc.ir.offload import NONE
 from merakc.ir.plan import CoupledLoss, OpaqueModule, Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import Program, StageGraphs
 from merakc.ir.report import CutReport
+from merakc.ir.same import Same
 from merakc.ir.schedule import Schedule
 from merakc.ir.strategy import DECISIONS, Strategy
 from merakc.kernels.opaque import OPAQUE, find
@@ -33,7 +35,7 @@ from merakc.passes.pipeline import StageOptions
 from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
 from merakc.passes.running import run_passes
 from merakc.passes.sharding.gather_products import gather_needed, gathers
-from merakc.passes.sharding.layouts import Sharding
+from merakc.passes.sharding.layouts import Sharding, unsplit
 from merakc.passes.sharding.shard import shard
 from merakc.passes.stages.match_plan import check_match, holders
 from merakc.passes.stages.stage import (
@@ -73,11 +75,13 @@ class Lowered:
         """The order of work."""
         return planned_schedule(self.plan, whole_batch=self.loss.head is not None)
 
-    def without_nodes(self) -> Lowered:
-        """The same without the nodes of the graphs of parts and stages."""
-        known = self.loss.known and self.loss.known.without_nodes()
-        loss = replace(self.loss, graph=self.loss.graph.without_nodes(), known=known)
-        return replace(self, loss=loss, stages=self.stages.without_nodes(), parts=())
+    def without_nodes(self, same: Same) -> Lowered:
+        """The same without the nodes of the graphs of parts and stages, with the `same` values as
+        others have.
+        """
+        known = self.loss.known and self.loss.known.without_nodes(same)
+        loss = replace(self.loss, graph=self.loss.graph.without_nodes(same), known=known)
+        return replace(self, loss=loss, stages=self.stages.without_nodes(same), parts=())
 
     @property
     def head_stage(self) -> int | None:
@@ -97,7 +101,7 @@ class Lowered:
     def wiring(self) -> Wiring:
         """What is known of a step's communication beside its Programs."""
         plan, tied = self.plan, set[tuple[int, ...]]()
-        if plan.dp > 1 or plan.precision:
+        if plan.has_buckets:
             buckets = dict(enumerate(self.buckets))
         else:  # no parameter stands in a bucket
             buckets = {}
@@ -219,6 +223,7 @@ def make_plan(recording: Recording, strategy: Strategy, cluster: Cluster) -> Low
         strategy,
         chunks=max(len(placement) // mesh.pp, 1),
         sequence_parallel=bool(sharding.sequences),
+        offload=NONE,  # what moves is chosen of the plan
     )
     plan = Plan(
         **{name: getattr(decided, name) for name in DECISIONS},
@@ -276,7 +281,10 @@ def adapt_plan(
     loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)
     graph, sharding = sharded_as_planned(loss.graph, plan)
     loss = replace(loss, graph=graph)
-    of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
+    if len(plan.rank_of) == 1:
+        of = dict.fromkeys((n.name for n in loss.graph.nodes), 0)
+    else:
+        of = transfer_stages(loss.graph, lowered.loss.graph, lowered.stages.of, plan.parameters)
     stages = cut_stages(loss.graph, of, len(plan.rank_of), sharding)
     return replace(lowered, loss=loss, stages=stages, parts=())
 
@@ -337,6 +345,8 @@ def sharded_as_planned(graph: Graph, plan: Plan) -> tuple[Graph, Sharding]:
     """The plan's split of a graph that it was not made from: products are gathered where only so
     the graph allows it.
     """
+    if plan.tp == 1:
+        return graph, unsplit(graph)
     try:
         return graph, planned_sharding(graph, plan)
     except PlanError as error:

@@ -9,8 +9,11 @@ from dataclasses import replace
 from merakc.costs.buckets import bucket_seconds, dp_group, tied_seconds
 from merakc.costs.device import place_on
 from merakc.costs.head import even_layout, planned_head
+from merakc.costs.host import moved_seconds
 from merakc.costs.ranks import stage_devices
 from merakc.costs.stage import faster, rough_stage_cost
+from merakc.costs.state import Precision
+from merakc.costs.work.sharded import OPTIMIZER_STATES
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
@@ -67,12 +70,15 @@ def predict(
         placed, table, head=lowered.head_stage, mesh=mesh, verified=verified, traced=traced
     )
     places = ranks if dp_rank is None else range(mesh.pp)
+    moves = bool(lowered.plan.host_activations)
     prediction = Prediction(
         simulation.step_s,
         simulation.bubble_share,
         tuple(simulation.peak_bytes[k] for k in places),
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
+        host_s=_host_seconds(lowered, cluster),
+        host_bytes=tuple(simulation.host_bytes[k] for k in places) if moves else (),
     )
     return prediction, simulation
 
@@ -96,6 +102,22 @@ def _cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]
     )
 
 
+def _host_seconds(lowered: Lowered, cluster: Cluster) -> tuple[float, ...]:
+    """Seconds of each pipeline rank in which its host updates, with the way there and back."""
+    plan, host = lowered.plan, cluster.host
+    if not plan.host_states or host is None:
+        return ()
+    found = [0.0] * plan.pp
+    for rank, buckets in enumerate(lowered.buckets):
+        for spec in buckets:
+            if spec.on_host:
+                kept = spec.dtype.itemsize
+                computed = plan.precision.dtype("compute") if plan.precision else spec.dtype
+                sizes = Precision(computed.itemsize, kept, (OPTIMIZER_STATES + 1) * kept)
+                found[rank] += moved_seconds(-(-spec.numel // spec.shards.optimizer), sizes, host)
+    return tuple(found)
+
+
 def _collective_seconds(
     lowered: Lowered, cluster: Cluster
 ) -> dict[tuple[str, CollectiveKind], float]:
@@ -110,18 +132,24 @@ def _collective_seconds(
 
 def planned_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
     """Costs of the stages, less the communication that is to run under computation: rough ones,
-    but of backwards that make blocks again those of their own graphs.
+    but of backwards that make blocks again, or of values that wait on the host, those of their own
+    graphs.
     """
     plan = lowered.plan
     cluster = cluster.with_hardware(plan.mesh.world_size)
     devices = stage_devices(cluster, plan.mesh, plan.rank_of)
     places = [place_on(cluster, plan.tp, device) for device in devices]
-    if plan.recompute in IN_BACKWARD:
+    if plan.recompute in IN_BACKWARD or plan.host_activations:
         costs = tuple(recomputed_costs(lowered, places))
     else:
         costs = tuple(
             rough_stage_cost(
-                g, places[s], plan.shards(s), precision=plan.precision, tied=plan.tied_shards(s)
+                g,
+                places[s],
+                plan.shards(s),
+                precision=plan.precision,
+                tied=plan.tied_shards(s),
+                on_host=plan.host_states,
             )
             for s, g in enumerate(lowered.stages.local)
         )
@@ -155,7 +183,7 @@ def tied_bytes(plan: Plan, local: Graph, stage: int) -> dict[int, int]:
             mine = min(s for s in stages if plan.rank_of[s] == plan.rank_of[stage])
             if len(ranks) > 1 and stage == mine:
                 numel, kept = item.spec.numel, item.spec.dtype.itemsize
-                if plan.dp > 1 or plan.precision:
+                if plan.has_buckets:
                     numel = -(-numel // plan.shards(stages[0]).optimizer)
                     kept = max(kept, 4)  # float32 at least
                 found[len(ranks)] += numel * kept

@@ -11,7 +11,7 @@ from merakc.ir.graph import Graph
 from merakc.ir.program import ActionKind
 from merakc.lowering.lowered import Lowered
 from merakc.passes.autodiff.shorten import graph_form
-from merakc.passes.pipeline import PiecesOf
+from merakc.passes.pipeline import PiecesOf, offload_place, offloaded
 
 
 def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
@@ -25,7 +25,9 @@ def recomputed_costs(lowered: Lowered, places: list[Place]) -> list[StageCost]:
         split = ActionKind.INPUT_GRAD in lowered.options(stage, 0).kinds
         kept = plan.kept_blocks[stage] if plan.kept_blocks else ""
         pieces = like.told(PiecesOf(plan.recompute, kept, split))
-        state = plan.shards(stage), plan.precision, plan.tied_shards(stage)
+        if plan.host_activations and pieces.backward is not None:
+            pieces = offloaded(pieces, plan.host_activations[stage], offload_place(plan))
+        state = plan.shards(stage), plan.precision, plan.tied_shards(stage), plan.host_states
         found.append(
             replace(
                 stage_cost(pieces, place),

@@ -145,10 +145,51 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """The memory beside a device that its tensors can be moved to, and the link between the two.
+
+    A device may use `memory_bytes` of it, at `bytes_per_s`: its part of the bandwidth, with which
+    optimizers update what lives there. `down_bytes_per_s` is what `shared_by` devices together
+    send to the host, `up_bytes_per_s` what they fetch, both at once; a copy takes `latency_s` more.
+    """
+
+    __pydantic_config__ = _STRICT
+
+    memory_bytes: Count
+    bytes_per_s: Positive
+    down_bytes_per_s: Positive
+    up_bytes_per_s: Positive
+    latency_s: NotNegative = 0.0
+    shared_by: Count = 1
+    source: str = ""
+
+    def among(self, devices: int) -> Host:
+        """What each of so many devices of a node has of it while all copy at once."""
+        users = min(self.shared_by, devices)
+        return replace(
+            self,
+            down_bytes_per_s=self.down_bytes_per_s / users,
+            up_bytes_per_s=self.up_bytes_per_s / users,
+            shared_by=1,
+        )
+
+    @property
+    def down(self) -> Link:
+        """What carries a copy to the host."""
+        return Link(self.latency_s, self.down_bytes_per_s)
+
+    @property
+    def up(self) -> Link:
+        """What carries a copy back."""
+        return Link(self.latency_s, self.up_bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Nodes:
     """So many nodes of one kind, each with so many devices.
 
-    `together` says how they slow each other down (`Sharing`); empty, they do not.
+    `together` says how they slow each other down (`Sharing`); empty, they do not. Without a `host`
+    nothing is known of the memory beside the devices, and nothing is moved there.
     """
 
     __pydantic_config__ = _STRICT
@@ -157,6 +198,7 @@ class Nodes:
     devices: Count
     count: Count = 1
     together: tuple[Share, ...] = ()
+    host: Host | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +268,14 @@ class Hardware:
         own = self.nodes[0]
         return Sharing(own.together, own.devices) if own.together else None
 
+    @property
+    def host(self) -> Host | None:
+        """A device's part of the memory beside it, with all others of its node at work: of the node
+        that has least; None where a node says nothing of it.
+        """
+        found = [n.host.among(n.devices) for n in self.nodes if n.host is not None]
+        return min(found, key=lambda h: h.memory_bytes) if len(found) == len(self.nodes) else None
+
     def level(self, extent: int) -> Level:
         """The innermost level that joins a block of `extent` neighbouring devices."""
         return next((link for link in self.links if link.devices >= extent), self.links[-1])
@@ -243,6 +293,7 @@ class Hardware:
             link_bytes_per_s=1.0,
             hardware=self,
             sharing=self.sharing,
+            host=self.host,
         ).joining(len(self.devices))
 
 
@@ -256,6 +307,7 @@ class Cluster:
     Where `hardware` is known, stages are timed with its devices and links (`merakc.costs.device`).
     `sharing` is what the devices of a node share. With `symmetric_memory` they read each other's.
     Gathers and reduce-scatters of tp reach `gather_share` of the rate that all-reduces reach.
+    `host` is what a device has of the memory beside it.
     """
 
     name: str
@@ -269,6 +321,7 @@ class Cluster:
     sharing: Sharing | None = None
     symmetric_memory: bool = False
     gather_share: float = 1.0
+    host: Host | None = None
 
     @property
     def link(self) -> Link:
@@ -307,7 +360,7 @@ class Cluster:
             symmetric_memory=self.symmetric_memory, gather_share=self.gather_share,
         )  # fmt: skip
         together = self.sharing.together if self.sharing else ()
-        return Hardware(self.name, (Nodes(device, ranks, 1, together),), (links,), 1.0)
+        return Hardware(self.name, (Nodes(device, ranks, 1, together, self.host),), (links,), 1.0)
 
 
 # What plans are made with where nothing is said of the machines: figures of the right order, the
@@ -324,6 +377,7 @@ NOMINAL_CPU = Cluster(
     link_latency_s=2e-4,
     link_bytes_per_s=1e9,
     gather_share=0.5,
+    host=Host(1 << 33, 1e10, 1e10, 1e10, source="nominal"),  # its own memory, a second time
 )
 # One H100 SXM (NVIDIA's data sheet: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB, 450 GB/s NVLink a
 # direction), at half the peak rate of products.
@@ -335,4 +389,6 @@ NOMINAL_GPU = Cluster(
     memory_bytes=80 * 10**9,
     link_latency_s=1e-5,
     link_bytes_per_s=4.5e11,
+    # As a device of the preset h100 has it.
+    host=Host(256 * 10**9, 61.4e9, 50.4e9, 50.4e9, latency_s=1e-5),
 )

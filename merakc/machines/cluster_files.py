@@ -20,14 +20,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from merakc.errors import ClusterError
 from merakc.files.reading import read_text
-from merakc.machines.cluster import Device, Factors, Hardware, Level, Nodes, Profile
+from merakc.machines.cluster import Device, Factors, Hardware, Host, Level, Nodes, Profile
 
 # More than anyone has: beyond, a file is damaged, and a value for each device fills the memory.
 MOST_DEVICES = 1 << 20
 PRESETS = Path(__file__).parent / "presets"
 _HARDWARE = TypeAdapter(Hardware)
 _KEYS: dict[str, type] = {
-    "profile": Profile, "devices": Device, "nodes": Nodes, "links": Level, "factors": Factors,
+    "profile": Profile, "devices": Device, "nodes": Nodes, "host": Host, "links": Level,
+    "factors": Factors,
 }  # fmt: skip
 
 
@@ -145,7 +146,11 @@ def cluster_text(hardware: Hardware) -> str:
         if profile is not None:
             lines += _table(f"[{head}.profile]", asdict(profile))
     for own in hardware.nodes:
-        lines += _table("[[nodes]]", {**_values(own), "device": own.device.name})
+        values = _values(own) | {"device": own.device.name}
+        host = values.pop("host")
+        lines += _table("[[nodes]]", values)
+        if host is not None:
+            lines += _table("[nodes.host]", _values(host))
     for link in hardware.links:
         lines += _table("[[links]]", _values(link))
     if hardware.factors != Factors():
@@ -153,7 +158,7 @@ def cluster_text(hardware: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _values(value: Nodes | Level | Factors) -> dict[str, Any]:
+def _values(value: Nodes | Host | Level | Factors) -> dict[str, Any]:
     return {f.name: getattr(value, f.name) for f in fields(value)}
 
 
@@ -257,6 +262,12 @@ def check_hardware(hardware: Hardware, where: str) -> None:
             raise ClusterError(
                 f"{where}: links.{k}.shared_by: {link.shared_by} devices share a link that joins "
                 f"{link.devices}; give at most {link.devices}"
+            )
+    for k, own in enumerate(hardware.nodes):
+        if own.host is not None and own.host.shared_by > own.devices:
+            raise ClusterError(
+                f"{where}: nodes.{k}.host.shared_by: {own.host.shared_by} devices share a link of "
+                f"a node of {own.devices}; give at most {own.devices}"
             )
     for device in dict.fromkeys(n.device for n in hardware.nodes):
         if not device.peak_flops_per_s:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ def _end() -> None:
     Python takes apart behind that, graphs and modules, takes seconds where ranks share cores.
     """
     atexit.unregister(_end)
+    gc.freeze()  # exit functions that collect garbage find none
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

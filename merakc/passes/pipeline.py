@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from merakc.costs.device import place_on
+from merakc.analysis.moves import verify_moves
+from merakc.costs.device import Place, place_on
 from merakc.costs.work.flops import PIPELINED
 from merakc.ir.graph import Graph, Ref
 from merakc.ir.plan import Plan
@@ -30,6 +31,8 @@ from merakc.passes.batches.recorded import in_parts
 from merakc.passes.forward.constant_masks import with_known_masks
 from merakc.passes.forward.loops import rolled
 from merakc.passes.forward.scores import without_scores
+from merakc.passes.offload.choose import chosen
+from merakc.passes.offload.moves import moved
 from merakc.passes.overlap.async_collectives import overlapped, same_nodes
 from merakc.passes.overlap.collective_matmul import chunk_rows
 from merakc.passes.overlap.fused_products import fuse_products
@@ -156,7 +159,7 @@ def _recompute(stage: StageGraphs, at: StageOptions) -> StageGraphs:
 
 
 def _made_again(stage: StageGraphs, recompute: str, kept: str) -> StageGraphs:
-    if stage.backward is None:
+    if stage.backward is None or recompute not in IN_BACKWARD:
         return stage
     return recomputed(stage, parse_runs(kept) if kept else uniform(stage, recompute))
 
@@ -180,6 +183,29 @@ def _overlap(stage: StageGraphs, at: StageOptions) -> StageGraphs:
     kinds = kinds or [stage]
     alike = all(same_nodes(c, kinds[0]) for c in kinds)
     return overlapped(stage, place, kinds[0]) if alike else stage
+
+
+def _offload(stage: StageGraphs, at: StageOptions) -> StageGraphs:
+    plan = at.plan
+    if at.apart or not at.train or not plan.host_activations or stage.backward is None:
+        return stage
+    return offloaded(stage, plan.host_activations[at.stage], offload_place(plan))
+
+
+def offload_place(plan: Plan) -> Place:
+    """Where moves are put under computation: on the machines that the plan records."""
+    return place_on(plan.machines or NOMINAL_GPU, plan.tp)
+
+
+def offloaded(stage: StageGraphs, share: float, place: Place) -> StageGraphs:
+    """The stage of which `share` of what may wait on the host does. Raises `ProgramError` where the
+    check of its moves finds a fault.
+    """
+    made = moved(stage, chosen(stage, share, place), place)
+    split = made.input_grad is not None
+    last = (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD) if split else (ActionKind.BACKWARD,)
+    verify_moves(made, (ActionKind.FORWARD, *last))
+    return made
 
 
 def _programs(stages: Stages, mesh: Mesh, schedule: Schedule, **how: Any) -> tuple[Program, ...]:
@@ -302,6 +328,10 @@ PIECES: Final = (
     Pass(
         "overlap", "Starts collectives early and waits late, with computation in between.",
         Kind.PIECES, Kind.PIECES, _overlap,
+    ),
+    Pass(
+        "offload", "Where the plan says so: saved values leave for the host, and come back.",
+        Kind.PIECES, Kind.PIECES, _offload,
     ),
     Pass(
         "onednn", "On CPUs: larger products of float32 by oneDNN.",

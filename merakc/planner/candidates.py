@@ -14,16 +14,17 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 
 from merakc.analysis.buckets import WORTH_SHARE, bucket_scales
-from merakc.costs.device import collective_seconds, total_flops
+from merakc.costs.device import collective_seconds
 from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
 from merakc.errors import CutError, MerakError
+from merakc.ir.offload import NONE, OPTIMIZER
 from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
-from merakc.planner.bounds import Bounds
+from merakc.planner.bounds import Bounds, flops_of
 from merakc.planner.estimate import (
     Estimate,
     Framework,
@@ -33,6 +34,7 @@ from merakc.planner.estimate import (
     make_job,
     state_seconds,
 )
+from merakc.planner.host_estimate import host_for, moved, moves_all, without_state
 from merakc.planner.piece_table import Form, PieceTable
 from merakc.planner.request import Request
 from merakc.report.units import format_bytes
@@ -297,12 +299,19 @@ def price_strategy(
     if least_s + min(map(sum, waits.values())) > step_s:
         return None
     asked = request.recompute
-    fitting = _fitting(job, waits, (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE)
+    kinds = (asked,) if asked in RECOMPUTE else OPEN_RECOMPUTE
+    host, everything = host_for(request.offload, hardware), moves_all(request.offload)
+    fitting, offload = _fitting(job, waits, kinds), NONE
+    if host is not None and (everything or isinstance(fitting, Shortage)):
+        offload, found = OPTIMIZER, _fitting(without_state(job), waits, kinds)
+        if not isinstance(found, Shortage):
+            fitting = list(moved(found, job, host, everything=everything)) or fitting
     if isinstance(fitting, Shortage):
         return fitting
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
-    decided = replace(strategy, recompute=recompute, state_shards=(best,) * len(job.parts))
-    return Candidate(decided, estimate, _seconds(job, estimate), _flops(job))
+    shards = [best] * len(job.parts)
+    decided = replace(strategy, recompute=recompute, state_shards=tuple(shards), offload=offload)
+    return Candidate(decided, estimate, _seconds(job, estimate), flops_of(job.pieces))
 
 
 def in_good_buckets(
@@ -353,15 +362,6 @@ def _fitting(
         if any(way == ways[0] for way, *_ in fitting):
             break
     return fitting or Shortage(least, of_state=least == of_state)
-
-
-def _flops(job: Job) -> int:
-    """Those of a micro-batch on one tp rank, forward and backward."""
-    flops = {
-        key: total_flops(piece.work.forward) + total_flops(piece.work.backward)
-        for key, piece in {id(piece): piece for piece in job.pieces}.items()
-    }
-    return sum(flops[id(piece)] for piece in job.pieces)
 
 
 def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from merakc.costs.ranks import rank_memory_bytes
 from merakc.costs.work.keep import keep_bytes
 from merakc.frontend.record import Recording
+from merakc.ir.offload import OPTIMIZER, offload_text
 from merakc.ir.plan import Plan
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
@@ -37,8 +38,13 @@ def carry_plan(
     like = _stages_like(plan, len(made.rank_of))
     if plan.keep_bytes:
         made = replace(made, keep_bytes=_kept(plan, lowered, like, cluster))
+    states = tuple(name for name in plan.host_states if name in made.parameters)
+    made = replace(made, host_states=states, offload=offload_text({OPTIMIZER} if states else set()))
     if plan.kept_blocks:
         made = replace(made, kept_blocks=tuple(plan.kept_blocks[s] for s in like))
+    if plan.host_activations:
+        shares = tuple(plan.host_activations[s] for s in like)
+        made = replace(made, host_activations=shares, machines=recorded_machines(machines, made.tp))
     lowered = replace(lowered, plan=made)
     if not plan.sub_batches or strategy.tp == 1:
         return lowered

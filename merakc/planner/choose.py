@@ -182,6 +182,7 @@ def _finalists(
         schedule = "auto" if request.schedule == "auto" else one.strategy.schedule
         alike = replace(
             one.strategy, inner="pp", schedule=schedule, recompute="none", state_shards=(),
+            offload="none",
         )  # fmt: skip
         first.setdefault(alike, one)
     of_mesh = {replace(c.strategy.mesh, inner="pp"): id(c) for c in reversed(first.values())}

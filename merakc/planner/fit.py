@@ -12,6 +12,7 @@ from typing import Any
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.costs.state import Precision
 from merakc.errors import FitError, MerakError
+from merakc.ir.offload import NONE, OPTIMIZER
 from merakc.ir.program import Mesh
 from merakc.ir.state import AUTO, UNSHARDED
 from merakc.ir.strategy import Strategy
@@ -19,6 +20,7 @@ from merakc.machines.cluster import Cluster, Hardware
 from merakc.planner.candidates import Candidates, job_of, open_strategies, state_choices
 from merakc.planner.choose import state_precision
 from merakc.planner.estimate import estimate_job
+from merakc.planner.host_estimate import host_for, without_state
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
 from merakc.planner.search import Record
@@ -60,6 +62,7 @@ class Least:
         chosen, shards = self.strategy, self.strategy.shards(0)
         sharded = f", state in {shards} shards" if shards != UNSHARDED else ""
         again = f", recompute='{chosen.recompute}'" if chosen.recompute != "none" else ""
+        again += f", offload='{chosen.offload}'" if chosen.offload != NONE else ""
         return (
             f"dp={chosen.dp} tp={chosen.tp} pp={chosen.pp}, {chosen.micro_batches} micro-batches "
             f"of {chosen.samples}{sharded}{again}"
@@ -92,7 +95,9 @@ def _least_of(
     precision: Precision,
 ) -> Least:  # fmt: skip
     """Of one strategy."""
-    job = job_of(table, strategy, hardware, precision)
+    job, offload = job_of(table, strategy, hardware, precision), NONE
+    if host_for(request.offload, hardware) is not None:
+        job, offload = without_state(job), OPTIMIZER
     memory = job.memory_bytes
     held = {one: job.state_bytes(one) for one in state_choices(request, job, hardware)}
     shards = min(held, key=lambda one: (max(held[one]), one))
@@ -101,7 +106,9 @@ def _least_of(
     for recompute in (asked,) if asked in ("none", "full", "stage") else ("none", "full"):
         peaks = estimate_job(job, shards, recompute, (0.0, 0.0)).peak_bytes
         rank = max(range(len(peaks)), key=lambda r: peaks[r] - memory[r])
-        decided = replace(strategy, recompute=recompute, state_shards=(shards,) * len(job.parts))
+        decided = replace(
+            strategy, recompute=recompute, state_shards=(shards,) * len(job.parts), offload=offload
+        )
         tried.append(Least(peaks[rank], memory[rank], held[shards][rank], decided))
     return min(tried, key=lambda one: one.lacks_bytes)
 
@@ -168,19 +175,24 @@ def _remedy(request: Request, leanest: Least, least: Any) -> str:
         other = least(asked)
         if other is not None and other.fits:
             alone[name] = other
-    told = [f"with {name} left open it fits: {other}" for name, other in alone.items()]
+    told = [f"with {_said(name)} it fits: {other}" for name, other in alone.items()]
     free = request
     for name in open_:
         free = replace(free, **_FREE[name])
     if not alone and len(open_) > 1:
         other = least(free)
         if other is not None and other.fits:
-            told.append(f"with {', '.join(open_)} left open it fits: {other}")
+            told.append(f"with {', '.join(map(_said, open_))} it fits: {other}")
     if not told:
         told += _more_devices(free, least)
     if leanest.need_bytes - leanest.state_bytes > MUCH * leanest.need_bytes:
         told.append("a shorter sequence, or fewer samples in a micro-batch, takes less")
     return "; ".join(told) or "give larger devices"
+
+
+def _said(name: str) -> str:
+    """What is open, as people say it: what is not left so is given."""
+    return "offload='auto'" if name == "offload" else f"{name} left open"
 
 
 _FREE: Mapping[str, dict[str, Any]] = {
@@ -189,6 +201,7 @@ _FREE: Mapping[str, dict[str, Any]] = {
     "micro_batches": {"micro_batches": None},
     "schedule": {"schedule": "auto", "order": (), "chunks": None},
     "sequence_parallel": {"sequence_parallel": None},
+    "offload": {"offload": AUTO},
     "the degrees": {"dp": None, "tp": None, "pp": None},
 }
 
@@ -201,6 +214,7 @@ def _opened(request: Request) -> dict[str, Request]:
         "micro_batches": request.micro_batches is not None,
         "schedule": request.schedule != "auto",
         "sequence_parallel": request.sequence_parallel is not None,
+        "offload": request.offload != AUTO,
         "the degrees": any((request.dp, request.tp, request.pp)) and request.world_size > 1,
     }
     return {name: replace(request, **_FREE[name]) for name, is_fixed in fixed.items() if is_fixed}

@@ -11,6 +11,7 @@ from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
 from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.batches import BatchLayout
+from merakc.ir.offload import parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.ir.strategy import Strategy
@@ -128,6 +129,7 @@ def _shown(strategy: Strategy) -> tuple[object, ...]:
 def check_request(request: Request, batch_size: int) -> None:
     """Raises `ConfigError` where what is fixed divides neither ranks nor batch, or is not known."""
     check_recompute(request.recompute)
+    parse_offload(request.offload)
     for name, value in (("ranks", request.world_size), ("samples a step", batch_size)):
         if not 1 <= value <= MOST:
             raise ConfigError(f"{value} {name} were asked for; give 1 to {MOST}")

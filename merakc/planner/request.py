@@ -11,6 +11,7 @@ from typing import Any
 from merakc.errors import ConfigError
 from merakc.files.reading import read_text
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
+from merakc.ir.offload import NONE
 from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import AUTO, ShardsGiven
@@ -50,13 +51,15 @@ class Request:
     couplings: Couplings = WHOLE_BATCH  # of the samples that the loss couples
     batch_dims: BatchDims = field(default_factory=dict)  # where samples stand in the batch
     inner: Inner = "pp"  # the axis of ranks that are closer, after those of tp
+    offload: str = NONE  # what may live on the host (`merakc.ir.offload`)
     total_batch_size: int | None = None  # over all dp ranks; `batch_size` then follows from dp
 
     @property
     def fixed(self) -> dict[str, Any]:
         """The decisions that are not open, by name."""
         asked = {name: getattr(self, name) for name in DECISIONS if name not in FOLLOWING}
-        return {name: value for name, value in asked.items() if value not in (None, AUTO, ())}
+        is_open = None, AUTO, (), NONE if self.offload == NONE else AUTO
+        return {name: value for name, value in asked.items() if value not in is_open}
 
     def decided(self, strategy: Strategy, *, state: bool = True) -> Request:
         """The request with everything fixed that a strategy decides; collectives block.
@@ -66,7 +69,7 @@ class Request:
         """
         decided: dict[str, Any] = {name: getattr(strategy, name) for name in DECISIONS}
         decided["chunks"] = strategy.chunks if strategy.chunks > 1 else None
-        for name in ("recompute", "order", "precision"):
+        for name in ("recompute", "order", "precision", "offload"):
             decided[name] = getattr(self, name)
         if self.schedule != AUTO:
             decided["schedule"] = self.schedule

@@ -17,6 +17,7 @@ from merakc.batches.split import (
 )
 from merakc.errors import ConfigError
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
+from merakc.ir.offload import parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
 from merakc.ir.plan_file import PlanFile, load_plan
@@ -63,6 +64,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     """
     fixed = replace(fixed, recompute=str(fixed.recompute))
     check_recompute(fixed.recompute)
+    parse_offload(fixed.offload)
     if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
         raise ConfigError(
             f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
@@ -126,6 +128,9 @@ def _check_plan(request: Request, given: Plan) -> None:
         asked["couplings"] = request.couplings
     if parse_budget(request.recompute) is not None:
         asked["recompute"] = "budget"
+    kinds = {own: set(parse_offload(own).kinds) for own in (request.offload, given.offload)}
+    if kinds[given.offload] and kinds[given.offload] <= kinds[request.offload]:
+        asked["offload"] = given.offload
     for name, value in asked.items():
         planned = getattr(given, name)
         if value != planned:

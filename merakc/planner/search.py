@@ -12,6 +12,7 @@ from merakc.costs.work.keep import keep_bytes
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.costs import StageCost
+from merakc.ir.offload import ACTIVATIONS, NONE, parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
 from merakc.ir.program import ActionKind
@@ -26,11 +27,13 @@ from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap, overlap_place
 from merakc.lowering.predict import planned_costs, predict
+from merakc.lowering.state_shards import Way, choose_shards
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
 from merakc.planner.budget import within_budget
+from merakc.planner.host_state import all_on_host, with_host_states
+from merakc.planner.offload import with_moves
 from merakc.planner.request import Request, meshes, micro_batches_for
-from merakc.planner.shards import Way, choose_shards
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.generate import generate
 from merakc.schedules.text import format_schedule, parse_schedule
@@ -76,19 +79,27 @@ def cut_layout(request: Request, record: Record, cluster: Cluster) -> Lowered:
 
 def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     """The fastest that fits of what may be recomputed and, if need be, sharded; what needs least
-    where nothing fits. More is recomputed only where less does not fit, except by ranks that share
-    cores: they may be faster where one of them has more to do.
+    where nothing fits. More is recomputed, or waits on the host as needed, only where less does not
+    fit, except by ranks that share cores: they may be faster where one of them has more to do.
 
     Raises `ConfigError` where a budget that is asked for cannot be kept.
     """
     asked, made = request.state_shards, list[Lowered]()
+    offload = parse_offload(request.offload)
     for choice in _recomputations(request):
         lowered = _recomputing(lowered, choice, request, cluster)
         is_open = asked == AUTO or (asked is None and not _fits(lowered, cluster))
         if lowered.plan.dp > 1 and (is_open or _waits(lowered)):
             lowered = _with_fastest_shards(lowered, cluster, are_open=is_open)
-        made.append(lowered)
-        if _fits(lowered, cluster) and cluster.sharing is None:
+        moved = all_on_host(lowered, request.offload, cluster) if choice == "budget" else None
+        if moved is not None:  # less is made again then
+            made.append(within_budget(moved, cluster, parse_budget(request.recompute)))
+        lowered = with_host_states(lowered, request.offload, cluster)
+        made.append(with_moves(lowered, request.offload, cluster))
+        # What fits by the host alone is held against what fits by recomputation.
+        plan = made[-1].plan
+        alone = offload.as_needed and bool(plan.host_states or plan.host_activations)
+        if _fits(made[-1], cluster) and cluster.sharing is None and not alone:
             break
     fitting = [one for one in made if _fits(one, cluster)]
     return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
@@ -169,7 +180,8 @@ def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) ->
 def standing(lowered: Lowered, cluster: Cluster) -> tuple[bool, float, int]:
     """Plans that fit come first, then the faster ones per sample, then those of less memory."""
     plan, prediction = lowered.plan, _predicted(lowered)
-    sample_s = float(f"{prediction.step_s / (plan.dp * plan.batch_size):.9e}")
+    step_s = prediction.step_s + max(prediction.host_s, default=0.0)
+    sample_s = float(f"{step_s / (plan.dp * plan.batch_size):.9e}")
     return not _fits(lowered, cluster), sample_s, max(prediction.peak_bytes)
 
 
@@ -206,8 +218,8 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     costs = planned_costs(lowered, cluster)
     # Where recomputing gives nothing back, no order recomputes.
     keeping = tuple(replace(c, checkpoint_bytes=c.saved_bytes) for c in costs)
-    in_backward = plan.recompute in IN_BACKWARD
-    costs = keeping if request.recompute == "none" or in_backward else costs
+    in_graphs = plan.recompute in IN_BACKWARD or plan.host_activations
+    costs = keeping if request.recompute == "none" or in_graphs else costs
     memory_bytes = rank_memory_bytes(cluster, plan.mesh)
     ordered = _ordered(lowered, costs, cluster, memory_bytes, EFFORT)
     if ordered is None or standing(ordered, cluster) >= standing(lowered, cluster):
@@ -276,7 +288,9 @@ def _recomputing(lowered: Lowered, choice: str, request: Request, cluster: Clust
     """The plan that recomputes so, with its prediction. Raises `ConfigError` where a budget that is
     asked for cannot be kept.
     """
-    plan = replace(lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=())
+    plan = replace(
+        lowered.plan, recompute=choice, keep_bytes=(), kept_blocks=(), offload=NONE, host_states=()
+    )
     if choice == "budget":
         budget = parse_budget(request.recompute)
         return within_budget(replace(lowered, plan=plan), cluster, budget)
@@ -301,4 +315,7 @@ def _recomputations(request: Request) -> tuple[str, ...]:
         return ("stage",) if ActionKind.RECOMPUTE in kinds else ("none",)
     if request.schedule in ALWAYS_RECOMPUTES:
         return ("stage",)
+    offload = parse_offload(request.offload)
+    if offload.may(ACTIVATIONS) and not offload.as_needed:
+        return "none", "budget"
     return "none", "budget", "solved", "stage"

@@ -41,6 +41,8 @@ def plan_facts(file: PlanFile) -> list[tuple[str, str]]:
     if plan.sub_batches:
         gains = file.prediction.overlap_gains if file.prediction else ()
         facts.append(("overlap", _overlap(plan, gains)))
+    if plan.offload != "none":
+        facts.append(("on the host", _offload(plan, file.prediction)))
     if plan.precision:
         facts.append(("precision", str(plan.precision)))
     if file.prediction:
@@ -95,6 +97,19 @@ def _recompute(plan: Plan) -> str:
     """How, and what the blocks of stages keep, where that was chosen."""
     kept = "; ".join(dict.fromkeys(plan.kept_blocks))
     return plan.recompute + (f": {kept}" if kept else "")
+
+
+def _offload(plan: Plan, prediction: Prediction | None) -> str:
+    """The kinds of tensors that live there, how many, and what the update of states takes."""
+    parts = []
+    if plan.host_activations:
+        shares = dict.fromkeys(f"{share:.0%}" for share in plan.host_activations)
+        parts.append(f"{', '.join(shares)} of what stages keep for backwards")
+    if plan.host_states:
+        host_s = max(prediction.host_s, default=0.0) if prediction else 0.0
+        took = f", {format_seconds(host_s)} a step for its update" if host_s else ""
+        parts.append(f"state of {count_of(len(plan.host_states), 'parameter')}{took}")
+    return f"{plan.offload}: {'; '.join(parts)}"
 
 
 def _overlap(plan: Plan, of_stages: Sequence[float]) -> str:

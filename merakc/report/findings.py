@@ -106,6 +106,8 @@ def _strategy(other: Strategy) -> str:
         parts.append(other.schedule + chunks)
     if other.sequence_parallel:
         parts.append("sequence parallel")
+    if other.offload != "none":
+        parts.append(f"{other.offload} on the host")
     if other.recompute != "none":
         parts.append(f"recompute {other.recompute}")
     if other.shards(0) != UNSHARDED:

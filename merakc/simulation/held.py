@@ -50,7 +50,7 @@ class Held:
     the micro-batch's backward has ended. An action's own peak stands on top.
 
     `samples` are the bytes alive at moments, an action's own at its start included, where it is
-    `traced`.
+    `traced`. `host_peak_bytes` is the most that was on the host at once.
     """
 
     costs: Sequence[StageCost]
@@ -61,6 +61,8 @@ class Held:
     activations_bytes: int = 0
     messages_bytes: int = 0
     reduced_bytes: int = 0
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
     peak: Peak = field(init=False)
     samples: list[tuple[float, int]] = field(default_factory=list)
     leaving: list[tuple[float, int]] = field(default_factory=list)  # heap of (arrival, bytes)
@@ -128,8 +130,24 @@ class Held:
             self.in_flight.add(work)
         if kind in _ENDS:
             self.in_flight.discard(work)
+        self._move(kind, cost)
         if is_forward or kind.sends_gradients:
             self.messages_bytes -= self.received.pop((*work, kind.sends_gradients), 0)
+
+    def _move(self, kind: ActionKind, cost: StageCost) -> None:
+        """What a compute leaves on the host, or takes from there."""
+        match kind:
+            case ActionKind.FORWARD if self.training:
+                self.host_bytes += cost.host_bytes
+            case ActionKind.BACKWARD:
+                self.host_bytes -= cost.host_bytes
+            case ActionKind.INPUT_GRAD:
+                self.host_bytes -= cost.host_bytes - cost.deferred_host_bytes
+            case ActionKind.WEIGHT_GRAD:
+                self.host_bytes -= cost.deferred_host_bytes
+            case _:
+                pass
+        self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
     def _touch(self, action: Action, now_s: float, own_bytes: int = 0) -> None:
         """Notes the peak. Messages only leave between sends, so an action peaks at its start."""

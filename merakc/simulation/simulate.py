@@ -48,7 +48,8 @@ class Simulation:
     posting. `messages` are those between two ranks, in the order in which each receives them.
     `collectives` are the events of those over dp, which run beside the others, `inside` those of
     the computes' graphs. `memory` holds samples, rank by rank in order of time. Computes take
-    `stretch` times as long as on ranks that are alone.
+    `stretch` times as long as on ranks that are alone. `host_bytes` is the most that each rank has
+    on its host.
     """
 
     step_s: float
@@ -63,6 +64,7 @@ class Simulation:
     collectives: tuple[Event, ...] = ()
     inside: GraphCollectives = field(default_factory=dict, hash=False)
     stretch: float = 1.0
+    host_bytes: tuple[int, ...] = ()
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
@@ -148,6 +150,7 @@ def _result(states: Sequence[_Rank], costs: CostTable, stretch: float) -> Simula
         collectives=tuple(e for s in states if s.traced for e in s.collectives()),
         inside=costs.collectives,
         stretch=stretch,
+        host_bytes=tuple(s.held.host_peak_bytes for s in states),
     )
 
 

@@ -37,6 +37,7 @@ from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import Cluster
 from merakc.runtime.executor import StepResult
 from merakc.runtime.groups import from_rank_0, together
+from merakc.runtime.host import is_beside
 from merakc.runtime.live_bytes import LiveBytes
 from merakc.runtime.part import plain
 from merakc.simulation.simulate import Simulation
@@ -160,6 +161,8 @@ class Bookkeeper:
         """What a step finds alive: the state, its gradients, buckets, and the optimizers' own."""
         steps = self.steps
         for tensor in steps.state.values():
+            if is_beside(plain(tensor)):
+                continue
             yield plain(tensor)
             if tensor.grad is not None:
                 yield plain(tensor.grad)
@@ -201,7 +204,9 @@ class _Optimizers:
     def state(self) -> Iterator[torch.Tensor]:
         """The tensors that they keep."""
         for optimizer in self.known:
-            for values in optimizer.state.values():
+            for parameter, values in optimizer.state.items():
+                if is_beside(plain(parameter)):
+                    continue
                 yield from (v for v in values.values() if isinstance(v, torch.Tensor))
 
     def _is_own(self, optimizer: torch.optim.Optimizer) -> bool:

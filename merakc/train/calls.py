@@ -20,6 +20,11 @@ from merakc.train.steps import Steps
 
 # The tensors of a batch that are told by name where ranks differ.
 _TOLD = 8
+# What is told of a batch without any.
+_NO_TENSORS = (
+    " and no tensors (ranks that are given None have the others' batch where some are from the "
+    "model's first call on)"
+)
 
 
 @contextmanager
@@ -78,8 +83,10 @@ def _words(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """A batch by its shapes and plain values."""
     named = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
     told = [f"{path_name(path)} {_word(leaf)}" for path, leaf in named]
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in named):
+        return f"{', '.join(told) or 'no batch'}{_NO_TENSORS}"
     if len(told) <= _TOLD:
-        return ", ".join(told) or "no batch"
+        return ", ".join(told)
     mark = zlib.crc32(", ".join(told).encode())
     return f"{', '.join(told[:_TOLD])} and {len(told) - _TOLD} more (mark {mark:x})"
 

@@ -13,6 +13,7 @@ from torch import nn
 from merakc.ir.batches import BatchLayout, Rows
 from merakc.ir.graph import Input, InputKind, OutputKind, TensorSpec
 from merakc.ir.program import StageGraphs
+from merakc.ir.same import Same
 from merakc.lowering.lowered import Lowered
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.recorded import BatchRecording
@@ -64,23 +65,26 @@ class CompiledStep:
     besides: Besides
     form: Form
 
-    def let_go(self) -> CompiledStep:
-        """The same without the nodes of its graphs, of which a model has many for many shapes.
+    def let_go(self, same: Same) -> CompiledStep:
+        """The same without the nodes of its graphs, of which a model has many for many shapes, and
+        with the `same` values as other steps have.
 
-        `Steps.with_graphs` makes them again.
+        `Steps.with_graphs` makes the nodes again.
         """
         lowered, recording = self.lowered, self.recording
         for name in OF_GRAPHS:
             getattr(self, name)  # which is kept
         light = self.but(
             recording=replace(
-                recording, graph=recording.graph.without_nodes(), full=None, found=None
+                recording, graph=recording.graph.without_nodes(same), full=None, found=None
             ),
-            lowered=lowered.without_nodes(),
+            lowered=lowered.without_nodes(same),
             chunks={},
         )
         for stage in self.executor.stages.values():
-            stage.let_go()
+            stage.let_go(same)
+        self.executor.gradients = same(self.executor.gradients)
+        vars(light)["trained"] = same(light.trained)
         return light
 
     def but(self, **changes: Any) -> CompiledStep:
@@ -92,7 +96,7 @@ class CompiledStep:
     @cached_property
     def trained(self) -> frozenset[str]:
         """The names of the parameters that the loss gives a gradient to."""
-        return frozenset(trained(self.lowered.loss.graph))
+        return frozenset(self.lowered.loss.graph.told(trained))
 
     @cached_property
     def doubtful(self) -> Uses:

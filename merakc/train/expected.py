@@ -96,7 +96,7 @@ def _stage_cost(step: CompiledStep, stage: int, cluster: Cluster) -> StageCost:
     plan = step.lowered.plan
     cost = stage_cost(
         step.chunks[stage], place_on(cluster, plan.tp), plan.shards(stage), plan.precision,
-        plan.tied_shards(stage), fused=step.lowered.compiled,
+        plan.tied_shards(stage), on_host=plan.host_states, fused=step.lowered.compiled,
     )  # fmt: skip
     head = step.executor.head
     if head is None or stage != step.lowered.head_stage:
@@ -197,8 +197,9 @@ def _processor() -> str:
 
 def _static_bytes(steps: Steps, step: CompiledStep) -> int:
     """Parameters, buffers and constants of this rank, what an optimizer keeps of the first."""
-    held = list(steps.state.values())
     constants = [c for s in step.executor.stages.values() for c in s.constants.values()]
+    beside = set(step.lowered.plan.host_states)
+    held = [t for name, t in steps.state.items() if name not in beside]
     total = sum(t.nbytes for t in (*held, *constants))
     total += OPTIMIZER_STATES * sum(t.nbytes for t in held if t.requires_grad)
     plan, graph = step.lowered.plan, step.lowered.loss.graph

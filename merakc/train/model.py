@@ -24,6 +24,7 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
+from merakc.train.data.lent import Lent
 from merakc.train.mirror import grow, part_at
 from merakc.train.nonfinite import find_nonfinite, raise_nonfinite
 from merakc.train.outputs import HandOut, check_finite, loss_name
@@ -76,7 +77,7 @@ class ParallelModel(Forwards):
         again: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(steps.source)
-        vars(self).update(_steps=steps, _reads_whole=False, _again=again)
+        vars(self).update(_steps=steps, _reads_whole=False, _lent=Lent(steps.groups), _again=again)
         grow(self, self._known())
         self._run_by(steps, aliases, simulation, book)
 
@@ -224,6 +225,7 @@ class ParallelModel(Forwards):
         """
         check_around("the model")
         self._own("_memory").settle()
+        args, kwargs = self._own("_lent").filled("model(...)", args, kwargs)
         with model_call(self._own("_steps"), "model(...)", args, kwargs, training=self.training):
             return self._forward(args, kwargs)
 

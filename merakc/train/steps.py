@@ -25,6 +25,7 @@ from merakc.ir.batches import BatchLayout, Rows, ShareKind
 from merakc.ir.graph import InputKind, Ref
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import ActionKind, StageGraphs
+from merakc.ir.same import Same
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
 from merakc.lowering.forwards import autocast_of
@@ -87,6 +88,7 @@ class Steps:
     kept: KeptMemory | None = None  # on a CPU
     follows: bool = False  # whether the number of micro-batches is ours to choose
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
+    same: Same = field(default_factory=Same)  # what steps keep alike
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
@@ -135,8 +137,7 @@ class Steps:
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
         modes = self.settings.modes(), self.settings.changed()
-        shape = signature(args, kwargs), layout.sizes
-        return shape, modes, autocast_of(self.device), form
+        return signature(args, kwargs), layout.sizes, modes, autocast_of(self.device), form
 
     def add(
         self,
@@ -153,7 +154,7 @@ class Steps:
         if self.sharded is not None:
             touches = {stage: stage_touches(chunk) for stage, chunk in chunks.items()}
             program = lowered.with_collectives([program], touches, self.sharded.specs)[0]
-        shared = self.placements, self.groups, trained(lowered.loss.graph), self.device
+        shared = self.placements, self.groups, lowered.loss.graph.told(trained), self.device
         reduce = self.sharded.sink_shared if self.sharded else tied_reducer(*shared)
         executor = Executor(
             program, chunks, self.state, self.device,
@@ -179,8 +180,7 @@ class Steps:
         group, own = self.groups.axis("dp"), self.groups.coordinates[1]  # made by all ranks
         if head is None or chunk is None or stage is None or lowered.plan.rank_of[stage] != own:
             return None
-        fuser = self.fuser if train else None
-        return HeadRunner(head, chunk, layout, self.device, group, fuser)
+        return HeadRunner(head, chunk, layout, self.device, group, self.fuser if train else None)
 
     @few_collections()
     def compile(self, args: Sequence[Any], kwargs: Mapping[str, Any], form: Form) -> CompiledStep:
@@ -192,9 +192,9 @@ class Steps:
         layout = self.layout(args, kwargs, dims)
         layout = replace(layout, micro_batches=1) if form.undivided else layout
         key, self.alike = self.key(args, kwargs, layout, form), layout.alike
-        m = layout.micro_batches
         known = self.reads.key(
-            key, lambda parts: micro_batches_of(args, kwargs, plan, dims, parts or m)
+            key,
+            lambda parts: micro_batches_of(args, kwargs, plan, dims, parts or layout.micro_batches),
         )
         if known in self.compiled:
             self.compiled[known] = found = self.compiled.pop(known)  # the last used stand last
@@ -208,7 +208,7 @@ class Steps:
             del self.compiled[next(iter(self.compiled))]
 
         made = self._lowered(args, kwargs, layout, form)
-        light = self.add(key, *made, layout).let_go()
+        light = self.add(key, *made, layout).let_go(self.same)
         self.compiled[next(reversed(self.compiled))] = light
         del made
         gc.collect(0)  # what compiling has made, and not let go of, is much

@@ -26,8 +26,8 @@ def test_each_decision_can_be_asked_for_by_its_name() -> None:
         "dp": 2, "micro_batches": 4, "sequence_parallel": False, "state_shards": "zero-1",
     }  # fmt: skip
     decided = asked.decided(Strategy(2, 2, 2, batch_size=8, micro_batches=4, schedule="zb-h1"))
-    assert set(DECISIONS) - set(decided.fixed) == {*FOLLOWING, "chunks", "order", "recompute",
-                                                  "precision"}  # fmt: skip
+    left = {*FOLLOWING, "chunks", "order", "recompute", "offload", "precision"}
+    assert set(DECISIONS) - set(decided.fixed) == left
     assert (decided.tp, decided.batch_size, decided.schedule) == (2, 8, "zb-h1")
     assert decided.state_shards == "zero-1"
 

@@ -35,6 +35,13 @@ device = "old"
 devices = 4
 count = 3
 
+[nodes.host]
+memory_bytes = 64_000_000_000
+bytes_per_s = 2e10
+down_bytes_per_s = 1.2e10
+up_bytes_per_s = 1.3e10
+shared_by = 4
+
 [[nodes]]
 device = "h100"
 devices = 8
@@ -62,17 +69,34 @@ def test_a_file_of_two_kinds_of_nodes() -> None:
     assert hardware.level(9).bytes_per_s == 1e10
 
 
+def test_a_host_is_shared_by_those_that_use_it() -> None:
+    hardware = parse_cluster(TEXT)
+    assert hardware.host is None  # of the other nodes nothing is known
+    first = replace(hardware, nodes=hardware.nodes[:1])
+    assert parse_cluster(cluster_text(first)) == first
+    host = first.flat().host
+    assert host is not None
+    assert (host.down.seconds(3e9), host.up.seconds(0)) == (1.0, 0.0)
+    assert first.flat().described(12).host == host
+    one, all_at_once = (hardware_for("a100-80", n).flat().host for n in (1, 8))
+    assert one is not None
+    assert all_at_once is not None
+    assert one.down_bytes_per_s == 2 * all_at_once.down_bytes_per_s
+    assert NOMINAL_CPU.described(2).host == NOMINAL_CPU.host == preset("cpu").flat().host
+
+
 def test_presets() -> None:
     assert preset_names() == (
-        "a100-40", "a100-80", "b200", "cpu", "h100", "h200", "rtx-3090", "rtx-4090", "v100",
+        "a100-40", "a100-80", "b200", "cpu", "gh200", "h100", "h200", "rtx-3090", "rtx-4090",
+        "v100",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_states_its_sources(name: str) -> None:
     hardware = preset(name, 3)
-    assert len(hardware.devices) == 24
-    assert all(n.device.source for n in hardware.nodes)
+    assert len(hardware.devices) == (3 if name == "gh200" else 24)
+    assert all(n.device.source and n.host and n.host.source for n in hardware.nodes)
     assert all(link.source for link in hardware.links)
     for line in (PRESETS / f"{name}.toml").read_text().splitlines():
         key = line.partition(" = ")[0]
@@ -138,6 +162,9 @@ WRONG = {
     "no rates": ("{ float32 = 1e13 }", "{ }", "peak_flops_per_s: names no dtype; give rates"),
     "more than anyone has": ("count = 3", "count = 99_999_999_999",
                              "[0-9]{12} devices in all, more than 1048576; "),
+    "a host of too many": ("shared_by = 4", "shared_by = 5",
+                           "nodes.0.host.shared_by: 5 devices share a link of a node of 4"),
+    "an unknown key of a host": ("up_bytes_per_s", "up_bytes", r"up_bytes: unknown key .*'up_byt"),
     "no TOML": ("[[links]]", "[[links", "no TOML: .*line"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""A part of a tensor is copied, moved, pickled and compared, and nothing else."""
+"""A part of a tensor is copied, moved, pickled, compared and computed with element by element."""
 
 from __future__ import annotations
 
@@ -52,7 +52,12 @@ def test_dtype_and_values_change() -> None:
 @pytest.mark.parametrize(
     ("name", "use"),
     [
-        ("add", lambda p: p + 1),
+        ("add", lambda p: p + WHOLE),
+        ("add_", lambda p: torch.zeros(2, 6).add_(p)),
+        ("add", lambda p: torch.add(p, 1, out=torch.zeros(2, 6))),
+        ("add", lambda p: p + TensorPart(p.local.view(1, 5), PLACE)),
+        ("sum", lambda p: p.sum()),
+        ("bernoulli", torch.bernoulli),
         ("copy_", lambda p: torch.zeros(2, 6).copy_(p)),
         ("stack", lambda p: torch.stack([p, p])),
         ("copy_", lambda p: p.copy_(WHOLE)),
@@ -64,10 +69,21 @@ def test_a_part_is_not_taken_for_the_whole(name: str, use: Callable[[Any], Any])
         use(made())
 
 
-def test_other_ranks_parts_are_refused() -> None:
+def test_averages() -> None:
+    average, given = made(), made()
+    average.mul_(0.9).add_(given + 1, alpha=0.1)
+    average.lerp_(given, torch.tensor(0.5))
+    average += torch.where(given > 5, given, 0.0)
+    own = PLACE.take(WHOLE)
+    assert average.place == PLACE
+    torch.testing.assert_close(average.local, own + 0.05 + torch.where(own > 5, own, 0.0))
+
+
+@pytest.mark.parametrize("use", [torch.Tensor.copy_, torch.Tensor.add_, torch.mul])
+def test_other_ranks_parts_are_refused(use: Callable[[Any, Any], Any]) -> None:
     other = TensorPart(torch.zeros(5), replace(PLACE, tp_rank=0))
     with pytest.raises(ConfigError, match="saved by another rank or under another plan"):
-        made().copy_(other)
+        use(made(), other)
 
 
 def test_what_a_parameter_takes() -> None:

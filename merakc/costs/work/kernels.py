@@ -20,6 +20,7 @@ from merakc.analysis.aliases import FREE, is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES, node_bytes, node_flops, products, wire_bytes
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec, dtype_name
 from merakc.kernels.gemm import TORCHS
+from merakc.kernels.ops import BACK, OUT, REST
 from merakc.kernels.scores import PLACES as SCORES
 
 
@@ -112,9 +113,13 @@ def node_kernels(node: Node, specs: Mapping[Ref, TensorSpec]) -> tuple[Kernel, .
 
     Of products beside a collective in one node, that of the products.
     """
-    if node.op in FREE or node.op in CONJUGATE.keys() - COLLECTIVES:
+    if node.op in FREE or node.op == OUT or node.op in CONJUGATE.keys() - COLLECTIVES:
         return ()
     dtype = _dtype(node)
+    if node.op in (REST, BACK):  # what stays is copied, on the device
+        stays = [node.spec] if node.op == REST else [specs[ref] for ref in node.refs[1:]]
+        moved_bytes = 2 * sum(spec.size_bytes for spec in stays)
+        return (Kernel(KernelKind.TRAFFIC, 0, moved_bytes, dtype=dtype),) if stays else ()
     if node.op in COLLECTIVES:
         moved_bytes = wire_bytes(node, specs)
         return (Kernel(KernelKind.COLLECTIVE, 0, moved_bytes, dtype=dtype, op=node.op),)

@@ -9,6 +9,7 @@ from merakc.analysis.accumulation import accumulated, added_at_once
 from merakc.analysis.liveness import Memory, live_bytes, owners
 from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
 from merakc.ir.program import ActionKind, StageGraphs
+from merakc.kernels.ops import OUT
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,11 @@ class ActionBytes:
     def held_bytes(self) -> int:
         """Bytes alive for later computes."""
         return sum(m.size_bytes for m in self.held)
+
+    @property
+    def host_bytes(self) -> int:
+        """Those on the host."""
+        return sum(m.host_bytes for m in self.held)
 
 
 def order_bytes(
@@ -168,6 +174,7 @@ def _run_piece(
     specs = piece.specs()
     known = {m.owner: m for m in given.values()}
     inputs = {i.name for i in piece.inputs} - given.keys()
+    on_host = {n.name for n in piece.nodes if n.op == OUT}
 
     def memory(ref: Ref) -> Memory | None:
         owner = home[ref]
@@ -175,7 +182,10 @@ def _run_piece(
             return known[owner.node]
         if owner.node in inputs:  # a parameter, a part of the batch
             return None
-        return Memory(f"{kind} {owner}", specs[owner].size_bytes)
+        size_bytes = specs[owner].size_bytes
+        if owner.node in on_host:
+            return Memory(f"{kind} {owner}", 0, size_bytes)
+        return Memory(f"{kind} {owner}", size_bytes)
 
     sent: dict[str, Memory] = {}
     waist: set[Memory] = set()

@@ -33,7 +33,8 @@ class StateBytes:
     computed with. `gathered_bytes` are whole parameters, `summed_bytes` what the gradients of
     micro-batches are added up in, and `filling_bytes` a bucket of whole gradients that are
     scattered when the last is there. In the end `reduced_bytes` of gradients stand in the place of
-    those two.
+    those two. `host_bytes` are beside the device: what is updated there, what the optimizer keeps
+    of it, and its reduced gradients, which are nowhere else.
     """
 
     kept_bytes: int
@@ -42,11 +43,12 @@ class StateBytes:
     summed_bytes: int
     filling_bytes: int
     reduced_bytes: int
+    host_bytes: int = 0
 
 
 def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = None) -> StateBytes:
     """The bytes of these buckets, shards rounded up."""
-    kept = parameters = summed = filling = reduced = 0
+    kept = parameters = summed = filling = reduced = host = 0
     gathered = [0]
     for spec in buckets:
         shards, numel = spec.shards, spec.numel
@@ -59,13 +61,16 @@ def state_bytes(buckets: Iterable[BucketSpec], precision: Precision | None = Non
         if not spec.is_trained:
             continue
         owned = spec.dtype.itemsize * -(-numel // shards.optimizer)
-        kept += (OPTIMIZER_STATES + (mixed is not None)) * owned
+        if spec.on_host:
+            host += (OPTIMIZER_STATES + 2) * owned
+        else:
+            kept += (OPTIMIZER_STATES + (mixed is not None)) * owned
+            reduced += owned
         summed += gradient.itemsize * -(-numel // shards.gradients)
         if shards.gradients > 1:
             filling = max(filling, gradient.itemsize * numel)
-        reduced += owned
     whole = sum(sorted(gathered)[-GATHERED:])
-    return StateBytes(kept + parameters, parameters, whole, summed, filling, reduced)
+    return StateBytes(kept + parameters, parameters, whole, summed, filling, reduced, host)
 
 
 def graph_state_bytes(
@@ -73,8 +78,11 @@ def graph_state_bytes(
     shards: StateShards,
     precision: Precision | None = None,
     tied: Mapping[str, StateShards] = MappingProxyType({}),
+    on_host: Collection[str] = (),
 ) -> StateBytes:
-    """The same of all parameters of a stage's graph; those of `tied` follow another stage's."""
+    """The same of all parameters of a stage's graph; those of `tied` follow another stage's, those
+    `on_host` are updated there.
+    """
     kinds = [shards, *dict.fromkeys(tied.values())]
     held = [
         Held(
@@ -83,6 +91,7 @@ def graph_state_bytes(
             i.spec.numel,
             (kinds.index(tied.get(i.target, shards)),),
             i.requires_grad,
+            on_host=i.target in on_host,
         )
         for i in graph.inputs
         if i.kind is InputKind.PARAMETER

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
 
 from merakc.kernels.draws import KEY_POSITION
 
+_NUMBERS = frozenset((int, float, bool, type(None)))
 CPU, META = torch.device("cpu"), torch.device("meta")
 Form = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 """Shape, stride, offset in the memory, dtype."""
@@ -34,7 +35,8 @@ Bare = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 FOLLOWING = frozenset(
     f"aten.{name}"
     for name in (
-        "add.Tensor", "addmm.default", "bmm.default", "cat.default", "cross_entropy_loss.default",
+        "add.Tensor", "addmm.default", "bmm.default", "cat.default", "constant_pad_nd.default",
+        "contiguous.default", "cross_entropy_loss.default", "logical_not.default",
         "div.Tensor", "embedding.default", "expand.default", "gelu.default", "layer_norm.default",
         "linear.default", "masked_fill.Scalar", "matmul.default", "mean.dim", "mm.default",
         "mul.Tensor", "neg.default", "permute.default", "pow.Tensor_Scalar", "relu.default",
@@ -78,9 +80,13 @@ class Forms:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func(*args, **kwargs)` returns."""
-        if _writes(func) or not (self._views or _is_fresh(func)):
+        traits = _traits(func)
+        if traits.writes or not (self._views or traits.fresh):
             return func(*args, **kwargs)
-        key = func, self._form(_unkeyed(func, args)), self._form(tuple(kwargs.items()))
+        at = traits.key_position
+        # Each draw has a key of its own, of no matter for its result.
+        told = args if at is None else (*args[:at], None, *args[at + 1 :])
+        key = func, self._form(told), self._form(tuple(kwargs.items())) if kwargs else ()
         found = self._known.get(key)
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if found is None:
@@ -143,6 +149,8 @@ class Forms:
 
     def _form(self, arg: Any) -> Any:
         """What results depend on. Types as well: 1 is equal to 1.0 and to True."""
+        if type(arg) in _NUMBERS:
+            return type(arg), arg
         if isinstance(arg, torch.Tensor):
             if self._plain(arg):
                 form = arg.shape, arg.stride(), arg.storage_offset(), arg.dtype
@@ -238,29 +246,25 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in tensors_of(v)] if isinstance(value, (list, tuple)) else []
 
 
-def _unkeyed(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without the key of a draw: of each its own, and of no matter for its result."""
-    at = _key_position(func)
-    return args if at is None else (*args[:at], None, *args[at + 1 :])
-
-
-@cache
-def _key_position(func: Any) -> int | None:
-    return KEY_POSITION.get(op_name(func))
-
-
 @cache
 def op_name(func: Any) -> str:
     """`aten.add.Tensor`; an op puts it together whenever it is asked."""
     return str(func)
 
 
-@cache
-def _writes(func: Any) -> bool:
-    return bool(func._schema.is_mutable)
+@dataclass(frozen=True, slots=True)
+class _Traits:
+    """Whether an op writes to arguments, and whether its results are in memory of their own; where
+    in its arguments the key of a draw is.
+    """
+
+    writes: bool
+    fresh: bool
+    key_position: int | None
 
 
 @cache
-def _is_fresh(func: Any) -> bool:
-    """Whether the results are in memory of their own."""
-    return all(r.alias_info is None for r in func._schema.returns)
+def _traits(func: Any) -> _Traits:
+    schema = func._schema
+    fresh = all(r.alias_info is None for r in schema.returns)
+    return _Traits(bool(schema.is_mutable), fresh, KEY_POSITION.get(op_name(func)))

@@ -17,6 +17,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from merakc.ir.graph import Ref
+
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 ITEM = "aten._local_scalar_dense.default"
 Answer = bool | int | float
@@ -89,6 +91,17 @@ def is_symbolic(value: Any) -> bool:
     if isinstance(value, dict):
         return any(map(is_symbolic, value.values()))
     return isinstance(value, SYMBOLIC)
+
+
+def has_number(value: tuple[Any, ...]) -> bool:
+    """Whether there is a `Number` in a nest of tuples."""
+    for item in value:
+        if isinstance(item, tuple):
+            if type(item) is not Ref and has_number(item):
+                return True
+        elif isinstance(item, Number):
+            return True
+    return False
 
 
 def numbers(value: Any) -> Iterator[Number]:

@@ -65,9 +65,12 @@ class _Rewriter:
     def run(self) -> Graph:
         """The graph in the end."""
         for node in self.graph.nodes:
-            if any(ref in self.now for ref in node.refs):
-                args, kwargs = map_refs((node.args, node.kwargs), self._now)
-                node = replace(node, args=args, kwargs=kwargs)
+            if not self.now.keys().isdisjoint(node.refs):
+                node = node.reading(*map_refs((node.args, node.kwargs), self._now))
+            if node.op not in RULED:
+                self.nodes.append(node)
+                self.made[node.name] = node
+                continue
             made = (rule(self, node) for rule in RULES)
             found: list[Node] | Ref = next((m for m in made if m is not None), [node])
             if isinstance(found, Ref):
@@ -184,6 +187,7 @@ SLICED, SCATTER = "aten.slice_backward.default", "aten.scatter_add.default"
 RULES: tuple[Rule, ...] = (
     _neutral, _scaled_expansion, _scaled_factor, _joined_parts, _added_there,
 )  # fmt: skip
+RULED = frozenset({*NEUTRAL, *SCALINGS, ADD})  # of which there are rules
 
 
 def _is_scaling(node: Node) -> bool:

@@ -86,11 +86,11 @@ class ByCall:
         for node in self.graph.nodes:
             values = [self._value(r) for r in node.refs]
             outs, template, table = self._call(node, values)
-            for k, (out, spec) in enumerate(zip(outs, node.outputs, strict=False)):
+            for ref, out, spec in zip(node.outs, outs, node.outputs, strict=False):
                 if out is not None and spec is not None:
                     same = out.form[0] == spec.shape and out.form[3] == spec.dtype
                     assert same, f"{node} gives {out.form}"
-                    self._values[Ref(node.name, k)] = out
+                    self._values[ref] = out
             if any(isinstance(o, tuple) and o[2] for o in template.calls.outs):
                 self._tape.append((node, template, values, outs, table))
 
@@ -236,12 +236,10 @@ class ByCall:
                 at = KEY_POSITION[call.op]
                 args = (*args[:at], origin.args[KEY_POSITION[origin.op]], *args[at + 1 :])
             name = sys.intern(f"j:{self._names.create_name(_short(call.op), None)}")
-            self.nodes.append(
-                Node(name, call.op, args, _now(call.kwargs, table), call.outputs,
-                     module=origin.module, source=origin.source)
-            )  # fmt: skip
-            for k in range(len(call.outputs)):
-                table[Ref(call.name, k)] = Ref(name, k)
+            node = Node(name, call.op, args, _now(call.kwargs, table), call.outputs,
+                        module=origin.module, source=origin.source)  # fmt: skip
+            self.nodes.append(node)
+            table.update(zip(call.outs, node.outs, strict=True))
 
     def named(self, value: _Value) -> Ref:
         """The name of a value in the joint graph."""

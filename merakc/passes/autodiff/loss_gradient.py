@@ -39,7 +39,7 @@ def _rewritten(graph: Graph) -> Graph:
             nodes += _direct(before, node, specs)
         else:
             nodes.append(node)
-    return replace(graph, nodes=tuple(nodes)).pruned()
+    return graph.with_nodes(nodes).pruned()
 
 
 def _is_known(loss: Node, softmax: Node, specs: Mapping[Ref, TensorSpec]) -> bool:

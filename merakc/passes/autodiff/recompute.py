@@ -10,8 +10,10 @@ through the best trade-offs of bytes against seconds (those on their convex hull
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
+from math import inf, isfinite
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,7 +81,7 @@ def selective(stage: StageGraphs) -> frozenset[Ref]:
     """The fewest bytes to keep so that nothing expensive runs again: no product with weights, no
     collective, no attention kernel and no module that runs as it is.
     """
-    costs = {n.name: np.inf if n.op in KEPT_BY_SELECTIVE else 0.0 for n in stage.forward.nodes}
+    costs = {n.name: inf if n.op in KEPT_BY_SELECTIVE else 0.0 for n in stage.forward.nodes}
     return Cut(stage, costs).kept(1.0)
 
 
@@ -93,7 +95,7 @@ def within_bytes(stage: StageGraphs, budget_bytes: int, place: Place) -> frozens
     nodes = stage.forward.nodes
     seconds = _seconds(stage.forward, place)
     costs = {
-        n.name: np.inf
+        n.name: inf
         if n.op in COLLECTIVES or n.op in PIPELINED
         else seconds[n.name] * (1 + TIE_BREAK * k / len(nodes))
         for k, n in enumerate(nodes)
@@ -126,8 +128,7 @@ def _seconds(graph: Graph, place: Place) -> dict[str, float]:
     return {n.name: node_seconds(n, specs, place) for n in graph.nodes}
 
 
-@dataclass(frozen=True)
-class _Edge:
+class _Edge(NamedTuple):
     source: int
     target: int
     capacity: float
@@ -161,17 +162,17 @@ class Cut:
             place = next(places)
             self.fixed.append(_Edge(place, SINK, costs[node.name]))
             read = (self.values.get(r) for r in dict.fromkeys(node.refs))
-            self.fixed += [_Edge(place, at, np.inf) for at in read if at is not None]
+            self.fixed += [_Edge(place, at, inf) for at in read if at is not None]
             for k, spec in enumerate(node.outputs):
                 if spec is not None:
                     self.values[Ref(node.name, k)] = next(places)
                     self.made.append(place)
-                    self.bytes.append(np.inf if is_view(node) else spec.size_bytes)
+                    self.bytes.append(inf if is_view(node) else spec.size_bytes)
         self.own = dict(list(self.values.items())[received:])
-        self.fixed += [_Edge(SOURCE, self.own[r], np.inf) for r in wanted if r in self.own]
+        self.fixed += [_Edge(SOURCE, self.own[r], inf) for r in wanted if r in self.own]
         self.size = next(places)
-        self.total_s = sum(e.capacity for e in self.fixed if np.isfinite(e.capacity)) or 1.0
-        self.total_bytes = sum(b for b in self.bytes if np.isfinite(b)) or 1.0
+        self.total_s = sum(e.capacity for e in self.fixed if isfinite(e.capacity)) or 1.0
+        self.total_bytes = sum(b for b in self.bytes if isfinite(b)) or 1.0
 
     def kept(self, share: float) -> frozenset[Ref]:
         """The cheapest checkpoint where `share` of the price is for bytes, the rest for seconds.
@@ -183,11 +184,12 @@ class Cut:
             for at, node, size in zip(self.own.values(), self.made, self.bytes, strict=True)
         ]
         edges = [
-            replace(e, capacity=_part(e.capacity, 1 - share, self.total_s)) for e in self.fixed
+            _Edge(source, target, _part(capacity, 1 - share, self.total_s))
+            for source, target, capacity in self.fixed
         ]
         edges += [
-            replace(e, capacity=_part(e.capacity, share, self.total_bytes))
-            for e in (*cut, *self.held)
+            _Edge(source, target, _part(capacity, share, self.total_bytes))
+            for source, target, capacity in (*cut, *self.held)
         ]
         reached = _source_side(edges, self.size)
         return frozenset(
@@ -198,7 +200,7 @@ class Cut:
 
 
 def _part(capacity: float, share: float, total: float) -> float:
-    return capacity if np.isinf(capacity) else capacity * share / total
+    return capacity if capacity == inf else capacity * share / total
 
 
 def _source_side(edges: Sequence[_Edge], size: int) -> set[int]:
@@ -206,7 +208,7 @@ def _source_side(edges: Sequence[_Edge], size: int) -> set[int]:
     from scipy.sparse import csr_array  # as in `choose`
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    scaled = [min(round(e.capacity * FLOW_UNITS), MAX_FLOW) if np.isfinite(e.capacity) else MAX_FLOW
+    scaled = [min(round(e.capacity * FLOW_UNITS), MAX_FLOW) if isfinite(e.capacity) else MAX_FLOW
               for e in edges]  # fmt: skip
     places = [e.source for e in edges], [e.target for e in edges]
     network = csr_array((np.array(scaled, dtype=np.int32), places), shape=(size, size))

@@ -11,8 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-
-import numpy as np
+from math import inf
 
 from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.pieces import AGAIN, LEAST_BYTES
@@ -134,8 +133,8 @@ def _costs(graph: Graph, again: float, call_bytes: float = 0.0) -> dict[str, flo
             costs[node.name] = 0.0
         elif is_pointwise(node.op):
             cost = again * made + call_bytes if node.name in needed else 0.0
-            costs[node.name] = np.inf if read & waited else cost
+            costs[node.name] = inf if read & waited else cost
         else:
             waited |= read
-            costs[node.name] = np.inf
+            costs[node.name] = inf
     return costs

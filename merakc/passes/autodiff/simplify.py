@@ -26,7 +26,7 @@ def simplify(graph: Graph) -> Graph:
     one value. Collectives are merged too: all ranks of a group run the same graph.
     """
     replaced: dict[Ref, Ref] = {}
-    seen: dict[Any, str] = {}
+    seen: dict[Any, list[Node]] = {}
     nodes: list[Node] = []
     views: dict[Ref, Node] = {}
     specs = graph.specs()
@@ -35,8 +35,9 @@ def simplify(graph: Graph) -> Graph:
         return replaced.get(ref, ref)
 
     for node in graph.nodes:
-        args = map_refs(node.args, now)
-        kwargs = map_refs(node.kwargs, now)
+        args, kwargs = node.args, node.kwargs
+        if not replaced.keys().isdisjoint(node.refs):
+            args, kwargs = map_refs(args, now), map_refs(kwargs, now)
         if node.op in RESHAPES and args[0] in views and views[args[0]].op in RESHAPES:
             args = (views[args[0]].args[0], *args[1:])
         if node.op in FORWARDED or _gives_back(node, args, specs):
@@ -45,27 +46,31 @@ def simplify(graph: Graph) -> Graph:
         if node.op in SWAPS and args[0] in views and _undoes(node, args, views[args[0]]):
             replaced[Ref(node.name)] = views[args[0]].args[0]
             continue
-        key = (node.op, typed(args), typed(kwargs))
-        if key in seen:
+        alike = seen.setdefault((node.op, args, kwargs), [])
+        same = next((n for n in alike if _same_types(n, args, kwargs)), None)
+        if same is not None:
             for index in range(len(node.outputs)):
-                replaced[Ref(node.name, index)] = Ref(seen[key], index)
+                replaced[Ref(node.name, index)] = Ref(same.name, index)
             continue
-        seen[key] = node.name
-        nodes.append(
-            Node(
-                node.name,
-                node.op,
-                args,
-                kwargs,
-                node.outputs,
-                module=node.module,
-                source=node.source,
-            )
-        )
+        as_it_is = args is node.args and kwargs is node.kwargs and node.grad
+        nodes.append(node if as_it_is else _traced(node, args, kwargs))
+        alike.append(nodes[-1])
         if node.op in RESHAPES | SWAPS:
             views[Ref(node.name)] = nodes[-1]
     outputs = tuple(o.at(now(o.ref)) for o in graph.outputs)
     return Graph(graph.inputs, tuple(nodes), outputs, graph.constants, graph.functions).pruned()
+
+
+def _same_types(node: Node, args: Any, kwargs: Any) -> bool:
+    """Whether arguments that are equal to a node's are of the same types, too."""
+    return bool(typed((node.args, node.kwargs)) == typed((args, kwargs)))
+
+
+def _traced(node: Node, args: Any, kwargs: Any) -> Node:
+    """The call with these arguments; whether gradients were on says nothing behind autograd."""
+    return Node(
+        node.name, node.op, args, kwargs, node.outputs, module=node.module, source=node.source
+    )
 
 
 def _gives_back(node: Node, args: tuple[Any, ...], specs: Mapping[Ref, TensorSpec]) -> bool:

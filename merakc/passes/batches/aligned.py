@@ -30,6 +30,9 @@ def is_own(name: str) -> bool:
 
 def common(graph: Graph) -> Graph:
     """The graph without what only the recording of the whole batch has."""
+    names = (*(i.name for i in graph.inputs), *(n.name for n in graph.nodes))
+    if not any(map(is_own, names)) and all(n.op != WITHIN for n in graph.nodes):
+        return graph
     nodes = (
         replace(n, op=KNOWN, args=()) if n.op == WITHIN or _reads_own(n) else n
         for n in graph.nodes

@@ -104,7 +104,8 @@ def analyse(
     outcomes = dict(reader.outcomes)
     part, whole = with_places(part, picked, whole=False), with_places(whole, picked, whole=True)
     for node in part.nodes:
-        outcomes.setdefault(node.name, Outcome(tuple(states[r] for r in node.made)))
+        if node.name not in outcomes:
+            outcomes[node.name] = Outcome(tuple(states[r] for r in node.made))
     return Analysis(
         part, whole, samples, total=total, sampled=sampled, states=states, outcomes=outcomes,
         makers={n.name: n for n in part.nodes}, twins={n.name: n for n in whole.nodes},

@@ -54,7 +54,7 @@ def normalised(graph: Graph, *, copies: bool = True) -> Graph:
             writer.joined(node)
         else:
             writer.nodes.append(node)
-    made = replace(graph, nodes=tuple(writer.nodes)).renamed(writer.counts)
+    made = graph.with_nodes(writer.nodes).renamed(writer.counts)
     made = with_windows(made.pruned())
     return made if copies else without_copies(made)
 
@@ -102,6 +102,8 @@ def summed(graph: Graph, names: Collection[str]) -> Graph:
     """The graph with these means as sums over a number, which are divided when they are added up:
     a mean of ones is 1, where sums of tenths are less.
     """
+    if not names:
+        return graph
     specs, nodes = graph.specs(), []
     for node in graph.nodes:
         if node.name in names and node.op in SUM_OF_MEAN:
@@ -138,7 +140,7 @@ class _Writer:
         """Writes a concatenation without the tensors that are empty."""
         full = tuple(r for r in node.args[0] if self.specs[r].numel)
         args = (full or node.args[0], *node.args[1:])
-        self.nodes.append(replace(node, args=args))
+        self.nodes.append(node if args == node.args else node.reading(args))
 
     def mean_over_labels(self, node: Node) -> None:
         """`sum / count`, with the count of a part as the batch alone gives it."""

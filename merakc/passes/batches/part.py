@@ -202,7 +202,9 @@ class PartWriter:
         outcome, twin = self.found.outcomes[node.name], self.found.twins[node.name]
         args = keyed(self.found, node, self.found.samples).args
         places = self._places(node)
-        node = replace(node, args=with_numbers(node, args, twin))
+        args = with_numbers(node, args, twin)
+        if args is not node.args:
+            node = node.reading(args)
         if outcome.once:
             node = self._once(node)
 
@@ -212,8 +214,9 @@ class PartWriter:
         def now(ref: Ref) -> Ref:
             return ref if ref == places else self.names.get(ref, ref)
 
-        kwargs = map_refs(node.kwargs, now)
-        self.nodes.append(replace(node, args=map_refs(node.args, now), kwargs=kwargs))
+        if not self.names.keys().isdisjoint(node.refs):
+            node = node.reading(map_refs(node.args, now), map_refs(node.kwargs, now))
+        self.nodes.append(node)
         for k, spec in enumerate(node.outputs if outcome.scaled else ()):
             if spec is not None and (spec.dtype.is_floating_point or spec.dtype.is_complex):
                 ref = Ref(node.name, k)

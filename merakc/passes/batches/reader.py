@@ -108,7 +108,9 @@ class Reader:
                 state = outcome.states[k]
                 assert state is not None, node
                 state = self.checked(state, spec, other, copied=node.op in COPIES)
-                self.states[Ref(node.name, k)] = state._replace(known=known)
+                if state.known is not known:
+                    state = state._replace(known=known)
+                self.states[node.outs[k]] = state
 
     # ------------------------------------------------------------------ of the batch alone
 
@@ -175,20 +177,20 @@ class Reader:
         given, as they are for what is computed in the step.
         """
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
+        routed = node.op == UNBIND or any(s.routed for s in states.values())
+        if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
+            return self._outcome(node, twin, states)
+        key = (node.op, call_form(node, states, self.part), call_form(twin, {}, self.whole), lifted)
+        found = self.seen.get(key)
+        if found is None:
+            found = self.seen[key] = self._outcome(node, twin, states)
+        return found
+
+    def _outcome(self, node: Node, twin: Node, states: Mapping[Ref, State]) -> Outcome:
         place = Place(
             self.part, self.whole, node, twin, states, before=self.states, makers=self.makers,
             samples=self.samples, total=self.total,
         )  # fmt: skip
-        routed = node.op == UNBIND or any(s.routed for s in states.values())
-        if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
-            return self._outcome(place)
-        key = (node.op, call_form(node, states, self.part), call_form(twin, {}, self.whole), lifted)
-        if key not in self.seen:
-            self.seen[key] = self._outcome(place)
-        return self.seen[key]
-
-    def _outcome(self, place: Place) -> Outcome:
-        node, states = place.node, place.states
         if node.op in STRIDED and any(
             s.sampled or s.kind is not Kind.CONSTANT for s in states.values()
         ):

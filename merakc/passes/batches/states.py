@@ -97,7 +97,9 @@ def _product(factors: Sequence[int | str]) -> int:
 
 def size(dim: Dim, samples: int) -> int:
     """The size of a dim for so many samples."""
-    return math.prod(samples if f == SAMPLES else int(f) for f in dim)
+    if len(dim) == 1:
+        return samples if dim[0] == SAMPLES else int(dim[0])
+    return math.prod([samples if f == SAMPLES else int(f) for f in dim])
 
 
 def by_size(spec: TensorSpec, other: TensorSpec, samples: int, total: int) -> Dims | None:
@@ -147,9 +149,9 @@ def _form(
     states: Mapping[Ref, State],
     numbers: dict[Ref, int],
 ) -> object:
-    if isinstance(value, Ref):
+    if type(value) is Ref:
         at = numbers.setdefault(value, len(numbers))
         return ("%", at, specs[value], states.get(value))
     if isinstance(value, tuple):
         return tuple([_form(v, specs, states, numbers) for v in value])
-    return (type(value).__name__, value)
+    return (type(value), value)

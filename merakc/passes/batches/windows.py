@@ -32,7 +32,7 @@ def with_windows(graph: Graph) -> Graph:
     writer = _Writer(graph)
     for node in graph.nodes:
         writer.add(node)
-    return replace(graph, nodes=tuple(writer.nodes)).pruned()
+    return graph.with_nodes(writer.nodes).pruned()
 
 
 class _TooFarError(Exception):

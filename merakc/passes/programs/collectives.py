@@ -120,7 +120,10 @@ def rank_buckets(plan: Plan, local: Sequence[Graph]) -> tuple[tuple[BucketSpec, 
             if (item := read[rank].get(name)) is not None:
                 dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
                 numel, is_trained = item.spec.numel, item.requires_grad
-                held[rank].append(Held(name, dtype, numel, stages, is_trained, count > 1))
+                on_host = name in plan.host_states
+                held[rank].append(
+                    Held(name, dtype, numel, stages, is_trained, count > 1, on_host=on_host)
+                )
     return tuple(plan_buckets(own, plan.shards) for own in held)
 
 

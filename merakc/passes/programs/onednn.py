@@ -26,8 +26,7 @@ def by_onednn(stage: StageGraphs) -> StageGraphs:
 def _rewritten(graph: Graph) -> Graph:
     specs = graph.specs()
     nodes = (replace(n, op=OPS[n.op]) if _gains(n, specs) else n for n in graph.nodes)
-    nodes = (_scores(n, specs) if n.op in PLACES else n for n in nodes)
-    return replace(graph, nodes=tuple(nodes))
+    return graph.with_nodes([_scores(n, specs) if n.op in PLACES else n for n in nodes])
 
 
 def _scores(node: Node, specs: Mapping[Ref, TensorSpec]) -> Node:

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from merakc.ir.graph import Graph, InputKind, Node, Ref, TensorSpec
-from merakc.ir.layout import Layout
+from merakc.ir.layout import DimFactor, Layout
+
+
+def unsplit(graph: Graph) -> Sharding:
+    """How a graph's values lie on a rank that has all of them."""
+    layouts = {
+        ref: Layout(tuple([(DimFactor(n),) for n in spec.shape]))
+        for ref, spec in graph.specs().items()
+    }
+    return Sharding(1, layouts, frozenset(), ())
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, R
 from merakc.ir.plan import StageRun
 from merakc.ir.program import Transfer
 from merakc.ir.report import CutReport
+from merakc.ir.same import Same
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.forward.scores import without_scores
 from merakc.passes.sharding.layouts import Sharding
@@ -56,10 +57,10 @@ class Stages:
         local = (spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
         return tuple(map(without_scores, local))
 
-    def without_nodes(self) -> Stages:
-        """What goes in and out of the stages."""
-        graphs = tuple(graph.without_nodes() for graph in self.graphs)
-        return Stages({}, graphs, self.transfers, replace(self.sharding, layouts={}))
+    def without_nodes(self, same: Same) -> Stages:
+        """What goes in and out of the stages, with the `same` values as others have."""
+        graphs = tuple(graph.without_nodes(same) for graph in self.graphs)
+        return Stages({}, graphs, self.transfers, Sharding(self.sharding.tp, {}, frozenset(), ()))
 
 
 # What is found where there is nothing to cut.

@@ -72,6 +72,7 @@ class Forwards(Mirror):
         check_around("the model")
         self._own("_memory").settle()
         steps = self._own("_steps")
+        args, kwargs = self._own("_lent").filled("model.predict(...)", args, kwargs)
         with model_call(steps, "model.predict(...)", args, kwargs, training=self.training):
             return self._predicted(args, kwargs)
 

@@ -99,7 +99,7 @@ class Noted:
         return [x for x in pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
 
 
-REPEATS.add(Noted.run.__code__)
+REPEATS[id(Noted.run.__code__)] = Noted.run.__code__
 
 
 @dataclass(eq=False)

@@ -30,8 +30,9 @@ def allocate(
 ) -> tuple[Tensors, ShardedState | None]:
     """This rank's parameters and buffers, all zeros, and the buckets that parameters stand in.
 
-    There are none where there is one dp rank, and no precision but the model's own; frozen
-    parameters stay whole where parameters are not sharded. All ranks must call it.
+    There are none where there is one dp rank, no precision but the model's own, and nothing is
+    updated on the host; frozen parameters stay whole where parameters are not sharded. All ranks
+    must call it.
     """
     _, pipeline_rank, tp_rank = groups.coordinates
     state: Tensors = {}
@@ -41,7 +42,7 @@ def allocate(
             part = torch.empty(shape, dtype=place.dtype, device="meta")
             state[name] = nn.Parameter(part, place.requires_grad) if place.is_parameter else part
     sharded = None
-    if lowered.plan.dp > 1 or lowered.plan.precision is not None:
+    if lowered.plan.has_buckets:
         sharded = _in_buckets(state, placements, lowered, groups, device)
         state |= sharded.owned
     for name, tensor in state.items():
@@ -70,7 +71,7 @@ def _in_buckets(
             shared = sum(plan.rank_of[s] == own for s in place.stages) > 1
             held.append(
                 Held(name, place.dtype, state[name].numel(), place.stages, place.requires_grad,
-                     shared, name in used)
+                     shared, name in used, name in plan.host_states)
             )  # fmt: skip
     every = sorted({plan.shards(s) for s in range(len(plan.rank_of))})
     made = {shards: ShardGroups(groups, shards) for shards in every}

@@ -28,6 +28,9 @@ from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.stepping import is_closure
 
 CALL = "an optimizer's step on whole tensors"
+# Of whole tensors that travel at once. Buffers of this size are taken of memory that others have
+# left, where larger ones are pages anew each time, which cost more than what is copied into them.
+TRAVEL_BYTES = 2**24
 Pieces = list[list[torch.Tensor]]  # by rank of a group
 
 
@@ -245,27 +248,34 @@ class WholeTensors(Bringing):
     @torch.no_grad()
     def bring(self) -> None:
         """Gives values and gradients to owners."""
-        now = self._now()
         with call(CALL):
-            values = _to_owners(now, [plain(s.parameter) for s in now])
-            gradients = _to_owners(now, [plain(s.parameter.grad) for s in now])  # type: ignore[arg-type]
-        for shared, value, gradient in zip(now, values, gradients, strict=True):
-            if value is not None:
-                shared.whole.data, shared.whole.grad = value, gradient
+            for family in self._families():
+                values = _to_owners(family, [plain(s.parameter) for s in family])
+                given = [plain(s.parameter.grad) for s in family]  # type: ignore[arg-type]
+                for k, gradient in _to_owners(family, given).items():
+                    family[k].whole.data, family[k].whole.grad = values[k], gradient
 
     @torch.no_grad()
     def send_back(self) -> None:
         """Gives every rank its parts of owners' values."""
-        now = self._now()
         with call(CALL):
-            found = _from_owners(now)
-        for shared, values in zip(now, found, strict=True):
-            own = plain(shared.parameter)
-            own.copy_(values.view(own.shape))
+            for family in self._families():
+                for k, values in _from_owners(family).items():
+                    own = plain(family[k].parameter)
+                    own.copy_(values.view(own.shape))
 
-    def _now(self) -> list[Shared]:
-        """What has gradients: of each parameter all ranks or none have them."""
-        return [s for p, s in self.shared.items() if p.grad is not None]
+    def _families(self) -> list[list[Shared]]:
+        """What travels at once, of what has gradients: of each parameter all ranks or none have
+        them. Tensors of one dtype, over one group, of a bounded size together.
+        """
+        found: dict[tuple[Any, ...], list[list[Shared]]] = {}
+        for s in (s for p, s in self.shared.items() if p.grad is not None):
+            shards = s.bucket.groups if s.bucket else None
+            families = found.setdefault((shards, s.layout.is_split, s.whole.dtype, s.home), [[]])
+            if families[-1] and sum(map(_bytes_of, families[-1])) + _bytes_of(s) > TRAVEL_BYTES:
+                families.append([])
+            families[-1].append(s)
+        return [family for families in found.values() for family in families]
 
 
 def _work(layout: Layout) -> int:
@@ -274,76 +284,63 @@ def _work(layout: Layout) -> int:
     return layout.numel * (min(shape[0], layout.numel // shape[0]) if len(shape) > 1 else 1)
 
 
-def _families(shared: Sequence[Shared]) -> list[list[int]]:
-    """Which of the tensors travel together: of one dtype, over one group."""
-    found: dict[tuple[Any, ...], list[int]] = {}
-    for k, s in enumerate(shared):
-        shards = s.bucket.groups if s.bucket else None
-        found.setdefault((shards, s.layout.is_split, s.whole.dtype, s.home), []).append(k)
-    return list(found.values())
+def _bytes_of(shared: Shared) -> int:
+    return shared.layout.numel * shared.whole.element_size()
 
 
-def _to_owners(
-    shared: Sequence[Shared], parts: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The whole tensors that this rank owns, of all ranks' parts; collective."""
-    found: list[torch.Tensor | None] = [None] * len(shared)
-    for family in _families(shared):
-        first = shared[family[0]]
-        (shard, tp_rank), tp = first.here, first.home.groups.mesh.tp
-        near = [k for k in family if shared[k].owner[0] == shard]
-        shards = range(dist.get_world_size(first.block) if first.block else 1)
-        sent = [[parts[k] for k in family if shared[k].owner[0] == s] for s in shards]
-        sizes = [[_extent(shared[k].bounds(s)) for k in near] for s in shards]
-        got = _exchanged(first, sent, sizes, first.block)
-        order = sorted(shards, key=first.place_in_bucket)
-        local = {k: torch.cat([got[s][n] for s in order]) for n, k in enumerate(near)}
-        if not first.layout.is_split:
-            for k in near:
-                found[k] = local[k].view(shared[k].layout.shape)
-            continue
-        own = [k for k in near if shared[k].owner[1] == tp_rank]
-        sent = [[local[k] for k in near if shared[k].owner[1] == t] for t in range(tp)]
-        sizes = [[torch.Size(shared[k].local_shape(t)).numel() for k in own] for t in range(tp)]
-        got = _exchanged(first, sent, sizes, first.home.groups.axis("tp"))
-        for n, k in enumerate(own):
-            found[k] = whole = local[k].new_empty(shared[k].layout.shape)
+def _to_owners(family: Sequence[Shared], parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """The whole tensors that this rank owns, of all ranks' parts, by their place in the family;
+    collective.
+    """
+    first, every = family[0], range(len(family))
+    (shard, tp_rank), tp = first.here, first.home.groups.mesh.tp
+    near = [k for k in every if family[k].owner[0] == shard]
+    shards = range(dist.get_world_size(first.block) if first.block else 1)
+    sent = [[parts[k] for k in every if family[k].owner[0] == s] for s in shards]
+    sizes = [[_extent(family[k].bounds(s)) for k in near] for s in shards]
+    got = _exchanged(first, sent, sizes, first.block)
+    order = sorted(shards, key=first.place_in_bucket)
+    local = {k: _joined([got[s][n] for s in order]) for n, k in enumerate(near)}
+    if not first.layout.is_split:
+        return {k: local[k].view(family[k].layout.shape) for k in near}
+    own = [k for k in near if family[k].owner[1] == tp_rank]
+    sent = [[local[k] for k in near if family[k].owner[1] == t] for t in range(tp)]
+    sizes = [[torch.Size(family[k].local_shape(t)).numel() for k in own] for t in range(tp)]
+    got = _exchanged(first, sent, sizes, first.home.groups.axis("tp"))
+    found = {k: local[k].new_empty(family[k].layout.shape) for k in own}
+    for n, k in enumerate(own):
+        for t in range(tp):
+            for box, view in _boxes(family[k], got[t][n], t):
+                found[k][box].copy_(view)
+    return found
+
+
+def _from_owners(family: Sequence[Shared]) -> dict[int, torch.Tensor]:
+    """This rank's parts of the whole tensors that ranks own, flat, by their place in the family;
+    collective.
+    """
+    first, every = family[0], range(len(family))
+    (shard, tp_rank), tp = first.here, first.home.groups.mesh.tp
+    near = [k for k in every if family[k].owner[0] == shard]
+    local = {k: family[k].whole.data.reshape(-1) for k in near}
+    if first.layout.is_split:
+        own = [k for k in near if family[k].owner[1] == tp_rank]
+        sent: Pieces = [[] for _ in range(tp)]
+        for k in own:
             for t in range(tp):
-                for box, view in _boxes(shared[k], got[t][n], t):
-                    whole[box].copy_(view)
-    return found
-
-
-def _from_owners(shared: Sequence[Shared]) -> list[torch.Tensor]:
-    """This rank's parts of the whole tensors that ranks own, flat; collective."""
-    found: list[torch.Tensor] = [s.whole.data for s in shared]
-    for family in _families(shared):
-        first = shared[family[0]]
-        (shard, tp_rank), tp = first.here, first.home.groups.mesh.tp
-        near = [k for k in family if shared[k].owner[0] == shard]
-        local = {k: shared[k].whole.data.reshape(-1) for k in near}
-        if first.layout.is_split:
-            own = [k for k in near if shared[k].owner[1] == tp_rank]
-            sent: Pieces = [[] for _ in range(tp)]
-            for k in own:
-                for t in range(tp):
-                    sent[t].append(shared[k].whole.data.new_empty(shared[k].local_shape(t)))
-                    for box, view in _boxes(shared[k], sent[t][-1], t):
-                        view.copy_(shared[k].whole.data[box])
-            there = [[k for k in near if shared[k].owner[1] == t] for t in range(tp)]
-            sizes = [[_extent((0, torch.Size(shared[k].local_shape(tp_rank)).numel()))
-                      for k in of] for of in there]  # fmt: skip
-            got = _exchanged(first, sent, sizes, first.home.groups.axis("tp"))
-            local = {k: got[t][n] for t, of in enumerate(there) for n, k in enumerate(of)}
-        shards = range(dist.get_world_size(first.block) if first.block else 1)
-        sent = [[local[k][slice(*shared[k].bounds(s))] for k in near] for s in shards]
-        there = [[k for k in family if shared[k].owner[0] == s] for s in shards]
-        sizes = [[_extent(shared[k].bounds(shard)) for k in of] for of in there]
-        got = _exchanged(first, sent, sizes, first.block)
-        for s, of in enumerate(there):
-            for n, k in enumerate(of):
-                found[k] = got[s][n]
-    return found
+                sent[t].append(family[k].whole.data.new_empty(family[k].local_shape(t)))
+                for box, view in _boxes(family[k], sent[t][-1], t):
+                    view.copy_(family[k].whole.data[box])
+        there = [[k for k in near if family[k].owner[1] == t] for t in range(tp)]
+        sizes = [[torch.Size(family[k].local_shape(tp_rank)).numel() for k in of] for of in there]
+        got = _exchanged(first, sent, sizes, first.home.groups.axis("tp"))
+        local = {k: got[t][n] for t, of in enumerate(there) for n, k in enumerate(of)}
+    shards = range(dist.get_world_size(first.block) if first.block else 1)
+    sent = [[local[k][slice(*family[k].bounds(s))] for k in near] for s in shards]
+    there = [[k for k in every if family[k].owner[0] == s] for s in shards]
+    sizes = [[_extent(family[k].bounds(shard)) for k in of] for of in there]
+    got = _exchanged(first, sent, sizes, first.block)
+    return {k: got[s][n] for s, of in enumerate(there) for n, k in enumerate(of)}
 
 
 def _extent(bounds: tuple[int, int]) -> int:
@@ -358,16 +355,25 @@ def _boxes(shared: Shared, part: torch.Tensor, tp_rank: int) -> Any:
         yield box.slices, place.view(part, box)
 
 
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
+
+
 def _exchanged(
     like: Shared, sent: Pieces, sizes: list[list[int]], group: dist.ProcessGroup | None
 ) -> Pieces:
-    """What every rank of a group has sent to this one, as flat pieces of these sizes."""
+    """What every rank of a group has sent to this one, as flat pieces of these sizes; what it sends
+    itself, in the memory that it is in.
+    """
+    here = dist.get_rank(group) if group else 0
+    own = [t.reshape(-1) for t in sent[here]]
     if group is None:
-        return [[t.reshape(-1) for t in of] for of in sent]
-    nothing = like.whole.data.new_empty(0)
-    flat = torch.cat([nothing, *(t.reshape(-1) for of in sent for t in of)])
+        return [own]
+    sent = [of if r != here else [] for r, of in enumerate(sent)]
+    sizes = [of if r != here else [] for r, of in enumerate(sizes)]
+    flat = torch.cat([like.whole.data.new_empty(0), *(t.reshape(-1) for of in sent for t in of)])
     out = flat.new_empty(sum(map(sum, sizes)))
     received, given = [sum(of) for of in sizes], [sum(t.numel() for t in of) for of in sent]
     dist.all_to_all_single(out, flat, received, given, group=group)
     pieces = iter(torch.split(out, [n for of in sizes for n in of]))
-    return [[next(pieces) for _ in of] for of in sizes]
+    return [own if r == here else [next(pieces) for _ in of] for r, of in enumerate(sizes)]

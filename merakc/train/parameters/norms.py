@@ -48,7 +48,7 @@ class Owners:
         nothing = NOTHING[combine]
 
         def joined(names: Iterable[str]) -> torch.Tensor:
-            found = [own[n].double() for n in names if n in own]
+            found = [own[n].to(self.device, torch.float64) for n in names if n in own]
             if not found:
                 return torch.full((), nothing, dtype=torch.float64, device=self.device)
             stacked = torch.stack(found)

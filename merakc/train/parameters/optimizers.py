@@ -121,12 +121,27 @@ def check(optimizer: Optimizer) -> None:
     is_asked = any(h.are_some for h in held) or any(p in elsewhere for g in groups for p in g)
     if is_asked and type(optimizer) not in _declared:
         needed = _needed(optimizer, groups, held)
+        _check_reach(optimizer, held, needed)
         if needed is WholeTensors:
             homes = {p: _held[p].home for group in groups for p in group if p in _held}
             _brought[optimizer] = WholeTensors(optimizer, homes)
         elif needed is Together:
             _brought[optimizer] = Together(optimizer)
     _tried[optimizer] = len(optimizer.param_groups)
+
+
+def _check_reach(optimizer: Optimizer, held: Iterable[Held], needed: type[Bringing] | None) -> None:
+    """Raises `ConfigError` where it needs tensors of other ranks, and some are on the host, from
+    which a GPU's collectives bring none.
+    """
+    for own in held if needed is not None else ():
+        bucket = own.home.sharded.bucket_of.get(own.name) if own.home.sharded else None
+        if bucket is not None and bucket.on_host and bucket.kept.device.type != "cpu":
+            raise ConfigError(
+                f"{type(optimizer).__name__} needs whole tensors of other ranks, and the plan has "
+                f"the state of '{own.name}' on the host: give auto_parallel offload='none', or use "
+                "an optimizer that updates every element by itself, such as AdamW"
+            )
 
 
 def forget(optimizer: Optimizer) -> None:

@@ -173,8 +173,8 @@ def flat() -> Tensor:
 
 
 POINTWISE = ("add.Tensor", "div.Tensor", "mul.Tensor", "sub.Tensor")
-UNARY = ("gelu.default", "neg.default", "relu.default", "rsqrt.default", "silu.default",
-         "tanh.default")  # fmt: skip
+UNARY = ("gelu.default", "logical_not.default", "neg.default", "relu.default", "rsqrt.default",
+         "silu.default", "tanh.default")  # fmt: skip
 CALLS: dict[str, list[Any]] = {
     **{name: [lambda: (wide(), 2.0), lambda: (wide(), torch.ones(8)),
               lambda: (wide(), torch.ones(1, 6, 4, 8))] for name in POINTWISE},
@@ -182,6 +182,8 @@ CALLS: dict[str, list[Any]] = {
     "addmm.default": [lambda: (torch.ones(3), flat(), torch.ones(3, 8).t())],
     "bmm.default": [lambda: (torch.ones(2, 3, 4), torch.ones(2, 5, 4).transpose(1, 2))],
     "cat.default": [lambda: ([wide(), wide()], -1)],
+    "constant_pad_nd.default": [lambda: (wide(), [0, 1], 0.0)],
+    "contiguous.default": [lambda: (wide(),), lambda: (flat(),)],
     "cross_entropy_loss.default": [lambda: (flat(), torch.zeros(6, dtype=torch.long))],
     "embedding.default": [lambda: (flat(), torch.zeros(2, 3, dtype=torch.long))],
     "expand.default": [lambda: (torch.ones(1, 1, 8), [4, -1, 8])],

@@ -12,12 +12,12 @@ from benchmarks.models import MODELS
 from merakc.analysis.buckets import plan_buckets
 from merakc.frontend.record import Recording
 from merakc.ir.state import lattice
+from merakc.lowering import state_shards as shards
 from merakc.lowering.lowered import Lowered
+from merakc.lowering.state_shards import choose_shards
 from merakc.machines.cluster import NOMINAL_CPU, Cluster
-from merakc.planner import shards
 from merakc.planner.request import Request
 from merakc.planner.search import cut_layout
-from merakc.planner.shards import choose_shards
 from tests.recorded import one_of_several
 
 SLOW = replace(NOMINAL_CPU, link_bytes_per_s=1e6, link_latency_s=1e-3)

@@ -106,7 +106,9 @@ class _Trial:
         """Seconds of the step, and what each rank compares a way by."""
         plan = tried.plan
         stages = zip(self.costs, tried.stages.local, plan.state_shards, strict=True)
-        costs = tuple(with_state(c, graph, own, plan.precision) for c, graph, own in stages)
+        costs = tuple(
+            with_state(c, graph, own, plan.precision, plan.host_states) for c, graph, own in stages
+        )
         prediction, simulation = predict(
             tried, self.cluster, costs, self.touches, dp_rank=0, programs=self.programs,
             traced=False,

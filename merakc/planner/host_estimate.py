@@ -1,0 +1,60 @@
+"""What moving optimizer state to the host makes of a strategy, by the pieces of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from merakc.costs.host import host_bytes, moved_seconds
+from merakc.costs.stages import optimizer_seconds
+from merakc.ir.offload import OPTIMIZER, parse_offload
+from merakc.ir.state import StateShards
+from merakc.machines.cluster import Hardware, Host
+from merakc.planner.estimate import Estimate, Job
+
+# The shards, the kind of recomputation, and what a step takes with them.
+Priced = tuple[StateShards, str, Estimate]
+
+
+def host_for(asked: str, hardware: Hardware) -> Host | None:
+    """The memory that optimizer state may move to, if it is asked for and there is any."""
+    return hardware.host if parse_offload(asked).may(OPTIMIZER) else None
+
+
+def moves_all(asked: str) -> bool:
+    """Whether all of the optimizer's state is to be on the host, and not what has no room alone."""
+    offload = parse_offload(asked)
+    return offload.may(OPTIMIZER) and not offload.as_needed and offload.size_bytes is None
+
+
+def without_state(job: Job) -> Job:
+    """The job with all of the optimizer's state elsewhere than on the devices."""
+    framework = job.framework
+    precision = replace(framework.precision, optimizer_bytes=0)
+    return replace(job, framework=replace(framework, precision=precision))
+
+
+def moved(found: Iterable[Priced], job: Job, host: Host, *, everything: bool) -> Iterator[Priced]:
+    """What was priced without the optimizer's state on the devices, with the part of it there that
+    they have room for, unless `everything` moves; less what a host has no room for.
+
+    What the link and the host take is added to the step: nothing of it is known to be hidden.
+    """
+    precision = job.framework.precision
+    for way, recompute, estimate in found:
+        peaks, seconds, most_bytes = [], [0.0], 0
+        for rank, count in enumerate(job.rank_parameters):
+            owned, peak = -(-count // way.optimizer), estimate.peak_bytes[rank]
+            spare = max(job.memory_bytes[rank] - peak, 0) // precision.optimizer_bytes
+            stays = 0 if everything else min(owned, spare)
+            peaks.append(peak + stays * precision.optimizer_bytes)
+            seconds.append(optimizer_seconds(stays, precision, job.places[rank]))
+            seconds[-1] += moved_seconds(owned - stays, precision, host)
+            most_bytes = max(most_bytes, host_bytes(owned - stays, precision))
+        if most_bytes <= host.memory_bytes:
+            optimizer_s = max(seconds)
+            step_s = estimate.step_s - estimate.optimizer_s + optimizer_s
+            told = replace(
+                estimate, step_s=step_s, optimizer_s=optimizer_s, peak_bytes=tuple(peaks)
+            )
+            yield way, recompute, told

@@ -1,0 +1,106 @@
+"""What is updated on the host trains to the same bits as what is updated on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import merakc
+from benchmarks.ranks import run_ranks
+from merakc.runtime.host import is_beside, pool_bytes
+from merakc.runtime.part import plain
+from merakc.train.model import ParallelModel
+from tests.battery.small_models import Tensors, Words, parallel, part, warm_up, words
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {"micro_batches": 2},
+    "zero-0": {"dp": 2, "state_shards": "zero-0"},
+    "zero-1": {"dp": 2, "state_shards": "zero-1"},
+    "zero-2": {"dp": 2, "state_shards": "zero-2", "micro_batches": 2},
+    "zero-3": {"dp": 2, "state_shards": "zero-3", "micro_batches": 2},
+    "tp": {"dp": 1, "tp": 2},
+    "pp": {"dp": 1, "pp": 2, "micro_batches": 2},  # with a tied embedding
+    "bf16": {"dp": 2, "state_shards": "zero-1", "precision": "bf16-mixed"},
+    "fp16": {"dp": 1, "precision": "fp16-mixed"},
+}
+Optimizer = Callable[..., torch.optim.Optimizer]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    warm_up()
+
+
+def _optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    named = [*model.named_parameters()]
+    decay = [p for n, p in named if p.dim() > 1]
+    rest = [p for n, p in named if p.dim() <= 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    if kind == "muon":
+        return torch.optim.Muon(decay, lr=1e-2)
+    made: dict[str, Optimizer] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    options = {"fused": True} if kind == "adamw" else {"momentum": 0.9, "lr": 1e-2}
+    return made[kind](groups, **options)  # type: ignore[arg-type]
+
+
+def _step(model: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """Clips in every other step, and adds up two batches in the third."""
+    calls = (number, number + 10) if number == 2 else (number,)
+    for seed in calls:
+        loss = model(**part(words(seed), model))["loss"]
+        loss.backward()
+    if number % 2:
+        model.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def trained(
+    layout: dict[str, Any], kind: str, folder: Path | None = None
+) -> tuple[list[float], Tensors]:
+    """The losses and the weights of some steps; the last behind a save and a load, if any."""
+    model = parallel(lambda: Words(blocks=2), words(0), **layout)
+    optimizer = _optimizer(kind, model)
+    losses = [_step(model, optimizer, n) for n in range(3)]
+    asked, beside = layout.get("offload", "none"), model.plan.host_states
+    held = [n for n, p in model._own("_steps").state.items() if is_beside(plain(p))]
+    assert sorted(held) == sorted(set(beside) & model._own("_steps").state.keys())
+    every = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert (beside == ()) if asked == "none" else (set(beside) == every) == (asked == "optimizer")
+    assert (pool_bytes() > 0) == bool(beside)
+    if folder is not None:
+        merakc.save(folder, model, optimizer)
+        model = parallel(lambda: Words(blocks=2), words(0), **{**layout, "offload": "none"})
+        optimizer = _optimizer(kind, model)
+        merakc.load(folder, model, optimizer)
+    losses += [_step(model, optimizer, 3)]
+    return losses, model.full_state_dict()
+
+
+def both(layout: dict[str, Any], kind: str, asked: str, folder: Path | None) -> None:
+    plain_losses, weights = trained(layout, kind)
+    losses, ours = trained({**layout, "offload": asked}, kind, folder)
+    assert losses == plain_losses
+    assert ours.keys() == weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(ours[name], value), name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_bits_are_those_of_an_update_on_the_device(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("pp", 1)
+    # What few bytes hold is some parameters, and not all.
+    asked = "optimizer, 6 kB" if name in ("zero-2", "one rank") else "optimizer"
+    run_ranks(ranks, both, layout, "adamw", asked, tmp_path)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("sgd", "zero-1"), ("muon", "zero-1")])
+def test_with_other_optimizers(kind: str, name: str) -> None:
+    run_ranks(2, both, LAYOUTS[name], kind, "optimizer", None)
