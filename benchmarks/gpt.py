@@ -7,6 +7,7 @@ With `attention="fused"` it is one kernel and nothing is dropped, as in Megatron
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
@@ -104,10 +105,19 @@ class GPT(nn.Module):
 @cache
 def gpt_graph(shape: Shape, micro_batch: int, tp: int, *, sequence_parallel: bool = False) -> Graph:
     """The forward of a tp rank in bfloat16."""
-    with torch.device("meta"):
-        model = GPT(shape).to(torch.bfloat16)
     ids = torch.zeros(micro_batch, shape.seq_len, dtype=torch.long)
-    layout = BatchLayout((micro_batch, micro_batch), 1)  # one part of several
+    return rank_graph(lambda: GPT(shape), ids, tp, sequence_parallel=sequence_parallel)
+
+
+def rank_graph(
+    make: Callable[[], nn.Module], ids: Tensor, tp: int, *, sequence_parallel: bool
+) -> Graph:
+    """The forward in bfloat16 of a tp rank, of a model that takes ids and labels, for a micro-batch
+    of several.
+    """
+    with torch.device("meta"):
+        model = make().to(torch.bfloat16)
+    layout = BatchLayout((len(ids), len(ids)), 1)  # one part of several
     recording = record_part(model, (ids, ids), {}, layout, torch.device("cpu"))
     graph = in_parts(recording, layout.parts, TRAINING).graph
     return spmd_partition(graph, shard(graph, tp, sequence_parallel=sequence_parallel), 0)

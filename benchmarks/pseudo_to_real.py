@@ -157,7 +157,9 @@ def experts(layers: int = LAYERS, experts: int = EXPERTS) -> nn.Module:
     return model
 
 
-def planned(model: nn.Module, name: str, devices: int = DEVICES) -> tuple[str, ...]:
+def planned(
+    model: nn.Module, name: str, devices: int = DEVICES, offload: str = "none"
+) -> tuple[str, ...]:
     """A row: what a plan of the model needs, on experts that are split over all devices."""
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
@@ -168,6 +170,7 @@ def planned(model: nn.Module, name: str, devices: int = DEVICES) -> tuple[str, .
     request = Request(
         devices, TEXTS, dp=1, tp=devices, pp=1, micro_batches=MICRO_BATCHES, recompute="full",
         precision=parse_precision("fp16-mixed"), couplings="per micro-batch",
+        offload=offload,
     )  # fmt: skip
     cluster, told = machines("v100", "float16", devices), f"{count / 1e12:.3f}"
     record = Recordings(Source(name, model, batch), request, lambda _: None)

@@ -187,9 +187,7 @@ class _Writer:
             call, args = overwriting_call(node, self.over[node.name])
         else:
             if node.op not in self.calls:
-                self.calls[node.op] = (
-                    self.graph.functions.get(node.op) or compiled_call(node.op)
-                )
+                self.calls[node.op] = self.graph.functions.get(node.op) or compiled_call(node.op)
             call = self.calls[node.op]
         function = self.functions.setdefault(call, f"f{len(self.functions)}")
         self.scope[function] = call

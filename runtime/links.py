@@ -112,9 +112,12 @@ def _slowest(times: Sequence[float], device: torch.device) -> list[float]:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The device's memory; of a CPU, the machine's, shared by the ranks on it."""
+    """The device's memory, less what contexts, this process's too, and other processes hold of it;
+    of a CPU, the machine's, shared by the ranks on it.
+    """
     if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return int(free_bytes + torch.cuda.memory_reserved(device))
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(whole / max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1))
 

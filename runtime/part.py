@@ -172,8 +172,9 @@ class TensorPart(torch.Tensor):
         raise ConfigError(
             f"torch.{name} is called on a part of '{part.name}', of which this rank holds "
             f"{part.numel} of {part.layout.numel} elements: a part of a state_dict() can be "
-            "saved (merakc.save, torch.distributed.checkpoint), loaded by the same rank of the same "
-            "plan, and combined element by element, as averages are, with the same part and numbers; "
+            "saved (merakc.save, torch.distributed.checkpoint), loaded by the same rank of the "
+            "same plan, and combined element by element, as averages are, with the same part and "
+            "numbers; "
             "model.full_state_dict() gives whole tensors, part.to_local() this rank's"
         )
 

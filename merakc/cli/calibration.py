@@ -23,6 +23,8 @@ from merakc.errors import CalibrationError
 from merakc.kernels import gemm
 from merakc.kernels.attention import attention
 from merakc.machines.cluster import (
+    COMMUNICATOR_BYTES,
+    FRAGMENTATION,
     Device,
     DtypeName,
     Hardware,
@@ -101,16 +103,20 @@ def measure_device(device: torch.device, tell: Tell = lambda _: None) -> Device:
             found[dtype] = _curve(calls, device, launch_s, partial(_tell, tell, f"{name} {dtype}"))
     traffic = _curve(_sums(device), device, launch_s, partial(_tell, tell, "sum"))
     peaks = {dtype: max(rate for _, rate in points) for dtype, points in products.items()}
-    is_gpu = device.type == "cuda"
+    is_gpu, own_bytes = device.type == "cuda", memory_bytes(device)
+    whole_bytes = torch.cuda.get_device_properties(device).total_memory if is_gpu else own_bytes
     return Device(
         device_name(device),
         peaks,
         traffic[-1][1],
-        memory_bytes(device),
+        whole_bytes,
         torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1,
         product_share=1.0,  # the peak is what was reached
         traffic_share=1.0,
         launch_s=launch_s,
+        context_bytes=whole_bytes - own_bytes,
+        communicator_bytes=COMMUNICATOR_BYTES if is_gpu else 0,
+        fragmentation=FRAGMENTATION if is_gpu else 0.0,
         source=f"measured by merakc calibrate, torch {torch.__version__}",
         profile=Profile(products, attentions, traffic),
     )

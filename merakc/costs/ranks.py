@@ -35,11 +35,21 @@ def stage_devices(cluster: Cluster, mesh: Mesh, rank_of: Sequence[int]) -> tuple
     return tuple(devices[rank] for rank in rank_of)
 
 
+def reserved_bytes(device: Device, mesh: Mesh) -> int:
+    """What a rank on such a device has beside its tensors: it calls a communicator of each axis of
+    more than one rank.
+    """
+    return device.reserved_bytes(sum(ranks > 1 for ranks in (mesh.dp, mesh.tp, mesh.pp)))
+
+
 def rank_memory_bytes(cluster: Cluster, mesh: Mesh) -> tuple[int, ...]:
-    """The memory of each pipeline rank: the least of its dp and tp ranks."""
-    if cluster.hardware is None or not cluster.hardware.is_mixed:
+    """The memory of each pipeline rank for its tensors: the least of its dp and tp ranks."""
+    if cluster.hardware is None:
         return (cluster.memory_bytes,) * mesh.pp
-    return tuple(device.memory_bytes for device in rank_devices(cluster.hardware, mesh))
+    if not cluster.hardware.is_mixed:
+        return (cluster.memory_bytes - reserved_bytes(cluster.hardware.slowest, mesh),) * mesh.pp
+    devices = rank_devices(cluster.hardware, mesh)
+    return tuple(device.memory_bytes - reserved_bytes(device, mesh) for device in devices)
 
 
 def least_spare(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:

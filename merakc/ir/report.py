@@ -35,7 +35,8 @@ class Verdict:
 
     `model_flops` are those of forward and backward on the whole batch, without what is computed
     again. `peak_flops_per_s` is the rate of all ranks together, which `peak_source` names.
-    `peak_rank` has the least to spare of its `memory_bytes`. `tokens` is 0 where the batch has
+    `peak_rank` has the least to spare of its `memory_bytes`, beside which `reserved_bytes` are not
+    for tensors. `tokens` is 0 where the batch has
     none. `step_error` is the mean share by which predicted steps were off on such machines, 0 where
     none were measured.
     """
@@ -52,6 +53,7 @@ class Verdict:
     samples: int
     tokens: int = 0
     step_error: float = 0.0
+    reserved_bytes: int = 0
 
     @property
     def mfu(self) -> float:

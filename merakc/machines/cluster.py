@@ -17,6 +17,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
+Size = Annotated[int, Field(ge=0)]
 DtypeName = Literal["float64", "float32", "float16", "bfloat16", "float8"]
 
 _STRICT = ConfigDict(extra="forbid")
@@ -50,6 +51,10 @@ class Device:
     spread. Programs reach `product_share` of the peak rate in large products and `traffic_share`
     of the memory bandwidth; a kernel takes the host `launch_s` to launch. What a `profile` has
     measured wins over these.
+
+    Of its memory not all is a program's: `context_bytes` are what the driver and the libraries
+    hold, `communicator_bytes` the buffers of one communicator, and of what is left `fragmentation`
+    is the part that lies between a program's tensors.
     """
 
     __pydantic_config__ = _STRICT
@@ -64,6 +69,9 @@ class Device:
     product_share: Share = 0.8
     traffic_share: Share = 0.8
     launch_s: NotNegative = 1e-5
+    context_bytes: Size = 0
+    communicator_bytes: Size = 0
+    fragmentation: Annotated[float, Field(ge=0, lt=1)] = 0.0
     source: str = ""
     profile: Profile | None = field(default=None, hash=False)
 
@@ -71,6 +79,12 @@ class Device:
         """What large products of this dtype reach; of one that is not listed, the slowest rate."""
         rates = self.peak_flops_per_s
         return rates.get(cast(DtypeName, dtype), min(rates.values())) * self.product_share
+
+    def reserved_bytes(self, communicators: int) -> int:
+        """What of its memory a rank's tensors do not get, which calls so many communicators."""
+        held = self.context_bytes + communicators * self.communicator_bytes
+        left = max(self.memory_bytes - held, 0)
+        return self.memory_bytes - int(left * (1.0 - self.fragmentation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,6 +393,10 @@ NOMINAL_CPU = Cluster(
     gather_share=0.5,
     host=Host(1 << 33, 1e10, 1e10, 1e10, source="nominal"),  # its own memory, a second time
 )
+# Buffers of a communicator: 688 MB of over two A100 (NCCL, issue 964 of its repository), as many
+# as it has channels. Fragmentation is fitted on published runs that did or did not fit: python -m
+# benchmarks.fidelity.fits.
+COMMUNICATOR_BYTES, FRAGMENTATION = 688_000_000, 0.09
 # One H100 SXM (NVIDIA's data sheet: 989 TFLOP/s dense bf16, 3.35 TB/s, 80 GB, 450 GB/s NVLink a
 # direction), at half the peak rate of products.
 NOMINAL_GPU = Cluster(

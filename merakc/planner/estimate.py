@@ -14,7 +14,7 @@ from typing import Literal
 from merakc.costs.device import Place, rank_place
 from merakc.costs.fabric import Group, all_reduce_seconds, message_seconds
 from merakc.costs.measured import NONE, Corrections
-from merakc.costs.ranks import rank_devices
+from merakc.costs.ranks import rank_devices, reserved_bytes
 from merakc.costs.stages import (
     PieceCost,
     balanced_stages,
@@ -178,8 +178,9 @@ class Job:
 
     @property
     def memory_bytes(self) -> list[int]:
-        """What each pipeline rank has."""
-        return [place.device.memory_bytes for place in self.places]
+        """What each pipeline rank has for its tensors."""
+        devices, mesh = [place.device for place in self.places], self.strategy.mesh
+        return [device.memory_bytes - reserved_bytes(device, mesh) for device in devices]
 
 
 def make_job(

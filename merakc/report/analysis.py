@@ -9,7 +9,13 @@ from typing import Literal
 
 from merakc.analysis.aliases import view_roots
 from merakc.costs.buckets import tied_seconds
-from merakc.costs.ranks import least_spare, rank_memory_bytes, stage_devices
+from merakc.costs.ranks import (
+    least_spare,
+    rank_devices,
+    rank_memory_bytes,
+    reserved_bytes,
+    stage_devices,
+)
 from merakc.costs.work.kernels import Work, graph_work
 from merakc.ir.alternatives import Alternatives
 from merakc.ir.costs import StageCost
@@ -114,6 +120,7 @@ def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verd
     rate, named = peak_rate(cluster, plan.mesh.world_size, main_dtype(work))
     peaks, memory = simulation.peak_bytes, rank_memory_bytes(cluster, plan.mesh)
     tightest = least_spare(peaks, memory)
+    device = rank_devices(cluster.described(plan.mesh.world_size), plan.mesh)[tightest]
     return Verdict(
         step_s=simulation.step_s,
         bubble_share=simulation.bubble_share,
@@ -127,6 +134,7 @@ def _verdict(lowered: Lowered, cluster: Cluster, simulation: Simulation) -> Verd
         samples=plan.batch_size * plan.dp,
         tokens=batch_tokens(graph) * steps,
         step_error=cluster.hardware.step_error if cluster.hardware else 0.0,
+        reserved_bytes=reserved_bytes(device, plan.mesh),
     )
 
 

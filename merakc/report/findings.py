@@ -24,7 +24,10 @@ def verdict(found: Verdict) -> str:
     """One line: seconds and their mean error where it is known, utilization, idle time, memory,
     throughput.
     """
-    peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
+    whole_bytes = found.memory_bytes + found.reserved_bytes
+    peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(whole_bytes)}"
+    if found.reserved_bytes:
+        peak += f", {format_bytes(found.reserved_bytes)} of them reserved,"
     error = f" ± {found.step_error:.0%}" if found.step_error else ""
     parts = [
         f"{format_seconds(found.step_s)}{error} a step",

@@ -9,7 +9,13 @@ from dataclasses import replace
 import torch
 
 from merakc.kernels.collectives import unbind_axes
-from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
+from merakc.machines.cluster import (
+    COMMUNICATOR_BYTES,
+    FRAGMENTATION,
+    NOMINAL_CPU,
+    NOMINAL_GPU,
+    Cluster,
+)
 from merakc.machines.excepthook import show_errors_short
 from merakc.machines.start import start_distributed
 from merakc.runtime.fused import Fuser, check_compiler
@@ -48,7 +54,10 @@ def nominal(device: torch.device) -> Cluster:
     """What plans are made with: these ranks' memory, and the cores that are fewer than they;
     collective.
     """
-    found = NOMINAL_GPU if device.type == "cuda" else NOMINAL_CPU
+    if device.type == "cuda":
+        left = memory_bytes(device) - 3 * COMMUNICATOR_BYTES  # of dp, tp and pp
+        return replace(NOMINAL_GPU, memory_bytes=int(left * (1.0 - FRAGMENTATION)))
     sharing = shared_cores(device)
     few = sharing is not None and sharing.cores < sharing.devices
-    return replace(found, memory_bytes=memory_bytes(device), sharing=sharing if few else None)
+    own_bytes = memory_bytes(device)
+    return replace(NOMINAL_CPU, memory_bytes=own_bytes, sharing=sharing if few else None)

@@ -17,7 +17,9 @@ from merakc.ir.program import Inner, Mesh
 from merakc.machines.cluster import NOMINAL_CPU, Hardware, Nodes
 from merakc.machines.cluster_files import preset
 
-FAST, SLOW = preset("h100").nodes[0].device, preset("a100-40").nodes[0].device
+OURS = {"context_bytes": 0, "communicator_bytes": 0, "fragmentation": 0.0}
+FAST = replace(preset("h100").nodes[0].device, **OURS)
+SLOW = replace(preset("a100-40").nodes[0].device, **OURS)
 SMALL = replace(FAST, name="small", memory_bytes=1000)
 LINKS = preset("h100").links
 MIXED = Hardware("mixed", (Nodes(FAST, 4), Nodes(SLOW, 4)), LINKS)
@@ -71,3 +73,14 @@ def test_each_rank_is_held_against_its_own_memory() -> None:
     assert not fits((40 * 10**9, 80 * 10**9), cluster, mesh)
     assert least_spare((60, 30, 50), (80, 40, 80)) == 1
     assert least_spare((60, 60, 50), (80, 80, 80)) == 0
+
+
+def test_tensors_get_what_nothing_else_holds() -> None:
+    own = replace(FAST, memory_bytes=1000, context_bytes=100, communicator_bytes=50)
+    own = replace(own, fragmentation=0.1)
+    cluster = Hardware("alike", (Nodes(own, 8),), LINKS).flat()
+    for mesh, left in ((Mesh(), 900), (Mesh(dp=4), 850), (Mesh(dp=2, tp=2, pp=2), 750)):
+        assert rank_memory_bytes(cluster, mesh) == (int(0.9 * left),) * mesh.pp
+    mixed = Hardware("mixed", (Nodes(own, 4), Nodes(SLOW, 4)), LINKS).flat()
+    assert rank_memory_bytes(mixed, Mesh(tp=4, pp=2)) == (720, SLOW.memory_bytes)
+    assert replace(own, memory_bytes=120).reserved_bytes(1) == 120  # and no more

@@ -21,6 +21,8 @@ def test_the_verdict_is_one_line() -> None:
         "1.00 k tokens/s/device"
     )
     assert "DOES NOT FIT" in verdict(replace(found, memory_bytes=50))
+    less = replace(found, memory_bytes=150, reserved_bytes=50)
+    assert "peak 100 B of 200 B, 50 B of them reserved, on rank 1" in verdict(less)
     assert "± 6% a step" in verdict(replace(found, step_error=0.06))
 
 
