@@ -117,7 +117,7 @@ def complaint(programs: Sequence[Program], shards: str, schedule: str) -> str:
     try:
         verify_collectives(programs, MESH)
         for program in programs:
-            buckets = rank_buckets(lowered.plan, local, MESH.coordinates(program.rank)[1])
+            buckets = rank_buckets(lowered.plan, local)[MESH.coordinates(program.rank)[1]]
             verify_uses(program, touches, buckets, trained(lowered.loss.graph))
     except ProgramError as error:
         return str(error)

@@ -12,7 +12,7 @@ from merakc.costs.nodes import graph_seconds
 from merakc.costs.work.kernels import graph_work
 from merakc.costs.work.memory import ActionBytes, order_bytes
 from merakc.costs.work.pieces import kept_and_again
-from merakc.costs.work.sharded import graph_state_bytes
+from merakc.costs.work.sharded import StateBytes, graph_state_bytes
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, Input, InputKind
 from merakc.ir.precision import Precision
@@ -176,7 +176,7 @@ def static_bytes(
         for i in graph.inputs
         if i.kind in (InputKind.BUFFER, InputKind.CONSTANT) or _is_whole(i, shards)
     )
-    state = graph_state_bytes(graph, shards, precision, tied, on_host)
+    state = _state(graph, shards, precision, tied, on_host)
     held = state.kept_bytes + state.gathered_bytes
     return others + held + state.summed_bytes + state.filling_bytes
 
@@ -189,8 +189,21 @@ def reduced_bytes(
     on_host: Collection[str] = (),
 ) -> int:
     """What the reduced gradients take more than those of the micro-batches."""
-    state = graph_state_bytes(graph, shards, precision, tied, on_host)
+    state = _state(graph, shards, precision, tied, on_host)
     return state.reduced_bytes - state.summed_bytes - state.filling_bytes
+
+
+def _state(
+    graph: Graph,
+    shards: StateShards,
+    precision: Precision | None,
+    tied: Mapping[str, StateShards],
+    on_host: Collection[str],
+) -> StateBytes:
+    """What buckets of the stage's parameters hold; told once of each way to shard them."""
+    if tied or on_host:
+        return graph_state_bytes(graph, shards, precision, tied, on_host)
+    return graph.told(graph_state_bytes, shards, precision)
 
 
 def _is_whole(item: Input, shards: StateShards) -> bool:

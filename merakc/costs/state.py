@@ -6,8 +6,9 @@ communicating. What communication is waited for is exposed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from merakc.analysis.buckets import BUCKET_BYTES, LEAST_BUCKETS, LEAST_BYTES
@@ -160,9 +161,10 @@ def exposed_seconds(
     return found_s + (total - met) * (found_s - exposed_s(met - 1)) if total > met else found_s
 
 
+@lru_cache(maxsize=1 << 14)
 def collective_seconds(
     parameters: int, shards: StateShards, group: DpGroup, precision: Precision = MIXED
-) -> dict[CollectiveKind, float]:
+) -> Mapping[CollectiveKind, float]:
     """Seconds of each collective of so many parameters.
 
     Those that the optimizer wrote are gathered to the shards of parameters, these to whole

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 
@@ -51,18 +52,19 @@ class Streams:
         """Waits until the collectives of these keys have ended, and those before them; for all,
         where None.
         """
-        for _ in self._until(keys):
+        for _ in range(self._until(keys)):
             self._finish_first()
 
     def left_s(self, keys: Collection[Hashable] | None = None) -> float:
         """Seconds of that wait."""
-        return sum(own.left_s for own in self._until(keys))
+        return sum(own.left_s for own in islice(self.queue, self._until(keys)))
 
-    def _until(self, keys: Collection[Hashable] | None) -> list[_Running]:
-        """What has to end first for those of these keys to end."""
-        running = list(self.queue)
-        places = [k for k, own in enumerate(running) if keys is None or own.key in keys]
-        return running[: max(places, default=-1) + 1]
+    def _until(self, keys: Collection[Hashable] | None) -> int:
+        """How many have to end for those of these keys to end."""
+        for behind, own in enumerate(reversed(self.queue)):
+            if keys is None or own.key in keys:
+                return len(self.queue) - behind
+        return 0
 
     def _finish_first(self) -> None:
         left_s = self.queue[0].left_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
@@ -223,15 +223,14 @@ class Graph:
     outputs: tuple[Output, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict, compare=False)
     functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict, compare=False)
-    _told: dict[Callable[[Graph], Any], Any] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _told: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def told(self, of: Callable[[Graph], T]) -> T:
-        """What a pure function says of the graph, computed once."""
-        if of not in self._told:
-            self._told[of] = of(self)
-        found: T = self._told[of]
+    def told(self, of: Callable[..., T], *options: Hashable) -> T:
+        """What a pure function says of the graph, and of these options, computed once."""
+        key = (of, *options) if options else of
+        if key not in self._told:
+            self._told[key] = of(self, *options)
+        found: T = self._told[key]
         return found
 
     def verify(self) -> None:

@@ -93,12 +93,16 @@ class Lowered:
         """Over which ways pipeline ranks exchange messages."""
         return ways(self.plan.rank_of, self.stages.transfers)
 
+    @cached_property
+    def buckets(self) -> tuple[tuple[BucketSpec, ...], ...]:
+        """Of each pipeline rank, what is gathered and reduced together over dp."""
+        return rank_buckets(self.plan, self.stages.local)
+
     def wiring(self) -> Wiring:
         """What is known of a step's communication beside its Programs."""
         plan, tied = self.plan, set[tuple[int, ...]]()
         if plan.has_buckets:
-            local = self.stages.local
-            buckets = {r: rank_buckets(plan, local, r) for r in range(plan.pp)}
+            buckets = dict(enumerate(self.buckets))
         else:  # no parameter stands in a bucket
             buckets = {}
             held = (sorted({plan.rank_of[s] for s in of}) for of in plan.parameters.values())
@@ -176,13 +180,14 @@ class Lowered:
         touches = touches or {s: graph.told(rough_touches) for s, graph in enumerate(local)}
 
         def own(rank: int) -> Sequence[BucketSpec]:
-            return rank_buckets(self.plan, local, rank) if buckets is None else buckets
+            return self.buckets[rank] if buckets is None else buckets
 
+        gradients = self.loss.graph.told(trained)
         placed: tuple[Program, ...] = run_passes(
-            pipeline.PLACED, tuple(programs), self.plan.mesh, touches, own, trained(self.loss.graph)
+            pipeline.PLACED, tuple(programs), self.plan.mesh, touches, own, gradients
         )
         for program in placed if is_run else ():
-            verify_uses(program, touches, own(0), trained(self.loss.graph))
+            verify_uses(program, touches, own(0), gradients)
         return placed
 
 

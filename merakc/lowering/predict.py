@@ -18,13 +18,13 @@ from merakc.ir.costs import CostTable, GraphCollectives, StageCost
 from merakc.ir.graph import Graph, InputKind
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
-from merakc.ir.program import CollectiveKind
+from merakc.ir.program import CollectiveKind, Program
 from merakc.ir.recompute import IN_BACKWARD
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
 from merakc.lowering.recompute import recomputed_costs
 from merakc.machines.cluster import Cluster
-from merakc.passes.programs.collectives import Touches, rank_buckets
+from merakc.passes.programs.collectives import Touches
 from merakc.simulation.simulate import Simulation, simulate
 
 
@@ -38,8 +38,14 @@ def predict(
     collectives: GraphCollectives | None = None,
     messages: tuple[float, float] | None = None,
     overlap: float | None = None,
+    programs: Sequence[Program] | None = None,
+    traced: bool = True,
 ) -> tuple[Prediction, Simulation]:
     """Simulates one step, of all ranks or of one dp rank's, which stands for all.
+
+    `programs` are the plan's, without collectives over dp, where these are verified; then what is
+    simulated is a plan that is tried, and its collectives are not verified either. Unless it is to
+    be `traced`, the simulation holds no events.
 
     Without `costs` and `touches` of the stages, rough ones are used; `collectives` are those that
     the timeline is to show of the stages' graphs, `messages` the latency and the bytes a second of
@@ -56,9 +62,13 @@ def predict(
     if overlap is not None:
         table = replace(table, overlap=overlap)
     ranks = [mesh.rank(dp_rank or 0, r, 0) for r in range(mesh.pp)]
-    programs = lowered.programs(ranks=None if dp_rank is None else ranks)
+    verified = programs is not None
+    if programs is None:
+        programs = lowered.programs(ranks=None if dp_rank is None else ranks)
     placed = lowered.with_collectives(programs, touches)
-    simulation = simulate(placed, table, head=lowered.head_stage, mesh=mesh)
+    simulation = simulate(
+        placed, table, head=lowered.head_stage, mesh=mesh, verified=verified, traced=traced
+    )
     places = ranks if dp_rank is None else range(mesh.pp)
     moves = bool(lowered.plan.host_activations)
     prediction = Prediction(
@@ -67,7 +77,7 @@ def predict(
         tuple(simulation.peak_bytes[k] for k in places),
         tuple(simulation.exposed_s[k] for k in places),
         lowered.gains or (),
-        host_s=_host_seconds(lowered.plan, lowered.stages.local, cluster),
+        host_s=_host_seconds(lowered, cluster),
         host_bytes=tuple(simulation.host_bytes[k] for k in places) if moves else (),
     )
     return prediction, simulation
@@ -85,21 +95,21 @@ def _cost_table(lowered: Lowered, cluster: Cluster, costs: tuple[StageCost, ...]
         ),
         near.link_latency_s,
         near.link_bytes_per_s,
-        collective_s=_collective_seconds(plan, local, cluster),
+        collective_s=_collective_seconds(lowered, cluster),
         overlap=(cluster.sharing or cluster.described(mesh.world_size)).beside(mesh.world_size),
         sharing=cluster.sharing,
         ranks=mesh.world_size,
     )
 
 
-def _host_seconds(plan: Plan, local: Sequence[Graph], cluster: Cluster) -> tuple[float, ...]:
+def _host_seconds(lowered: Lowered, cluster: Cluster) -> tuple[float, ...]:
     """Seconds of each pipeline rank in which its host updates, with the way there and back."""
-    host = cluster.host
+    plan, host = lowered.plan, cluster.host
     if not plan.host_states or host is None:
         return ()
     found = [0.0] * plan.pp
-    for rank in range(plan.pp):
-        for spec in rank_buckets(plan, local, rank):
+    for rank, buckets in enumerate(lowered.buckets):
+        for spec in buckets:
             if spec.on_host:
                 kept = spec.dtype.itemsize
                 computed = plan.precision.dtype("compute") if plan.precision else spec.dtype
@@ -109,13 +119,14 @@ def _host_seconds(plan: Plan, local: Sequence[Graph], cluster: Cluster) -> tuple
 
 
 def _collective_seconds(
-    plan: Plan, local: Sequence[Graph], cluster: Cluster
+    lowered: Lowered, cluster: Cluster
 ) -> dict[tuple[str, CollectiveKind], float]:
     """Seconds of the collectives over dp, of the buckets of all pipeline ranks."""
     found: dict[tuple[str, CollectiveKind], float] = {}
-    for rank in range(plan.pp if plan.dp > 1 else 0):
-        buckets = rank_buckets(plan, local, rank)
-        found |= bucket_seconds(buckets, dp_group(plan.mesh, cluster), plan.precision)
+    plan = lowered.plan
+    group = dp_group(plan.mesh, cluster)
+    for buckets in lowered.buckets if plan.dp > 1 else ():
+        found |= bucket_seconds(buckets, group, plan.precision)
     return found
 
 

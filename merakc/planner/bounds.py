@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from merakc.costs.device import rank_place
+from merakc.costs.device import rank_place, total_flops
 from merakc.costs.ranks import rank_devices
 from merakc.costs.stages import piece_cost
+from merakc.costs.work.pieces import Piece
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Device, Hardware
 from merakc.planner.piece_table import Form, PieceTable
@@ -53,3 +55,12 @@ class Bounds:
             seconds = {k: c.forward_s + c.backward_s for k, c in costs.items()}
             self.known[key] = sum(seconds[id(p)] for p in pieces), list(seconds.values())
         return self.known[key]
+
+
+def flops_of(pieces: Sequence[Piece]) -> int:
+    """Those of a micro-batch on one tp rank, forward and backward."""
+    flops = {
+        key: total_flops(piece.work.forward) + total_flops(piece.work.backward)
+        for key, piece in {id(piece): piece for piece in pieces}.items()
+    }
+    return sum(flops[id(piece)] for piece in pieces)

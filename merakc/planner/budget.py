@@ -157,7 +157,7 @@ class _Chosen:
         texts = tuple(map(format_runs, chosen))
         plan = replace(self.lowered.plan, kept_blocks=texts)
         made = replace(self.lowered, plan=plan)
-        return replace(made, prediction=predict(made, self.cluster, dp_rank=0)[0])
+        return replace(made, prediction=predict(made, self.cluster, dp_rank=0, traced=False)[0])
 
 
 def _alike(stage: StageGraphs, place: Place) -> _Alike:

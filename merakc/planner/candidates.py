@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from merakc.analysis.buckets import WORTH_SHARE, bucket_scales
-from merakc.costs.device import collective_seconds, total_flops
+from merakc.costs.device import collective_seconds
 from merakc.costs.ranks import least_spare
 from merakc.costs.state import Precision
 from merakc.costs.work.kernels import KernelKind
@@ -23,7 +23,7 @@ from merakc.ir.plan_checks import RECOMPUTE
 from merakc.ir.state import AUTO, StateShards, coarse_lattice, parse_shards, stages_given
 from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Hardware
-from merakc.planner.bounds import Bounds
+from merakc.planner.bounds import Bounds, flops_of
 from merakc.planner.estimate import (
     Estimate,
     Framework,
@@ -290,9 +290,12 @@ def price_strategy(
     None where it cannot take as few as `most_s` seconds a sample.
     """
     job = job_of(table, strategy, hardware, precision)
-    shards, least_s = state_choices(request, job, hardware), least_seconds(job)
+    least_s, step_s = least_seconds(job), most_s * strategy.total_batch_size
+    if least_s > step_s:
+        return None
+    shards = state_choices(request, job, hardware)
     waits = dict(in_good_buckets(job, one, least_s) for one in shards)
-    if least_s + min(map(sum, waits.values())) > most_s * strategy.total_batch_size:
+    if least_s + min(map(sum, waits.values())) > step_s:
         return None
     kinds = (request.recompute,) if request.recompute in RECOMPUTE else OPEN_RECOMPUTE
     fit = partial(_fitting, waits=waits, kinds=kinds)
@@ -302,7 +305,7 @@ def price_strategy(
     best, recompute, estimate = min(fitting, key=lambda one: one[2].step_s)
     of_stages = (best,) * len(job.parts)
     decided = replace(strategy, recompute=recompute, state_shards=of_stages, offload=offload)
-    return Candidate(decided, estimate, _seconds(job, estimate), _flops(job))
+    return Candidate(decided, estimate, _seconds(job, estimate), flops_of(job.pieces))
 
 
 def in_good_buckets(
@@ -353,15 +356,6 @@ def _fitting(
         if any(way == ways[0] for way, *_ in fitting):
             break
     return fitting or Shortage(least, of_state=least == of_state)
-
-
-def _flops(job: Job) -> int:
-    """Those of a micro-batch on one tp rank, forward and backward."""
-    flops = {
-        key: total_flops(piece.work.forward) + total_flops(piece.work.backward)
-        for key, piece in {id(piece): piece for piece in job.pieces}.items()
-    }
-    return sum(flops[id(piece)] for piece in job.pieces)
 
 
 def _need(peak_bytes: Sequence[int], memory_bytes: Sequence[int]) -> int:

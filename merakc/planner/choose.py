@@ -20,7 +20,14 @@ from merakc.planner.candidates import FAR, Candidate, Candidates, find_candidate
 from merakc.planner.estimate import rank_of
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request, meshes
-from merakc.planner.search import Record, improve, least_seconds, plan_layout, standing
+from merakc.planner.search import (
+    Record,
+    can_beat,
+    improve,
+    least_seconds,
+    plan_layout,
+    standing,
+)
 from merakc.schedules.bound import lower_bound_s
 from merakc.schedules.timing import make_pipeline
 from merakc.simulation.nccl import verify_calls
@@ -54,12 +61,12 @@ def choose(
     planned = _planned(request, candidates, record, cluster, progress, errors)
     best: Lowered | None = None
     for lowered in sorted(planned, key=lambda one: standing(one, cluster)):
-        least_s = least_seconds(lowered, cluster) / lowered.plan.total_batch_size
-        if best is not None and standing(best, cluster) <= (False, least_s, 0):
+        least_s = least_seconds(lowered, cluster)
+        if best is not None and not can_beat(least_s, lowered, best, cluster):
             continue
         progress("improving the best plans")
         try:
-            better = improve(request, lowered, record, cluster)
+            better = improve(request, lowered, record, cluster, best)
         except MerakError as error:
             errors.append(error)
             continue

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from merakc.analysis.buckets import WORTH_SHARE, bucket_scales, parameters_in_order
+from merakc.analysis.buckets import WORTH_SHARE
 from merakc.costs.ranks import fits, rank_memory_bytes
-from merakc.costs.stage import faster, with_state
-from merakc.costs.work.keep import keep_bytes, with_kept
+from merakc.costs.stage import faster
+from merakc.costs.work.keep import keep_bytes
 from merakc.errors import ConfigError, MerakError
 from merakc.frontend.record import Recording
 from merakc.ir.costs import StageCost
-from merakc.ir.graph import Graph
 from merakc.ir.offload import ACTIVATIONS, NONE, parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import Prediction
@@ -23,17 +21,15 @@ from merakc.ir.state import (
     AUTO,
     UNSHARDED,
     StateShards,
-    coarse_lattice,
-    lattice,
     parse_shards,
 )
 from merakc.ir.strategy import Strategy
 from merakc.lowering.lowered import Lowered, make_plan
 from merakc.lowering.overlap import choose_overlap, overlap_place
 from merakc.lowering.predict import planned_costs, predict
+from merakc.lowering.state_shards import Way, choose_shards
 from merakc.machines.cluster import Cluster
 from merakc.passes.overlap.async_collectives import least_share
-from merakc.passes.programs.collectives import rough_touches
 from merakc.planner.budget import within_budget
 from merakc.planner.host_state import all_on_host, with_host_states
 from merakc.planner.offload import with_moves
@@ -49,13 +45,8 @@ EFFORT = 100_000
 # schedules first.
 SAME = 1.01
 LEAN_EFFORT = 20_000
-# The most dp ranks whose whole lattice of shards is tried.
-FINE = 8
 # The recording of a micro-batch of so many samples.
 Record = Callable[[int], Recording]
-# What shards of the state are compared by: bytes that a rank lacks, seconds that it waits, how much
-# larger than usual buckets are, seconds of communication, and the shards of all stages.
-_Waits = tuple[int, float, int, float, tuple[StateShards, ...]]
 # Schedules that are made for recomputation.
 ALWAYS_RECOMPUTES = ("merak",)
 
@@ -114,9 +105,16 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
 
 
-def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster) -> Lowered:
+def improve(
+    request: Request,
+    lowered: Lowered,
+    record: Record,
+    cluster: Cluster,
+    best: Lowered | None = None,
+) -> Lowered:
     """The same with other shards of the state, with communication under computation, and with an
-    order of work made for it, where the request leaves them open and they pay.
+    order of work made for it, where the request leaves them open and they pay: enough to be faster
+    than the `best` so far, if there is one.
 
     Raises `MerakError` where what is asked for cannot be.
     """
@@ -124,6 +122,8 @@ def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster
         sharded = _with_fastest_shards(lowered, cluster)
         lowered = min(lowered, sharded, key=lambda one: standing(one, cluster))
     samples, asked = lowered.plan.batch_size, request.overlap
+    if best is not None and asked is None and _is_behind(request, lowered, cluster, best):
+        return lowered
     try:
         hidden = choose_overlap(lowered, lambda parts: record(samples // parts), cluster, asked)
     except MerakError:
@@ -139,13 +139,35 @@ def improve(request: Request, lowered: Lowered, record: Record, cluster: Cluster
 
 def least_seconds(lowered: Lowered, cluster: Cluster) -> float:
     """Seconds of a step that no order of work, and no communication under computation, can beat."""
-    plan, place = lowered.plan, overlap_place(cluster, lowered.plan.tp)
-    costs = planned_costs(lowered, cluster)
-    if plan.tp > 1:
-        stages = zip(costs, lowered.stages.local, strict=True)
-        costs = tuple(faster(cost, least_share(local, place)) for cost, local in stages)
-    pipeline = _pipeline(lowered, costs, cluster)
-    return lower_bound_s(pipeline, rank_memory_bytes(cluster, plan.mesh))
+    pipeline = _pipeline(lowered, _least_costs(lowered, cluster), cluster)
+    return lower_bound_s(pipeline, rank_memory_bytes(cluster, lowered.plan.mesh))
+
+
+def can_beat(least_s: float, lowered: Lowered, best: Lowered, cluster: Cluster) -> bool:
+    """Whether a plan whose step takes `least_s` at the least may stand before the best."""
+    return (False, least_s / lowered.plan.total_batch_size, 0) < standing(best, cluster)
+
+
+def _is_behind(request: Request, lowered: Lowered, cluster: Cluster, best: Lowered) -> bool:
+    """Whether the plan stays behind the best with all communication of tp hidden, which its order
+    of work does not wait less for: a step takes no longer where its computes take less, but where
+    ranks share cores.
+    """
+    if _order_is_open(request, lowered.plan) or cluster.sharing is not None:
+        return False
+    costs = _least_costs(lowered, cluster)
+    least, _ = predict(lowered, cluster, costs, dp_rank=0, traced=False)
+    return not can_beat(least.step_s, lowered, best, cluster)
+
+
+def _least_costs(lowered: Lowered, cluster: Cluster) -> tuple[StageCost, ...]:
+    """Those of the stages with all communication of tp hidden."""
+    costs, tp = planned_costs(lowered, cluster), lowered.plan.tp
+    if tp == 1:
+        return costs
+    place = overlap_place(cluster, tp)
+    shares = (local.told(least_share, place) for local in lowered.stages.local)
+    return tuple(map(faster, costs, shares))
 
 
 def _pipeline(lowered: Lowered, costs: Sequence[StageCost], cluster: Cluster) -> Pipeline:
@@ -175,7 +197,7 @@ def _fits(lowered: Lowered, cluster: Cluster) -> bool:
 
 
 def _with_prediction(lowered: Lowered, cluster: Cluster) -> Lowered:
-    prediction, _ = predict(lowered, cluster, dp_rank=0)
+    prediction, _ = predict(lowered, cluster, dp_rank=0, traced=False)
     return replace(lowered, prediction=prediction)
 
 
@@ -191,7 +213,7 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
     recomputation are open; "none" is open too, as to the order.
     """
     plan = lowered.plan
-    if request.schedule != "auto" or plan.pp == 1 or request.recompute not in ("auto", "none"):
+    if not _order_is_open(request, plan):
         return lowered
     costs = planned_costs(lowered, cluster)
     # Where recomputing gives nothing back, no order recomputes.
@@ -210,6 +232,12 @@ def _generated(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered:
         if lean is not None:
             ordered = min(ordered, lean, key=lambda one: standing(one, cluster))
     return ordered
+
+
+def _order_is_open(request: Request, plan: Plan) -> bool:
+    """Whether an order of work may be made."""
+    is_open = request.schedule == "auto" and request.recompute in ("auto", "none")
+    return is_open and plan.pp > 1
 
 
 def _ordered(
@@ -237,62 +265,19 @@ def _ordered(
 
 
 def _with_fastest_shards(lowered: Lowered, cluster: Cluster, *, are_open: bool = True) -> Lowered:
-    """The plan with the shards of each stage with which its rank waits least for dp, of those that
-    fit; where they are not open, as they are, in larger buckets where these pay.
-
-    Every point of the lattice is simulated once, on all ranks alike: what a rank waits for follows
-    from its own stages. Larger buckets are tried as long as a rank waits, and less than before.
-    Among equals the least is communicated, then the least sharded. Where nothing fits a rank, what
-    takes the fewest bytes.
+    """The plan with the shards of `choose_shards`: each stage's own, or all the same where that is
+    faster.
     """
-    plan, local = lowered.plan, lowered.stages.local
-    touches = {s: graph.told(rough_touches) for s, graph in enumerate(local)}
-    costs = planned_costs(lowered, cluster)
-    costs = tuple(map(with_kept, costs, plan.keep_bytes)) if plan.keep_bytes else costs
-    memory_bytes = rank_memory_bytes(cluster, plan.mesh)
-    keys: list[dict[tuple[StateShards, ...], _Waits]] = [{} for _ in range(plan.pp)]
-    worst_s = math.inf
-    for scale in bucket_scales(max(map(_held_bytes, local))):
-        step_s = math.inf
-        for way in _ways(plan, cluster) if are_open else [_as_they_are(plan)]:
-            scaled = tuple(replace(s, bucket_scale=scale if s.optimizer > 1 else 1) for s in way)
-            if scaled in keys[0]:
-                continue
-            tried = replace(lowered, plan=replace(plan, state_shards=scaled))
-            sharded = tuple(
-                with_state(cost, graph, shards, plan.precision, plan.host_states)
-                for cost, graph, shards in zip(costs, local, scaled, strict=True)
-            )
-            prediction, simulation = predict(tried, cluster, sharded, touches, dp_rank=0)
-            step_s = min(step_s, prediction.step_s)
-            for rank, peak_bytes in enumerate(prediction.peak_bytes):
-                lacking = max(peak_bytes - memory_bytes[rank], 0)
-                waits = round(prediction.exposed_s[rank], 9)
-                sent_s = simulation.communication_s[rank]
-                keys[rank][scaled] = lacking, waits, scale, sent_s, scaled
-        before_s, worst_s = worst_s, max(min(own.values())[1] for own in keys)
-        if not WORTH_SHARE * step_s < worst_s < before_s:
-            break
-    best = [min(of_rank, key=of_rank.__getitem__) for of_rank in keys]
-    chosen = tuple(best[rank][stage] for stage, rank in enumerate(plan.rank_of))
-    return _with_prediction(replace(lowered, plan=_sharded(plan, chosen)), cluster)
+    chosen = choose_shards(lowered, cluster, are_open=are_open)
+    made = _with_shards(lowered, chosen.each, cluster)
+    if chosen.same_s >= _predicted(made).step_s:
+        return made
+    same = _with_shards(lowered, chosen.same, cluster)
+    return min(made, same, key=lambda one: standing(one, cluster))
 
 
-def _held_bytes(local: Graph) -> int:
-    """Of a stage's parameters as they are updated: in float32 or wider."""
-    sizes = (i.spec.numel * max(4, i.spec.dtype.itemsize) for i in local.told(parameters_in_order))
-    return sum(sizes)
-
-
-def _ways(plan: Plan, cluster: Cluster) -> list[tuple[StateShards, ...]]:
-    """The points of the lattice that are tried, each for all stages."""
-    inside = cluster.described(plan.mesh.world_size).nodes[0].devices // plan.mesh.dp_stride
-    points = lattice(plan.dp) if plan.dp <= FINE else coarse_lattice(plan.dp, inside)
-    return [(shards,) * len(plan.rank_of) for shards in points]
-
-
-def _as_they_are(plan: Plan) -> tuple[StateShards, ...]:
-    return tuple(plan.shards(stage) for stage in range(len(plan.rank_of)))
+def _with_shards(lowered: Lowered, shards: Way, cluster: Cluster) -> Lowered:
+    return _with_prediction(replace(lowered, plan=_sharded(lowered.plan, shards)), cluster)
 
 
 def _sharded(plan: Plan, shards: tuple[StateShards, ...]) -> Plan:

@@ -153,5 +153,5 @@ def record_source(source: Source, samples: int, plan: Plan) -> Recording:
 
 
 def _predicted(lowered: Lowered, cluster: Cluster) -> PlanFile:
-    prediction, _ = predict(lowered, cluster, dp_rank=0)
+    prediction, _ = predict(lowered, cluster, dp_rank=0, traced=False)
     return PlanFile(lowered.plan, prediction)

@@ -17,7 +17,6 @@ from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import overlap_gains
 from merakc.lowering.predict import tied_bytes
 from merakc.machines.cluster import Cluster
-from merakc.passes.programs.collectives import rank_buckets
 from merakc.report.attribution import Attribution
 from merakc.simulation.simulate import Simulation
 
@@ -113,7 +112,7 @@ def _over_dp(lowered: Lowered, simulation: Simulation) -> AxisTraffic:
     """Collectives of buckets, which run beside the computes."""
     plan, communication_s = lowered.plan, simulation.communication_s
     place = max(range(plan.pp), key=communication_s.__getitem__)
-    buckets = {b.name: b for b in rank_buckets(plan, lowered.stages.local, place)}
+    buckets = {b.name: b for b in lowered.buckets[place]}
     sent = 0.0
     for event in simulation.collectives:
         if event.rank == plan.mesh.rank(0, place, 0):

@@ -68,6 +68,7 @@ class _Rank:
 
     stages: tuple[int, ...]
     capacity_bytes: float  # for what is kept between actions
+    one_bytes: int  # that a micro-batch keeps on all of its stages, at the most
     free_s: float = 0.0
     live_bytes: float = 0.0
     pending_bytes: float = 0.0  # of live ones, those that weight gradients will free
@@ -102,7 +103,9 @@ class _Scheduler:
         self.ranks = []
         for rank in range(p.ranks):
             own = tuple(s for s in range(p.stages) if p.rank_of[s] == rank)
-            self.ranks.append(_Rank(own, capacity_bytes[rank] - self._overhead_bytes(own)))
+            one_bytes = sum(max(self.kept[s], self.checkpoint[s]) for s in own)
+            free_bytes = capacity_bytes[rank] - self._overhead_bytes(own)
+            self.ranks.append(_Rank(own, free_bytes, one_bytes))
         self.events = [(0.0, rank) for rank in range(p.ranks)]
         self.events += [(when_s, p.rank_of[0]) for when_s in self.input_s[0] if when_s > 0.0]
         heapq.heapify(self.events)
@@ -233,6 +236,9 @@ class _Scheduler:
         if held > cap:
             return False
         if self.head_s is not None:  # none is finished before all have begun
+            return True
+        # Each that is finished gives back what it takes for it, and more.
+        if held + rank.one_bytes <= cap:
             return True
         first = rank.stages[0]
         begun = self.forwards[first] + (forwarded == first)

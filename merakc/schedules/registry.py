@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from merakc.errors import ConfigError
@@ -93,8 +94,17 @@ def make_schedule(
 
     Raises `ConfigError` for an unknown name and for values that are out of range.
     """
+    if recompute is not None and not isinstance(recompute, str):
+        recompute = tuple(recompute)
+    return _decoded(name, ranks, micro_batches, recompute, virtual_stages)
+
+
+@lru_cache(maxsize=32)
+def _decoded(
+    name: str, ranks: int, micro_batches: int, recompute: Recompute | None, stages: int | None
+) -> Schedule:
     rank_of, orders = make_orders(
-        name, ranks, micro_batches, recompute=recompute, virtual_stages=virtual_stages
+        name, ranks, micro_batches, recompute=recompute, virtual_stages=stages
     )
     return decode(name, rank_of, orders, micro_batches)
 

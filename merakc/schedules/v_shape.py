@@ -9,6 +9,7 @@ long the block is. Weight gradients fill the free slots; running the order squee
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 from merakc.ir.costs import StageCost
 from merakc.schedules.list_scheduler import Rules, list_schedule
@@ -32,6 +33,7 @@ def v_half(ranks: int, micro_batches: int) -> list[list[Work]]:
     return _repeat(_half_block, ranks, micro_batches)
 
 
+@lru_cache(maxsize=32)  # of which no caller changes the orders
 def zb_v(ranks: int, micro_batches: int) -> list[list[Work]]:
     """1F1B's memory, and no bubble but that of the start.
 

@@ -41,7 +41,8 @@ def verify_collectives(programs: Sequence[Program], mesh: Mesh | None = None) ->
     for program in programs if mesh else ():
         assert mesh is not None
         _, pipeline_rank, tp_rank = mesh.coordinates(program.rank)
-        _verify_same(first.setdefault((pipeline_rank, tp_rank), program), program)
+        if (other := first.setdefault((pipeline_rank, tp_rank), program)) is not program:
+            _verify_same(other, program)
 
 
 def verify_uses(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from merakc.ir.costs import StageCost
+from merakc.ir.costs import Effect, StageCost
 from merakc.ir.program import COMPUTES, Action, ActionKind
 from merakc.simulation.faults import Work
 
@@ -49,14 +49,15 @@ class Held:
     what couples the samples reads of a micro-batch until that has run, and then its gradient until
     the micro-batch's backward has ended. An action's own peak stands on top.
 
-    `samples` are the bytes alive at moments, an action's own at its start included.
-    `host_peak_bytes` is the most that was on the host at once.
+    `samples` are the bytes alive at moments, an action's own at its start included, where it is
+    `traced`. `host_peak_bytes` is the most that was on the host at once.
     """
 
     costs: Sequence[StageCost]
     static_bytes: int
     training: bool
     recomputed: frozenset[Work]
+    traced: bool = True
     activations_bytes: int = 0
     messages_bytes: int = 0
     reduced_bytes: int = 0
@@ -68,6 +69,7 @@ class Held:
     received: Counter[tuple[int, int, bool]] = field(default_factory=Counter)
     waist: Counter[int] = field(default_factory=Counter)  # micro-batches that have handed it over
     in_flight: set[Work] = field(default_factory=set)
+    effects: dict[int, tuple[Effect, ...]] = field(default_factory=dict)  # by stage
 
     def __post_init__(self) -> None:
         self.peak = Peak(static_bytes=self.static_bytes)
@@ -107,13 +109,16 @@ class Held:
 
     def sample(self, now_s: float) -> None:
         """Notes what is held."""
-        self.samples.append((now_s, self.live_bytes))
+        if self.traced:
+            self.samples.append((now_s, self.live_bytes))
 
     def _compute(self, action: Action, now_s: float, cost: StageCost) -> None:
         kind, work = action.kind, (action.stage, action.micro_batch)
         is_forward = kind is ActionKind.FORWARD
         is_short = is_forward and work in self.recomputed
-        effect = cost.effects[-1 if is_short else COMPUTES.index(kind)]
+        if action.stage not in self.effects:
+            self.effects[action.stage] = cost.effects
+        effect = self.effects[action.stage][-1 if is_short else COMPUTES.index(kind)]
         self._touch(action, now_s, effect.peak_bytes)
         self.activations_bytes += effect.left_bytes if self.training else 0
         if is_forward:
@@ -149,7 +154,8 @@ class Held:
         while self.leaving and self.leaving[0][0] <= now_s:
             self.messages_bytes -= heapq.heappop(self.leaving)[1]
         now_bytes = self.live_bytes + own_bytes
-        self.samples.append((now_s, now_bytes))
+        if self.traced:
+            self.samples.append((now_s, now_bytes))
         if now_bytes > self.peak.total_bytes:
             self.peak = Peak(
                 str(action), len(self.in_flight), self.static_bytes,

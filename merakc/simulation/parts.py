@@ -49,6 +49,7 @@ def parts_of(
 
 
 def _wait(clock: Streams, keys: Collection[Hashable] | None = None) -> Iterator[Wait]:
-    if clock.queue:
-        yield Wait(clock.left_s(keys))
+    left_s = clock.left_s(keys)
+    if left_s > 0:
+        yield Wait(left_s)
         clock.wait(keys)

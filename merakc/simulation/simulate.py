@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from merakc.costs.streams import Streams
 from merakc.ir.costs import CostTable, GraphCollectives, StageCost
@@ -94,10 +95,14 @@ def simulate(
     costs: CostTable,
     head: int | None = None,
     mesh: Mesh | None = None,
+    *,
+    verified: bool = False,
+    traced: bool = True,
 ) -> Simulation:
-    """The times, the waits and the peak memory of one step. Verifies the Programs first:
-    what couples samples is on the stage `head`, or where they have it; dp ranks are those of the
-    `mesh`, where it is known.
+    """The times, the waits and the peak memory of one step. Verifies the Programs first, unless
+    they are `verified`: what couples samples is on the stage `head`, or where they have it; dp
+    ranks are those of the `mesh`, where it is known. Unless `traced`, no events, messages and
+    samples of memory are kept.
 
     A stage's costs are those of `costs.stages[action.stage]`. Messages take what `Links` says. The
     collectives over dp that an action holds run beside the computing, one after the other. A
@@ -106,15 +111,18 @@ def simulate(
 
     Raises `ProgramError` as `verify_programs` and `verify_collectives` do.
     """
-    verify_programs(programs, head=head)
-    verify_collectives(programs, mesh)
+    if not verified:
+        verify_programs(programs, head=head)
+        verify_collectives(programs, mesh)
     training = trains(programs)
     durations, stretch = _durations(programs, costs)
     links = Links(costs.link)
     states = {
-        p.rank: _Rank(p.rank, costs, links, _held(p, costs, training), iter(durations[p.rank]))
+        p.rank: _Rank(
+            p.rank, costs, links, _held(p, costs, training, traced), iter(durations[p.rank]), traced
+        )
         for p in programs
-    }
+    }  # fmt: skip
     stuck = run_programs(
         programs,
         lambda rank, a: states[rank].send(a),
@@ -139,7 +147,7 @@ def _result(states: Sequence[_Rank], costs: CostTable, stretch: float) -> Simula
         exposed_s=tuple(s.clock.exposed_s for s in states),
         communication_s=tuple(s.clock.posted_s for s in states),
         messages=tuple(m for s in states for m in s.messages),
-        collectives=tuple(e for s in states for e in s.collectives()),
+        collectives=tuple(e for s in states if s.traced for e in s.collectives()),
         inside=costs.collectives,
         stretch=stretch,
         host_bytes=tuple(s.held.host_peak_bytes for s in states),
@@ -155,6 +163,7 @@ class _Rank:
     links: Links
     held: Held
     durations: Iterator[float]
+    traced: bool
     clock: Streams = field(init=False)
     busy_s: float = 0.0
     events: list[Event] = field(default_factory=list)
@@ -174,7 +183,7 @@ class _Rank:
         start_s, message = self.clock.now_s, self.links.coming(self.rank, action).popleft()
         self.held.receive(action, start_s)
         self.clock.idle(max(0.0, message.arrives_s - start_s))
-        if action.peer != self.rank:
+        if self.traced and action.peer != self.rank:
             waited_s = max(0.0, self.clock.now_s - max(start_s, message.sent_s))
             self.messages.append(replace(message, exposed_s=waited_s))
         self._note(action, start_s)
@@ -197,17 +206,18 @@ class _Rank:
             yield Event(self.rank, f"{kind} {bucket}", of, start_s, end_s)
 
     def _note(self, action: Action, start_s: float) -> None:
-        self.events.append(Event(self.rank, str(action), action.kind, start_s, self.clock.now_s))
+        if self.traced:
+            end_s = self.clock.now_s
+            self.events.append(Event(self.rank, str(action), action.kind, start_s, end_s))
 
 
-def _held(program: Program, costs: CostTable, training: bool) -> Held:
+def _held(program: Program, costs: CostTable, training: bool, traced: bool) -> Held:
     """What a rank holds before its first action."""
     stages = {a.stage for a in program.actions}
     again = (a for a in program.actions if a.kind is ActionKind.RECOMPUTE)
     recomputed = frozenset[Work]((a.stage, a.micro_batch) for a in again)
-    return Held(
-        costs.stages, sum(costs.stages[s].static_bytes for s in stages), training, recomputed
-    )
+    static_bytes = sum(costs.stages[s].static_bytes for s in stages)
+    return Held(costs.stages, static_bytes, training, recomputed, traced)
 
 
 def _duration_s(cost: StageCost, kind: ActionKind) -> float:
@@ -228,9 +238,10 @@ def _durations(
     """The seconds of each rank's computes, reductions and gathers, in their order, and how many
     times those of ranks that are alone they are.
     """
+    seconds = cache(lambda stage, kind: _duration_s(costs.stages[stage], kind))
 
     def alone_s(action: Action) -> float:
-        return _duration_s(costs.stages[action.stage], action.kind)
+        return seconds(action.stage, action.kind)
 
     alone = {p.rank: [alone_s(a) for a in p.actions if not a.kind.is_message] for p in programs}
     if costs.sharing is None:

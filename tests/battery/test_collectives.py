@@ -64,7 +64,7 @@ def started(options: dict[str, Any]) -> tuple[list[Started], list[Started], bool
         batch = step_batch(case, BATCH_SIZE, torch.float32, 0)
         model = merakc.auto_parallel(case.model(), batch, cluster=NOMINAL_CPU, **options)
         steps = model._own("_steps")
-        planned = rank_buckets(model.plan, steps.planned.stages.local, steps.groups.coordinates[1])
+        planned = rank_buckets(model.plan, steps.planned.stages.local)[steps.groups.coordinates[1]]
     assert len(planned) > 2
     log = listen(steps.sharded)
     optimizer = optimizer_for(model)

@@ -7,14 +7,15 @@ one of a bucket is made. What the optimizers wrote is gathered from the start of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 
 from merakc.analysis.buckets import BucketSpec, Held, parameters_in_order, plan_buckets
 from merakc.costs.device import place_on
 from merakc.costs.nodes import node_seconds
-from merakc.ir.graph import Graph, InputKind, OutputKind, Ref
+from merakc.ir.graph import Graph, Input, InputKind, OutputKind, Ref
 from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
 from merakc.ir.program import (
@@ -107,23 +108,23 @@ def rough_touches(local: Graph) -> Touches:
     return found
 
 
-def rank_buckets(plan: Plan, local: Sequence[Graph], rank: int) -> tuple[BucketSpec, ...]:
-    """The buckets of a pipeline rank, from the stages' own forward graphs."""
-    own = [s for s, holder in enumerate(plan.rank_of) if holder == rank]
-    specs = {i.target: i for s in own for i in local[s].told(parameters_in_order)}
-    names = dict.fromkeys(i.target for graph in local for i in graph.told(parameters_in_order))
-    held = []
-    for name in names:
-        if name in specs:
-            stages, item = plan.parameters[name], specs[name]
-            dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
-            shared = sum(s in own for s in stages) > 1
-            on_host = name in plan.host_states
-            held.append(
-                Held(name, dtype, item.spec.numel, stages, item.requires_grad, shared,
-                     on_host=on_host)
-            )  # fmt: skip
-    return plan_buckets(held, plan.shards)
+def rank_buckets(plan: Plan, local: Sequence[Graph]) -> tuple[tuple[BucketSpec, ...], ...]:
+    """The buckets of each pipeline rank, from the stages' own forward graphs."""
+    read: list[dict[str, Input]] = [{} for _ in range(plan.pp)]
+    for graph, rank in zip(local, plan.rank_of, strict=True):
+        read[rank] |= {item.target: item for item in graph.told(parameters_in_order)}
+    held: list[list[Held]] = [[] for _ in range(plan.pp)]
+    for name in dict.fromkeys(i.target for g in local for i in g.told(parameters_in_order)):
+        stages = plan.parameters[name]
+        for rank, count in Counter(plan.rank_of[s] for s in stages).items():
+            if (item := read[rank].get(name)) is not None:
+                dtype = kept_dtype(item.spec.dtype, plan.precision, is_trained=item.requires_grad)
+                numel, is_trained = item.spec.numel, item.requires_grad
+                on_host = name in plan.host_states
+                held[rank].append(
+                    Held(name, dtype, numel, stages, is_trained, count > 1, on_host=on_host)
+                )
+    return tuple(plan_buckets(own, plan.shards) for own in held)
 
 
 def trained(graph: Graph) -> set[str]:
@@ -195,15 +196,21 @@ def like(program: Program, placed: Program) -> Program:
 
 @dataclass(frozen=True, slots=True)
 class _Use:
-    """The place at which a compute begins to read a bucket, or has made its gradients."""
+    """The place at which a compute begins to read a bucket, or has made its gradients. Computes of
+    one kind share it, and the collectives that were `placed` there.
+    """
 
     bucket: BucketSpec
     touch: Touch
     gradients: frozenset[str] = frozenset()
+    placed: dict[tuple[CollectiveKind, str], Collective] = field(default_factory=dict)
 
     def at(self, kind: CollectiveKind, bucket: BucketSpec | None = None) -> Collective:
         """A collective in this place, of this bucket where no other is given."""
-        return Collective(kind, (bucket or self.bucket).name, self.touch.node, self.touch.share)
+        key = kind, (bucket or self.bucket).name
+        if key not in self.placed:
+            self.placed[key] = Collective(*key, self.touch.node, self.touch.share)
+        return self.placed[key]
 
 
 class _Placing:
@@ -263,10 +270,11 @@ class _Placing:
         """The Program with its collectives."""
         head, waits = self._gathers()
         reductions = self._reductions()
+        starting = {k for k, _ in waits} | {k for k, _ in reductions}
         actions = []
-        for k, action in enumerate(self.program.actions):
+        for k, (action, uses) in enumerate(zip(self.program.actions, self.uses, strict=True)):
             found: list[Collective] = []
-            for i in range(len(self.uses[k])):
+            for i in range(len(uses) if k in starting else 0):
                 found += waits.get((k, i), ())
                 found += reductions.get((k, i), ())
             found += reductions.get((k, -1), ())
@@ -307,7 +315,7 @@ class _Placing:
             found[place] = [use.at(CollectiveKind.WAIT)]
             if use.bucket.shards.parameters > 1:
                 then = next(following, None)
-                if then is not None and then not in held:
+                if then is not None and all(then is not own for own in held):
                     found[place].append(use.at(CollectiveKind.GATHER, then))
                     held = use.bucket, then
         return head, found

@@ -132,7 +132,7 @@ def test_each_bucket_is_gathered_before_it_is_read_and_reduced_once(shards: Stat
     verify_programs(programs)
     for program in programs:
         rank = found.plan.mesh.coordinates(program.rank)[1]
-        buckets = {b.name: b for b in rank_buckets(found.plan, found.stages.local, rank)}
+        buckets = {b.name: b for b in rank_buckets(found.plan, found.stages.local)[rank]}
         ready: set[str] = set()
         seen: Counter[CollectiveKind] = Counter()
         shares = []
