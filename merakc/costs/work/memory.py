@@ -182,10 +182,8 @@ def _run_piece(
             return known[owner.node]
         if owner.node in inputs:  # a parameter, a part of the batch
             return None
-        size_bytes = specs[owner].size_bytes
-        if owner.node in on_host:
-            return Memory(f"{kind} {owner}", 0, size_bytes)
-        return Memory(f"{kind} {owner}", size_bytes)
+        sizes = specs[owner].size_bytes, 0
+        return Memory(f"{kind} {owner}", *(sizes[::-1] if owner.node in on_host else sizes))
 
     sent: dict[str, Memory] = {}
     waist: set[Memory] = set()
