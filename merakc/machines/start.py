@@ -47,7 +47,8 @@ def device_of(device: torch.device | str | None) -> torch.device:
 def _gpu_of_this_rank(count: int) -> int:
     if count == 1:  # launchers may show each rank its own alone
         return 0
-    if torch.cuda.is_initialized() and (current := torch.cuda.current_device()):  # type: ignore[no-untyped-call]
+    is_open = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if is_open and (current := torch.cuda.current_device()):
         return current
     told = (os.environ[name] for name in LOCAL_RANKS if name in os.environ)
     return int(next(told, "0"))
