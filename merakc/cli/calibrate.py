@@ -23,8 +23,9 @@ from merakc.costs.fitted import Fit, fit_factors
 from merakc.errors import CalibrationError
 from merakc.files.writing import write_atomically
 from merakc.ir.ledger import read_ledger
-from merakc.machines.cluster import Device, Hardware, Points
+from merakc.machines.cluster import Device, Hardware
 from merakc.machines.cluster_files import cluster_text
+from merakc.machines.figures import Points
 from merakc.report.run import WARM_UP_STEPS, timed_steps
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_count, format_seconds

@@ -26,14 +26,13 @@ from merakc.machines.cluster import (
     COMMUNICATOR_BYTES,
     FRAGMENTATION,
     Device,
-    DtypeName,
     Hardware,
-    Level,
     Nodes,
-    Points,
     Profile,
     Sharing,
 )
+from merakc.machines.figures import DtypeName, Points
+from merakc.machines.links import Level
 from merakc.runtime.links import measure_sharing, memory_bytes
 
 # Each call is repeated for so long, or so many times.

@@ -9,8 +9,9 @@ from merakc.errors import ConfigError
 from merakc.ir.graph import dtype_name
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
-from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster, DtypeName
+from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import hardware_for, preset_names
+from merakc.machines.figures import DtypeName
 from merakc.planner.sources import Source
 
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}

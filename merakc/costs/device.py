@@ -30,16 +30,9 @@ from merakc.costs.fabric import (
     hardware_fabric,
 )
 from merakc.costs.work.kernels import Kernel, KernelKind, Work
-from merakc.machines.cluster import (
-    Cluster,
-    Device,
-    DtypeName,
-    Factors,
-    Hardware,
-    Host,
-    Points,
-    Profile,
-)
+from merakc.machines.cluster import Cluster, Device, Factors, Hardware, Profile
+from merakc.machines.figures import DtypeName, Points
+from merakc.machines.links import Host
 
 # Tiles of a product that libraries choose from, rows by columns, and the share of the best rate
 # that each reaches: smaller ones read their arguments more often (the guide above, figure 4).

@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from merakc.machines.cluster import Hardware, Link
+from merakc.machines.cluster import Hardware
+from merakc.machines.links import Link
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ updates, and what was updated comes up in the dtype that is computed with.
 from __future__ import annotations
 
 from merakc.costs.state import Precision
-from merakc.machines.cluster import Host
+from merakc.machines.links import Host
 
 FLOAT32 = 4
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from merakc.ir.program import ActionKind, CollectiveKind
-from merakc.machines.cluster import Link, Sharing
+from merakc.machines.cluster import Sharing
+from merakc.machines.links import Link
 
 
 class Effect(NamedTuple):

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, NamedTuple, cast, get_args
+from typing import Annotated, cast, get_args
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, le=1)]
-Count = Annotated[int, Field(gt=0)]
-Size = Annotated[int, Field(ge=0)]
-DtypeName = Literal["float64", "float32", "float16", "bfloat16", "float8"]
-
-_STRICT = ConfigDict(extra="forbid")
-
-
-# Sizes, and what was measured at each, from small to large.
-Points = tuple[tuple[Positive, Positive], ...]
+from merakc.machines.figures import (
+    STRICT,
+    Count,
+    DtypeName,
+    NotNegative,
+    Points,
+    Positive,
+    Share,
+    Size,
+)
+from merakc.machines.links import Host, Level, Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Profile:
     (bytes read and written, bytes a second).
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     products: Mapping[DtypeName, Points] = field(default_factory=dict)
     attention: Mapping[DtypeName, Points] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class Device:
     is the part that lies between a program's tensors.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     name: str
     peak_flops_per_s: Mapping[DtypeName, Positive] = field(hash=False)
@@ -85,40 +84,6 @@ class Device:
         held = self.context_bytes + communicators * self.communicator_bytes
         left = max(self.memory_bytes - held, 0)
         return self.memory_bytes - int(left * (1.0 - self.fragmentation))
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """One level of links: which devices it joins, and how fast.
-
-    It joins blocks of `devices` devices: those of a node, of a rack. `bytes_per_s` is what
-    `shared_by` devices together send through it, a direction; `latency_s` what one step of a
-    collective waits. Gathers and reduce-scatters of tp reach `gather_share` of the rate that
-    all-reduces reach. Through one with `symmetric_memory`, GPUs read each other's memory, so that
-    torch pipelines products with collectives (`merakc.kernels.products`).
-    """
-
-    __pydantic_config__ = _STRICT
-
-    name: str
-    devices: Count
-    bytes_per_s: Positive
-    latency_s: NotNegative = 0.0
-    shared_by: Count = 1
-    symmetric_memory: bool = False
-    source: str = ""
-    gather_share: Share = 1.0
-
-
-class Link(NamedTuple):
-    """What joins two devices: the alpha-beta model (Hockney 1994) of one message."""
-
-    latency_s: float
-    bytes_per_s: float
-
-    def seconds(self, size_bytes: float) -> float:
-        """Of a message that shares the link with no other."""
-        return self.latency_s + size_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,46 +124,6 @@ class Sharing:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """The memory beside a device that its tensors can be moved to, and the link between the two.
-
-    A device may use `memory_bytes` of it, at `bytes_per_s`: its part of the bandwidth, with which
-    optimizers update what lives there. `down_bytes_per_s` is what `shared_by` devices together
-    send to the host, `up_bytes_per_s` what they fetch, both at once; a copy takes `latency_s` more.
-    """
-
-    __pydantic_config__ = _STRICT
-
-    memory_bytes: Count
-    bytes_per_s: Positive
-    down_bytes_per_s: Positive
-    up_bytes_per_s: Positive
-    latency_s: NotNegative = 0.0
-    shared_by: Count = 1
-    source: str = ""
-
-    def among(self, devices: int) -> Host:
-        """What each of so many devices of a node has of it while all copy at once."""
-        users = min(self.shared_by, devices)
-        return replace(
-            self,
-            down_bytes_per_s=self.down_bytes_per_s / users,
-            up_bytes_per_s=self.up_bytes_per_s / users,
-            shared_by=1,
-        )
-
-    @property
-    def down(self) -> Link:
-        """What carries a copy to the host."""
-        return Link(self.latency_s, self.down_bytes_per_s)
-
-    @property
-    def up(self) -> Link:
-        """What carries a copy back."""
-        return Link(self.latency_s, self.up_bytes_per_s)
-
-
-@dataclass(frozen=True, slots=True)
 class Nodes:
     """So many nodes of one kind, each with so many devices.
 
@@ -206,7 +131,7 @@ class Nodes:
     nothing is known of the memory beside the devices, and nothing is moved there.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     device: Device
     devices: Count
@@ -222,7 +147,7 @@ class Factors:
     Seconds of forwards, of backwards, of collectives and messages, and of optimizers.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     forward: Positive = 1.0
     backward: Positive = 1.0
@@ -245,7 +170,7 @@ class Hardware:
     measured. `factors` correct what is computed of all that.
     """
 
-    __pydantic_config__ = _STRICT
+    __pydantic_config__ = STRICT
 
     name: str
     nodes: tuple[Nodes, ...]

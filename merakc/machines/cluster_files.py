@@ -20,7 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from merakc.errors import ClusterError
 from merakc.files.reading import read_text
-from merakc.machines.cluster import Device, Factors, Hardware, Host, Level, Nodes, Profile
+from merakc.machines.cluster import Device, Factors, Hardware, Nodes, Profile
+from merakc.machines.links import Host, Level
 
 # More than anyone has: beyond, a file is damaged, and a value for each device fills the memory.
 MOST_DEVICES = 1 << 20

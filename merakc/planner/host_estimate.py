@@ -10,7 +10,8 @@ from merakc.costs.host import host_bytes, moved_seconds
 from merakc.costs.stages import optimizer_seconds
 from merakc.ir.offload import NONE, OPTIMIZER, parse_offload
 from merakc.ir.state import StateShards
-from merakc.machines.cluster import Hardware, Host
+from merakc.machines.cluster import Hardware
+from merakc.machines.links import Host
 from merakc.planner.estimate import Estimate, Job
 
 # The shards, the kind of recomputation, and what a step takes with them.

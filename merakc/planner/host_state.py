@@ -19,7 +19,8 @@ from merakc.ir.plan import Plan
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
-from merakc.machines.cluster import Cluster, Host
+from merakc.machines.cluster import Cluster
+from merakc.machines.links import Host
 from merakc.report.units import format_bytes
 
 # How often what is missing is looked for again: buckets are cut otherwise on both sides.

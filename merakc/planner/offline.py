@@ -9,11 +9,11 @@ import torch
 from merakc.batches.split import batch_size_of, call_arguments
 from merakc.errors import ConfigError
 from merakc.frontend.record import Recording
-from merakc.ir.alternatives import Alternative, Alternatives, Refusal
 from merakc.ir.batches import BatchLayout
 from merakc.ir.offload import parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import MOST, check_recompute
+from merakc.ir.report import Alternative, Alternatives, Refusal
 from merakc.ir.strategy import Strategy
 from merakc.lowering.forwards import Shared
 from merakc.lowering.lowered import Lowered

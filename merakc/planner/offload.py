@@ -17,7 +17,8 @@ from merakc.ir.plan_file import Prediction
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.overlap import recorded_machines
 from merakc.lowering.predict import predict
-from merakc.machines.cluster import Cluster, Host
+from merakc.machines.cluster import Cluster
+from merakc.machines.links import Host
 from merakc.report.units import format_bytes
 
 # How often the interval in which a rank's least share lies is halved.

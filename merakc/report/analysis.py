@@ -17,11 +17,19 @@ from merakc.costs.ranks import (
     stage_devices,
 )
 from merakc.costs.work.kernels import Work, graph_work
-from merakc.ir.alternatives import Alternatives
 from merakc.ir.costs import StageCost
 from merakc.ir.graph import Graph, InputKind, Ref
 from merakc.ir.program import ActionKind
-from merakc.ir.report import HeadTimes, Origin, RankMemory, RankTimes, Report, StageTimes, Verdict
+from merakc.ir.report import (
+    Alternatives,
+    HeadTimes,
+    Origin,
+    RankMemory,
+    RankTimes,
+    Report,
+    StageTimes,
+    Verdict,
+)
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs, predict, tied_bytes
 from merakc.machines.cluster import Cluster, Factors

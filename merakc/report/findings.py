@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePath
 
-from merakc.ir.alternatives import Alternatives
-from merakc.ir.report import HeadTimes, RankMemory, Report, SourceFile, Verdict
+from merakc.ir.report import Alternatives, HeadTimes, RankMemory, Report, SourceFile, Verdict
 from merakc.ir.state import UNSHARDED
 from merakc.ir.strategy import Strategy
 from merakc.report.charts.labels import ComputeLabel, parse_label

@@ -16,7 +16,7 @@ from merakc.errors import PlanError
 from merakc.files.reading import MOST_BYTES, decompressed, parse_json
 from merakc.ir.program import ActionKind, Event
 from merakc.ir.report import Timeline
-from merakc.machines.cluster import NotNegative
+from merakc.machines.figures import NotNegative
 from merakc.simulation.simulate import MemorySample, Simulation
 
 # Events that a file holds: of regular schedules each takes a few bytes.

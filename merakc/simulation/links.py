@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from merakc.ir.program import Action
-from merakc.machines.cluster import Link
+from merakc.machines.links import Link
 from merakc.simulation.faults import Channel
 
 

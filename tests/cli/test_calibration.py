@@ -19,8 +19,8 @@ from merakc.cli.calibration import (
 )
 from merakc.errors import CalibrationError
 from merakc.kernels import gemm
-from merakc.machines.cluster import DtypeName
 from merakc.machines.cluster_files import cluster_text, parse_cluster
+from merakc.machines.figures import DtypeName
 
 CPU = torch.device("cpu")
 

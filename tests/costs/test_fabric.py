@@ -17,7 +17,8 @@ from merakc.costs.fabric import (
     message_seconds,
     shard_group,
 )
-from merakc.machines.cluster import Device, Factors, Hardware, Level, Nodes
+from merakc.machines.cluster import Device, Factors, Hardware, Nodes
+from merakc.machines.links import Level
 
 FABRIC = Fabric(8, 100e9, 40e9, 1e-6, 1e-5)
 

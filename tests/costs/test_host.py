@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from merakc.costs.host import host_bytes, moved_seconds
 from merakc.costs.state import MIXED, Precision
-from merakc.machines.cluster import Host
+from merakc.machines.links import Host
 
 HOST = Host(10**9, bytes_per_s=28e9, down_bytes_per_s=4e9, up_bytes_per_s=1e9, latency_s=0.5)
 

@@ -8,9 +8,24 @@ from dataclasses import asdict, replace
 import pydantic
 import pytest
 
-from merakc.ir.report import AxisTraffic, RankMemory, Report, Verdict
+from merakc.ir.report import (
+    Alternative,
+    Alternatives,
+    AxisTraffic,
+    RankMemory,
+    Refusal,
+    Report,
+    Verdict,
+)
+from merakc.ir.state import StateShards
+from merakc.ir.strategy import Strategy
 from tests.report.made import report
 
+OTHER = Strategy(8, batch_size=4, micro_batches=4, state_shards=(StateShards(1, 1, 8),))
+OTHERS = Alternatives(
+    (Alternative(OTHER, 0.25, 1 << 30, "waits for dp"),),
+    (Refusal("tp 16", "12 heads do not divide over 16 ranks", "use tp 4 or 12"),),
+)
 STEP = Verdict(
     step_s=2.0,
     bubble_share=0.25,
@@ -49,3 +64,13 @@ def test_what_is_not_waited_for_is_hidden() -> None:
 def test_a_report_comes_back_from_json() -> None:
     text = json.dumps(asdict(report()))
     assert pydantic.TypeAdapter(Report).validate_python(json.loads(text)) == report()
+
+
+def test_alternatives_come_back_from_json() -> None:
+    text = json.dumps(asdict(OTHERS))
+    found = pydantic.TypeAdapter(Alternatives).validate_python(json.loads(text))
+    assert found == OTHERS
+
+
+def test_alternatives_are_empty_where_nothing_is_said() -> None:
+    assert Alternatives() == Alternatives((), ())

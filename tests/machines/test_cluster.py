@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from merakc.machines.cluster import Cluster, Device, Hardware, Level, Nodes
+from merakc.machines.cluster import Cluster, Device, Hardware, Nodes
+from merakc.machines.links import Level
 
 CLUSTER = Cluster("two cores", 1e11, 2e10, 5e-6, 8 << 30, 1e-4, 1.25e8)
 

@@ -11,7 +11,8 @@ from merakc.errors import ConfigError, FitError
 from merakc.ir.plan import Plan
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
-from merakc.machines.cluster import NOMINAL_CPU, Cluster, Host
+from merakc.machines.cluster import NOMINAL_CPU, Cluster
+from merakc.machines.links import Host
 from merakc.planner.choose import choose, compare
 from merakc.planner.fit import fit_error
 from merakc.planner.host_state import all_on_host, with_host_states

@@ -13,7 +13,8 @@ from merakc.frontend.record import Recording
 from merakc.ir.plan_file import Prediction
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import predict
-from merakc.machines.cluster import NOMINAL_CPU, Cluster, Host
+from merakc.machines.cluster import NOMINAL_CPU, Cluster
+from merakc.machines.links import Host
 from merakc.planner.offload import with_moves
 from merakc.planner.request import Request
 from merakc.planner.search import plan_layout

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.models import MODELS
 from merakc.costs.head import gather_seconds
 from merakc.costs.work.kernels import graph_work
-from merakc.ir.alternatives import Alternatives
 from merakc.ir.program import Mesh
+from merakc.ir.report import Alternatives
 from merakc.lowering.lowered import Lowered
 from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile

@@ -9,8 +9,7 @@ import pytest
 
 from merakc.ir.program import Mesh
 from merakc.report.findings import report_sections, throughput, utilization, verdict
-from tests.ir.test_alternatives import OTHERS
-from tests.ir.test_report import STEP
+from tests.ir.test_report import OTHERS, STEP
 from tests.report.made import BUSY, lowered, report
 
 

@@ -12,7 +12,7 @@ from merakc.errors import PlanError
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.report import SourceFile, SourceLine
 from merakc.report.page import page, require_report, write_page
-from tests.ir.test_alternatives import OTHERS
+from tests.ir.test_report import OTHERS
 from tests.report.made import BUSY, lowered, plan_with_report, report
 
 VOID = ("meta", "br")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from merakc.ir.program import Action, ActionKind
-from merakc.machines.cluster import Link
+from merakc.machines.links import Link
 from merakc.simulation.links import Links
 
 

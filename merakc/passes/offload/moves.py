@@ -19,7 +19,7 @@ from merakc.costs.nodes import start_seconds
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import StageGraphs
 from merakc.kernels.ops import BACK, GONE, OUT, REST, WAIT
-from merakc.machines.cluster import Link
+from merakc.machines.links import Link
 from merakc.passes.offload.choose import READERS
 
 # So many times the seconds of its copy before its first reader a value starts to come back: other

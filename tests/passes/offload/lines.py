@@ -10,7 +10,8 @@ import torch
 from merakc.costs.device import Place, place_on
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 from merakc.ir.program import ActionKind, StageGraphs
-from merakc.machines.cluster import NOMINAL_GPU, Host
+from merakc.machines.cluster import NOMINAL_GPU
+from merakc.machines.links import Host
 from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.pipeline import differentiate
 
