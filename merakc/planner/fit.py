@@ -155,7 +155,8 @@ def fit_error(
     leanest = least(request)
     if leanest is None:
         return FitError(f"{needs or 'no layout'}, and no other layout divides ranks and batch")
-    told = needs or f"nothing fits the {format_bytes(leanest.have_bytes)} of a device"
+    have = format_bytes(leanest.have_bytes)
+    told = needs or f"nothing fits the {have} that a device has for tensors"
     if leanest.fits:
         size = format_bytes(leanest.need_bytes)
         return FitError(f"{told}; another layout should fit, with {size}: {leanest}")

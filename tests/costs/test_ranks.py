@@ -16,10 +16,9 @@ from merakc.costs.ranks import (
 from merakc.ir.program import Inner, Mesh
 from merakc.machines.cluster import NOMINAL_CPU, Hardware, Nodes
 from merakc.machines.cluster_files import preset
+from tests.machines.bare import bare
 
-OURS = {"context_bytes": 0, "communicator_bytes": 0, "fragmentation": 0.0}
-FAST = replace(preset("h100").nodes[0].device, **OURS)
-SLOW = replace(preset("a100-40").nodes[0].device, **OURS)
+FAST, SLOW = bare(preset("h100").nodes[0].device), bare(preset("a100-40").nodes[0].device)
 SMALL = replace(FAST, name="small", memory_bytes=1000)
 LINKS = preset("h100").links
 MIXED = Hardware("mixed", (Nodes(FAST, 4), Nodes(SLOW, 4)), LINKS)

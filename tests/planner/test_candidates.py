@@ -17,6 +17,7 @@ from merakc.planner.candidates import Candidate, Candidates, find_candidates
 from merakc.planner.offline import loses_by
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
+from tests.machines.bare import bare
 from tests.planner.test_piece_table import llama
 
 BATCH = 16
@@ -29,9 +30,7 @@ def find(request: Request, hardware: Hardware = HARDWARE) -> Candidates:
 
 
 def with_memory(memory_bytes: int) -> Hardware:
-    nodes = tuple(
-        replace(n, device=replace(n.device, memory_bytes=memory_bytes)) for n in HARDWARE.nodes
-    )
+    nodes = tuple(replace(n, device=bare(n.device, memory_bytes)) for n in HARDWARE.nodes)
     return replace(HARDWARE, nodes=nodes)
 
 
@@ -54,7 +53,7 @@ def test_the_best_is_that_of_trying_all(memory_bytes: int, monkeypatch: pytest.M
 def mixed(memory_bytes: int = 1 << 34) -> Hardware:
     """Half of the devices take four times as long, and have less memory."""
     (nodes,) = HARDWARE.nodes
-    fast = replace(nodes.device, memory_bytes=1 << 34)
+    fast = bare(nodes.device, 1 << 34)
     slow = replace(
         fast, name="slow", launch_s=4 * fast.launch_s, bytes_per_s=fast.bytes_per_s / 4,
         peak_flops_per_s={"float32": 1e12}, memory_bytes=memory_bytes,

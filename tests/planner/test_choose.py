@@ -21,6 +21,7 @@ from merakc.machines.cluster import NOMINAL_CPU, Cluster, Hardware, Nodes, Shari
 from merakc.planner.choose import choose
 from merakc.planner.request import Request, meshes, with_schedule
 from merakc.planner.search import SAME, improve, plan_layout
+from tests.machines.bare import bare
 from tests.recorded import one_of_several
 
 BATCH_SIZE = 8
@@ -78,7 +79,7 @@ def test_sequences_are_split_where_the_memory_asks_for_it() -> None:
     plain = choose(request, recording, slow)
     assert not plain.plan.sequence_parallel
     assert plain.prediction is not None
-    tight = replace(slow, memory_bytes=plain.prediction.peak_bytes[0] - 1)
+    tight = bare(slow, plain.prediction.peak_bytes[0] - 1)
     best = choose(request, recording, tight)
     assert best.plan.sequence_parallel
     assert best.prediction is not None
@@ -161,7 +162,7 @@ def test_each_rank_is_held_against_the_memory_of_its_own_device() -> None:
     assert plain.prediction is not None
     assert plain.plan.recompute == "none"
     (device,) = {n.device for n in roomy.nodes}
-    small = replace(device, memory_bytes=int(0.8 * plain.prediction.peak_bytes[1]))
+    small = bare(device, int(0.8 * plain.prediction.peak_bytes[1]))
     mixed = Hardware("mixed", (Nodes(device, 1), Nodes(small, 1), Nodes(device, 2)), roomy.links)
     best = choose(request, recording, mixed.flat("float32"))
     assert best.plan.stages == plain.plan.stages

@@ -29,6 +29,7 @@ from merakc.planner.estimate import (
 from merakc.schedules.planned import forwards_first
 from merakc.schedules.registry import make_schedule
 from merakc.simulation.simulate import simulate
+from tests.machines.bare import bare
 
 SHAPE = Shape(512, 8, 8, 128, 1024)
 PIECES = gpt_pieces(SHAPE, 4, 1)
@@ -73,7 +74,7 @@ def test_no_estimate_is_below_its_bound(
     name: str, chunks: int, micro_batches: int, memory_bytes: int
 ) -> None:
     strategy = Strategy(pp=4, micro_batches=micro_batches, chunks=chunks, schedule=name)
-    node = replace(HARDWARE.slowest, memory_bytes=memory_bytes)
+    node = bare(HARDWARE.slowest, memory_bytes)
     machines = replace(HARDWARE, nodes=(Nodes(node, 4, 1),))
     job = make_job(PIECES, strategy, machines, Framework(stagewise=True))
     least_s = least_seconds(job)
@@ -140,7 +141,7 @@ def test_memory_is_that_of_each_rank() -> None:
     device, framework = HARDWARE.slowest, Framework(stagewise=True)
     strategy = Strategy(pp=4, micro_batches=8, recompute="solved")
     whole = estimate_step(PIECES, strategy, HARDWARE, framework)
-    tight = replace(device, memory_bytes=int(0.8 * whole.peak_bytes[1]))
+    tight = bare(device, int(0.8 * whole.peak_bytes[1]))
     unlike = replace(HARDWARE, nodes=(Nodes(device, 1), Nodes(tight, 1), Nodes(device, 2)))
     kept = estimate_step(PIECES, strategy, unlike, framework)
     assert kept.peak_bytes[1] <= tight.memory_bytes < kept.peak_bytes[0]

@@ -18,6 +18,7 @@ from merakc.lowering.predict import planned_costs
 from merakc.machines.cluster import NOMINAL_GPU, Factors, Hardware, Nodes, Profile
 from merakc.machines.cluster_files import preset
 from merakc.report.analysis import batch_tokens, main_dtype, make_report, peak_rate
+from tests.machines.bare import bare
 from tests.report.made import (
     ALL_AXES,
     BUSY,
@@ -72,7 +73,7 @@ def test_what_coupling_samples_costs() -> None:
 
 def test_a_rank_is_weighed_against_its_own_memory() -> None:
     fast, slow = preset("h100").slowest, preset("a100-40").slowest
-    small = replace(slow, memory_bytes=10**5)
+    small = bare(slow, 10**5)
     mixed = Hardware("mixed", (Nodes(fast, 1), Nodes(small, 1)), preset("h100").links)
     found = report(lowered(Mesh(pp=2), cluster=mixed.flat("float32")), mixed.flat("float32"))
     assert [s.device for s in found.stages] == ["h100", "a100-40"]
