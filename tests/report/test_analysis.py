@@ -72,8 +72,7 @@ def test_what_coupling_samples_costs() -> None:
 
 
 def test_a_rank_is_weighed_against_its_own_memory() -> None:
-    fast, slow = preset("h100").slowest, preset("a100-40").slowest
-    small = bare(slow, 10**5)
+    fast, small = bare(preset("h100").slowest), bare(preset("a100-40").slowest, 10**5)
     mixed = Hardware("mixed", (Nodes(fast, 1), Nodes(small, 1)), preset("h100").links)
     found = report(lowered(Mesh(pp=2), cluster=mixed.flat("float32")), mixed.flat("float32"))
     assert [s.device for s in found.stages] == ["h100", "a100-40"]

@@ -71,7 +71,7 @@ def test_options_refused() -> None:
         make_schedule("interleaved-1f1b", 4, 8, virtual_stages=1)
     with pytest.raises(ConfigError, match=r"recompute is 'some'"):
         make_schedule("1f1b", 4, 8, recompute="some")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"recompute is \[3, 4\]; .* there are 4"):
+    with pytest.raises(ConfigError, match=r"recompute is \(3, 4\); .* there are 4"):
         make_schedule("1f1b", 4, 8, recompute=[3, 4])
     with pytest.raises(ConfigError, match=r"merak hides recomputation"):
         make_schedule("merak", 4, 8, recompute="none")
