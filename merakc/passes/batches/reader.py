@@ -179,18 +179,20 @@ class Reader:
         states = {r: _lifted(self.states[r]) if lifted else self.states[r] for r in node.refs}
         routed = node.op == UNBIND or any(s.routed for s in states.values())
         if routed or "sort" in node.op or node.op in (INDEX, PUT):  # by more than states
-            return self._outcome(node, twin, states)
+            return self._outcome(self._place(node, twin, states))
         key = (node.op, call_form(node, states, self.part), call_form(twin, {}, self.whole), lifted)
-        found = self.seen.get(key)
-        if found is None:
-            found = self.seen[key] = self._outcome(node, twin, states)
-        return found
+        if key not in self.seen:
+            self.seen[key] = self._outcome(self._place(node, twin, states))
+        return self.seen[key]
 
-    def _outcome(self, node: Node, twin: Node, states: Mapping[Ref, State]) -> Outcome:
-        place = Place(
+    def _place(self, node: Node, twin: Node, states: Mapping[Ref, State]) -> Place:
+        return Place(
             self.part, self.whole, node, twin, states, before=self.states, makers=self.makers,
             samples=self.samples, total=self.total,
         )  # fmt: skip
+
+    def _outcome(self, place: Place) -> Outcome:
+        node, states = place.node, place.states
         if node.op in STRIDED and any(
             s.sampled or s.kind is not Kind.CONSTANT for s in states.values()
         ):
