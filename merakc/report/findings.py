@@ -23,10 +23,7 @@ def verdict(found: Verdict) -> str:
     """One line: seconds and their mean error where it is known, utilization, idle time, memory,
     throughput.
     """
-    whole_bytes = found.memory_bytes + found.reserved_bytes
-    peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(whole_bytes)}"
-    if found.reserved_bytes:
-        peak += f", {format_bytes(found.reserved_bytes)} of them reserved,"
+    peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
     error = f" ± {found.step_error:.0%}" if found.step_error else ""
     parts = [
         f"{format_seconds(found.step_s)}{error} a step",
@@ -198,7 +195,9 @@ def _memory(report: Report) -> Section:
     if differ:
         columns["has"] = True
         rows = [(*row, f"{has * per_byte:.2f}") for row, has in zip(rows, limits, strict=True)]
-    every = "" if differ else f"A rank has {format_bytes(limits[0])}. "
+    reserved = report.verdict.reserved_bytes
+    beside = f" for tensors, beside {format_bytes(reserved)} reserved" if reserved else ""
+    every = "" if differ else f"A rank has {format_bytes(limits[0])}{beside}. "
     note = every + _peak_text(report)
     return Section(f"Memory at the peak of each rank, in {unit}", columns, rows, note)
 

@@ -20,8 +20,6 @@ def test_the_verdict_is_one_line() -> None:
         "1.00 k tokens/s/device"
     )
     assert "DOES NOT FIT" in verdict(replace(found, memory_bytes=50))
-    less = replace(found, memory_bytes=150, reserved_bytes=50)
-    assert "peak 100 B of 200 B, 50 B of them reserved, on rank 1" in verdict(less)
     assert "± 6% a step" in verdict(replace(found, step_error=0.06))
 
 
@@ -57,6 +55,16 @@ def test_devices_are_told_where_they_differ() -> None:
     first, second = (float(row[-1]) for row in sections["memory"].rows)
     assert second == pytest.approx(2 * first)
     assert not sections["memory"].note.startswith("A rank has")
+
+
+def test_what_is_reserved_is_told() -> None:
+    made = report(lowered(Mesh(pp=2)))
+    assert "reserved" not in report_sections(made)["memory"].note
+    less = replace(
+        made, verdict=replace(made.verdict, memory_bytes=1 << 30, reserved_bytes=1 << 20)
+    )
+    told = "A rank has 1.00 GiB for tensors, beside 1.00 MiB reserved. "
+    assert report_sections(less)["memory"].note.startswith(told)
 
 
 def test_what_was_not_searched_for_is_not_told() -> None:
