@@ -16,9 +16,9 @@ from benchmarks.ranks import run_ranks
 from benchmarks.reference import optimizer_for, step_batch
 from merakc.analysis import buckets
 from merakc.ir.program import CollectiveKind
+from merakc.lowering import state_shards
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.programs.collectives import rank_buckets
-from merakc.planner import search
 from merakc.runtime.sharded_state import ShardedState
 
 BATCH_SIZE, BUCKET_BYTES = 8, 20_000  # several buckets a stage
@@ -59,7 +59,7 @@ def started(options: dict[str, Any]) -> tuple[list[Started], list[Started], bool
     with (
         patch.object(buckets.plan_buckets, "__defaults__", (BUCKET_BYTES,)),
         patch.object(buckets.bucket_names, "__defaults__", (BUCKET_BYTES,)),
-        patch.object(search, "bucket_scales", lambda _: (1, 2)),
+        patch.object(state_shards, "bucket_scales", lambda _: (1, 2)),
     ):
         batch = step_batch(case, BATCH_SIZE, torch.float32, 0)
         model = merakc.auto_parallel(case.model(), batch, cluster=NOMINAL_CPU, **options)
