@@ -19,7 +19,7 @@ README = (ROOT / "README.md").read_text()
 PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
-(SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, MIXED, FROM_FILES, DIMS, SAVE, LOAD,
+(SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, OFFLOADED, MIXED, FROM_FILES, DIMS, SAVE, LOAD,
  WITH_PLAN) = PYTHON_BLOCKS  # fmt: skip
 CALL = "model = merakc.auto_parallel(model, example)  # the one line"
 
@@ -70,8 +70,14 @@ def test_the_script_trains_alike_with_fixed_degrees_and_with_the_plan_that_it_sa
 
 @pytest.mark.parametrize(
     ("call", "ranks", "atol"),
-    [(SHARDED, 4, 2e-3), (OVERLAPPED, 2, 2e-3), (MIXED, 2, 0.1), (DIMS, 2, 2e-3)],
-    ids=["sharded state", "communication under computation", "mixed precision", "dims of samples"],
+    [
+        (SHARDED, 4, 2e-3),
+        (OVERLAPPED, 2, 2e-3),
+        (OFFLOADED, 2, 0.1),
+        (MIXED, 2, 0.1),
+        (DIMS, 2, 2e-3),
+    ],
+    ids=["sharded state", "overlap", "offload", "mixed precision", "dims of samples"],
 )
 def test_the_script_trains_alike_with(
     call: str, ranks: int, atol: float, one_process: tuple[Path, list[float]]

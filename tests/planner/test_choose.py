@@ -79,7 +79,7 @@ def test_sequences_are_split_where_the_memory_asks_for_it() -> None:
     plain = choose(request, recording, slow)
     assert not plain.plan.sequence_parallel
     assert plain.prediction is not None
-    tight = bare(slow, plain.prediction.peak_bytes[0] - 1)
+    tight = replace(slow, memory_bytes=plain.prediction.peak_bytes[0] - 1)
     best = choose(request, recording, tight)
     assert best.plan.sequence_parallel
     assert best.prediction is not None

@@ -64,9 +64,9 @@ def test_as_many_devices_as_are_said_would_do() -> None:
     told = str(fit_error(WHOLE, record, limit))
     match = re.search(r"needs (.*) at the least, .* (\d+) such devices would do", told)
     assert match is not None
-    ranks = int(match[2])
-    assert compare(replace(WHOLE, world_size=ranks), record, limit).ranked
-    assert not compare(replace(WHOLE, world_size=ranks // 2), record, limit).ranked
+    ranks, opened = int(match[2]), replace(WHOLE, offload="auto")
+    assert compare(replace(opened, world_size=ranks), record, limit).ranked
+    assert not compare(replace(opened, world_size=ranks // 2), record, limit).ranked
     assert "would not do; give larger ones" in str(fit_error(WHOLE, record, with_bytes(10)))
 
 
