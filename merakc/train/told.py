@@ -43,6 +43,7 @@ class Teller:
         self.start_s = self.last_s = time.monotonic()
         self.at = 0
         self.live: Progress | None = None
+        self.notes: dict[str, str] = {}
         if terminal is not None and terminal.is_terminal:
             columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
             self.live = Progress(*columns, console=terminal, transient=True, refresh_per_second=4)
@@ -66,13 +67,13 @@ class Teller:
             self._line(f"{text}, after {now_s - self.start_s:.0f} s")
 
     def decided(self, file: PlanFile) -> None:
-        """What the plan decides and expects."""
+        """What the plan decides and expects, and what was noted."""
         if self.terminal is None:
             return
         self.close()
         took_s = time.monotonic() - self.start_s
         self._line(f"merakc: {file.decisions.model} is ready after {took_s:.1f} s")
-        for name, text in plan_facts(file):
+        for name, text in (*plan_facts(file), *self.notes.items()):
             self._line(f"  {name}: {text}")
 
     def close(self) -> None:
@@ -111,6 +112,11 @@ def begin(step: str) -> None:
 def tell(detail: str) -> None:
     """Says more of the step that has begun."""
     _now.get().tell(detail)
+
+
+def note(name: str, text: str) -> None:
+    """Says something beside what the plan decides."""
+    _now.get().notes[name] = text
 
 
 def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> None:
