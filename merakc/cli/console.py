@@ -15,12 +15,18 @@ from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
 from merakc.report.terminal import Terminal
+from merakc.report.yields import Goal, parse_count
 
 NO, UNUSABLE = 1, 2
+PICTURES = (".png", ".svg", ".pdf")
 TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a config names.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Tokens = Annotated[
+    str | None, typer.Option(help="Of a whole training (300B, 1.5T): days, energy, price of it.")
+]
+Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", min=0)]
 
 
 def progress_console() -> Terminal:
@@ -81,6 +87,17 @@ def _say(problem: Console, text: str, style: str = "red") -> None:
         text, style=style, soft_wrap=not problem.is_terminal, markup=False, emoji=False,
         highlight=False,
     )  # fmt: skip
+
+
+def goal_of(tokens: str | None, price: float | None) -> Goal:
+    """What a training is to see, and a device's price. Raises `ConfigError`."""
+    return Goal(parse_count(tokens) if tokens else 0.0, price or 0.0)
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Raises `ConfigError` for a name that is no picture's."""
+    if path is not None and path.suffix not in PICTURES:
+        raise ConfigError(f"--{option} {path}: its name must end with one of {', '.join(PICTURES)}")
 
 
 def check_outputs(**paths: Path | None) -> None:
