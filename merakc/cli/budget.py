@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +16,7 @@ import typer
 from merakc.cli.clusters import machines
 from merakc.cli.console import (
     NO,
+    STOPPED,
     AsJson,
     Tokens,
     TrustCode,
@@ -45,7 +47,6 @@ from merakc.report.units import format_bytes, format_count, format_seconds
 from merakc.report.yields import DAY_S, Goal, parse_count, yields
 
 FEWEST = "fewest"
-STOPPED = 130  # as shells say of what Ctrl-C has ended
 
 
 def budget(
@@ -127,7 +128,7 @@ def _found(offers: Offers, cases: Sequence[Case], mfu: float | None) -> list[Off
     tell = offers.progress
     try:
         for number, case in enumerate(cases, 1):
-            offers.progress = lambda text, k=number: tell(f"{k} of {len(cases)}: {text}")  # type: ignore[misc]
+            offers.progress = partial(_counted, tell, f"{number} of {len(cases)}")
             if not case.ranks:
                 offer = offers.fewest(case)
                 found.append(offer if mfu is None else offers.keeping_mfu(offer.case, mfu))
@@ -137,6 +138,10 @@ def _found(offers: Offers, cases: Sequence[Case], mfu: float | None) -> list[Off
         if not found:
             raise
     return found
+
+
+def _counted(tell: Callable[[str], None], place: str, text: str) -> None:
+    tell(f"{place}: {text}")
 
 
 def _checked(mfu: float | None) -> float | None:

@@ -15,10 +15,12 @@ from merakc.cli.clusters import HELP, machines
 from merakc.cli.console import (
     NO,
     AsJson,
+    Limit,
     Price,
     Tokens,
     TrustCode,
     check_outputs,
+    ending_after,
     goal_of,
     progress_console,
     told,
@@ -28,6 +30,7 @@ from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.precision import parse_precision
 from merakc.ir.report import Verdict
+from merakc.planner.choose import Patience
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request, with_schedule
 from merakc.planner.sources import load_source
@@ -73,10 +76,15 @@ def plan(
     offload: Offload = "none",
     tokens: Tokens = None,
     price: Price = None,
+    limit: Limit = None,
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Choose a plan for a model and write it to a file."""
+    """Choose a plan for a model and write it to a file.
+
+    Ctrl-C, and the end of --limit, take the best that was found so far; a second Ctrl-C ends all.
+    """
+    patience = Patience(bears=True)
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
         check_outputs(output=output)
@@ -90,13 +98,17 @@ def plan(
             offload=offload,
         )  # fmt: skip
         given = load_source(source, sequence, trust_remote_code=trust)
-        lowered, others = plan_offline(given, with_schedule(request), batch, found, tell)
+        asked = with_schedule(request)
+        with ending_after(limit):
+            lowered, others = plan_offline(given, asked, batch, found, tell, patience)
         tell("writing the report")
         told_of = make_report(lowered, found, alternatives=others)
         told_of = replace(told_of, machines=cluster)
         made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
         made.save(output)
     print_plan(made, goal, as_json=as_json)
+    if patience.stopped:
+        progress.print("the search was stopped: this is the best so far, others may be faster")
     progress.print(f"written to {output}")
     _check_fits(told_of.verdict, progress)
 

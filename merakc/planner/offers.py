@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from merakc.errors import ClusterError, MerakError
-from merakc.ir.plan_checks import MOST
 from merakc.ir.report import Verdict
 from merakc.ir.state import UNSHARDED
 from merakc.ir.strategy import Strategy
@@ -143,23 +142,26 @@ class Offers:
         """The offer of the smallest batch that keeps a model FLOPs utilization, of the case's
         doubled and halved; of the largest that was tried where none does.
         """
-        keeps = self.of(case)
-        upwards = not _keeps(keeps, mfu)
-        for _ in range(DOUBLINGS):
-            before = keeps.case.batch_size
-            size = 2 * before if upwards else before // 2
-            if not 1 <= size <= MOST or (not upwards and before % 2):
-                break
-            other = self.of(replace(case, batch_size=size))
-            if upwards:
-                keeps = other if other.verdict is not None else keeps
-                if _keeps(other, mfu) or other.verdict is None:
-                    break
-            elif not _keeps(other, mfu):
-                break
-            else:
-                keeps = other
-        return keeps
+        offer = self.of(case)
+        if not _keeps(offer, mfu):
+            for k in range(1, DOUBLINGS + 1):
+                larger = self.of(replace(case, batch_size=case.batch_size << k))
+                if larger.verdict is None:
+                    return offer
+                offer = larger
+                if _keeps(offer, mfu):
+                    return offer
+            return offer
+        while offer.case.batch_size % 2 == 0:
+            smaller = self.of(replace(case, batch_size=offer.case.batch_size // 2))
+            if not _keeps(smaller, mfu):
+                return offer
+            offer = smaller
+        return offer
+
+    def _tell(self, text: str) -> None:
+        """To `progress`, whichever that is then."""
+        self.progress(text)
 
     def _asked(self, case: Case) -> tuple[Request, Cluster, PieceTable]:
         """The request of a case, its machines, and the pieces of its model there."""
@@ -170,7 +172,7 @@ class Offers:
         cluster = self.machines(case.machines, case.ranks)
         if case.sequence not in self.recordings:
             source = self.load(case.sequence)
-            self.recordings[case.sequence] = Recordings(source, self.request, self.progress)
+            self.recordings[case.sequence] = Recordings(source, self.request, self._tell)
         known = self.tables.get(case.sequence)
         record = self.recordings[case.sequence]
         table = PieceTable(record, cluster) if known is None else known.on(cluster)
@@ -211,7 +213,8 @@ class Offers:
 
 
 def _keeps(offer: Offer, mfu: float) -> bool:
-    return offer.verdict is not None and offer.verdict.mfu >= mfu
+    found = offer.verdict
+    return found is not None and found.fits and found.mfu >= mfu
 
 
 def neighbours(case: Case) -> list[Case]:

@@ -105,7 +105,7 @@ class Known(Offers):
         mfu = case.batch_size / (case.batch_size + 32)
         step = replace(
             STEP, step_s=1.0, peak_bytes=case.ranks < self.least, memory_bytes=0, ranks=1,
-            model_flops=mfu, peak_flops_per_s=1.0,
+            model_flops=round(1e6 * mfu), peak_flops_per_s=1e6,
         )  # fmt: skip
         return Offer(case, Strategy(), step)
 
