@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from merakc.cli.clusters import machines
 from merakc.cli.console import (
     NO,
-    STOPPED,
     AsJson,
     Tokens,
     TrustCode,
@@ -26,20 +23,25 @@ from merakc.cli.console import (
     told,
     working,
 )
-from merakc.cli.scale import planned, short_shards, yield_cells, yield_heads
+from merakc.cli.scale import (
+    offers_for,
+    planned,
+    short_shards,
+    tell_of_others,
+    yield_cells,
+    yield_heads,
+)
 from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
 from merakc.planner.offers import (
     DEGREES,
     Case,
     Offer,
-    Offers,
     distinctions,
     neighbours,
     write_csv,
 )
 from merakc.planner.request import Request
-from merakc.planner.sources import load_source
 from merakc.report.charts.offers_plot import plot_offers
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal
@@ -47,31 +49,34 @@ from merakc.report.units import format_bytes, format_count, format_seconds
 from merakc.report.yields import DAY_S, Goal, parse_count, yields
 
 FEWEST = "fewest"
+Lengths = Annotated[str | None, typer.Option("--seq", help="Tokens a text: 4096, or 4096,8192.")]
+Counts = Annotated[
+    str, typer.Option(help="Devices: 64, or 8,16, or 8:64 (doubled), or fewest (that fit).")
+]
+Prices = Annotated[
+    str | None, typer.Option(help="Of a device for an hour; one for each of the machines.")
+]
+Utilization = Annotated[
+    float | None, typer.Option(help="The smallest batch, doubled or halved, that keeps it.")
+]
+Near = Annotated[
+    bool, typer.Option("--near", help="Also with each degree that is given halved, doubled.")
+]
 
 
 def budget(
     source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
     batch: Annotated[str, typer.Option(help="Samples a step over all devices: 512, or 256,512.")],
-    sequence: Annotated[
-        str | None, typer.Option("--seq", help="Tokens a text: 4096, or 4096,8192.")
-    ] = None,
-    ranks: Annotated[
-        str, typer.Option(help="Devices: 64, or 8,16, or 8:64 (doubled), or fewest (that fit).")
-    ] = FEWEST,
+    sequence: Lengths = None,
+    ranks: Counts = FEWEST,
     cluster: Annotated[str, typer.Option(help="Presets or cluster files: h100,a100-80.")] = "h100",
     tokens: Tokens = None,
-    price: Annotated[
-        str | None, typer.Option(help="Of a device for an hour; one for each of the machines.")
-    ] = None,
-    mfu: Annotated[
-        float | None, typer.Option(help="The smallest batch, doubled or halved, that keeps it.")
-    ] = None,
+    price: Prices = None,
+    mfu: Utilization = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
-    near: Annotated[
-        bool, typer.Option("--near", help="Also with each degree that is given halved, doubled.")
-    ] = False,
+    near: Near = False,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     offload: Annotated[str, typer.Option(help="none, auto, optimizer or activations.")] = "none",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
@@ -93,15 +98,11 @@ def budget(
         goals = _goals(tokens, price, names)
         mixed = None if precision == "none" else parse_precision(precision)
         request = Request(0, 0, recompute=recompute, offload=offload, precision=mixed)
-        offers = Offers(
-            lambda length: load_source(source, length, trust_remote_code=trust), request,
-            lambda name, count: machines(name, mixed.compute if mixed else "float32", count), tell,
-        )  # fmt: skip
+        offers = offers_for(source, request, tell, trust=trust)
         degrees = {name: n for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n is not None}
-        cases = [replace(case, fixed=degrees) for case in _cases(names, ranks, batch, sequence)]
-        if near:
-            cases = _with_neighbours(cases)
-        found = _found(offers, cases, _checked(mfu))
+        cases = list(_cases(names, ranks, batch, sequence))
+        cases = _with_degrees(cases, degrees, near=near)
+        found = offers.each(cases, _checked(mfu))
         made = planned(found)
         rows = [offer.row(goals[offer.case.machines]) for offer in found]
         if table is not None:
@@ -112,36 +113,9 @@ def budget(
         Terminal().print_json(json.dumps(rows))
     else:
         Terminal().print(offers_table(made, goals))
-    for offer in found:
-        if offer.error is not None:
-            progress.print(f"no plan for {offer.case}: {offer.error}")
-    if len(found) < len(cases):
-        progress.print(f"stopped after {len(found)} of {len(cases)}")
-        raise typer.Exit(STOPPED)
+    tell_of_others(progress, found, len(cases))
     if not any(offer.made[1].fits for offer in made):
         raise typer.Exit(NO)
-
-
-def _found(offers: Offers, cases: Sequence[Case], mfu: float | None) -> list[Offer]:
-    """The offers for the cases, those before Ctrl-C."""
-    found: list[Offer] = []
-    tell = offers.progress
-    try:
-        for number, case in enumerate(cases, 1):
-            offers.progress = partial(_counted, tell, f"{number} of {len(cases)}")
-            if not case.ranks:
-                offer = offers.fewest(case)
-                found.append(offer if mfu is None else offers.keeping_mfu(offer.case, mfu))
-            else:
-                found.append(offers.of(case) if mfu is None else offers.keeping_mfu(case, mfu))
-    except KeyboardInterrupt:
-        if not found:
-            raise
-    return found
-
-
-def _counted(tell: Callable[[str], None], place: str, text: str) -> None:
-    tell(f"{place}: {text}")
 
 
 def _checked(mfu: float | None) -> float | None:
@@ -150,11 +124,12 @@ def _checked(mfu: float | None) -> float | None:
     return mfu
 
 
-def _with_neighbours(cases: Sequence[Case]) -> list[Case]:
-    """Each case, and those next to its degrees. Raises `ConfigError` where none is given."""
-    if not all(case.fixed for case in cases):
+def _with_degrees(cases: Sequence[Case], degrees: dict[str, int], *, near: bool) -> list[Case]:
+    """The cases with degrees fixed, each followed by those `near` it. Raises `ConfigError`."""
+    if near and not degrees:
         raise ConfigError("--near: give the degrees that it is about, such as --tp 4 --pp 2")
-    return [one for case in cases for one in (case, *neighbours(case))]
+    fixed = [replace(case, fixed=degrees) for case in cases]
+    return [one for case in fixed for one in (case, *(neighbours(case) if near else ()))]
 
 
 def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[str, Goal]:

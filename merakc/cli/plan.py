@@ -47,20 +47,24 @@ Recompute = Annotated[
 Offload = Annotated[
     str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
 ]
+Model = Annotated[
+    str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
+]
+Ranks = Annotated[
+    int | None, typer.Option(help="Devices, one rank each; all of the cluster's.", min=1)
+]
+Overlap = Annotated[
+    int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
+]
+Output = Annotated[Path, typer.Option("-o", "--output", help="The plan file.")]
 
 
 def plan(
-    source: Annotated[
-        str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
-    ],
+    source: Model,
     batch: Annotated[int, typer.Option(help="Samples a step, over all ranks.", min=1)],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The plan file.")] = Path(
-        "plan.json"
-    ),
+    output: Output = Path("plan.json"),
     sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Devices, one rank each; all of the cluster's.", min=1)
-    ] = None,
+    ranks: Ranks = None,
     cluster: Annotated[str, typer.Option(help=HELP)] = "h100",
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
@@ -70,9 +74,7 @@ def plan(
     recompute: Recompute = "auto",
     state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
-    overlap: Annotated[
-        int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
-    ] = None,
+    overlap: Overlap = None,
     offload: Offload = "none",
     tokens: Tokens = None,
     price: Price = None,
@@ -107,8 +109,7 @@ def plan(
         made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
         made.save(output)
     print_plan(made, goal, as_json=as_json)
-    if patience.stopped:
-        progress.print("the search was stopped: this is the best so far, others may be faster")
+    progress.print("the search was stopped: others may be faster\n" * patience.stopped, end="")
     progress.print(f"written to {output}")
     _check_fits(told_of.verdict, progress)
 

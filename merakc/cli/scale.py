@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from merakc.cli.clusters import machines
 from merakc.cli.console import (
+    STOPPED,
     AsJson,
     Price,
     Tokens,
@@ -72,30 +74,22 @@ def scale(
         check_picture("plot", picture)
         goal = goal_of(tokens, price)
         cases = _cases(cluster, (least, most), (batch, per_rank), sequence)
-        mixed = None if precision == "none" else parse_precision(precision)
         request = Request(
-            0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute, precision=mixed
-        )
-        offers = Offers(
-            lambda length: load_source(source, length, trust_remote_code=trust), request,
-            lambda name, ranks: machines(name, mixed.compute if mixed else "float32", ranks), tell,
+            0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute,
+            precision=None if precision == "none" else parse_precision(precision),
         )  # fmt: skip
-        points = []
-        for number, case in enumerate(cases, 1):
-            tell(f"{number} of {len(cases)}: {case}")
-            points.append(offers.of(case))
+        offers = offers_for(source, request, tell, trust=trust)
+        points = offers.each(cases)
         made = planned(points)
         if table is not None:
             write_csv([point.row(goal) for point in points], table)
         if picture is not None:
             _draw(picture, made, f"{source} on {cluster}")
-    for point in points:
-        if point.error is not None:
-            progress.print(f"passed over: {point.case}: {point.error}")
     if as_json:
         Terminal().print_json(json.dumps([point.row(goal) for point in points]))
     else:
         Terminal().print(points_table(made, goal))
+    tell_of_others(progress, points, len(cases))
 
 
 def _cases(
@@ -121,6 +115,18 @@ def _cases(
     ]
 
 
+def offers_for(
+    source: str, request: Request, tell: Callable[[str], None], *, trust: bool
+) -> Offers:
+    """Those for a model that the user names, in the precision of a request."""
+    mixed = request.precision
+    dtype = mixed.compute if mixed else "float32"
+    return Offers(
+        lambda length: load_source(source, length, trust_remote_code=trust), request,
+        lambda name, ranks: machines(name, dtype, ranks), tell,
+    )  # fmt: skip
+
+
 def planned(offers: Sequence[Offer]) -> list[Offer]:
     """Those that have a plan. Raises the first error where none has."""
     made = [offer for offer in offers if offer.error is None]
@@ -128,6 +134,16 @@ def planned(offers: Sequence[Offer]) -> list[Offer]:
         assert offers[0].error is not None
         raise offers[0].error
     return made
+
+
+def tell_of_others(problem: Console, offers: Sequence[Offer], asked: int) -> None:
+    """A line for each case without a plan; and those that Ctrl-C has left out, which exits."""
+    for offer in offers:
+        if offer.error is not None:
+            problem.print(f"no plan for {offer.case}: {offer.error}")
+    if len(offers) < asked:
+        problem.print(f"stopped after {len(offers)} of {asked}")
+        raise typer.Exit(STOPPED)
 
 
 def points_table(points: Sequence[Offer], goal: Goal) -> Fitted:

@@ -109,6 +109,7 @@ class Offers:
         progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.load, self.request, self.machines, self.progress = load, request, machines, progress
+        self.place = ""  # of the case among several
         self.recordings: dict[int | None, Recordings] = {}
         self.tables: dict[int | None, PieceTable] = {}
 
@@ -116,12 +117,28 @@ class Offers:
         """The best plan for a case."""
         try:
             request, cluster, table = self._asked(case)
-            self.progress(f"comparing layouts of {case}")
+            self._tell(f"comparing layouts of {case}")
             record = self.recordings[case.sequence]
             lowered, _ = plan_recorded(record, request, case.batch_size, cluster, table)
         except MerakError as error:
             return Offer(case, error=error)
         return Offer(case, lowered.plan.strategy, make_report(lowered, cluster).verdict)
+
+    def each(self, cases: Sequence[Case], mfu: float | None = None) -> list[Offer]:
+        """Those for several cases, up to Ctrl-C, if there was one before it. A case of 0 devices is
+        one of the fewest; where an `mfu` is to be kept, the batch is the smallest that does.
+        """
+        found: list[Offer] = []
+        for number, case in enumerate(cases, 1):
+            self.place = f"{number} of {len(cases)}: "
+            try:
+                offer = self.of(case) if case.ranks else self.fewest(case)
+                found.append(offer if mfu is None else self.keeping_mfu(offer.case, mfu))
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+                break
+        return found
 
     def fewest(self, case: Case) -> Offer:
         """The offer of the fewest devices that its plan fits, of powers of two, times the degrees
@@ -160,8 +177,7 @@ class Offers:
         return offer
 
     def _tell(self, text: str) -> None:
-        """To `progress`, whichever that is then."""
-        self.progress(text)
+        self.progress(self.place + text)
 
     def _asked(self, case: Case) -> tuple[Request, Cluster, PieceTable]:
         """The request of a case, its machines, and the pieces of its model there."""
@@ -181,7 +197,7 @@ class Offers:
 
     def _may_fit(self, case: Case) -> bool:
         """Whether some layout of a case fits, by the pieces of the model."""
-        self.progress(f"looking whether {case} would do")
+        self._tell(f"looking whether {case} would do")
         try:
             request, cluster, table = self._asked(case)
             precision = state_precision(self.recordings[case.sequence], request)

@@ -45,7 +45,7 @@ def test_a_search_that_is_stopped_gives_the_best_so_far(
 
     file = tmp_path / "plan.json"
     monkeypatch.setattr(choose, stage, interrupted)
-    assert "this is the best so far" in run(*ASKED, "-o", str(file))
+    assert "the search was stopped: others may be faster" in run(*ASKED, "-o", str(file))
     assert load_plan(file).prediction is not None
 
 
@@ -55,7 +55,9 @@ def test_a_limit_ends_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             pass
 
     monkeypatch.setattr(choose, "_improved", endless)
-    assert "this is the best so far" in run(*ASKED, "-o", str(tmp_path / "a.json"), "--limit", "20")
+    assert "the search was stopped: others may be faster" in run(
+        *ASKED, "-o", str(tmp_path / "a.json"), "--limit", "20"
+    )
     monkeypatch.setattr(choose, "find_candidates", endless)
     said = run(*ASKED, "-o", str(tmp_path / "b.json"), "--limit", "1", code=STOPPED)
     assert "stopped before there was anything to show" in said

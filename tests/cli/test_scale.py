@@ -60,5 +60,5 @@ def test_what_cannot_be_used_is_one_message() -> None:
 def test_sizes_on_which_nothing_fits_are_passed_over(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*SMALL, "--from", "1", "--to", "2", "--tp", "2", "--json"])
     assert found.exit_code == 0
-    assert "passed over: 1 device" in " ".join(found.stderr.split())
+    assert "no plan for 1 device" in " ".join(found.stderr.split())
     assert [p["ranks"] for p in json.loads(found.stdout) if not p["error"]] == [2]
