@@ -122,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no checkpoint: {path.name} cannot be read ({error.strerror}); a folder "
-            "that was being written when a run ended has none"
+            f"that was being written when a run ended has none{_left_beside(folder)}"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
@@ -148,6 +148,12 @@ def read_manifest(folder: Path) -> Manifest:
         if name != Path(name).name or name not in found.files:
             raise CheckpointError(f"{path} names a file outside of its folder: {name!r}")
     return found
+
+
+def _left_beside(folder: Path) -> str:
+    """Where a save was killed between two renames, the checkpoint that was to be replaced."""
+    old = folder.with_name(f".{folder.name}.old") if folder.name else folder
+    return f"; rename {old}, which was there before" if (old / NAME).exists() else ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
