@@ -96,12 +96,24 @@ class _PlanOf(BaseModel):
     precision: str
 
 
+class _Scale(BaseModel):
+    scale: float
+    good_steps: Count
+    skipped: Count
+
+
+class _Parallel(BaseModel):
+    step: Count = 0
+    seed: int = 0
+    loss_scale: _Scale | None = None
+
+
 class _Run(BaseModel):
     """What `run` has at the least, of that form where it is there."""
 
     model: str = ""
     world_size: int = 1
-    parallel: dict[str, Any] = {}
+    parallel: _Parallel = _Parallel()
     tied: dict[str, str] = {}  # names of parameters and buffers, and the first names of the same
     plan: _PlanOf | None = None
     optimizers: list[_Optimizer] = []

@@ -258,9 +258,9 @@ def resume(model: nn.Module, saved: Mapping[str, Any]) -> int:
     step: int = saved.get("step", 0)
     if isinstance(model, ParallelModel) and saved:
         steps = model._own("_steps")
-        steps.taken, steps.seed = step, saved["seed"]
+        steps.taken, steps.seed = step, saved.get("seed", steps.seed)
         steps.stale.clear()
-        scale = saved["loss_scale"]
+        scale = saved.get("loss_scale")
         if steps.loss_scale is not None and scale is not None:
             steps.loss_scale.skipped = scale["skipped"]
             if steps.loss_scale.dynamic and scale["scale"] != 1.0:

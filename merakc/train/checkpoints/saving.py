@@ -9,6 +9,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -281,15 +282,20 @@ def as_merak_error(error: CheckpointException, what: str) -> CheckpointError:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by their steps and then their times, the oldest first."""
+    """The checkpoints in a folder, by their steps and then their times, the oldest first.
+
+    Raises `CheckpointError` where the folder cannot be read.
+    """
+    try:
+        among = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in among:
         if path.is_dir() and not path.name.startswith("."):
-            try:
+            with suppress(CheckpointError, OSError):  # others', or deleted by now
                 step = read_manifest(path).run.get("parallel", {}).get("step", 0)
-            except CheckpointError:
-                continue
-            found.append((step, path.stat().st_mtime_ns, path))
+                found.append((step, path.stat().st_mtime_ns, path))
     return [path for *_, path in sorted(found)]
 
 
