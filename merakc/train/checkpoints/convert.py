@@ -82,9 +82,11 @@ def _of_weights(folder: Path) -> Contents:
     else:
         every = sorted(path.name for path in folder.glob("*.safetensors"))
         names = ["model.safetensors"] if "model.safetensors" in every else every
-    if len(names) != 1 and not index.exists():
+    if not names:
+        raise CheckpointError(f"{folder} holds no checkpoint and no safetensors files")
+    if len(names) > 1 and not index.exists():
         raise CheckpointError(
-            f"{folder} holds no checkpoint, no model.safetensors and no {index.name}, and "
+            f"{folder} holds no checkpoint, no model.safetensors and no {index.name}, but "
             f"{len(names)} other safetensors files, of which one alone would be the weights"
         )
     tensors: Tensors = {}
@@ -128,8 +130,8 @@ def _of_torch(path: Path, *, weights_alone: bool) -> Contents:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
     model = found.get("model", found)
-    if not isinstance(model, dict) or not all(isinstance(v, torch.Tensor) for v in model.values()):
-        raise CheckpointError(f"{path} holds no state dict of tensors, nor one under 'model'")
+    if not isinstance(model, dict) or not all(_is_dense(k, v) for k, v in model.items()):
+        raise CheckpointError(f"{path} holds no state dict of dense tensors, nor one under 'model'")
     tensors: Tensors = {WEIGHTS + name: value for name, value in _first_of_tied(model).items()}
     contents = Contents(tensors, _bare_run(tensors))
     if model is found or weights_alone:
@@ -145,6 +147,12 @@ def _of_torch(path: Path, *, weights_alone: bool) -> Contents:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged beside its weights: {error!r}") from None
     return contents
+
+
+def _is_dense(name: Any, value: Any) -> bool:
+    """Whether this is a tensor under its name, whose elements lie in memory one by one."""
+    is_tensor = isinstance(name, str) and isinstance(value, torch.Tensor)
+    return is_tensor and value.layout is torch.strided and not value.is_quantized
 
 
 def _add_run(contents: Contents, found: Mapping[str, Any]) -> None:

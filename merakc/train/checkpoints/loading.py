@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ def latest(folder: str | Path) -> Path | None:
 def _latest(folder: Path) -> Path | None:
     for name in from_rank_0(lambda: [path.name for path in reversed(checkpoints_in(folder))]):
         path = folder / name
-        seen = together(folder.is_dir)
+        seen = together(lambda: os.path.isdir(folder))
         if not all(seen):
             raise CheckpointError(
                 f"rank {seen.index(False)} sees no folder {folder}, in which rank 0 finds {name}: "
@@ -127,7 +128,7 @@ def _load(
     folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, is_untied: bool
 ) -> Loaded:
     chosen = folder
-    if not from_rank_0(lambda: (folder / NAME).exists()):
+    if not from_rank_0(lambda: os.path.exists(folder / NAME)):
         chosen = latest(folder) or folder
     manifest, problem = _manifest(chosen)
 

@@ -242,7 +242,8 @@ def _exchanged(one: Path, other: Path) -> bool:
     if rename is None:
         return False
     at, names = ctypes.c_int(-100), [os.fsencode(path) for path in (one, other)]  # AT_FDCWD
-    return rename(at, names[0], at, names[1], ctypes.c_uint(2)) == 0  # RENAME_EXCHANGE
+    done: int = rename(at, names[0], at, names[1], ctypes.c_uint(2))  # RENAME_EXCHANGE
+    return done == 0
 
 
 def _file_names(

@@ -77,7 +77,7 @@ def test_what_could_not_be_read_back_is_refused() -> None:
     for value in (nested(44), nested(400), endless):
         with pytest.raises(CheckpointError, match=r"x cannot be kept .* deeper than 43"):
             encode(value, {}, "x")
-    with pytest.raises(CheckpointError, match=r"x cannot be kept .* 4300 digits"):
+    with pytest.raises(CheckpointError, match=r"x cannot be kept .*4300 digits"):
         encode(10**5000, {}, "x")
     for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
         with pytest.raises(CheckpointError, match=r"x is a Tensor .*: give a dense tensor"):

@@ -132,6 +132,10 @@ def test_files_of_others_give_their_weights_alone(tmp_path: Path) -> None:
     torch.save({**given, "optimizer_kinds": [], "parameters": 3, "seed": 0}, tmp_path / "bad.pt")
     with pytest.raises(CheckpointError, match="is damaged beside its weights"):
         read_contents(tmp_path / "bad.pt")
+    for odd in ({"a": torch.eye(2).to_sparse()}, {1: torch.ones(1)}):
+        torch.save(odd, tmp_path / "odd.pt")
+        with pytest.raises(CheckpointError, match="no state dict of dense tensors"):
+            read_contents(tmp_path / "odd.pt")
 
 
 def test_folders_of_several_files_are_read_by_their_index(tmp_path: Path) -> None:
