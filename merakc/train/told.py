@@ -23,12 +23,11 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.report.decisions import plan_facts
-from merakc.report.terminal import Terminal
+from merakc.report.terminal import QUIET, Terminal
 
 # The share of the forward's arithmetic from which on it matters that a part runs as it is.
 WORTH_TELLING = 0.01
 _OURS = f"{__file__.rpartition('/train/')[0]}/"
-QUIET = "MERAKC_QUIET"  # in the environment: nothing is said
 STEPS = ("recording the forward", "choosing a plan", "compiling the stages", "measuring a step")
 EVERY_S = 5.0  # between two lines where there is no terminal
 
@@ -43,6 +42,7 @@ class Teller:
         self.start_s = self.last_s = time.monotonic()
         self.at = 0
         self.live: Progress | None = None
+        self.notes: dict[str, str] = {}
         if terminal is not None and terminal.is_terminal:
             columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
             self.live = Progress(*columns, console=terminal, transient=True, refresh_per_second=4)
@@ -66,13 +66,13 @@ class Teller:
             self._line(f"{text}, after {now_s - self.start_s:.0f} s")
 
     def decided(self, file: PlanFile) -> None:
-        """What the plan decides and expects."""
+        """What the plan decides and expects, and what was noted."""
         if self.terminal is None:
             return
         self.close()
         took_s = time.monotonic() - self.start_s
         self._line(f"merakc: {file.decisions.model} is ready after {took_s:.1f} s")
-        for name, text in plan_facts(file):
+        for name, text in (*plan_facts(file), *self.notes.items()):
             self._line(f"  {name}: {text}")
 
     def close(self) -> None:
@@ -111,6 +111,11 @@ def begin(step: str) -> None:
 def tell(detail: str) -> None:
     """Says more of the step that has begun."""
     _now.get().tell(detail)
+
+
+def note(name: str, text: str) -> None:
+    """Says something beside what the plan decides."""
+    _now.get().notes[name] = text
 
 
 def warn_of(plan: Plan, recording: BatchRecording, *, outside: bool = False) -> None:

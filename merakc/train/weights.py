@@ -16,6 +16,7 @@ from merakc.ir.graph import InputKind, OutputKind, Ref
 from merakc.ir.layout import parse_layout, whole_layout
 from merakc.ir.precision import kept_dtype
 from merakc.lowering.lowered import Lowered
+from merakc.report.units import count_of
 from merakc.runtime.groups import Groups, together
 from merakc.runtime.health.job import all_ranks
 from merakc.runtime.state import Placement
@@ -23,7 +24,7 @@ from merakc.train.checkpoints.weight_files import Weights, open_weights
 from merakc.train.mirror import Mirror
 from merakc.train.parameters.initial import initialise, replace_tensors
 from merakc.train.parameters.parts import Digests, Parts, unlike
-from merakc.train.told import warn_of_line
+from merakc.train.told import note, warn_of_line
 
 Tensors = dict[str, torch.Tensor]
 # Modules whose weights were taken over: what is on the meta device there was never meant to be.
@@ -125,12 +126,11 @@ def take_over(
     the models of the ranks differ, all get rank 0's, with a warning.
     """
     held = set() if files is None else files.tensors.keys()
-    named = [*model.named_parameters(), *model.named_buffers()]
-    rest = {name for name, _ in named if name not in held}
-    is_meta = any(tensor.is_meta for name, tensor in named if name in rest)
-    named.clear()  # or it would hold what is taken
+    on_meta = {n: t.is_meta for n, t in (*model.named_parameters(), *model.named_buffers())}
+    rest = on_meta.keys() - held
+    made = {name for name in rest if on_meta[name]}
     parts = Parts(state, placements, groups)
-    if files is not None or is_meta:
+    if files is not None or made:
         share = groups.rank, groups.mesh.world_size
 
         def fill() -> Digests:
@@ -138,19 +138,31 @@ def take_over(
                 files.check(*share)
                 for name, read in files.read():
                     parts.put(name, read)
-            if is_meta:
+            if made:
                 initialise(model, seed, rest, parts.put_whole)
+            note("weights", _origin(len(on_meta) - len(rest), len(made), seed))
             return parts.digests
 
         if differing := unlike(together(fill)):
             raise MismatchError(
                 f"the ranks have different weights: {differing}; give all ranks the same files"
             )
-    if rest and not is_meta:
+    if rest and not made:
         _take(model, rest, parts)
     replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))
     _emptied.update(model.modules())
     assert parts.taken >= state.keys(), state.keys() - parts.taken
+
+
+def _origin(read: int, made: int, seed: int) -> str:
+    """Where weights that the model did not have come from: nobody is to take them for others."""
+    parts = [f"{count_of(read, 'tensor')} read from files"] * bool(read)
+    if made:
+        parts.append(
+            f"{count_of(made, 'tensor')} of the meta device made anew by the model's own "
+            f"initialisation, with seed {seed}"
+        )
+    return "; ".join(parts)
 
 
 def _take(model: nn.Module, names: Collection[str], parts: Parts) -> None:

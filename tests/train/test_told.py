@@ -72,6 +72,17 @@ def test_a_plan_is_told_once(
     assert any(line.startswith("  predicted: ") and " a step" in line for line in lines)
 
 
+def test_weights_that_are_made_anew_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with torch.device("meta"):
+        model = Regression()
+    merakc.auto_parallel(model, {"x": torch.randn(6, 4)}, micro_batches=2, seed=3)
+    told = [line for line in capsys.readouterr().err.splitlines() if "weights: " in line]
+    assert told == [
+        "  weights: 2 tensors of the meta device made anew by the model's own initialisation, "
+        "with seed 3"
+    ]
+
+
 def test_without_a_terminal_a_line_comes_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now_s)
