@@ -204,9 +204,9 @@ def _hand_over(model: nn.Module, tensors: Tensors) -> None:
     """Loads what the model's `state_dict()` is not the memory of, but a copy, as its own code or
     its hooks make.
     """
-    named = [*model.named_parameters(remove_duplicate=False)]
-    named += model.named_buffers(remove_duplicate=False)
-    held = {name: plain(tensor).data_ptr() for name, tensor in named}
+    named: Tensors = dict(model.named_parameters(remove_duplicate=False))
+    named |= dict(model.named_buffers(remove_duplicate=False))
+    held = {name: plain(tensor).data_ptr() for name, tensor in named.items()}
     state = {stored_name(n): t for n, t in tensors.items() if n.startswith(WEIGHTS)}
     local = {n: t.local if isinstance(t, TensorPart) else t for n, t in state.items()}
     if any(held.get(name) != t.data_ptr() for name, t in local.items()):
