@@ -87,7 +87,8 @@ def _kept(value: torch.Tensor, tensors: Tensors, name: str) -> str:
         )
     while name in tensors:
         name += "'"
-    tensors[name] = value.detach().resolve_conj().resolve_neg()
+    own = value.detach()  # which may be of a type that answers for parts
+    tensors[name] = own.resolve_conj().resolve_neg() if type(own) is torch.Tensor else own
     return name
 
 
