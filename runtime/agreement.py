@@ -13,7 +13,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,6 +37,16 @@ MANY_ALIKE = 3
 _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 
 
+class Compared(Protocol):
+    """What is compared over ranks at every step beside batches and optimizers."""
+
+    def marks(self, step: int) -> torch.Tensor:
+        """What a rank adds: float64 numbers, as many on every rank."""
+
+    def look(self, step: int, sums: Sequence[float]) -> None:
+        """Raises `MismatchError`, on every rank, where the sums say that ranks disagree."""
+
+
 @dataclass(eq=False)
 class Agreement:
     """The numbers of one rank. `leaves` are those of the batch that is running, if one is; `common`
@@ -56,6 +66,7 @@ class Agreement:
     common: Mapping[str, torch.Tensor] = field(default_factory=dict)
     beside: Mapping[tuple[str, int], int] = field(default_factory=dict)
     settings: dict[int, tuple[str, str]] = field(default_factory=dict)
+    weights: Compared | None = None
     warn: Callable[[], None] | None = None  # once, where all dp ranks train on the same batches
     _same: dict[int, int] = field(default_factory=dict)  # such batches' hashes, by step
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
@@ -146,8 +157,10 @@ class Agreement:
         sums[0] = loss
         if nonfinite is not None:
             sums[-1:] = nonfinite
+        if self.weights is not None:
+            sums = torch.cat([sums, bring(self.weights.marks(step), loss.device)])
         dist.all_reduce(sums, group=world)
-        batches, stages, jobs, alike, unlike, bad = sums[1:].tolist()
+        batches, stages, jobs, alike, unlike, bad, *weights = sums[1:].tolist()
         if batches:
             self._compare_batches(leaves or ())
             raise MismatchError(
@@ -159,6 +172,8 @@ class Agreement:
             self._tell_optimizers(told, world, lambda rank: mesh.coordinates(rank)[1])
         if alike:
             self._tell_common(common, world)
+        if self.weights is not None:
+            self.weights.look(step, weights)
         self._watch(step, value if mesh.dp > 1 and not unlike else None)
         return sums[0].to(loss.dtype), bad > 0
 

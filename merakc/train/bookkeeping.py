@@ -207,7 +207,7 @@ class _Optimizers:
             for parameter, values in optimizer.state.items():
                 if is_beside(plain(parameter)):
                     continue
-                yield from (v for v in values.values() if isinstance(v, torch.Tensor))
+                yield from (plain(v) for v in values.values() if isinstance(v, torch.Tensor))
 
     def _is_own(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self.known:

@@ -20,7 +20,8 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import local_of, place_of, tagged
-from merakc.train.parameters.guard import guarded, unguarded
+from merakc.train.parameters.guard import SLICED, guarded, indexed, unguarded
+from merakc.train.parameters.memory import COMPILED
 from merakc.train.parameters.places import elsewhere
 from merakc.train.parameters.resetting import RESETS, reset
 from merakc.train.told import warn_of_line
@@ -55,8 +56,14 @@ class Mirror(nn.Module):
 
     def _let_go(self) -> None:
         """Has no tensors of its own any more; but for what is None in the source."""
-        none = {n: None for n, p in self.__dict__["_source"]._parameters.items() if p is None}
-        vars(self).update(_parameters=none, _buffers={}, _non_persistent_buffers_set=set())
+        source = self.__dict__["_source"]
+        parameters, buffers = (
+            {n: None for n, t in held.items() if t is None}
+            for held in (source._parameters, source._buffers)
+        )
+        vars(self).update(
+            _parameters=parameters, _buffers=buffers, _non_persistent_buffers_set=set()
+        )
 
     def train(self, mode: bool = True) -> Self:
         """Training or evaluation mode, of the source too."""
@@ -83,20 +90,32 @@ class Mirror(nn.Module):
                 "auto_parallel runs cannot be given to other parallelism too (fully_shard, "
                 "parallelize_module); give the model to one of them"
             )
-        if isinstance(value, (nn.Module, nn.Parameter)):
+        now = self._parameters.get(name, self._modules.get(name))
+        if now is not None and value is now:  # `module.weight -= ...` has written there
+            return
+        if isinstance(value, (nn.Module, nn.Parameter)) or now is not None:
             self._refuse(name, value)
         own = getattr_static(type(self), name, None)
-        if name in _OF_MODULES or name in self._buffers or isinstance(own, property):
+        if name in _OF_MODULES or self._buffers.get(name) is not None or isinstance(own, property):
             nn.Module.__setattr__(self, name, value)
             return
         setattr(source, name, value)
         if isinstance(own, FunctionType):  # a method, which is called on the mirror too
             vars(self)[name] = value
 
+    def __delattr__(self, name: str) -> None:
+        """Deletes what is no module's own of the source, too."""
+        if any(name in held for held in (self._modules, self._parameters, self._buffers)):
+            raise ConfigError(f"'{name}' is deleted after auto_parallel, {COMPILED}")
+        source = self.__dict__["_source"]
+        if name in vars(self):
+            nn.Module.__delattr__(self, name)
+        if name not in _OF_MODULES and name in vars(source):
+            delattr(source, name)
+
     def _refuse(self, name: str, value: object) -> Never:
         raise ConfigError(
-            f"'{name}' is set to a {type(value).__name__} after auto_parallel, whose steps are "
-            "compiled from the model that it was given; change the model before"
+            f"'{name}' is set to a {type(value).__name__} after auto_parallel, {COMPILED}"
         )
 
     register_parameter = register_module = add_module = _refuse  # type: ignore[assignment]
@@ -140,6 +159,12 @@ class Mirror(nn.Module):
         source = self.__dict__.get("_source")
         if source is not None and _has_setting(source, name):
             return vars(source)[name]
+        if source is not None and name not in self._buffers and name in source._buffers:
+            raise AttributeError(
+                f"{type(self).__name__}.{name} is a buffer that other pipeline ranks hold: "
+                "model.load_state_dict({...}, strict=False) on all ranks sets it, "
+                "model.full_state_dict() gathers it"
+            )
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:
@@ -263,6 +288,8 @@ def _code(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:
 
 
 def _made(kind: type[nn.Module], base: type[Mirror], names: dict[str, Any]) -> Any:
+    if (get := getattr(kind, "__getitem__", None)) in SLICED:
+        names["__getitem__"] = indexed(SLICED[get])
     for name, value, is_code in _own(kind):
         if not is_code and name not in _OF_MODULES and not name.startswith("__"):
             names.setdefault(name, _Setting(name, value))

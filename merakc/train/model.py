@@ -34,13 +34,14 @@ from merakc.train.outside.forwards import Forwards
 from merakc.train.outside.pending import Pending, Taken
 from merakc.train.outside.within import Adapted
 from merakc.train.parameters.allocate import copied
-from merakc.train.parameters.elements import follow
+from merakc.train.parameters.elements import follow, told_buffers
 from merakc.train.parameters.guard import refuse_in_methods
 from merakc.train.parameters.matrices import Home
 from merakc.train.parameters.memory import Memory
 from merakc.train.parameters.norms import Owners, total_norm
 from merakc.train.parameters.optimizers import hold
 from merakc.train.parameters.places import check_given, stand_in
+from merakc.train.parameters.replicas import Replicas
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -106,13 +107,17 @@ class ParallelModel(Forwards):
             for name, place in steps.placements.items()
             if name in steps.state or place.is_parameter
         }  # fmt: skip
+        told = told_buffers(steps.state, steps.placements, steps.groups)
+        shown |= told
         for name, tensor in shown.items():
             self._adopt(name, tensor)
         for alias, name in aliases.items():
             if name in shown:
                 self._adopt(alias, shown[name])
         steps.agreement.parameters = self.parameters
-        keep(self, "_memory", Memory(partial(part_at, self), steps.state, steps.sharded))
+        held = steps.placements, steps.groups, steps.state, steps.sharded
+        steps.agreement.weights = Replicas(*held)
+        keep(self, "_memory", Memory(partial(part_at, self), steps.state | told, steps.sharded))
         absent = {n: p for n, p in shown.items() if p.requires_grad and n not in steps.state}
         keep(self, "_empty", absent)
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
@@ -283,7 +288,8 @@ class ParallelModel(Forwards):
             if frozen.requires_grad:
                 raise ConfigError(
                     f"parameter '{name}' requires a gradient now and did not when the model was "
-                    "compiled; set requires_grad before auto_parallel"
+                    "compiled; leave it trainable before auto_parallel, and freeze it behind that "
+                    "(requires_grad_(False)): it may then change between steps"
                 )
         wanted = {n: p for n, p in self._own("_trained").items() if p.requires_grad}
         found: list[torch.Tensor | None] = [gradients.get(name) for name in wanted]
@@ -291,8 +297,8 @@ class ParallelModel(Forwards):
         if not skipped:
             found += [torch.empty_like(p) for p in empty.values()]
             wanted |= empty
-        if not wanted:
-            return loss.requires_grad_(), found
+        if not wanted:  # of a step that was skipped, or where all is frozen
+            return loss.requires_grad_(skipped), found
         return HandOut.apply(loss, found, *wanted.values()), found  # type: ignore[no-untyped-call]
 
     def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
@@ -382,7 +388,8 @@ class ParallelModel(Forwards):
         check_given(state_dict, own, whole)
         given = {n: v for n, v in state_dict.items() if n in own or n not in whole}
         self._own("_steps").stale.clear()
-        return super().load_state_dict(given, strict)
+        with call("model.load_state_dict"):
+            return super().load_state_dict(given, strict)
 
 
 class AdaptedModel(Adapted, ParallelModel):

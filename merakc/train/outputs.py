@@ -27,7 +27,15 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        """The gradients, times that of the loss; raises `ConfigError` the second time."""
+        """The gradients, times that of the loss; raises `ConfigError` the second time, and where
+        they are to be differentiated (`create_graph`), which they would not be.
+        """
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True of a parallel model's loss: gradients that a step gives have no "
+                "history, so that a penalty on them would train nothing; train this model in one "
+                "process, or without the penalty"
+            )
         # Let go of here, a gradient is taken over by its parameter, and not copied.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:

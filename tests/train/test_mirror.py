@@ -180,6 +180,10 @@ def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
     assert isinstance(model.layers[1], Inner)
     assert model.layers[0].layer.in_features == WIDTH
     assert model.scales[0].shape == (1,)
+    assert model.scales[:1][0] is model.scales[0]
+    assert [*model.layers[1:]] == [model.layers[1]]
+    model.layers[:1].requires_grad_(False)
+    assert [p.requires_grad for p in model.layers.parameters()] == [False, False, True, True]
     with pytest.raises(ConfigError, match="Linear is called by itself"):
         model.layers[0].layer(batch)
     with pytest.raises(ConfigError, match=r"Inner\.scaled is called after auto_parallel"):
@@ -187,6 +191,15 @@ def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
     with pytest.raises(AttributeError, match=r"Inner\.width is not there after auto_parallel"):
         model.layers[0].width  # noqa: B018
     assert not hasattr(type(model.layers[0]), "scaled")
+    with torch.no_grad():
+        model.layers[0].layer.weight -= 0.0  # which sets it to itself
+    with pytest.raises(ConfigError, match="'bias' is set to a NoneType after auto_parallel"):
+        model.layers[0].layer.bias = None
+    with pytest.raises(ConfigError, match="'1' is deleted after auto_parallel"):
+        del model.layers[1]
+    model.layers.insert(0, Inner())
+    with pytest.raises(ConfigError, match="module '0' was added to the model, or taken out"):
+        model(batch)
 
 
 class Tagged(Inner):

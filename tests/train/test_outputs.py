@@ -21,3 +21,12 @@ def test_gradients_are_handed_out_once() -> None:
     assert second.grad is None
     with pytest.raises(ConfigError, match="called twice on one loss"):
         loss.backward()
+
+
+def test_gradients_have_no_history() -> None:
+    own = torch.ones(2, requires_grad=True)
+    loss = HandOut.apply(torch.tensor(3.0), [torch.full((2,), 2.0)], own)
+    with pytest.raises(ConfigError, match="create_graph=True"):
+        torch.autograd.grad(loss, own, create_graph=True)
+    loss.backward()
+    assert own.grad is not None

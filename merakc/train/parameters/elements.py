@@ -9,7 +9,7 @@ parts is an error. Optimizers see plain tensors: nothing here stands in the way 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch import nn
 from torch.utils import _foreach_utils
 
 from merakc.errors import ConfigError
-from merakc.runtime.part import TensorPart, place_of, plain
+from merakc.runtime.groups import Groups
+from merakc.runtime.part import TensorPart, place_of, places, plain
+from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
 from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
 from merakc.train.parameters.places import elsewhere
@@ -130,6 +132,27 @@ def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
         parameter.source = source  # type: ignore[attr-defined]
 
 
+def told_buffers(
+    state: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], groups: Groups
+) -> dict[str, Elements]:
+    """The buffers of which this rank has parts, in the same memory, as what says so."""
+    held = {n: p for n, p in placements.items() if not p.is_parameter and n in state}
+    parts = {n: t for n in held if place_of(t := state[n]) is not None}
+    if not parts:
+        return {}
+    device = next(iter(parts.values())).device
+    owners = Owners(
+        {n: replace(p, is_parameter=True) for n, p in held.items()}, groups, None, device
+    )
+    found = {}
+    for name, tensor in parts.items():
+        place, shape = place_of(tensor), tuple(held[name].layout.shape)
+        source = Source(name, owners, shape, tuple(tensor.shape), True, place)
+        found[name] = made = _of(source, tensor.detach())
+        places[made] = place
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class _Tell:
     source: Source
@@ -154,12 +177,21 @@ def _known(source: Source, gradient: torch.Tensor | None) -> Elements | None:
     return None if gradient is None else _of(source, gradient)
 
 
+@torch.no_grad()
+def tell_state(of: HeldParameter, state: dict[str, Any]) -> None:
+    """Lets an optimizer's state of a parameter that has its elements say what it is, too."""
+    form = plain(of).shape
+    for key, value in state.items():
+        if type(value) is torch.Tensor and value.dim() and value.shape == form:
+            state[key] = _of(of.source, value)
+
+
 def _told_apart(of: Any) -> torch.Tensor:
     """What stands for elements outside this process."""
     source = of.source
     if not source.is_part:
         own = plain(of)
-        return nn.Parameter(own.detach(), of.requires_grad) if of.is_leaf else own
+        return nn.Parameter(own.detach(), of.requires_grad) if isinstance(of, nn.Parameter) else own
     if source.place is None or of.views:
         raise _refusal("pickle", of)
     return TensorPart(plain(of).detach(), source.place)

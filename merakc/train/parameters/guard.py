@@ -7,6 +7,7 @@ parameter, and what would compute with a part of it, or with one that is on othe
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
+from torch import nn
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -40,6 +42,12 @@ _OF_ANY = {
     "register_post_accumulate_grad_hook",
 }  # fmt: skip
 _ACCESS = ("__get__", "__set__", "__delete__")
+
+
+# Containers of torch's that may be sliced, by how they are indexed.
+SLICED: dict[Any, type[nn.Module]] = {
+    kind.__getitem__: kind for kind in (nn.Sequential, nn.ModuleList, nn.ParameterList)
+}
 
 
 class _Here(threading.local):
@@ -110,6 +118,20 @@ def guard(called: str) -> Iterator[None]:
             yield
     finally:
         _here.guard = None
+
+
+def indexed(kind: type[nn.Module]) -> Any:
+    """How a container of torch's is indexed; a slice of it is another, of its parts."""
+
+    def get(part: Any, at: Any) -> Any:
+        if not isinstance(at, slice):
+            return kind.__getitem__(part, at)  # type: ignore[attr-defined]
+        if kind is nn.ParameterList:
+            return nn.ParameterList([part[k] for k in range(len(part))[at]])
+        chosen = OrderedDict([*part._modules.items()][at])
+        return nn.Sequential(chosen) if kind is nn.Sequential else nn.ModuleList(chosen.values())
+
+    return get
 
 
 def unguarded(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,15 +15,17 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
+from merakc.runtime.part import plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
 
 Tensors = dict[str, torch.Tensor]
+COMPILED = "whose steps are compiled from the model that it was given; change the model before"
 
 
 class Memory:
     """The tensors that a model's modules are to have, by name: those that steps read. `module_at`
-    gives a module by its path.
+    gives a module by its path. And the modules that they are to have.
     """
 
     def __init__(
@@ -38,7 +40,8 @@ class Memory:
             module = module_at(path)
             held = module._parameters if leaf in module._parameters else module._buffers
             self.owners.append((name, held, leaf, tensor))  # type: ignore[arg-type]
-        self.forms = {n: (t.dtype, t.device, t.shape) for n, t in tensors.items()}
+        self.trees = [(m._modules, {**m._modules}) for m in module_at("").modules()]
+        self.forms = {n: (t.dtype, t.device, plain(t).shape) for n, t in tensors.items()}
         self.buckets = list(sharded.buckets) if sharded is not None else []
         self.places = {b: _pointers(b.owned) for b in self.buckets}
 
@@ -53,11 +56,20 @@ class Memory:
             self._settle()
 
     def _settle(self) -> None:
+        for modules, before in self.trees:
+            if modules != before:
+                pairs = modules.items() ^ before.items()
+                raise ConfigError(
+                    f"module '{min(name for name, _ in pairs)}' was added to the model, or taken "
+                    f"out of it, after auto_parallel, {COMPILED}"
+                )
         for name, held, leaf, tensor in self.owners:
             if held.get(leaf) is not tensor:
+                is_parameter = isinstance(tensor, nn.Parameter)
+                own = f"get_parameter({name!r}).data" if is_parameter else f"get_buffer({name!r})"
                 raise ConfigError(
                     f"'{name}' is another tensor than the one that auto_parallel made, which steps "
-                    f"read; copy values into it: model.get_parameter({name!r}).data.copy_(values)"
+                    f"read; copy values into it: model.{own}.copy_(values)"
                 )
             if (tensor.dtype, tensor.device, tensor.shape) != self.forms[name]:
                 dtype, device, shape = self.forms[name]

@@ -53,7 +53,7 @@ _held = WeakIdKeyDictionary()  # what ranks hold of living models, by parameter
 _left: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that models had before, and names
 _tried: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # with how many parameter groups
 _declared: set[type[Optimizer]] = set()
-_brought: WeakKeyDictionary[Optimizer, Bringing] = WeakKeyDictionary()  # to those that need it
+bringing: WeakKeyDictionary[Optimizer, Bringing] = WeakKeyDictionary()  # to those that need it
 Values = list[list[torch.Tensor]]  # by parameter group
 _Target = tuple[nn.Parameter, torch.Tensor, list[torch.Tensor]]  # its value behind, its gradients
 View = Callable[[int, torch.Tensor], torch.Tensor | None]  # of the k-th parameter, on one rank
@@ -103,8 +103,8 @@ def check(optimizer: Optimizer) -> None:
     """
     if is_stepping():  # one that it wraps, or its class's base
         return
-    if optimizer in _brought:
-        _brought[optimizer].ready(optimizer)
+    if optimizer in bringing:
+        bringing[optimizer].ready(optimizer)
     if _tried.get(optimizer) == len(optimizer.param_groups):
         return
     groups = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
@@ -123,17 +123,17 @@ def check(optimizer: Optimizer) -> None:
         check_reach(type(optimizer).__name__, {h.name: h.home.sharded for h in held if needed})
         if needed is WholeTensors:
             homes = {p: _held[p].home for group in groups for p in group if p in _held}
-            _brought[optimizer] = WholeTensors(optimizer, homes)
+            bringing[optimizer] = WholeTensors(optimizer, homes)
         elif needed is Together:
-            _brought[optimizer] = Together(optimizer)
+            bringing[optimizer] = Together(optimizer)
     _tried[optimizer] = len(optimizer.param_groups)
 
 
 def forget(optimizer: Optimizer) -> None:
     """Tries an optimizer, whose parameters are replaced, anew before its next step."""
     _tried.pop(optimizer, None)
-    if optimizer in _brought:
-        _brought.pop(optimizer).close()
+    if optimizer in bringing:
+        bringing.pop(optimizer).close()
 
 
 def is_by_parameter(optimizer: Optimizer) -> bool:
@@ -149,7 +149,7 @@ def updated_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
     """The parameters that ranks hold parts of, and that the optimizer updates whole; whether this
     rank does.
     """
-    brought = _brought.get(optimizer)
+    brought = bringing.get(optimizer)
     if brought is None:
         return {}
     brought.restore(optimizer)
@@ -158,7 +158,7 @@ def updated_whole(optimizer: Optimizer) -> dict[torch.Tensor, bool]:
 
 def is_together(optimizer: Optimizer) -> bool:
     """Whether it updates all parameters together, so that every rank has all of its state."""
-    return isinstance(_brought.get(optimizer), Together)
+    return isinstance(bringing.get(optimizer), Together)
 
 
 def _needed(

@@ -11,8 +11,10 @@ from torch.optim.optimizer import Optimizer
 
 from merakc.errors import ConfigError
 from merakc.runtime.part import TensorPart, local_of, place_of, plain
-from merakc.train.parameters.optimizers import check, is_together, updated_whole
+from merakc.train.parameters.elements import HeldParameter, tell_state
+from merakc.train.parameters.optimizers import bringing, check, is_together, updated_whole
 from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.stepping import behind
 
 
 @cache
@@ -24,6 +26,18 @@ def tag_optimizers() -> None:
     kind = Optimizer
     kind.state_dict = _saying_parts(kind.state_dict)  # type: ignore[method-assign]
     kind.load_state_dict = _taking_parts(kind.load_state_dict)  # type: ignore[method-assign]
+    behind.append(_tell)
+
+
+def _tell(optimizer: Optimizer) -> None:
+    """Lets the state that a step has made say of which parts of parameters it is; not that of
+    whole ones, which one rank has.
+    """
+    if optimizer in bringing:
+        return
+    for p in _parameters(optimizer):
+        if isinstance(p, HeldParameter) and p in optimizer.state:
+            tell_state(p, optimizer.state[p])
 
 
 def _saying_parts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,12 +95,12 @@ def tagged_state(
     Raises `ConfigError` for state of a part that belongs to no elements of it.
     """
     place, whole = place_of(parameter), updated_whole(optimizer)
+    state = {k: plain(v) if isinstance(v, torch.Tensor) else v for k, v in state.items()}
     if place is None or parameter in whole:
-        return dict(state) if whole.get(parameter, True) else {}
+        return state if whole.get(parameter, True) else {}
     parameter = plain(parameter)
     found: dict[str, Any] = {}
     for key, value in state.items():
-        value = plain(value) if isinstance(value, torch.Tensor) else value
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
             value = TensorPart(value, place)
         elif isinstance(value, torch.Tensor) and value.dim():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache, wraps
 from types import FrameType
 from typing import Any
@@ -63,6 +64,7 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_note)
 
 
+behind: list[Callable[[Optimizer], None]] = []  # what looks at an optimizer after its steps
 _hooks: WeakKeyDictionary[Optimizer, tuple[RemovableHandle, RemovableHandle]]
 _hooks = WeakKeyDictionary()
 
@@ -70,13 +72,13 @@ _hooks = WeakKeyDictionary()
 def _note(optimizer: Optimizer, *_: Any) -> None:
     """Puts its own hooks nearest to the step."""
     every: Any = optimizer._optimizer_step_pre_hooks  # ordered
-    behind: Any = optimizer._optimizer_step_post_hooks
+    after: Any = optimizer._optimizer_step_post_hooks
     own = _hooks.get(optimizer)
-    if own is None or own[0].id not in every or own[1].id not in behind:
+    if own is None or own[0].id not in every or own[1].id not in after:
         first = optimizer.register_step_pre_hook(_begin)
         own = _hooks[optimizer] = first, optimizer.register_step_post_hook(_end)
     every.move_to_end(own[0].id)
-    behind.move_to_end(own[1].id, last=False)
+    after.move_to_end(own[1].id, last=False)
 
 
 def _begin(
@@ -88,6 +90,8 @@ def _begin(
     return (args[0], *(_aside(value) for value in args[1:])), given
 
 
-def _end(*_: Any) -> None:
+def _end(optimizer: Optimizer, *_: Any) -> None:
     if _state.frame is sys._getframe(1):
         _state.frame = None
+        for look in behind:
+            look(optimizer)

@@ -182,3 +182,43 @@ def test_a_part_says_so_outside_the_process() -> None:
         assert parameter is gradient is TensorPart
         assert " elements of 'a.weight')" in shown
         assert " elements of 'a.weight')" in gradient_shown
+
+
+class Scaled(nn.Module):
+    """A buffer that tp splits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.register_buffer("scale", torch.linspace(0.5, 2, 8))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        return self.b(torch.tanh(self.a(x) * self.scale)).square().mean()
+
+
+def buffers() -> tuple[int, float, list[str]]:
+    """The elements of the buffer that this rank has, its numbers, and what is refused."""
+    torch.manual_seed(0)
+    model = merakc.auto_parallel(Scaled(), batch(0, 1), tp=2, cluster=NOMINAL_CPU)
+    scale, told = model.get_buffer("scale"), []
+    for act in (lambda: scale[0], lambda: scale.tolist(), lambda: scale.copy_(torch.ones(8))):
+        with pytest.raises(ConfigError) as refused:
+            act()
+        told.append(str(refused.value))
+    before = model(batch(0, 1)).item()
+    scale.mul_(2)
+    model.load_state_dict(model.state_dict())
+    assert model(batch(0, 1)).item() != before
+    model.scale *= 0.5
+    assert model(batch(0, 1)).item() == before
+    return plain(scale).numel(), float(scale.norm() + scale.max()), told
+
+
+def test_buffers_speak_for_the_whole() -> None:
+    wanted = Scaled().get_buffer("scale")
+    for held, number, told in run_ranks(2, buffers):
+        assert held == 4, "of 8: tp splits it"
+        assert number == pytest.approx(float(wanted.norm() + wanted.max()), rel=1e-12)
+        assert all("on 'scale' or its gradient, of which this rank holds 4" in t for t in told)

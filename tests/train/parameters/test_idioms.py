@@ -142,6 +142,26 @@ def clipped_by_closure(model: Any) -> float:
     return sum(float(optimizer.step(closure)) for _ in range(3))  # type: ignore[arg-type]
 
 
+def frozen(model: Any) -> float:
+    """Whether there is anything to differentiate."""
+    model.requires_grad_(False)
+    found = loss_of(model).requires_grad
+    model.requires_grad_(True)
+    return float(found)
+
+
+def state_of_optimizer(model: Any) -> float:
+    """What is kept of each parameter, of the whole: behind the first step, too."""
+    optimizer, found = adamw([(list(model.parameters()), {})]), list[float]()
+
+    def look(*_: Any) -> None:
+        states = [optimizer.state[p] for p in model.parameters()]
+        found.extend(s["exp_avg"].norm().item() + float(s["exp_avg_sq"].max()) for s in states)
+
+    optimizer.register_step_post_hook(look)
+    return trained(model, optimizer) + sum(found)
+
+
 def matrices(model: Any) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() == 2]
 
@@ -181,6 +201,8 @@ RIGHT: dict[str, Callable[[Any], float]] = {
     "flat": lambda m: sum(float((p.view(-1) * p.flatten()).detach().sum()) for p in m.parameters()),
     "lists": lambda m: sum(
         float(p.detach().norm()) for p in torch._foreach_mul([*m.parameters()], [*m.parameters()])),
+    "all frozen": frozen,
+    "state of optimizers": state_of_optimizer,
     "hooks": hooked,  # these stay
 }  # fmt: skip
 

@@ -145,7 +145,7 @@ def updates(make: Make, parameters: list[nn.Parameter]) -> str:
         assert "'0'" in str(error) or "some of the parameters" in str(error)  # noqa: PT017
         found = "none"
     else:
-        brought = optimizers._brought.get(optimizer)
+        brought = optimizers.bringing.get(optimizer)
         found = {WholeTensors: "whole", Together: "together"}.get(type(brought), "parts")
     assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
     assert not optimizer.state

@@ -1,0 +1,85 @@
+"""Whether ranks that hold the same elements of parameters still have the same values in them.
+
+What users do to weights on one rank alone (loading them, noise of another seed) no collective sees:
+every rank goes on with weights of its own. So each step compares some elements of some parameters,
+others at every step, in a message that is sent anyway: holders add multiples of their values that
+cancel out where these are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from merakc.errors import MismatchError
+from merakc.runtime.groups import Groups
+from merakc.runtime.part import plain
+from merakc.runtime.sharded_state import ShardedState
+from merakc.runtime.state import Placement
+
+PARAMETERS, ELEMENTS = 2, 16  # of each, that a step compares
+# Of the values' size. Ranks that compute the same round alike, or nearly so.
+BOUND = 1e-2
+
+
+class Replicas:
+    """Of one rank's `state`."""
+
+    def __init__(
+        self,
+        placements: Mapping[str, Placement],
+        groups: Groups,
+        state: Mapping[str, torch.Tensor],
+        sharded: ShardedState | None,
+    ) -> None:
+        mesh = groups.mesh  # of parameters that all ranks hold parts of there is nothing to compare
+        self.names = [
+            name for name, place in placements.items() if place.is_parameter
+            and (mesh.dp > 1 or len(place.ranks) > 1 or (mesh.tp > 1 and not place.layout.is_split))
+        ]  # fmt: skip
+        self.state, self.factors = state, dict[str, int]()
+        dp, pipeline_rank, tp_rank = groups.coordinates
+        bucket_of = sharded.bucket_of if sharded else {}
+        for name in self.names:
+            place, bucket = placements[name], bucket_of.get(name)
+            if pipeline_rank not in place.ranks:
+                continue
+            shards = bucket.groups.shards.optimizer if bucket else 1
+            along_tp = 1 if place.layout.is_split else mesh.tp
+            holders = len(place.ranks) * along_tp * (mesh.dp // shards)
+            is_first = pipeline_rank == place.owner and dp < shards
+            is_first = is_first and (along_tp == 1 or tp_rank == 0)
+            if holders > 1:
+                self.factors[name] = holders - 1 if is_first else -1
+
+    def _named(self, step: int) -> list[str]:
+        count = min(PARAMETERS, len(self.names))
+        return [self.names[(step * count + k) % len(self.names)] for k in range(count)]
+
+    @torch.no_grad()
+    def marks(self, step: int) -> torch.Tensor:
+        """What this rank adds at a step: float64, of the same number of elements on every rank."""
+        names = self._named(step)
+        found = torch.zeros(len(names), ELEMENTS + 1, dtype=torch.float64)
+        for k, name in enumerate(names):
+            factor = self.factors.get(name)
+            if factor is not None:
+                flat = plain(self.state[name]).detach().reshape(-1)
+                at = step * ELEMENTS % flat.numel() if flat.numel() else 0
+                some = factor * flat[at : at + ELEMENTS].double()
+                found = found.to(some.device)
+                found[k, : some.numel()], found[k, -1] = some, some.abs().sum()
+        return found.view(-1)
+
+    def look(self, step: int, sums: Sequence[float]) -> None:
+        """Raises `MismatchError`, on every rank, where the sums of marks say that values differ."""
+        for k, name in enumerate(self._named(step)):
+            *left, size = sums[k * (ELEMENTS + 1) : (k + 1) * (ELEMENTS + 1)]
+            if sum(map(abs, left)) > BOUND * size:
+                raise MismatchError(
+                    f"ranks that hold the same elements of '{name}' have other values in them: "
+                    "something has changed weights on some ranks alone, or otherwise than on "
+                    "others; load, initialise and change weights on all ranks alike, with random "
+                    "numbers of one seed"
+                )
