@@ -125,7 +125,7 @@ def indexed(kind: type[nn.Module]) -> Any:
 
     def get(part: Any, at: Any) -> Any:
         if not isinstance(at, slice):
-            return kind.__getitem__(part, at)  # type: ignore[attr-defined]
+            return kind.__getitem__(part, at)  # type: ignore[index]
         if kind is nn.ParameterList:
             return nn.ParameterList([part[k] for k in range(len(part))[at]])
         chosen = OrderedDict([*part._modules.items()][at])
