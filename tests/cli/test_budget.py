@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from merakc.cli import budget as command
 from merakc.cli.app import app
 from merakc.cli.console import NO, STOPPED, UNUSABLE
 from merakc.planner.offers import Case, Offer, Offers
@@ -59,7 +58,7 @@ def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
         return real(self, case)
 
-    monkeypatch.setattr(command.Offers, "of", of)
+    monkeypatch.setattr(Offers, "of", of)
     found = CliRunner().invoke(app, [*ASKED, "--ranks", "1,2"], env={"COLUMNS": "200"})
     assert found.exit_code == STOPPED
     assert "samples per day" in found.stdout
