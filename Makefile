@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
+# Set in many containers: every process would compile torch, transformers and merakc anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help install lint test demo
 
 help:

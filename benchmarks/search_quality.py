@@ -99,7 +99,7 @@ def against_all(
     table, hardware = PieceTable(record, machines), machines.described(ranks)
     precision = state_precision(record, request)
     best_s, count = math.inf, 0
-    for strategy in open_strategies(table, request, hardware, Candidates(), lambda _: None):
+    for strategy in open_strategies(Candidates(table), request, hardware):
         priced = price_strategy(table, strategy, request, hardware, precision)
         if isinstance(priced, Shortage):
             continue
@@ -157,7 +157,12 @@ def against_published(row: Row) -> Found:
     hardware = preset("a100-80", -(-d.world_size // NODE))
     table = PieceTable(partial(gpt_record, row.shape), hardware.flat())
     batch_size = d.dp * row.micro_batch * d.micro_batches
-    find = partial(find_candidates, table, hardware=hardware, precision=MIXED)
+
+    def find(request: Request, hardware: Hardware = hardware) -> Candidates:
+        found = Candidates(table)
+        find_candidates(found, request, hardware, MIXED)
+        return found
+
     best = find(request=Request(d.world_size, 0, total_batch_size=batch_size))
     fixed = Request(
         d.world_size, 0, d.dp, tp=d.tp, pp=d.pp, micro_batches=d.micro_batches,

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from merakc.cli.app import app
 from merakc.equality.ranks import run_ranks
 from merakc.passes import running
+from merakc.report.terminal import QUIET
 
 COLUMNS = 110  # of the terminal
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -66,6 +67,8 @@ def losses(text: str) -> list[float]:
 def told(folder: Path, command: str, status: int = 0) -> str:
     """What a `merakc ...` prints in a folder, and it must exit with this."""
     with contextlib.chdir(folder), _as_outside():
-        done = CliRunner().invoke(app, command.split()[1:], env={"COLUMNS": str(COLUMNS)})
+        done = CliRunner().invoke(
+            app, command.split()[1:], env={"COLUMNS": str(COLUMNS), QUIET: "1"}
+        )
     assert done.exit_code == status, f"{command}\n{done.output}\n{done.exception}"
     return "\n".join(line.rstrip() for line in done.stdout.splitlines()) + "\n"

@@ -1,5 +1,5 @@
 """What every test runs under: one thread of torch, the same hypothesis examples every time, and
-every pass verified; and what a first model costs paid once, not by every rank of every test.
+every pass verified; and what modules and a first model cost paid once, not by every process.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ hypothesis.settings.register_profile("merakc", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("merakc")
 torch.set_num_threads(1)
 os.environ["MERAKC_CHECK"] = "1"  # read when merakc.passes.running is imported, here and by ranks
+# Containers often forbid bytecode: each process that a test starts would compile torch and
+# merakc anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(autouse=True, scope="session")

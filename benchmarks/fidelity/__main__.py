@@ -144,7 +144,7 @@ def memory_errors(rows: Sequence[Row], hardware: Hardware) -> list[tuple[Row, fl
 
     Of the first pipeline rank, which has the most micro-batches in flight, without recomputation.
     """
-    found = []
+    found: list[Found] = []
     for row in rows:
         if row.activation_bytes:
             kept = replace(row, strategy=replace(row.strategy, recompute="none"))

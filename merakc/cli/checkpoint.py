@@ -21,7 +21,6 @@ from merakc.train.checkpoints.convert import (
     TORCH,
     Contents,
     read_contents,
-    weights_only,
     with_dtype,
     with_experts,
     write_folder,
@@ -158,8 +157,7 @@ def convert(
             raise ConfigError(f"{target} exists; give another name")
         if target.suffix and target.suffix not in TORCH:
             raise ConfigError(f"{target}: a file's name ends with {' or '.join(TORCH)}")
-        contents = read_contents(source)
-        contents = weights_only(contents) if weights else contents
+        contents = read_contents(source, weights_alone=weights)
         contents = with_experts(contents, packed=experts == "packed") if experts else contents
         contents = with_dtype(contents, _dtype(dtype)) if dtype else contents
         tell(f"writing {target}")
@@ -207,12 +205,17 @@ def _differences(old: Contents, new: Contents) -> list[tuple[str, ...]]:
         a, b = old.tensors.get(name), new.tensors.get(name)
         if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
             found.append((shown, _form(a), _form(b), "", ""))
-        elif not torch.equal(a, b):
+        elif unlike := _unlike(a, b):
             wide = [t if t.dtype.is_complex else t.double() for t in (a, b)]
-            unlike = int((a != b).sum())
             largest = (wide[0] - wide[1]).abs().max().item()
             found.append((shown, _form(a), _form(b), f"{largest:.3g}", f"{unlike} of {a.numel()}"))
     return found
+
+
+def _unlike(one: torch.Tensor, other: torch.Tensor) -> int:
+    """How many elements differ; two that are no numbers do not."""
+    a, b = (t.double() if t.is_floating_point() else t for t in (one, other))
+    return int(((a != b) & ~((a != a) & (b != b))).sum())
 
 
 def _form(tensor: torch.Tensor | None) -> str:

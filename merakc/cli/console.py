@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,13 +17,24 @@ from rich.console import Console
 from rich.text import Text
 
 from merakc.errors import ConfigError, FitError, MerakError, MerakWarning
-from merakc.report.terminal import Terminal
+from merakc.report.terminal import QUIET, Terminal
+from merakc.report.yields import Goal, parse_count
 
 NO, UNUSABLE = 1, 2
+STOPPED = 130  # as shells say of what Ctrl-C has ended
+EVERY_S = 10.0  # between two lines where there is no terminal
+PICTURES = (".png", ".svg", ".pdf")
 TrustCode = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that a config names.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Tokens = Annotated[
+    str | None, typer.Option(help="Of a whole training (300B, 1.5T): days, energy, price of it.")
+]
+Limit = Annotated[
+    float | None, typer.Option(help="Seconds after which the best so far is taken.", min=0.001)
+]
+Price = Annotated[float | None, typer.Option(help="Of a device for an hour.", min=0)]
 
 
 def progress_console() -> Terminal:
@@ -30,9 +44,37 @@ def progress_console() -> Terminal:
 
 @contextmanager
 def working(console: Console, text: str) -> Iterator[Callable[[str], None]]:
-    """Shows what is being done, `text` first, while it is; gives what tells of the next."""
+    """Shows what is being done, `text` first, while it is; gives what tells of the next. Where
+    there is no terminal, it is a line every few seconds.
+    """
+    if not console.is_terminal:
+        first_s = last_s = time.monotonic()
+
+        def tell(now: str) -> None:
+            nonlocal last_s
+            if time.monotonic() - last_s >= EVERY_S and not os.environ.get(QUIET):
+                last_s = time.monotonic()
+                console.print(f"{now}, after {last_s - first_s:.0f} s")
+
+        yield tell
+        return
     with console.status(Text(text)) as status:
         yield lambda now: status.update(Text(now))
+
+
+@contextmanager
+def ending_after(limit_s: float | None) -> Iterator[None]:
+    """Ends what is done inside as Ctrl-C does, after so many seconds; never where None."""
+    if limit_s is None:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @contextmanager
@@ -46,6 +88,9 @@ def told(problem: Console) -> Iterator[None]:
         except MerakError as error:
             _say(problem, f"{type(error).__name__}: {error}")
             raise typer.Exit(NO if isinstance(error, FitError) else UNUSABLE) from error
+        except KeyboardInterrupt as error:
+            _say(problem, "stopped before there was anything to show")
+            raise typer.Exit(STOPPED) from error
         except OSError as error:  # a file that cannot be written
             _say(problem, f"{error}; give another path")
             raise typer.Exit(UNUSABLE) from error
@@ -81,6 +126,17 @@ def _say(problem: Console, text: str, style: str = "red") -> None:
         text, style=style, soft_wrap=not problem.is_terminal, markup=False, emoji=False,
         highlight=False,
     )  # fmt: skip
+
+
+def goal_of(tokens: str | None, price: float | None) -> Goal:
+    """What a training is to see, and a device's price. Raises `ConfigError`."""
+    return Goal(parse_count(tokens) if tokens else 0.0, price or 0.0)
+
+
+def check_picture(option: str, path: Path | None) -> None:
+    """Raises `ConfigError` for a name that is no picture's."""
+    if path is not None and path.suffix not in PICTURES:
+        raise ConfigError(f"--{option} {path}: its name must end with one of {', '.join(PICTURES)}")
 
 
 def check_outputs(**paths: Path | None) -> None:

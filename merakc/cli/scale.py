@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from merakc.cli.clusters import machines
-from merakc.cli.console import AsJson, TrustCode, check_outputs, progress_console, told, working
+from merakc.cli.console import (
+    STOPPED,
+    AsJson,
+    Price,
+    Tokens,
+    TrustCode,
+    check_outputs,
+    check_picture,
+    goal_of,
+    progress_console,
+    told,
+    working,
+)
 from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
-from merakc.planner.offline import Recordings
+from merakc.planner.offers import DEGREES, Case, Offer, Offers, write_csv
 from merakc.planner.request import Request
-from merakc.planner.scaling import SizedPlan, sweep, write_csv
 from merakc.planner.sources import load_source
 from merakc.report.charts.scaling_plot import plot_scaling
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
+from merakc.report.yields import Goal, shown_yields, yields
 
-PICTURES = (".png", ".svg", ".pdf")
+_HEADS = {"energy_kwh": "kWh"}
 
 
 def scale(
@@ -43,69 +56,141 @@ def scale(
     state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3.")] = None,
     recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
     precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
+    tokens: Tokens = None,
+    price: Price = None,
     table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Sweep the number of devices, doubling it: the best plan at each."""
+    """Sweep the number of devices, doubling it: the best plan at each.
+
+    The batch is the same everywhere (strong scaling), or grows with them (weak scaling). Numbers on
+    which nothing fits are passed over.
+    """
     progress = progress_console()
     with told(progress), working(progress, f"reading {source}") as tell:
         check_outputs(csv=table, plot=picture)
-        if picture is not None and picture.suffix not in PICTURES:
-            raise ConfigError(f"--plot {picture}: its name must end with {', '.join(PICTURES)}")
-        counts = [least << k for k in range(64) if least << k <= most]
-        if not counts:
-            raise ConfigError(f"--from {least} is more than --to {most}; swap them")
+        check_picture("plot", picture)
+        goal = goal_of(tokens, price)
+        cases = _cases(cluster, (least, most), (batch, per_rank), sequence)
         request = Request(
             0, 0, tp=tp, pp=pp, state_shards=state_shards, recompute=recompute,
             precision=None if precision == "none" else parse_precision(precision),
         )  # fmt: skip
-        record = Recordings(load_source(source, sequence, trust_remote_code=trust), request, tell)
-        dtype = request.precision.compute if request.precision else "float32"
-        at = partial(machines, cluster, dtype)
-        points = sweep(record, request, at, counts, per_rank, batch)
+        offers = offers_for(source, request, tell, trust=trust)
+        points = offers.each(cases)
+        made = planned(points)
         if table is not None:
-            write_csv(points, table)
+            write_csv([point.row(goal) for point in points], table)
         if picture is not None:
-            _draw(picture, points, f"{source} on {cluster}")
+            _draw(picture, made, f"{source} on {cluster}")
     if as_json:
-        Terminal().print_json(json.dumps([point.row for point in points]))
+        Terminal().print_json(json.dumps([point.row(goal) for point in points]))
     else:
-        Terminal().print(points_table(points))
+        Terminal().print(points_table(made, goal))
+    tell_of_others(progress, points, len(cases))
 
 
-def points_table(points: Sequence[SizedPlan]) -> Fitted:
-    """A row for each number of devices; CSV and JSON hold more."""
-    heads = (
-        "devices", "dp", "tp", "pp", "shards", "step", "tok/s each", "to first", "MFU",
-        "W each", "tok/J",
-    )  # fmt: skip
-    rows = [
-        (
-            f"{p.ranks:,}", *(str(getattr(p.strategy, axis)) for axis in ("dp", "tp", "pp")),
-            _shards(p), format_seconds(p.step_s),
-            f"{p.tokens_per_s_per_rank:,.0f}",
-            f"{p.tokens_per_s_per_rank / points[0].tokens_per_s_per_rank:.2f}", f"{p.mfu:.0%}",
-            f"{p.power_w:.0f}", f"{p.tokens_per_joule:.2f}",
+def _cases(
+    cluster: str, ranks: tuple[int, int], size: tuple[int | None, float | None],
+    sequence: int | None,
+) -> list[Case]:  # fmt: skip
+    """A case for each number of devices, from the first to the last. Raises `ConfigError`."""
+    least, most = ranks
+    counts = [least << k for k in range(64) if least << k <= most]
+    if not counts:
+        raise ConfigError(f"--from {least} is more than --to {most}; swap them")
+    batch, per_rank = size
+    if (per_rank is None) == (batch is None):
+        raise ConfigError(
+            "give the batch of all ranks for strong scaling (--batch), or samples a rank for weak "
+            "scaling (--per-rank), and not both"
         )
-        for p in points
-    ]  # fmt: skip
+    if per_rank is not None and not 0 < per_rank < math.inf:
+        raise ConfigError(f"{per_rank} samples a rank: give a number above 0, such as 0.5")
+    return [
+        Case(cluster, count, batch or max(1, round(count * (per_rank or 0))), sequence)
+        for count in counts
+    ]
+
+
+def offers_for(
+    source: str, request: Request, tell: Callable[[str], None], *, trust: bool
+) -> Offers:
+    """Those for a model that the user names, in the precision of a request."""
+    mixed = request.precision
+    dtype = mixed.compute if mixed else "float32"
+    return Offers(
+        lambda length: load_source(source, length, trust_remote_code=trust), request,
+        lambda name, ranks: machines(name, dtype, ranks), tell,
+    )  # fmt: skip
+
+
+def planned(offers: Sequence[Offer]) -> list[Offer]:
+    """Those that have a plan. Raises the first error where none has."""
+    made = [offer for offer in offers if offer.error is None]
+    if not made:
+        assert offers[0].error is not None
+        raise offers[0].error
+    return made
+
+
+def tell_of_others(problem: Console, offers: Sequence[Offer], asked: int) -> None:
+    """A line for each case without a plan; and those that Ctrl-C has left out, which exits."""
+    for offer in offers:
+        if offer.error is not None:
+            problem.print(f"no plan for {offer.case}: {offer.error}")
+    if len(offers) < asked:
+        problem.print(f"stopped after {len(offers)} of {asked}")
+        raise typer.Exit(STOPPED)
+
+
+def points_table(points: Sequence[Offer], goal: Goal) -> Fitted:
+    """A row for each number of devices; CSV and JSON hold more."""
+    first = points[0].made[1]
+    rows = []
+    for point in points:
+        strategy, verdict = point.made
+        rate = verdict.items_per_s / verdict.ranks
+        per_joule = rate / verdict.power_w if verdict.power_w else 0.0
+        rows.append((
+            f"{verdict.ranks:,}", *(str(getattr(strategy, axis)) for axis in DEGREES),
+            short_shards(point), format_seconds(verdict.step_s), f"{rate:,.0f}",
+            f"{rate * first.ranks / first.items_per_s:.2f}", f"{verdict.mfu:.0%}",
+            f"{verdict.power_w:.0f}", f"{per_joule:.2f}", *yield_cells(point, goal),
+        ))  # fmt: skip
+    heads = ["devices", *DEGREES, "shards", "step", "tok/s each", "to first", "MFU", "W each",
+             "tok/J", *yield_heads(points, goal)]  # fmt: skip
     return Fitted(dict.fromkeys(heads, True), rows)
 
 
-def _shards(point: SizedPlan) -> str:
+def yield_heads(offers: Sequence[Offer], goal: Goal) -> list[str]:
+    """The heads of the columns of what whole trainings take; none where no goal was given."""
+    if not goal.items:
+        return []
+    return [_HEADS.get(name, name.replace("_", " ")) for name in yields(offers[0].made[1], goal)]
+
+
+def yield_cells(offer: Offer, goal: Goal) -> list[str]:
+    """Their cells."""
+    return [*shown_yields(yields(offer.made[1], goal)).values()] if goal.items else []
+
+
+def short_shards(offer: Offer) -> str:
     """The shards of parameters, gradients and optimizer state; `dp` for one on every dp rank."""
-    dp, parts = point.strategy.dp, point.shards.split(", ")
+    dp, parts = offer.made[0].dp, offer.shards.split(", ")
     counts = ("dp" if n == str(dp) and dp > 1 else n for n in parts if "bucket" not in n)
     return ", ".join(counts)
 
 
-def _draw(path: Path, points: Sequence[SizedPlan], title: str) -> None:
+def _draw(path: Path, points: Sequence[Offer], title: str) -> None:
+    rows = [point.row(Goal()) for point in points]
+    name = points[0].made[1].items[1]
     panels = {
-        "tokens a second and device": [p.tokens_per_s_per_rank for p in points],
-        "MFU, %": [100 * p.mfu for p in points],
-        "tokens a joule": [p.tokens_per_joule for p in points],
+        f"{name} a second and device": [row[f"{name}_per_s_per_rank"] for row in rows],
+        "MFU, %": [100 * row["mfu"] for row in rows],
+        f"{name} a joule": [row[f"{name}_per_joule"] for row in rows],
     }
-    labels = [f"dp {s.dp} tp {s.tp} pp {s.pp}" for s in (p.strategy for p in points)]
-    plot_scaling(path, [p.ranks for p in points], panels, labels, title=title)
+    labels = [f"dp {row['dp']} tp {row['tp']} pp {row['pp']}" for row in rows]
+    plot_scaling(path, [row["ranks"] for row in rows], panels, labels, title=title)

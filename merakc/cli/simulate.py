@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,18 @@ from rich import box
 from rich.table import Table
 
 from merakc.cli.clusters import HELP, machines, machines_of, product_dtype
-from merakc.cli.console import NO, AsJson, TrustCode, check_outputs, progress_console, told, working
+from merakc.cli.console import (
+    NO,
+    AsJson,
+    Price,
+    Tokens,
+    TrustCode,
+    check_outputs,
+    goal_of,
+    progress_console,
+    told,
+    working,
+)
 from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.machines.cluster import Cluster
@@ -20,6 +32,9 @@ from merakc.planner.sources import load_source
 from merakc.planner.what_if import changed, changed_strategy, simulated
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds
+from merakc.report.yields import Goal, shown_yields, yields
+
+SHARES = ("bubble", "mfu")
 
 
 def simulate(
@@ -40,6 +55,8 @@ def simulate(
     micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
     schedule: Annotated[str | None, typer.Option(help="The name of one.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="The plan after.")] = None,
+    tokens: Tokens = None,
+    price: Price = None,
     trust: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -50,6 +67,7 @@ def simulate(
     progress = progress_console()
     with told(progress), working(progress, f"reading {file}") as tell:
         check_outputs(output=output)
+        goal = goal_of(tokens, price)
         made = load_plan(file)
         plan = made.decisions
         given = load_source(source, sequence, trust_remote_code=trust)
@@ -65,51 +83,46 @@ def simulate(
         after = changed(plan, given, changes, new, tell)
         if output is not None:
             after.save(output)
-    _print((before, old), (after, new), as_json=as_json)
+    sides = _figures(before, old, goal), _figures(after, new, goal)
+    if as_json:
+        Terminal().print_json(json.dumps(dict(zip(("before", "after"), sides, strict=True))))
+    else:
+        Terminal().print(sides_table(*sides))
     need, have = _tightest(after, new)
     if need > have:
         raise typer.Exit(NO)
 
 
-def _print(
-    before: tuple[PlanFile, Cluster], after: tuple[PlanFile, Cluster], *, as_json: bool
-) -> None:
-    if as_json:
-        sides = {"before": _figures(*before), "after": _figures(*after)}
-        Terminal().print_json(json.dumps(sides))
-    else:
-        Terminal().print(sides_table(before, after))
-
-
-def sides_table(before: tuple[PlanFile, Cluster], after: tuple[PlanFile, Cluster]) -> Table:
+def sides_table(first: Mapping[str, object], second: Mapping[str, object]) -> Table:
     """What both decide and cost, a column each, and by how much the figures changed."""
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("")
     for name in ("before", "after", "change"):
         table.add_column(name, justify="right", overflow="fold")
-    first, second = (_figures(*side) for side in (before, after))
     for name, value in first.items():
-        if name == "fits":
+        if name == "fits" or name not in second:
             continue
         old, new = _shown(name, value), _shown(name, second[name])
         change = ""
-        if name != "bubble" and (isinstance(value, float) or name.endswith("_bytes")):
+        if name not in SHARES and (isinstance(value, float) or name.endswith("_bytes")):
             base, now = float(str(value)), float(str(second[name]))
             change = f"{now / base - 1:+.1%}" if base and old != new else ""
         label = name.replace("_per_s", " a second").removesuffix("_s").removesuffix("_bytes")
         style = "bold" if old != new else ""
         table.add_row(label.replace("_", " "), old, new, change, style=style)
-    for side, which in ((before, "before"), (after, "after")):
-        need, have = _tightest(*side)
-        if need > have:
-            table.caption = f"{which}: does not fit the {format_bytes(have)}"
+    for which, side in (("before", first), ("after", second)):
+        if not side["fits"]:
+            table.caption = (
+                f"{which}: does not fit the {_shown('memory_bytes', side['memory_bytes'])}"
+            )
     return table
 
 
-def _figures(file: PlanFile, cluster: Cluster) -> dict[str, object]:
+def _figures(file: PlanFile, cluster: Cluster, goal: Goal) -> dict[str, object]:
     """The decisions and costs of one side, by name."""
-    plan, found = file.decisions, file.prediction
+    plan, found, report = file.decisions, file.prediction, file.report
     assert found is not None
+    assert report is not None
     need, have = _tightest(file, cluster)
     batch = plan.batch_size * plan.dp
     return {
@@ -123,6 +136,8 @@ def _figures(file: PlanFile, cluster: Cluster) -> dict[str, object]:
         "state_shards": "; ".join(dict.fromkeys(map(str, plan.state_shards))) or "none",
         "step_s": found.step_s,
         "samples_per_s": batch / found.step_s,
+        **yields(report.verdict, goal),
+        "mfu": report.verdict.mfu,
         "bubble": found.bubble_share,
         "waits_for_dp_s": max(found.exposed_s, default=0.0),
         "peak_memory_bytes": need,
@@ -132,12 +147,12 @@ def _figures(file: PlanFile, cluster: Cluster) -> dict[str, object]:
 
 
 def _shown(name: str, value: object) -> str:
-    if name == "bubble":
+    if name in SHARES:
         return f"{value:.1%}"
-    if name == "samples_per_s":
-        return f"{value:,.1f}"
-    if isinstance(value, float):
+    if isinstance(value, float) and name.endswith("_s") and name != "samples_per_s":
         return format_seconds(value)
+    if isinstance(value, float):
+        return shown_yields({name: value})[name]
     if name.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -24,10 +24,11 @@ def read_text(path: str | Path, most_bytes: int = MOST_BYTES) -> str:
     pipe or a device, which might never end.
     """
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
+    found = os.fstat(file)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(file)
+        raise ValueError(f"{path} is no regular file")
     with open(file, "rb") as opened:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode):
-            raise ValueError(f"{path} is no regular file")
         data = opened.read(min(most_bytes, found.st_size) + 1)  # room is made for so many
     if len(data) > most_bytes:
         raise ValueError(f"larger than {most_bytes:,} bytes")

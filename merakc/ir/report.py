@@ -68,9 +68,9 @@ class Verdict:
     `model_flops` are those of forward and backward on the whole batch, without what is computed
     again. `peak_flops_per_s` is the rate of all ranks together, which `peak_source` names.
     `peak_rank` has the least to spare of its `memory_bytes`, beside which `reserved_bytes` are not
-    for tensors. `tokens` is 0 where the batch has
-    none. `step_error` is the mean share by which predicted steps were off on such machines, 0 where
-    none were measured.
+    for tensors. `tokens` is 0 where the batch has none. `step_error` is the mean share by which
+    predicted steps were off on such machines, 0 where none were measured. Devices wait for others
+    in `waiting_share` of the step, and each draws `power_w` in the mean, 0 where nothing is known.
     """
 
     step_s: float
@@ -86,6 +86,18 @@ class Verdict:
     tokens: int = 0
     step_error: float = 0.0
     reserved_bytes: int = 0
+    waiting_share: float = 0.0
+    power_w: float = 0.0
+
+    @property
+    def items(self) -> tuple[int, str]:
+        """What a step trains on: its tokens, or its samples where the batch has none."""
+        return (self.tokens, "tokens") if self.tokens else (self.samples, "samples")
+
+    @property
+    def items_per_s(self) -> float:
+        """Of all devices together."""
+        return self.items[0] / self.step_s if self.step_s else 0.0
 
     @property
     def mfu(self) -> float:

@@ -72,12 +72,18 @@ def start_distributed(device: torch.device, timeout_s: float = 600.0) -> int:
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
     if not dist.is_initialized():
         return 1
     if device.type == "cuda":
         _check_own_gpus(device)
     return dist.get_world_size()
+
+
+def _leave() -> None:
+    """Ends the process group, if nobody has."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _check_own_gpus(device: torch.device) -> None:

@@ -97,10 +97,10 @@ class Candidates:
     and why.
     """
 
+    table: PieceTable
     ranked: list[Candidate] = field(default_factory=list)
     refused: dict[tuple[int, int, int], str] = field(default_factory=dict)
     looked_at: int = 0
-    table: PieceTable | None = None
     _short: list[tuple[int, Strategy]] = field(default_factory=list)
 
     @property
@@ -127,20 +127,20 @@ class Candidates:
 
 
 def find_candidates(
-    table: PieceTable,
+    result: Candidates,
     request: Request,
     hardware: Hardware,
     precision: Precision,
     progress: Callable[[str], None] = lambda _: None,
-) -> Candidates:
-    """The fastest strategies of a request, by the pieces of the model.
+) -> None:
+    """Adds the fastest strategies of a request to the `result`, by the pieces of its table.
 
     Each that could be the fastest is run, and at least `RUNNERS_UP` more. Raises the first error
     where no form can be sharded, and `CutError` where there are too few places to cut.
     """
-    result = Candidates(table=table)
+    table = result.table
     groups: dict[object, list[Strategy]] = {}
-    for strategy in open_strategies(table, request, hardware, result, progress):
+    for strategy in open_strategies(result, request, hardware, progress):
         key = strategy.form, strategy.samples, strategy.pp, strategy.inner
         groups.setdefault(key, []).append(strategy)
     if not groups:
@@ -174,7 +174,6 @@ def find_candidates(
     for one in result.ranked[:RUNNERS_UP]:  # with the other axis inside
         if min(one.strategy.dp, one.strategy.pp) > 1 and not hardware.is_mixed:
             add(replace(one.strategy, inner="dp"))
-    return result
 
 
 def _nothing_divides(table: PieceTable, request: Request) -> MerakError:
@@ -189,14 +188,13 @@ def _nothing_divides(table: PieceTable, request: Request) -> MerakError:
 
 
 def open_strategies(
-    table: PieceTable,
+    result: Candidates,
     request: Request,
     hardware: Hardware,
-    result: Candidates,
-    progress: Callable[[str], None],
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Strategy]:
-    """All strategies of a request that divide."""
-    node = hardware.nodes[0].devices
+    """All strategies of a request that divide; the `result` is told of what cannot be split."""
+    table, node = result.table, hardware.nodes[0].devices
     for form in _forms(request, node):
         tp, sequence_parallel = form
         progress(f"splitting over tp={tp}" + " and sequences" * sequence_parallel)

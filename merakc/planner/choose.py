@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from merakc.costs import state
 from merakc.costs.work.scaled import SAMPLES
@@ -39,42 +40,63 @@ MOST_FINALISTS = 16
 Progress = Callable[[str], None]
 
 
+@dataclass
+class Patience:
+    """Whether Ctrl-C ends a search with the best that it has found (once; then it ends all), and
+    whether it has.
+    """
+
+    bears: bool = False
+    stopped: bool = False
+
+    @contextmanager
+    def while_looking(self, has_found: Callable[[], bool]) -> Iterator[None]:
+        """Ends what is done inside on Ctrl-C, if something was found before."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            if not self.bears or self.stopped or not has_found():
+                raise
+            self.stopped = True
+
+
 def choose(
     request: Request,
     record: Record,
     cluster: Cluster,
     progress: Progress = lambda _: None,
     candidates: Candidates | None = None,
+    patience: Patience | None = None,
 ) -> Lowered:
     """The fastest plan per sample that fits the memory, by simulation.
 
     `record` gives the recording of a micro-batch of so many samples; `candidates` are those of
     `compare`, which is called where it must be. Where everything is fixed its plan is made, even if
-    it seems not to fit. Raises the first error where nothing can be planned.
+    it seems not to fit. Once the `patience` is at its end the best so far is taken, and planned in
+    full if none is yet. Raises the first error where nothing can be planned.
     """
-    cluster = cluster.with_hardware(request.world_size)
-    sole = _sole(request, record, cluster)
+    cluster, patience = cluster.with_hardware(request.world_size), patience or Patience()
+    sole = None if patience.stopped else _sole(request, record, cluster)
     if sole is not None:
         return _ending(sole)
     errors: list[MerakError] = []
     candidates = candidates or compare(request, record, cluster, progress)
-    planned = _planned(request, candidates, record, cluster, progress, errors)
-    best: Lowered | None = None
-    for lowered in sorted(planned, key=lambda one: standing(one, cluster)):
-        least_s = least_seconds(lowered, cluster)
-        if best is not None and not can_beat(least_s, lowered, best, cluster):
-            continue
-        progress("improving the best plans")
-        try:
-            better = improve(request, lowered, record, cluster, best)
-        except MerakError as error:
-            errors.append(error)
-            continue
-        if best is None or standing(better, cluster) < standing(best, cluster):
-            best = better
-    if best is None:
+    planned: list[Lowered] = []
+    improved: list[Lowered] = []
+    with patience.while_looking(lambda: bool(planned)):
+        for lowered in _planned(request, candidates, record, cluster, progress, errors):
+            planned.append(lowered)
+            if patience.stopped:
+                break
+    planned.sort(key=lambda one: standing(one, cluster))
+    with patience.while_looking(lambda: bool(planned)):
+        if not patience.stopped:
+            better = _improved(request, planned, record, cluster, progress, errors)
+            improved.extend(better)
+    found = improved[-1:] or (planned[:1] if patience.stopped else [])
+    if not found:
         raise errors[0]
-    return _ending(best)
+    return _ending(found[0])
 
 
 def _ending(lowered: Lowered) -> Lowered:
@@ -88,11 +110,10 @@ def _ending(lowered: Lowered) -> Lowered:
 def _planned(
     request: Request, candidates: Candidates, record: Record, cluster: Cluster, progress: Progress,
     errors: list[MerakError],
-) -> list[Lowered]:  # fmt: skip
+) -> Iterator[Lowered]:  # fmt: skip
     """The candidates in full that could become the fastest, as many as there is time for; errors
     are added to those that there are.
     """
-    planned: list[Lowered] = []
     nodes = len(record(SAMPLES[0]).graph.nodes)
     left = min(max(2, FINALIST_NODES // nodes), MOST_FINALISTS)
     best_s = math.inf
@@ -106,10 +127,32 @@ def _planned(
         except MerakError as error:
             errors.append(error)
             continue
-        planned.append(lowered)
         too_big, sample_s, _ = standing(lowered, cluster)
         best_s = best_s if too_big else min(best_s, sample_s)
-    return planned
+        yield lowered
+
+
+def _improved(
+    request: Request, planned: Sequence[Lowered], record: Record, cluster: Cluster,
+    progress: Progress, errors: list[MerakError],
+) -> Iterator[Lowered]:  # fmt: skip
+    """What is planned in full, improved where that could be the fastest: each that is faster than
+    those before it. Errors are added to those that there are.
+    """
+    best: Lowered | None = None
+    for lowered in planned:
+        least_s = least_seconds(lowered, cluster)
+        if best is not None and not can_beat(least_s, lowered, best, cluster):
+            continue
+        progress("improving the best plans")
+        try:
+            better = improve(request, lowered, record, cluster, best)
+        except MerakError as error:
+            errors.append(error)
+            continue
+        if best is None or standing(better, cluster) < standing(best, cluster):
+            best = better
+            yield best
 
 
 def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
@@ -144,12 +187,17 @@ def compare(
     cluster: Cluster,
     progress: Progress = lambda _: None,
     table: PieceTable | None = None,
+    patience: Patience | None = None,
 ) -> Candidates:
-    """The strategies of a request, by their pieces. Raises as `find_candidates` does."""
-    table = table or PieceTable(record, cluster)
+    """The strategies of a request, by their pieces: those before the `patience` is at its end.
+    Raises as `find_candidates` does.
+    """
+    found = Candidates(table=table or PieceTable(record, cluster))
     hardware = cluster.described(request.world_size)
     precision = state_precision(record, request)
-    return find_candidates(table, request, hardware, precision, progress)
+    with (patience or Patience()).while_looking(lambda: bool(found.ranked)):
+        find_candidates(found, request, hardware, precision, progress)
+    return found
 
 
 def state_precision(record: Record, request: Request) -> state.Precision:

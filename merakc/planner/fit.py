@@ -83,7 +83,7 @@ def find_least(
 def _leanest(table: PieceTable, request: Request, hardware: Hardware) -> Iterator[Strategy]:
     """Of each mesh and form, the strategy of the smallest micro-batches, and the plainest."""
     first: dict[object, Strategy] = {}
-    for strategy in open_strategies(table, request, hardware, Candidates(), lambda _: None):
+    for strategy in open_strategies(Candidates(table), request, hardware):
         key = strategy.mesh, strategy.form
         if strategy.samples < first.setdefault(key, strategy).samples:
             first[key] = strategy

@@ -21,7 +21,7 @@ from merakc.lowering.recording import record_part, with_loss
 from merakc.machines.cluster import Cluster
 from merakc.machines.garbage import few_collections
 from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
-from merakc.planner.choose import Progress, choose, compare
+from merakc.planner.choose import Patience, Progress, choose, compare
 from merakc.planner.fit import fit_error
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
@@ -64,14 +64,17 @@ def plan_offline(
     batch_size: int,
     cluster: Cluster,
     progress: Progress = lambda _: None,
+    patience: Patience | None = None,
 ) -> tuple[Lowered, Alternatives]:
     """The plan with the shortest step for `batch_size` samples over all ranks, and the others.
 
     `request.batch_size` is left to be found. Layouts are compared by their pieces, the best of them
-    planned in full. `progress` is told what is being done. Raises `ConfigError` where no degree
+    planned in full. `progress` is told what is being done; once the `patience` is at its end the
+    best so far is taken. Raises `ConfigError` where no degree
     divides the batch, and the first error where nothing can be planned.
     """
-    return plan_recorded(Recordings(source, request, progress), request, batch_size, cluster)
+    record = Recordings(source, request, progress)
+    return plan_recorded(record, request, batch_size, cluster, patience=patience)
 
 
 def plan_recorded(
@@ -80,14 +83,15 @@ def plan_recorded(
     batch_size: int,
     cluster: Cluster,
     table: PieceTable | None = None,
+    patience: Patience | None = None,
 ) -> tuple[Lowered, Alternatives]:
     """The same, of a model that was recorded before, and with the pieces that are known of it."""
     check_request(request, batch_size)
     request = replace(request, total_batch_size=batch_size)
-    candidates = compare(request, record, cluster, record.progress, table)
+    candidates = compare(request, record, cluster, record.progress, table, patience)
     if not candidates.ranked:
         raise fit_error(request, record, cluster, candidates.table)
-    lowered = choose(request, record, cluster, record.progress, candidates)
+    lowered = choose(request, record, cluster, record.progress, candidates, patience)
     return lowered, alternatives(candidates, lowered.plan)
 
 

@@ -26,6 +26,7 @@ from merakc.machines.cluster import Cluster
 from merakc.planner.carry import carry_plan, shards_like
 from merakc.planner.request import Request
 from merakc.planner.sources import Source
+from merakc.report.analysis import make_report
 from merakc.schedules.registry import stage_ranks
 
 # What a request changes of a plan.
@@ -153,5 +154,6 @@ def record_source(source: Source, samples: int, plan: Plan) -> Recording:
 
 
 def _predicted(lowered: Lowered, cluster: Cluster) -> PlanFile:
-    prediction, _ = predict(lowered, cluster, dp_rank=0, traced=False)
-    return PlanFile(lowered.plan, prediction)
+    prediction, simulation = predict(lowered, cluster, dp_rank=0)
+    report = make_report(lowered, cluster, simulation=simulation)
+    return PlanFile(lowered.plan, prediction, report=report)

@@ -37,9 +37,7 @@ def verdict(found: Verdict) -> str:
 
 def throughput(found: Verdict) -> str:
     """Tokens a second of a device, or samples where a batch has no tokens."""
-    number, name = (found.tokens, "tokens") if found.tokens else (found.samples, "samples")
-    rate = number / (found.step_s * found.ranks) if found.step_s else 0.0
-    return f"{format_count(rate)} {name}/s/device"
+    return f"{format_count(found.items_per_s / found.ranks)} {found.items[1]}/s/device"
 
 
 def utilization(found: Verdict) -> str:

@@ -10,6 +10,8 @@ from rich.segment import Segment
 
 from merakc.files.printable import printable
 
+QUIET = "MERAKC_QUIET"  # in the environment: nothing is said of what is being done
+
 
 class Terminal(Console):
     """A console of `rich` on which texts are neither markup nor escape sequences."""

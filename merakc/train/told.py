@@ -23,12 +23,11 @@ from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.report.decisions import plan_facts
-from merakc.report.terminal import Terminal
+from merakc.report.terminal import QUIET, Terminal
 
 # The share of the forward's arithmetic from which on it matters that a part runs as it is.
 WORTH_TELLING = 0.01
 _OURS = f"{__file__.rpartition('/train/')[0]}/"
-QUIET = "MERAKC_QUIET"  # in the environment: nothing is said
 STEPS = ("recording the forward", "choosing a plan", "compiling the stages", "measuring a step")
 EVERY_S = 5.0  # between two lines where there is no terminal
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import warnings
 from pathlib import Path
 
@@ -10,8 +11,18 @@ import pytest
 import typer
 from rich.console import Console
 
-from merakc.cli.console import NO, UNUSABLE, check_outputs, progress_console, told, working
+from merakc.cli.console import (
+    EVERY_S,
+    NO,
+    UNUSABLE,
+    check_outputs,
+    ending_after,
+    progress_console,
+    told,
+    working,
+)
 from merakc.errors import ConfigError, FitError, MerakWarning
+from merakc.report.terminal import QUIET
 
 
 def test_an_error_is_one_message_and_an_exit_code() -> None:
@@ -71,3 +82,25 @@ def test_names_are_no_markup_in_what_is_being_done(capsys: pytest.CaptureFixture
         tell("planning [/y]")
     console.print("written to [a] :x:.json")
     assert "written to [a] :x:.json" in capsys.readouterr().err
+
+
+def test_where_there_is_no_terminal_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.delenv(QUIET)
+    page = io.StringIO()
+    with working(Console(file=page, width=80), "reading") as tell:
+        for waited_s, text in ((1.0, "one"), (EVERY_S, "two"), (1.0, "three"), (EVERY_S, "four")):
+            now_s += waited_s
+            tell(text)
+    assert page.getvalue() == "two, after 11 s\nfour, after 22 s\n"
+
+
+def test_a_limit_is_a_ctrl_c_and_leaves_no_alarm() -> None:
+    with pytest.raises(KeyboardInterrupt), ending_after(0.01):
+        signal.pause()
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+    with ending_after(None):
+        assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)

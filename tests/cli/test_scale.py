@@ -50,8 +50,15 @@ def test_what_cannot_be_used_is_one_message() -> None:
     for more, text in (
         (("--batch", "8"), "and not both"),
         (("--from", "64"), "more than --to"),
-        (("--plot", "a.txt"), "must end with .png"),
+        (("--plot", "a.txt"), "must end with one of .png"),
         (("--cluster", "moon"), "moon: cannot be read as a cluster file"),
     ):
         printed = run(*SMALL, *more, code=2)
         assert text in " ".join(printed.split())
+
+
+def test_sizes_on_which_nothing_fits_are_passed_over(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, [*SMALL, "--from", "1", "--to", "2", "--tp", "2", "--json"])
+    assert found.exit_code == 0
+    assert "no plan for 1 device" in " ".join(found.stderr.split())
+    assert [p["ranks"] for p in json.loads(found.stdout) if not p["error"]] == [2]

@@ -65,11 +65,9 @@ def test_a_text_is_read(tmp_path: Path) -> None:
 def test_what_might_never_end_is_not_read(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    for path in (pipe, Path("/dev/zero")):
+    for path in (pipe, Path("/dev/zero"), tmp_path):
         with pytest.raises(ValueError, match="no regular file"):
             read_text(path)
-    with pytest.raises(OSError, match="directory"):
-        read_text(tmp_path)
 
 
 def test_unpacking_is_bounded() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
 from merakc.errors import ConfigError
-from merakc.machines.start import LOCAL_RANKS, device_of, start_distributed
+from merakc.machines.start import LOCAL_RANKS, _leave, device_of, start_distributed
 
 CPU = torch.device("cpu")
 
@@ -96,3 +96,8 @@ def _refused() -> str:
 
 def test_a_group_without_the_device_is_refused() -> None:
     assert "no backend for meta" in run_ranks(1, _refused)[0]
+
+
+def test_a_process_group_that_its_user_has_destroyed_is_left_alone() -> None:
+    assert not dist.is_initialized()
+    _leave()

@@ -26,7 +26,9 @@ HARDWARE = preset("a100-40", 1)
 
 
 def find(request: Request, hardware: Hardware = HARDWARE) -> Candidates:
-    return find_candidates(TABLE, replace(request, total_batch_size=BATCH), hardware, MIXED)
+    found = Candidates(TABLE)
+    find_candidates(found, replace(request, total_batch_size=BATCH), hardware, MIXED)
+    return found
 
 
 def with_memory(memory_bytes: int) -> Hardware:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from merakc.errors import CheckpointError
 from merakc.files.reading import read_text
-from merakc.train.checkpoints.codec import decode, encode
+from merakc.train.checkpoints.codec import decode, encode, extras_of
 from merakc.train.checkpoints.manifest import (
     EXTRA,
     MOST_BYTES,
@@ -47,15 +48,16 @@ class Contents:
     others: dict[str, str] = field(default_factory=dict)
 
 
-def read_contents(path: Path) -> Contents:
-    """Of a checkpoint, a folder of safetensors files, or a file of torch's.
+def read_contents(path: Path, *, weights_alone: bool = False) -> Contents:
+    """Of a checkpoint, a folder of safetensors files, or a file of torch's; or its weights alone.
 
     Raises `CheckpointError` where it is none of these, or damaged.
     """
     if path.is_dir():
-        return _of_checkpoint(path) if (path / NAME).exists() else _of_weights(path)
+        found = _of_checkpoint(path) if (path / NAME).exists() else _of_weights(path)
+        return weights_only(found) if weights_alone else found
     if path.suffix in TORCH:
-        return _of_torch(path)
+        return _of_torch(path, weights_alone=weights_alone)
     raise CheckpointError(f"{path} is neither a folder nor a file of torch's ({', '.join(TORCH)})")
 
 
@@ -73,16 +75,23 @@ def _of_weights(folder: Path) -> Contents:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(_text(index))["weight_map"].values()))
+            named = set(json.loads(_text(index))["weight_map"].values())
+            names = sorted(Path(name).name for name in named)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}") from None
     else:
-        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        every = sorted(path.name for path in folder.glob("*.safetensors"))
+        names = ["model.safetensors"] if "model.safetensors" in every else every
     if not names:
         raise CheckpointError(f"{folder} holds no checkpoint and no safetensors files")
+    if len(names) > 1 and not index.exists():
+        raise CheckpointError(
+            f"{folder} holds no checkpoint, no model.safetensors and no {index.name}, but "
+            f"{len(names)} other safetensors files, of which one alone would be the weights"
+        )
     tensors: Tensors = {}
     for name in names:
-        tensors |= {WEIGHTS + key: t for key, t in _tensors(folder / Path(name).name).items()}
+        tensors |= {WEIGHTS + key: t for key, t in _tensors(folder / name).items()}
     configs = (folder / n for n in ("config.json", "generation_config.json"))
     others = {path.name: _text(path) for path in configs if path.exists()}
     return Contents(tensors, _bare_run(tensors), others)
@@ -109,7 +118,7 @@ def _tensors(path: Path) -> Tensors:
         raise CheckpointError(f"{path} cannot be read: {error}") from None
 
 
-def _of_torch(path: Path) -> Contents:
+def _of_torch(path: Path, *, weights_alone: bool) -> Contents:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as error:
@@ -121,23 +130,45 @@ def _of_torch(path: Path) -> Contents:
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds a {type(found).__name__}, not a state dict")
     model = found.get("model", found)
-    if not isinstance(model, dict) or not all(isinstance(v, torch.Tensor) for v in model.values()):
-        raise CheckpointError(f"{path} holds no state dict of tensors, nor one under 'model'")
+    if not isinstance(model, dict) or not all(_is_dense(k, v) for k, v in model.items()):
+        raise CheckpointError(f"{path} holds no state dict of dense tensors, nor one under 'model'")
     tensors: Tensors = {WEIGHTS + name: value for name, value in _first_of_tied(model).items()}
-    run = _bare_run(tensors)
-    run["parameters"] = found.get("parameters", run["parameters"])
+    contents = Contents(tensors, _bare_run(tensors))
+    if model is found or weights_alone:
+        return contents
+    if lacks := [k for k in ("optimizer_kinds", "parameters", "seed") if k not in found]:
+        raise CheckpointError(
+            f"{path} is not of `merakc checkpoint convert` (it has no '{lacks[0]}'), so that which "
+            "state is of which parameter is not known: its weights alone can be read "
+            "(--weights-only)"
+        )
+    try:
+        _add_run(contents, found)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged beside its weights: {error!r}") from None
+    return contents
+
+
+def _is_dense(name: Any, value: Any) -> bool:
+    """Whether this is a tensor under its name, whose elements lie in memory one by one."""
+    is_tensor = isinstance(name, str) and isinstance(value, torch.Tensor)
+    return is_tensor and value.layout is torch.strided and not value.is_quantized
+
+
+def _add_run(contents: Contents, found: Mapping[str, Any]) -> None:
+    """What `write_torch` wrote beside the weights."""
+    tensors, run = contents.tensors, contents.run
+    run["parameters"] = [str(name) for name in found["parameters"]]
+    run["tied"] = dict(found.get("tied", {}))
     run["parallel"] = {
-        "step": found.get("step", 0),
-        "seed": found.get("seed", 0),
-        "loss_scale": None,
-    }
+        "step": int(found.get("step", 0)), "seed": int(found["seed"]),
+        "loss_scale": found.get("loss_scale"),
+    }  # fmt: skip
     extras: Tensors = {}
     run["extras"] = [encode({k: found.get(k, []) for k in ("scheduler", "extra")}, extras, "extra")]
     tensors |= {EXTRA + name: value for name, value in extras.items()}
-    kinds = found.get("optimizer_kinds", [])
-    for state, kind in zip(found.get("optimizer", []), kinds, strict=True):
+    for state, kind in zip(found.get("optimizer", []), found["optimizer_kinds"], strict=True):
         run["optimizers"].append(_named_state(state, kind, run["parameters"], tensors))
-    return Contents(tensors, run)
 
 
 def _first_of_tied(model: Mapping[str, torch.Tensor]) -> Tensors:
@@ -182,8 +213,10 @@ def write_torch(contents: Contents, path: Path) -> None:
     """
     run = contents.run
     model = {stored_name(n): t for n, t in contents.tensors.items() if n.startswith(WEIGHTS)}
+    tied = {name: of for name, of in run.get("tied", {}).items() if of in model}
+    model |= {name: model[of] for name, of in tied.items()}  # as state dicts of torch have them
     given = {stored_name(n): t for n, t in contents.tensors.items() if n.startswith(EXTRA)}
-    extras = decode(run["extras"][0], given)
+    extras = extras_of(run["extras"], given)
     order = {name: k for k, name in enumerate(run["parameters"])}
     found = {
         "model": model,
@@ -192,13 +225,18 @@ def write_torch(contents: Contents, path: Path) -> None:
         "parameters": run["parameters"],
         "step": run.get("parallel", {}).get("step", 0),
         "seed": run.get("parallel", {}).get("seed", 0),
+        "loss_scale": run.get("parallel", {}).get("loss_scale"),
+        "tied": tied,
         **extras,
     }
     aside = path.with_name(f".{path.name}.writing")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(found, aside)
         aside.rename(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         raise CheckpointError(f"{path} was not written: {error}") from None
 
 
@@ -256,6 +294,7 @@ def with_experts(contents: Contents, *, packed: bool) -> Contents:
 
     Of weights alone. Raises `CheckpointError` where there are none, or their shapes differ.
     """
+    contents = weights_only(contents)
     found = Contents(dict(_packed(contents.tensors) if packed else _parted(contents.tensors)))
     if found.tensors.keys() == contents.tensors.keys():
         how = "in tensors of their own" if packed else "in one tensor a layer"

@@ -12,8 +12,9 @@ from torch import nn
 
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import together
+from merakc.runtime.health.job import all_ranks, call
 from merakc.train.checkpoints.run_state import weights_of
-from merakc.train.checkpoints.saving import config_of, parameter_names, write
+from merakc.train.checkpoints.saving import config_of, parameter_names, place_of_folder, write
 from merakc.train.checkpoints.storage import FILE_BYTES, Writer
 
 
@@ -29,7 +30,7 @@ def export(
     of every byte. Nothing is gathered; every rank must call it.
 
     Args:
-        folder: what is written; one that is there is replaced, once all is on the disk.
+        folder: what is written; a checkpoint that is there is replaced, once all is written.
         model: a parallel model, or any `nn.Module` in one process.
         dtype: of all floating tensors; if None, that in which the model keeps them: in mixed
             precision the masters'.
@@ -41,13 +42,15 @@ def export(
         raise CheckpointError(f"dtype={dtype}: weights are cast to floating dtypes alone")
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes={max_shard_bytes}: a file has bytes; give more")
-    folder, made = Path(folder).absolute(), cache(lambda: weights_of(model))
-    together(lambda: bool(made()))
-    extras: list[Any] = [{"scheduler": [], "extra": None}]
-    run = {"parameters": parameter_names(model), "optimizers": [], "extras": extras}
-    floating = (t.dtype for t in made().values() if t.is_floating_point())
-    configs = _configs(model, dtype or next(floating, None))
-    write(made(), Writer(folder, run, configs, max_shard_bytes, dtype), None, None)
+    folder, made = place_of_folder(folder), cache(lambda: weights_of(model))
+    with call("merakc.export"):
+        together(lambda: bool(made()))
+        extras: list[Any] = [{"scheduler": [], "extra": None}]
+        run = {"parameters": parameter_names(model), "optimizers": [], "extras": extras}
+        floating = (t.dtype for t in made().values() if t.is_floating_point())
+        configs = _configs(model, dtype or next(floating, None))
+        writer = Writer(folder, run, configs, max_shard_bytes, dtype)
+        write(made(), writer, all_ranks(), None)
     return folder
 
 

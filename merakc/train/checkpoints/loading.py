@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +19,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from merakc.errors import CheckpointError
-from merakc.runtime.groups import agree, together
+from merakc.runtime.groups import agree, from_rank_0, together
 from merakc.runtime.health.job import all_ranks, call
-from merakc.runtime.part import TensorPart, place_of, plain
-from merakc.train.checkpoints.codec import decode
+from merakc.runtime.part import TensorPart, plain
+from merakc.train.checkpoints.codec import extras_of, extras_of_rank
 from merakc.train.checkpoints.manifest import (
     EXTRA,
-    OPTIMIZER,
+    NAME,
     WEIGHTS,
     Manifest,
     Stored,
@@ -32,19 +33,17 @@ from merakc.train.checkpoints.manifest import (
     read_manifest,
     stored_name,
 )
+from merakc.train.checkpoints.optimizer_state import states_for
 from merakc.train.checkpoints.run_state import (
     Tensors,
-    first_name,
     listed,
-    names_of,
+    persistent,
     resume,
     weights_of,
 )
 from merakc.train.checkpoints.saving import as_merak_error, checkpoints_in
 from merakc.train.checkpoints.storage import Reader
 from merakc.train.checkpoints.untied import tied_names, untied
-from merakc.train.parameters.optimizers import check, updated_whole
-from merakc.train.parameters.places import elsewhere
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,14 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def _latest(folder: Path) -> Path | None:
-    for path in reversed(checkpoints_in(folder)):
+    for name in from_rank_0(lambda: [path.name for path in reversed(checkpoints_in(folder))]):
+        path = folder / name
+        seen = together(lambda: os.path.isdir(folder))
+        if not all(seen):
+            raise CheckpointError(
+                f"rank {seen.index(False)} sees no folder {folder}, in which rank 0 finds {name}: "
+                "checkpoints must lie where all ranks see them, on all machines"
+            )
         bad = together(lambda path=path: _problem(path))  # type: ignore[misc]
         if not any(bad):
             return path
@@ -122,9 +128,9 @@ def _load(
     folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any, is_untied: bool
 ) -> Loaded:
     chosen = folder
-    manifest, problem = _manifest(folder)
-    if manifest is None and (newest := latest(folder)) is not None:
-        chosen, (manifest, problem) = newest, _manifest(newest)
+    if not from_rank_0(lambda: os.path.exists(folder / NAME)):
+        chosen = latest(folder) or folder
+    manifest, problem = _manifest(chosen)
 
     def checked() -> bool:
         if manifest is None:
@@ -135,16 +141,17 @@ def _load(
     together(checked)
     assert manifest is not None
     told = hash_of(manifest)
-    agree(lambda: {"checkpoint": f"{chosen.name} {told}, untied={is_untied}"})
-    optimizers, schedulers = listed(optimizer), listed(scheduler)
+    optimizers, schedulers = listed(optimizer), listed(scheduler, "scheduler")
+    numbers = f"{len(optimizers)} optimizers and {len(schedulers)} schedulers"
+    agree(lambda: {"checkpoint": f"{chosen.name} {told}, untied={is_untied}, for {numbers}"})
     copies: dict[str, str] = {}
     if is_untied:
-        manifest, copies = untied(manifest, set(_persistent(model)))
+        manifest, copies = untied(manifest, set(persistent(model)))
 
     @cache
     def targets() -> tuple[Tensors, list[Any], Tensors]:
         weights = _weights(model, manifest)
-        states, tensors = _states(model, optimizers, manifest)
+        states, tensors = states_for(model, optimizers, manifest)
         given = _extras(manifest)
         _check_schedulers(schedulers, manifest)
         return weights | tensors | given, states, given
@@ -152,13 +159,15 @@ def _load(
     together(lambda: bool(targets()))
     tensors, states, given = targets()
     _read(Reader(chosen, manifest, copies), tensors)
+    _hand_over(model, tensors)
     with torch.no_grad():
         for one, state in zip(optimizers, states, strict=True):
             one.load_state_dict(state)
     found = _decoded(manifest, given)
-    for one, state in zip(schedulers, found["scheduler"], strict=True):
+    for one, state in zip(schedulers, found["scheduler"], strict=False):  # or none are given
         one.load_state_dict(state)
-    _restore(extra, found["extra"])
+    if len(manifest.run["extras"]) in (1, _share()[1]):
+        _restore(extra, found["extra"])
     return Loaded(chosen, resume(model, manifest.run.get("parallel", {})), found["extra"])
 
 
@@ -177,7 +186,7 @@ def hash_of(manifest: Manifest) -> str:
 def _weights(model: nn.Module, manifest: Manifest) -> Tensors:
     """This rank's parameters and buffers, to be written into."""
     own = weights_of(model)
-    whole = set(_persistent(model))
+    whole = set(persistent(model))
     saved = {stored_name(n) for n in manifest.tensors if n.startswith(WEIGHTS)}
     if missing := sorted(whole - saved):
         behind = "and the checkpoint has not"
@@ -191,11 +200,17 @@ def _weights(model: nn.Module, manifest: Manifest) -> Tensors:
     return own
 
 
-def _persistent(model: nn.Module) -> list[str]:
-    """The names under which the whole model's state is saved."""
-    source = getattr(model, "_source", model)
-    first = {n for n, _ in [*source.named_parameters(), *source.named_buffers()]}
-    return [n for n in source.state_dict() if n in first]
+def _hand_over(model: nn.Module, tensors: Tensors) -> None:
+    """Loads what the model's `state_dict()` is not the memory of, but a copy, as its own code or
+    its hooks make.
+    """
+    named: Tensors = dict(model.named_parameters(remove_duplicate=False))
+    named |= dict(model.named_buffers(remove_duplicate=False))
+    held = {name: plain(tensor).data_ptr() for name, tensor in named.items()}
+    state = {stored_name(n): t for n, t in tensors.items() if n.startswith(WEIGHTS)}
+    local = {n: t.local if isinstance(t, TensorPart) else t for n, t in state.items()}
+    if any(held.get(name) != t.data_ptr() for name, t in local.items()):
+        model.load_state_dict(state, strict=False)
 
 
 def _names(names: list[str], before: str, behind: str) -> str:
@@ -208,111 +223,18 @@ def _check_shape(name: str, tensor: torch.Tensor, stored: Stored) -> None:
         raise CheckpointError(
             f"'{name}' is {tuple(tensor.shape)} in the model and {stored.shape} in the checkpoint"
         )
-
-
-def _states(
-    model: nn.Module, optimizers: list[Any], manifest: Manifest
-) -> tuple[list[Any], Tensors]:
-    """State dicts for the optimizers, and their tensors, to be written into."""
-    records = manifest.run.get("optimizers", [])
-    if optimizers and len(optimizers) != len(records):
+    own, saved = tensor.dtype, stored.torch_dtype
+    if own != saved and not (own.is_floating_point and saved.is_floating_point):
         raise CheckpointError(
-            f"{len(optimizers)} optimizers are given, and {len(records)} were saved"
+            f"'{name}' is {own} in the model and {saved} in the checkpoint: only between floating "
+            "dtypes are values cast"
         )
-    keys: dict[str, list[str]] = {}
-    for name in manifest.tensors:
-        if name.startswith(OPTIMIZER):
-            parameter, _, key = stored_name(name).removeprefix("state.").rpartition(".")
-            keys.setdefault(parameter, []).append(key)
-    names, found = names_of(model), []
-    tensors: Tensors = {}
-    for optimizer, record in zip(optimizers, records, strict=False):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        if kind != record["kind"]:
-            raise CheckpointError(f"the optimizer is a {kind}, and a {record['kind']} was saved")
-        state: dict[int, Any] = {}
-        groups, number = [], 0
-        check(optimizer)
-        whole = updated_whole(optimizer)
-        for k, group in enumerate(optimizer.param_groups):
-            own = []
-            for p in group["params"]:
-                if p not in elsewhere:
-                    name = first_name(names, p)
-                    own.append(name)
-                if p not in elsewhere and whole.get(p, True):
-                    state[number] = _state(name, p, optimizer, keys, manifest, tensors)
-                    state[number] |= decode(record["scalars"].get(name, {}), {})
-                number += 1
-            options = _options(k, own, record, len(optimizer.param_groups))
-            before = number - len(group["params"])
-            groups.append({**group, **options, "params": list(range(before, number))})
-        state = {k: v for k, v in state.items() if v}
-        found.append({"state": state, "param_groups": groups})
-    return found, tensors
-
-
-def _state(
-    name: str,
-    p: torch.Tensor,
-    optimizer: torch.optim.Optimizer,
-    keys: Mapping[str, list[str]],
-    manifest: Manifest,
-    tensors: Tensors,
-) -> dict[str, Any]:
-    """One parameter's state, in memory that it has already where it has any."""
-    found: dict[str, Any] = {}
-    place, before, parameter = place_of(p), optimizer.state.get(p, {}), plain(p)
-    whole = shape_here = tuple(parameter.shape)
-    if place is not None:
-        whole = place.shape
-        if p in updated_whole(optimizer):  # by this rank
-            shape_here, place = whole, None
-    for key in keys.get(name, ()):
-        full = f"{OPTIMIZER}state.{name}.{key}"
-        stored = manifest.tensors[full]
-        elementwise = bool(stored.shape) and stored.shape == whole
-        if stored.shape and not elementwise and place is not None:
-            raise CheckpointError(
-                f"the optimizer's '{key}' of '{name}' is {stored.shape}, not of the parameter's "
-                f"shape {whole}, and this rank holds a part of the parameter; load it under a plan "
-                "that leaves parameters whole"
-            )
-        dtype = (
-            p.dtype if elementwise and stored.torch_dtype.is_floating_point else stored.torch_dtype
-        )
-        shape = shape_here if elementwise else stored.shape
-        own, old = parameter.detach().new_empty(shape, dtype=dtype), before.get(key)
-        if isinstance(old, torch.Tensor) and old.shape == own.shape and old.dtype == dtype:
-            own = old
-        elif not elementwise and not stored.shape:
-            own = own.cpu()
-        found[key] = TensorPart(own, place) if place is not None and elementwise else own
-        tensors[full] = found[key]
-    return found
-
-
-def _options(k: int, own: list[str], record: Any, count: int) -> dict[str, Any]:
-    """The options of a parameter group with these members."""
-    groups = record["groups"]
-    member_of = {name: n for n, group in enumerate(groups) for name in group["names"]}
-    if unknown := [name for name in own if name not in member_of]:
+    if tensor.is_meta:
         raise CheckpointError(
-            f"the optimizer's group {k} has '{unknown[0]}', of which none was saved"
+            f"'{name}' of the model is on the meta device, where it holds no values: give it "
+            "memory first (model.to_empty(device=...)), or read the weights by "
+            "auto_parallel(weights=...)"
         )
-    among = {member_of[name] for name in own} or ({k} if len(groups) == count else set())
-    if len(among) > 1:
-        first = sorted(among)
-        options = [groups[n]["options"] for n in first]
-        if any(o != options[0] for o in options):
-            raise CheckpointError(
-                f"the optimizer's group {k} has members of the saved groups {first}, which have "
-                "other options; group the parameters as they were"
-            )
-    for n in sorted(among):
-        options_of: dict[str, Any] = decode(groups[n]["options"], {})
-        return options_of
-    return {}
 
 
 def _extras(manifest: Manifest) -> Tensors:
@@ -326,26 +248,17 @@ def _extras(manifest: Manifest) -> Tensors:
 
 def _decoded(manifest: Manifest, tensors: Tensors) -> Any:
     """What the user gave on this rank."""
-    every = manifest.run["extras"]
-    rank, world = _share()
-    if len(every) == 1:
-        return decode(every[0], {stored_name(n): t for n, t in tensors.items()})
-    if world != len(every):
+    every, (rank, world) = manifest.run["extras"], _share()
+    own = {stored_name(name): tensor for name, tensor in tensors.items()}
+    if 1 < len(every) == world:
+        return extras_of_rank(every[rank], rank, own)
+    if len(every) > 1:
         warnings.warn(
             f"extra= was saved by {len(every)} ranks, each with its own, and there are {world} "
             "now: every rank gets the list of all, and load_state_dict() is called on none",
             stacklevel=3,
         )
-        found = [_of_rank(every[k], k, tensors) for k in range(len(every))]
-        return {"scheduler": found[0]["scheduler"], "extra": [f["extra"] for f in found]}
-    return _of_rank(every[rank], rank, tensors)
-
-
-def _of_rank(told: Any, rank: int, tensors: Tensors) -> Any:
-    prefix = f"{EXTRA}rank{rank}."
-    return decode(
-        told, {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-    )
+    return extras_of(every, own)
 
 
 def _check_schedulers(schedulers: list[Any], manifest: Manifest) -> None:

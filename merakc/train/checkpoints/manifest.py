@@ -96,12 +96,24 @@ class _PlanOf(BaseModel):
     precision: str
 
 
+class _Scale(BaseModel):
+    scale: float
+    good_steps: Count
+    skipped: Count
+
+
+class _Parallel(BaseModel):
+    step: Count = 0
+    seed: int = 0
+    loss_scale: _Scale | None = None
+
+
 class _Run(BaseModel):
     """What `run` has at the least, of that form where it is there."""
 
     model: str = ""
     world_size: int = 1
-    parallel: dict[str, Any] = {}
+    parallel: _Parallel = _Parallel()
     tied: dict[str, str] = {}  # names of parameters and buffers, and the first names of the same
     plan: _PlanOf | None = None
     optimizers: list[_Optimizer] = []
@@ -122,7 +134,7 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(
             f"{folder} is no checkpoint: {path.name} cannot be read ({error.strerror}); a folder "
-            "that was being written when a run ended has none"
+            f"that was being written when a run ended has none{_left_beside(folder)}"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
@@ -148,6 +160,12 @@ def read_manifest(folder: Path) -> Manifest:
         if name != Path(name).name or name not in found.files:
             raise CheckpointError(f"{path} names a file outside of its folder: {name!r}")
     return found
+
+
+def _left_beside(folder: Path) -> str:
+    """Where a save was killed between two renames, the checkpoint that was to be replaced."""
+    old = folder.with_name(f".{folder.name}.old") if folder.name else folder
+    return f"; rename {old}, which was there before" if (old / NAME).exists() else ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -26,13 +26,21 @@ from merakc.train.parameters.states import tagged_state
 Tensors = dict[str, torch.Tensor]
 MEMBERS = ("params", "param_names")  # of a parameter group, beside its options
 Optimizers = Sequence[torch.optim.Optimizer]
+NEEDS = {"optimizer": ("param_groups", "state"), "scheduler": ("state_dict", "load_state_dict")}
 
 
-def listed(one_or_more: Any) -> list[Any]:
-    """One, several or none, as a list."""
+def listed(one_or_more: Any, kind: str = "optimizer") -> list[Any]:
+    """One, several or none, as a list. Raises `CheckpointError` for what is not of that kind."""
     if one_or_more is None:
         return []
-    return list(one_or_more) if isinstance(one_or_more, (list, tuple)) else [one_or_more]
+    found = list(one_or_more) if isinstance(one_or_more, (list, tuple)) else [one_or_more]
+    for one in found:
+        if lacks := [name for name in NEEDS[kind] if not hasattr(one, name)]:
+            raise CheckpointError(
+                f"{kind}= holds a {type(one).__name__}, which has no {lacks[0]}: give one "
+                f"{kind}, or a list of them"
+            )
+    return found
 
 
 def weights_of(model: nn.Module) -> Tensors:
@@ -41,12 +49,22 @@ def weights_of(model: nn.Module) -> Tensors:
     """
     state = model.state_dict()
     aliases = model._own("_aliases") if isinstance(model, ParallelModel) else aliases_of(model)
-    other = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
-    if other:
-        raise CheckpointError(
-            f"'{other[0]}' of the model's state_dict() is no tensor; give such state in extra="
-        )
-    return {WEIGHTS + name: value for name, value in state.items() if name not in aliases}
+    own = {WEIGHTS + name: value for name, value in state.items() if name not in aliases}
+    known = {WEIGHTS + name for name in persistent(model)}
+    for name, value in own.items():
+        if name not in known or not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"'{name.removeprefix(WEIGHTS)}' of the model's state_dict() is none of its "
+                "parameters and buffers; give such state in extra="
+            )
+    return own
+
+
+def persistent(model: nn.Module) -> list[str]:
+    """The names under which the whole model's state is saved."""
+    source = getattr(model, "_source", model)
+    first = {n for n, _ in [*source.named_parameters(), *source.named_buffers()]}
+    return [n for n in source.state_dict() if n in first]
 
 
 def names_of(model: nn.Module) -> dict[torch.Tensor, str]:
@@ -91,7 +109,13 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
             for name, p in zip(own, kept, strict=True):
                 for key, value in tagged_state(optimizer, p, optimizer.state.get(p, {})).items():
                     if isinstance(value, torch.Tensor):
-                        tensors[f"{OPTIMIZER}state.{name}.{key}"] = value
+                        full = f"{OPTIMIZER}state.{name}.{key}"
+                        if full in tensors:
+                            raise CheckpointError(
+                                f"two optimizers hold '{name}', each with a '{key}' of its own: "
+                                "give them to two saves, in folders of their own"
+                            )
+                        tensors[full] = value
                     else:
                         scalars.setdefault(name, {})[key] = _plain(value, f"{name}.{key}")
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -127,6 +151,12 @@ def joined_records(everyone: Sequence[Sequence[Any]]) -> list[Any]:
     Raises `CheckpointError` where the ranks' optimizers differ.
     """
     found: list[Any] = []
+    for rank, own in enumerate(everyone):
+        if len(own) != len(everyone[0]):
+            raise CheckpointError(
+                f"rank {rank} gives {len(own)} optimizers, and rank 0 {len(everyone[0])}: give the "
+                "same on all ranks"
+            )
     for k, first in enumerate(everyone[0]):
         ranks = [own[k] for own in everyone]
         for rank, other in enumerate(ranks):
@@ -158,7 +188,7 @@ def _difference(first: Any, other: Any) -> str:
 def extras(scheduler: Any, extra: Any) -> tuple[Any, Tensors]:
     """What the user gives beside model and optimizer, as JSON and tensors."""
     tensors: Tensors = {}
-    states = [one.state_dict() for one in listed(scheduler)]
+    states = [one.state_dict() for one in listed(scheduler, "scheduler")]
     found = {
         "scheduler": encode(states, tensors, "scheduler"),
         "extra": encode(stated(extra), tensors, "extra"),
@@ -228,9 +258,9 @@ def resume(model: nn.Module, saved: Mapping[str, Any]) -> int:
     step: int = saved.get("step", 0)
     if isinstance(model, ParallelModel) and saved:
         steps = model._own("_steps")
-        steps.taken, steps.seed = step, saved["seed"]
+        steps.taken, steps.seed = step, saved.get("seed", steps.seed)
         steps.stale.clear()
-        scale = saved["loss_scale"]
+        scale = saved.get("loss_scale")
         if steps.loss_scale is not None and scale is not None:
             steps.loss_scale.skipped = scale["skipped"]
             if steps.loss_scale.dynamic and scale["scale"] != 1.0:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -20,10 +22,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from merakc.errors import CheckpointError, MerakError
+from merakc.errors import CheckpointError, MerakError, MerakWarning
 from merakc.frontend.record import aliases_of
 from merakc.machines.garbage import few_collections
-from merakc.runtime.groups import from_rank_0, together
+from merakc.runtime.groups import agree, from_rank_0, together
 from merakc.runtime.health.job import ALONE_S, all_ranks, call, explained, new_group
 from merakc.runtime.part import TensorPart
 from merakc.train.checkpoints.manifest import read_manifest
@@ -46,7 +48,7 @@ class Saving:
     """A save that runs while training goes on."""
 
     def __init__(self, folder: Path, future: Future[None]) -> None:
-        self.folder, self._future = folder, future
+        self.folder, self._future, self._told = folder, future, False
 
     @property
     def done(self) -> bool:
@@ -57,11 +59,43 @@ class Saving:
         """The folder, once it is complete. Raises `CheckpointError` where it could not be written,
         `TimeoutError` after `timeout_s`.
         """
-        self._future.result(timeout_s)
+        error = self._future.exception(timeout_s)
+        self._told = True
+        if error is not None:
+            raise error
         return self.folder
 
 
 _running: list[Saving] = []
+
+
+def _end_earlier() -> str:
+    """Waits for earlier saves; raises what nobody was told of how they ended. Nothing, as text."""
+    earlier = [*_running]
+    _running.clear()
+    for one in earlier:
+        if not one._told:
+            one.wait()
+    return ""
+
+
+def _end_all() -> None:
+    """The same at the end of the process, where nobody can be told any more."""
+    try:
+        _end_earlier()
+    except Exception as error:
+        warnings.warn(str(error), MerakWarning, stacklevel=1)
+
+
+def place_of_folder(folder: str | Path) -> Path:
+    """Where a folder that is to be written lies, from wherever the process goes."""
+    try:
+        found = Path(os.path.abspath(folder))
+    except TypeError:
+        raise CheckpointError(f"folder={type(folder).__name__}: give the path of one") from None
+    if not found.name:
+        raise CheckpointError(f"{found} is no folder that can be replaced; give a new one in it")
+    return found
 
 
 @few_collections()
@@ -82,7 +116,7 @@ def save(
     written aside and renamed: it is there whole, or not at all.
 
     Args:
-        folder: the checkpoint; one that is there under that name is replaced.
+        folder: the checkpoint; one that is there under that name is replaced, nothing else is.
         model: a parallel model, or any `nn.Module` in one process.
         optimizer: one or several, whose state belongs to single elements, as AdamW's does.
         scheduler: one or several learning-rate schedulers, or whatever has a `state_dict()`.
@@ -96,14 +130,9 @@ def save(
     Raises `CheckpointError` on every rank for a folder that cannot be written, and for state that
     no other plan could load; the run itself stays as it was.
     """
-    folder = Path(folder).absolute()
-    if keep_last is not None and keep_last < 1:
-        raise CheckpointError(f"keep_last={keep_last}: at least this checkpoint stays; give 1")
     with call("merakc.save"):
-        for before in _running:
-            before.wait()
-        _running.clear()
-        tensors, writer = _collected(folder, model, listed(optimizer), scheduler, extra)
+        folder = _agreed(folder, keep_last, wait)
+        tensors, writer = _collected(folder, model, optimizer, scheduler, extra)
         if wait:
             write(tensors, writer, all_ranks(), keep_last)
             done: Future[None] = Future()
@@ -116,13 +145,25 @@ def save(
     return started
 
 
+def _agreed(given: str | Path, keep_last: int | None, is_awaited: bool) -> Path:
+    """The folder, once all earlier saves have ended on all ranks, and they agree on this one."""
+    if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
+        raise CheckpointError(f"keep_last={keep_last}: at least this checkpoint stays; give 1")
+    folder = place_of_folder(given)
+    asked = f"folder={folder.name!r}, keep_last={keep_last}, wait={is_awaited}"
+    agree(lambda: {"merakc.save": _end_earlier() + asked})
+    return folder
+
+
 def _collected(
-    folder: Path, model: nn.Module, optimizers: list[Any], scheduler: Any, extra: Any
+    folder: Path, model: nn.Module, optimizer: Any, scheduler: Any, extra: Any
 ) -> tuple[Tensors, Writer]:
     """What this rank writes, and how; collective."""
 
     def own() -> tuple[Tensors, list[Any], Any, Tensors]:
-        tensors, records = optimizer_tensors(model, optimizers)
+        if not isinstance(model, nn.Module):
+            raise CheckpointError(f"model={type(model).__name__}: give the model, an nn.Module")
+        tensors, records = optimizer_tensors(model, listed(optimizer))
         return weights_of(model) | tensors, records, *extras(scheduler, extra)
 
     made = cache(own)
@@ -217,6 +258,11 @@ def write(
             )
     except RuntimeError as error:
         raise explained(error) from error
+    except (ValueError, AssertionError) as error:  # torch.distributed's, of a group that is gone
+        raise CheckpointError(
+            f"{writer.folder} was not written: {error}; a save without waiting needs the process "
+            "group until it has ended: call wait() on what it returns before that is destroyed"
+        ) from error
     except CheckpointException as error:
         shutil.rmtree(writer.aside, ignore_errors=True)
         raise as_merak_error(error, f"{writer.folder} was not written") from None
@@ -236,32 +282,43 @@ def as_merak_error(error: CheckpointException, what: str) -> CheckpointError:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by their steps and then their times, the oldest first."""
+    """The checkpoints in a folder, by their steps and then their times, the oldest first.
+
+    Raises `CheckpointError` where the folder cannot be read.
+    """
+    try:
+        among = sorted(folder.iterdir()) if folder.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
     found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in among:
         if path.is_dir() and not path.name.startswith("."):
-            try:
+            with suppress(CheckpointError, OSError):  # others', or deleted by now
                 step = read_manifest(path).run.get("parallel", {}).get("step", 0)
-            except CheckpointError:
-                continue
-            found.append((step, path.stat().st_mtime_ns, path))
+                found.append((step, path.stat().st_mtime_ns, path))
     return [path for *_, path in sorted(found)]
 
 
 def forget_old(folder: Path, keep_last: int) -> None:
     """Deletes the oldest checkpoints beside this one, until so many are left."""
-    others = [path for path in checkpoints_in(folder.parent) if path != folder]
+    others = [p for p in checkpoints_in(folder.parent) if p != folder and not p.is_symlink()]
     for path in others[: max(0, len(others) + 1 - keep_last)]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    atexit.register(partial(list, map(Saving.wait, _running)))
+    atexit.register(_end_all)
     return ThreadPoolExecutor(1, "merakc-save")
 
 
-@cache
-def _group() -> dist.ProcessGroup | None:
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def _group() -> dist.ProcessGroup:
     """The ranks' group for saves beside training, so that their messages cannot be mixed up."""
-    return new_group(range(dist.get_world_size()), ALONE_S, "gloo")
+    whole = dist.group.WORLD
+    assert whole is not None
+    if whole not in _groups:
+        _groups[whole] = new_group(range(dist.get_world_size()), ALONE_S, "gloo")
+    return _groups[whole]

@@ -7,6 +7,7 @@ reads. The folder is written under another name, and gets its own when all of it
 
 from __future__ import annotations
 
+import ctypes
 import json
 import mmap
 import os
@@ -91,8 +92,9 @@ class Writer(StorageWriter):
         return self.folder.with_name(f".{self.folder.name}.writing")
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Makes the folder."""
+        """Makes the folder. Raises `CheckpointError` where what lies there is no checkpoint."""
         if is_coordinator:
+            check_replaceable(self.folder)
             shutil.rmtree(self.aside, ignore_errors=True)  # of a save that was killed
             self.aside.mkdir(parents=True)
 
@@ -130,8 +132,9 @@ class Writer(StorageWriter):
         for name, data in members.items():
             size = data.size.numel() * data.properties.dtype.itemsize
             dtype, starts[name] = DTYPES.get(data.properties.dtype), at
-            if dtype is None:
-                raise CheckpointError(f"'{name}' is {data.properties.dtype}, which no file holds")
+            if dtype is None or stored_name(name) == "__metadata__":
+                what = f"{data.properties.dtype} and named {stored_name(name)!r}"
+                raise CheckpointError(f"'{name}' is {what}, which no safetensors file holds")
             header[stored_name(name)] = {
                 "dtype": dtype, "shape": list(data.size), "data_offsets": [at, at + size],
             }  # fmt: skip
@@ -202,15 +205,45 @@ class Writer(StorageWriter):
         put_in_place(self.aside, self.folder)
 
 
+def check_replaceable(folder: Path) -> None:
+    """Raises `CheckpointError` for a file, a link, and a folder of anything but a checkpoint."""
+    is_empty = folder.is_dir() and not any(folder.iterdir())
+    is_other = folder.exists() and not is_empty and not (folder / NAME).is_file()
+    if folder.is_symlink() or is_other or any(p.is_dir() for p in _in(folder)):
+        raise CheckpointError(
+            f"{folder} is there and is no checkpoint, or holds other folders: it would be deleted; "
+            "give a new folder in it, or remove it"
+        )
+
+
+def _in(folder: Path) -> list[Path]:
+    return [*folder.iterdir()] if folder.is_dir() else []
+
+
 def put_in_place(aside: Path, folder: Path) -> None:
-    """Renames a finished folder, in the place of one that is there."""
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    aside.rename(folder)
+    """Renames a finished folder, in the place of one that is there: at once where the file system
+    can exchange names, so that no moment is without either.
+    """
+    if _exchanged(aside, folder):
+        old = aside
+    else:
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        aside.rename(folder)
     _sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether two folders have got each other's names (renameat2, Linux 3.15)."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    at, names = ctypes.c_int(-100), [os.fsencode(path) for path in (one, other)]  # AT_FDCWD
+    done: int = rename(at, names[0], at, names[1], ctypes.c_uint(2))  # RENAME_EXCHANGE
+    return done == 0
 
 
 def _file_names(

@@ -120,12 +120,12 @@ def guard(called: str) -> Iterator[None]:
         _here.guard = None
 
 
-def indexed(kind: Any) -> Any:
+def indexed(kind: type[nn.Module]) -> Any:
     """How a container of torch's is indexed; a slice of it is another, of its parts."""
 
     def get(part: Any, at: Any) -> Any:
         if not isinstance(at, slice):
-            return kind.__getitem__(part, at)
+            return kind.__getitem__(part, at)  # type: ignore[index]
         if kind is nn.ParameterList:
             return nn.ParameterList([part[k] for k in range(len(part))[at]])
         chosen = OrderedDict([*part._modules.items()][at])

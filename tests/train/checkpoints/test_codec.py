@@ -59,7 +59,37 @@ def test_tensors_arrays_and_random_states_come_back() -> None:
     assert there_and_back(torch.bfloat16) is torch.bfloat16
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, lambda: None, [range(3)], {"a": int}])
+def test_tensors_whose_names_would_be_one_stay_two() -> None:
+    found = there_and_back({"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}})
+    assert (found["a.b"], found["a"]["b"]) == (torch.zeros(1), torch.ones(1))
+    assert torch.equal(there_and_back(conj := torch.tensor([1 + 2j]).conj()), conj)
+    assert np.array_equal(there_and_back(np.arange(3).astype(">f4")[::-1]), [2, 1, 0])
+
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
+def test_what_could_not_be_read_back_is_refused() -> None:
+    encode(nested(43), {}, "x")
+    endless: list[Any] = []
+    endless.append(endless)
+    for value in (nested(44), nested(400), endless):
+        with pytest.raises(CheckpointError, match=r"x cannot be kept .* deeper than 43"):
+            encode(value, {}, "x")
+    with pytest.raises(CheckpointError, match=r"x cannot be kept .*4300 digits"):
+        encode(10**5000, {}, "x")
+    for tensor in (torch.eye(2).to_sparse(), torch.ones(2, device="meta")):
+        with pytest.raises(CheckpointError, match=r"x is a Tensor .*: give a dense tensor"):
+            encode(tensor, {}, "x")
+
+
+WORDS = (np.array(["a"]), np.array([{}], dtype=object), np.datetime64("2020-01-01"))
+
+
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, lambda: None, [range(3)], {"a": int}, *WORDS], ids=str
+)
 def test_what_would_need_code_is_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"x.* is a .*, which a checkpoint cannot hold"):
         encode(value, {}, "x")

@@ -15,7 +15,9 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError
+from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.convert import (
+    Contents,
     read_contents,
     weights_only,
     with_dtype,
@@ -45,7 +47,7 @@ def test_one_file_is_what_torch_loads(folder: Path, tmp_path: Path) -> None:
     write_torch(read_contents(folder), tmp_path / "run.pt")
     found = torch.load(tmp_path / "run.pt")
     model, optimizer = trained(0)
-    model.load_state_dict(found["model"], strict=False)
+    model.load_state_dict(found["model"])
     optimizer.load_state_dict(found["optimizer"][0])
     assert (found["step"], found["extra"]) == (2, {"seen": 17})
     wanted, other = trained(2)
@@ -116,3 +118,47 @@ def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
     save_file({"l.experts.1.w": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"the experts of 'model/l.experts.w' are not all"):
         with_experts(read_contents(tmp_path), packed=True)
+
+
+def test_files_of_others_give_their_weights_alone(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": "last"}
+    torch.save(given, tmp_path / "theirs.pt")
+    with pytest.raises(CheckpointError, match=r"no 'optimizer_kinds'.*weights-only"):
+        read_contents(tmp_path / "theirs.pt")
+    found = read_contents(tmp_path / "theirs.pt", weights_alone=True)
+    assert found.tensors.keys() == {"model/weight", "model/bias"}
+    torch.save({**given, "optimizer_kinds": [], "parameters": 3, "seed": 0}, tmp_path / "bad.pt")
+    with pytest.raises(CheckpointError, match="is damaged beside its weights"):
+        read_contents(tmp_path / "bad.pt")
+    for odd in ({"a": torch.eye(2).to_sparse()}, {1: torch.ones(1)}):
+        torch.save(odd, tmp_path / "odd.pt")
+        with pytest.raises(CheckpointError, match="no state dict of dense tensors"):
+            read_contents(tmp_path / "odd.pt")
+
+
+def test_folders_of_several_files_are_read_by_their_index(tmp_path: Path) -> None:
+    for name in ("optimizer", "extra"):
+        save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="2 other safetensors files"):
+        read_contents(tmp_path)
+    save_file({"b": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert read_contents(tmp_path).tensors.keys() == {"model/b"}
+
+
+def test_what_ranks_gave_and_loss_scales_are_kept(tmp_path: Path) -> None:
+    own = [{"scheduler": [], "extra": encode(torch.ones(1), {}, "extra")} for _ in range(2)]
+    scale = {"scale": 8.0, "good_steps": 3, "skipped": 1}
+    run = {
+        "parameters": [], "optimizers": [], "extras": own,
+        "parallel": {"step": 4, "seed": 5, "loss_scale": scale},
+    }  # fmt: skip
+    tensors = {f"extra/rank{rank}.extra": torch.full((2,), float(rank)) for rank in range(2)}
+    write_torch(Contents(tensors, run), tmp_path / "new" / "run.pt")
+    found = torch.load(tmp_path / "new" / "run.pt")
+    assert [float(t[0]) for t in found["extra"]] == [0.0, 1.0]
+    assert read_contents(tmp_path / "new" / "run.pt").run["parallel"] == run["parallel"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"run.pt was not written"):
+        write_torch(Contents(tensors, run), tmp_path / "file" / "run.pt")

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import merakc
 from benchmarks.ranks import RankError, run_ranks
-from merakc.errors import CheckpointError
+from merakc.errors import CheckpointError, MismatchError
 from tests.battery.small_models import Words, build, warm_up
 from tests.train.checkpoints.small_runs import saved, trained
 
@@ -145,3 +146,60 @@ def test_ranks_load_the_same(folder: Path, tmp_path: Path) -> None:
     run_ranks(2, partial(saved, tmp_path / "step-2", 1, tp=2))
     with pytest.raises(RankError, match="the ranks differ in checkpoint"):
         run_ranks(2, partial(unlike, folder, tmp_path / "step-2"))
+
+
+class Copying(nn.Linear):
+    """One whose state dict holds copies, in another order of its elements."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight.detach().t().contiguous()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.weight.data.copy_(state_dict[prefix + "weight"].t())
+
+
+def test_state_dicts_of_copies_are_loaded(tmp_path: Path) -> None:
+    saved_one, other = Copying(3, 3, bias=False), Copying(3, 3, bias=False)
+    merakc.save(tmp_path / "c", saved_one)
+    merakc.load(tmp_path / "c", other)
+    assert torch.equal(saved_one.weight, other.weight)
+
+
+def counting(dtype: torch.dtype, device: str = "cpu") -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("count", torch.ones(2, dtype=dtype, device=device) * 300)
+    return model
+
+
+def test_values_are_cast_between_floating_dtypes_alone(tmp_path: Path) -> None:
+    merakc.save(tmp_path / "int", counting(torch.int64))
+    merakc.save(tmp_path / "float", counting(torch.float32))
+    merakc.load(tmp_path / "float", counting(torch.bfloat16))
+    for name, dtype in (("int", torch.uint8), ("int", torch.float32), ("float", torch.int64)):
+        with pytest.raises(CheckpointError, match="only between floating dtypes"):
+            merakc.load(tmp_path / name, counting(dtype))
+    with pytest.raises(CheckpointError, match="'count' of the model is on the meta device"):
+        merakc.load(tmp_path / "int", counting(torch.int64, "meta"))
+
+
+def test_schedulers_may_be_left_out(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    optimizer.param_groups[0]["lr"] = 0.005
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    merakc.save(tmp_path / "c", model, optimizer, scheduler)
+    other, fresh = trained(0)
+    merakc.load(tmp_path / "c", other, fresh)
+    assert fresh.param_groups[0]["lr"] == 0.005
+
+
+def resume_elsewhere(folder: Path) -> None:
+    model, optimizer = trained(0, tp=2)
+    rank = dist.get_rank()
+    with pytest.raises(CheckpointError, match="rank 1 sees no folder"):
+        merakc.load(folder.parent if rank == 0 else folder / "lost", model, optimizer)
+    with pytest.raises(MismatchError, match=r"rank 1 has .* for 0 optimizers and 0 schedulers"):
+        merakc.load(folder, model, None if rank else optimizer)
+
+
+def test_ranks_see_the_same_and_give_the_same(folder: Path) -> None:
+    run_ranks(2, partial(resume_elsewhere, folder))

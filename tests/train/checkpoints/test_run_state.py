@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -30,9 +32,21 @@ class Counting(nn.Linear):
         raise NotImplementedError
 
 
-def test_state_that_is_no_tensor_is_refused() -> None:
+@pytest.mark.parametrize("value", [3, torch.ones(2)])
+def test_state_that_is_no_parameter_or_buffer_is_refused(value: Any) -> None:
+    model = Counting(2, 2)
+    model.get_extra_state = lambda: value  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="'_extra_state' of the model's state_dict"):
-        weights_of(Counting(2, 2))
+        weights_of(model)
+
+
+def test_one_parameter_of_two_optimizers_is_refused() -> None:
+    model, optimizer = trained(1)
+    other = torch.optim.AdamW(model.parameters(), lr=0.5)
+    optimizer_tensors(model, [optimizer, other])  # which has no state yet
+    other.load_state_dict(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=r"two optimizers hold 'embedding.weight'"):
+        optimizer_tensors(model, [optimizer, other])
 
 
 def test_learning_rates_may_be_tensors() -> None:
@@ -49,5 +63,7 @@ def test_records_of_ranks_are_joined_by_group() -> None:
 
     found = joined_records([record(["a", "b"]), record(["b", "c"])])
     assert found[0]["groups"][0]["names"] == ["a", "b", "c"]
+    with pytest.raises(CheckpointError, match="rank 1 gives 0 optimizers, and rank 0 1"):
+        joined_records([record(["a"]), []])
     with pytest.raises(CheckpointError, match=r"lr is 0.2 for 0.1"):
         joined_records([record(["a"]), record(["b"], 0.2)])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,7 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
+from merakc.errors import CheckpointError, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.checkpoints.saving import _group
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
 
 
@@ -190,3 +193,51 @@ def _plain_run(layout: dict[str, Any]) -> Tensors:
         optimizer.step()
         optimizer.zero_grad()
     return model.full_state_dict()
+
+
+def test_a_save_that_failed_is_told_of_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    model = nn.Linear(2, 2)
+    merakc.save(tmp_path / "file" / "c", model, wait=False)
+    with pytest.raises(CheckpointError, match="c was not written"):
+        merakc.save(tmp_path / "a", model)
+    merakc.save(tmp_path / "b", model)
+    failed = merakc.save(tmp_path / "file" / "c", model, wait=False)
+    with pytest.raises(CheckpointError, match="c was not written"):
+        failed.wait()
+    merakc.save(tmp_path / "d", model)
+    assert {p.name for p in tmp_path.iterdir()} == {"file", "b", "d"}
+
+
+@pytest.mark.parametrize("keep_last", [0, True, 1.5])
+def test_what_cannot_be_meant_is_refused(keep_last: Any, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="at least this checkpoint stays"):
+        merakc.save(tmp_path / "c", model, keep_last=keep_last)
+    for folder in (None, model, "/"):
+        with pytest.raises(CheckpointError, match="give"):
+            merakc.save(folder, model)  # type: ignore[arg-type]
+    for options in ({"optimizer": model}, {"optimizer": {}}, {"scheduler": 3}):
+        with pytest.raises(CheckpointError, match=r"holds a .*, which has no"):
+            merakc.save(tmp_path / "c", model, **options)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="model=str: give the model"):
+        merakc.save(tmp_path / "c", "model")  # type: ignore[arg-type]
+    assert not any(tmp_path.iterdir())
+
+
+def unlike(folder: Path) -> None:
+    model, rank = nn.Linear(2, 2), dist.get_rank()
+    with pytest.raises(MismatchError, match=r"rank 1 has .*wait=False"):
+        merakc.save(folder / "a", model, wait=rank == 0)
+    with pytest.raises(MismatchError, match=r"rank 1 has .*folder='1'"):
+        merakc.save(folder / str(rank), model)
+    dist.all_reduce(torch.ones(1), group=_group())
+    dist.destroy_process_group()
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1), group=_group())  # of this process group, not of the last
+
+
+def test_ranks_save_the_same_and_in_the_process_group_that_is_there(tmp_path: Path) -> None:
+    run_ranks(2, partial(unlike, tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["store"]

@@ -117,3 +117,47 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     model, _ = trained(0)
     with pytest.raises(CheckpointError, match=r"was not written: rank 0: \[Errno 20\]"):
         merakc.save(tmp_path / "file" / "c", model)
+
+
+def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    model, _ = trained(0)
+    merakc.save(tmp_path / "runs" / "c", model)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "runs" / "c")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("")
+    for name in ("runs", "file", "link", "mine"):
+        for write in (merakc.save, merakc.export):
+            with pytest.raises(CheckpointError, match=rf"{name} is there and is no checkpoint"):
+                write(tmp_path / name, model)  # type: ignore[operator]
+    merakc.save(tmp_path / "runs" / "c", model)
+    kept = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*")}
+    files = {"checkpoint.json", "model.safetensors"}
+    there = {"runs", "runs/c", "file", "link", "mine", "mine/notes"}
+    assert kept == there | {f"runs/c/{name}" for name in files}
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_save_that_is_killed_as_it_is_renamed(
+    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = trained(0)
+    merakc.save(tmp_path / "c", model, extra=1)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.endswith(".writing"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    if exchanges:
+        merakc.save(tmp_path / "c", model, extra=2)
+        assert merakc.load(tmp_path / "c", model).extra == 2
+        assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    else:
+        monkeypatch.setattr(storage, "_exchanged", lambda *_: False)
+        with pytest.raises(CheckpointError, match="c was not written"):
+            merakc.save(tmp_path / "c", model, extra=2)
+        with pytest.raises(CheckpointError, match=r"rename .*/\.c\.old, which was there before"):
+            merakc.load(tmp_path / "c", model)

@@ -1,0 +1,218 @@
+"""`merakc budget`: what a training takes and costs, on which machines, before they are rented."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from merakc.cli.console import (
+    NO,
+    AsJson,
+    Tokens,
+    TrustCode,
+    check_outputs,
+    check_picture,
+    progress_console,
+    told,
+    working,
+)
+from merakc.cli.scale import (
+    offers_for,
+    planned,
+    short_shards,
+    tell_of_others,
+    yield_cells,
+    yield_heads,
+)
+from merakc.errors import ConfigError
+from merakc.ir.precision import parse_precision
+from merakc.planner.offers import (
+    DEGREES,
+    Case,
+    Offer,
+    distinctions,
+    neighbours,
+    write_csv,
+)
+from merakc.planner.request import Request
+from merakc.report.charts.offers_plot import plot_offers
+from merakc.report.tables import Fitted
+from merakc.report.terminal import Terminal
+from merakc.report.units import format_bytes, format_count, format_seconds
+from merakc.report.yields import DAY_S, Goal, parse_count, yields
+
+FEWEST = "fewest"
+Lengths = Annotated[str | None, typer.Option("--seq", help="Tokens a text: 4096, or 4096,8192.")]
+Counts = Annotated[
+    str, typer.Option(help="Devices: 64, or 8,16, or 8:64 (doubled), or fewest (that fit).")
+]
+Prices = Annotated[
+    str | None, typer.Option(help="Of a device for an hour; one for each of the machines.")
+]
+Utilization = Annotated[
+    float | None, typer.Option(help="The smallest batch, doubled or halved, that keeps it.")
+]
+Near = Annotated[
+    bool, typer.Option("--near", help="Also with each degree that is given halved, doubled.")
+]
+
+
+def budget(
+    source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
+    batch: Annotated[str, typer.Option(help="Samples a step over all devices: 512, or 256,512.")],
+    sequence: Lengths = None,
+    ranks: Counts = FEWEST,
+    cluster: Annotated[str, typer.Option(help="Presets or cluster files: h100,a100-80.")] = "h100",
+    tokens: Tokens = None,
+    price: Prices = None,
+    mfu: Utilization = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
+    near: Near = False,
+    recompute: Annotated[str, typer.Option(help="none, full, selective, stage or auto.")] = "auto",
+    offload: Annotated[str, typer.Option(help="none, auto, optimizer or activations.")] = "none",
+    precision: Annotated[str, typer.Option(help="bf16-mixed, fp16-mixed or none.")] = "bf16-mixed",
+    table: Annotated[Path | None, typer.Option("--csv", help="Write the figures to it.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="A .png, .svg or .pdf.")] = None,
+    trust: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a training takes and costs: tokens a day, days, energy and price.
+
+    Options that are lists are tried in all combinations, each with its best plan, `merakc plan`'s.
+    Ctrl-C shows what was found so far. Exits with 1 where nothing fits.
+    """
+    progress = progress_console()
+    with told(progress), working(progress, f"reading {source}") as tell:
+        check_outputs(csv=table, plot=picture)
+        check_picture("plot", picture)
+        names = cluster.split(",")
+        goals = _goals(tokens, price, names)
+        mixed = None if precision == "none" else parse_precision(precision)
+        request = Request(0, 0, recompute=recompute, offload=offload, precision=mixed)
+        offers = offers_for(source, request, tell, trust=trust)
+        degrees = {name: n for name, n in (("dp", dp), ("tp", tp), ("pp", pp)) if n is not None}
+        cases = list(_cases(names, ranks, batch, sequence))
+        cases = _with_degrees(cases, degrees, near=near)
+        found = offers.each(cases, _checked(mfu))
+        made = planned(found)
+        rows = [offer.row(goals[offer.case.machines]) for offer in found]
+        if table is not None:
+            write_csv(rows, table)
+        if picture is not None:
+            plot_offers(picture, *_bars(made, goals), title=source)
+    if as_json:
+        Terminal().print_json(json.dumps(rows))
+    else:
+        Terminal().print(offers_table(made, goals))
+    tell_of_others(progress, found, len(cases))
+    if not any(offer.made[1].fits for offer in made):
+        raise typer.Exit(NO)
+
+
+def _checked(mfu: float | None) -> float | None:
+    if mfu is not None and not 0 < mfu < 1:
+        raise ConfigError(f"--mfu {mfu}: give a share between 0 and 1, such as 0.4")
+    return mfu
+
+
+def _with_degrees(cases: Sequence[Case], degrees: dict[str, int], *, near: bool) -> list[Case]:
+    """The cases with degrees fixed, each followed by those `near` it. Raises `ConfigError`."""
+    if near and not degrees:
+        raise ConfigError("--near: give the degrees that it is about, such as --tp 4 --pp 2")
+    fixed = [replace(case, fixed=degrees) for case in cases]
+    return [one for case in fixed for one in (case, *(neighbours(case) if near else ()))]
+
+
+def _goals(tokens: str | None, price: str | None, names: Sequence[str]) -> dict[str, Goal]:
+    """What a training is to see, with the price of each of the machines. Raises `ConfigError`."""
+    items = parse_count(tokens) if tokens else 0.0
+    try:
+        prices = [float(text) for text in price.split(",")] if price else [0.0]
+    except ValueError as error:
+        raise ConfigError(
+            f"--price {price}: give a number, or one for each of --cluster"
+        ) from error
+    if len(prices) == 1:
+        prices *= len(names)
+    if len(prices) != len(names):
+        raise ConfigError(
+            f"--price {price}: {len(prices)} prices for {len(names)} kinds of machines; give one, "
+            "or one for each of --cluster"
+        )
+    return {name: Goal(items, own) for name, own in zip(names, prices, strict=True)}
+
+
+def _cases(names: Sequence[str], ranks: str, batch: str, sequence: str | None) -> Iterator[Case]:
+    """All combinations; 0 devices are the fewest. Raises `ConfigError`."""
+    lengths = _numbers("--seq", sequence) if sequence else [None]
+    counts = [0] if ranks == FEWEST else _numbers("--ranks", ranks)
+    for name, count, length, size in product(names, counts, lengths, _numbers("--batch", batch)):
+        yield Case(name, count, size, length)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """`8,16`, or `8:64` for 8, 16, 32 and 64. Raises `ConfigError`."""
+    found: list[int] = []
+    for part in text.split(","):
+        matched = re.fullmatch(r"\s*(\d{1,9})(?::(\d{1,9}))?\s*", part)
+        first, last = (int(n or 0) for n in matched.groups()) if matched else (0, 0)
+        if not first or (last and last < first):
+            raise ConfigError(
+                f"{option} {text}: give numbers above 0, such as 8,16, or 8:64 for 8, 16, 32 and 64"
+            )
+        found += [first << k for k in range(64) if first << k <= max(first, last)]
+    return found
+
+
+def offers_table(offers: Sequence[Offer], goals: dict[str, Goal]) -> Fitted:
+    """A row for each offer; CSV and JSON hold more."""
+    several = len({offer.case.machines for offer in offers}) > 1
+    lengths = any(offer.case.sequence for offer in offers)
+    best = distinctions(offers, [goals[o.case.machines].price_per_hour for o in offers])
+    one = goals[offers[0].case.machines]
+    name = offers[0].made[1].items[1]
+    columns = {"machines": False} if several else {}
+    columns |= {"devices": True, "batch": True} | ({"seq": True} if lengths else {})
+    columns |= dict.fromkeys(DEGREES, True)
+    columns |= {"shards": True, "recompute": False, "step": True, "MFU": True, "peak": True}
+    columns |= dict.fromkeys(yield_heads(offers, one) or [f"{name} per day"], True)
+    columns |= {"best": False} if best else {}
+    rows = []
+    for place, offer in enumerate(offers):
+        strategy, found = offer.made
+        case, goal = offer.case, goals[offer.case.machines]
+        peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
+        row = [case.machines] * several + [f"{found.ranks:,}", f"{found.samples:,}"]
+        row += [f"{case.sequence or 0:,}"] * lengths
+        row += [str(getattr(strategy, axis)) for axis in DEGREES]
+        row += [short_shards(offer), strategy.recompute, format_seconds(found.step_s)]
+        row += [f"{found.mfu:.0%}", peak if found.fits else f"{peak}: DOES NOT FIT"]
+        row += yield_cells(offer, goal) or _day(offer)
+        rows.append(row + [", ".join(best.get(place, ()))] * bool(best))
+    return Fitted(columns, rows)
+
+
+def _day(offer: Offer) -> list[str]:
+    verdict = offer.made[1]
+    return [format_count(DAY_S * verdict.items_per_s)]
+
+
+def _bars(
+    offers: Sequence[Offer], goals: dict[str, Goal]
+) -> tuple[list[str], dict[str, list[float]]]:
+    """The labels of offers, and their figures to be drawn."""
+    rows = [offer.row(goals[offer.case.machines]) for offer in offers]
+    names = [name for name in yields(offers[0].made[1], goals[offers[0].case.machines])
+             if all(name in row for row in rows)]  # fmt: skip
+    panels = {name.replace("_", " "): [row[name] for row in rows] for name in names}
+    panels["MFU, %"] = [100 * row["mfu"] for row in rows]
+    return [f"{o.case}\n{o.strategy}" for o in offers], panels

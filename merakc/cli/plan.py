@@ -1,0 +1,151 @@
+"""`merakc plan`: a plan chosen for a model, and written to a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from merakc.cli.clusters import HELP, machines
+from merakc.cli.console import (
+    NO,
+    AsJson,
+    Limit,
+    Price,
+    Tokens,
+    TrustCode,
+    check_outputs,
+    ending_after,
+    goal_of,
+    progress_console,
+    told,
+    working,
+)
+from merakc.errors import ConfigError
+from merakc.ir.plan_file import PlanFile
+from merakc.ir.precision import parse_precision
+from merakc.ir.report import Verdict
+from merakc.planner.choose import Patience
+from merakc.planner.offline import plan_offline
+from merakc.planner.request import Request, with_schedule
+from merakc.planner.sources import load_source
+from merakc.report.analysis import make_report
+from merakc.report.findings import verdict
+from merakc.report.terminal import Terminal
+from merakc.report.text import plan_table, report_table
+from merakc.report.units import format_bytes
+from merakc.report.yields import Goal, yields_line
+
+Recompute = Annotated[
+    str, typer.Option(help="none, full, selective, stage, a budget (40GiB, 0.5) or auto.")
+]
+Offload = Annotated[
+    str, typer.Option(help="none, auto, optimizer, activations, or how much (4GiB) moves.")
+]
+Model = Annotated[
+    str, typer.Argument(help="A preset, a config.json, its folder, or MODULE:FUNCTION.")
+]
+Ranks = Annotated[
+    int | None, typer.Option(help="Devices, one rank each; all of the cluster's.", min=1)
+]
+Overlap = Annotated[
+    int | None, typer.Option(help="Parts of a micro-batch; 0: tp's collectives block.", min=0)
+]
+Output = Annotated[Path, typer.Option("-o", "--output", help="The plan file.")]
+
+
+def plan(
+    source: Model,
+    batch: Annotated[int, typer.Option(help="Samples a step, over all ranks.", min=1)],
+    output: Output = Path("plan.json"),
+    sequence: Annotated[int | None, typer.Option("--seq", help="Tokens a text.", min=1)] = None,
+    ranks: Ranks = None,
+    cluster: Annotated[str, typer.Option(help=HELP)] = "h100",
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree.", min=1)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.", min=1)] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks.", min=1)] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="Of each dp rank.", min=1)] = None,
+    schedule: Annotated[str, typer.Option(help="A name, an order of work, or its file.")] = "auto",
+    recompute: Recompute = "auto",
+    state_shards: Annotated[str | None, typer.Option(help="zero-0 to zero-3, or 1,1,8.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16-mixed or fp16-mixed.")] = None,
+    overlap: Overlap = None,
+    offload: Offload = "none",
+    tokens: Tokens = None,
+    price: Price = None,
+    limit: Limit = None,
+    trust: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a plan for a model and write it to a file.
+
+    Ctrl-C, and the end of --limit, take the best that was found so far; a second Ctrl-C ends all.
+    """
+    patience = Patience(bears=True)
+    progress = progress_console()
+    with told(progress), working(progress, f"reading {source}") as tell:
+        check_outputs(output=output)
+        goal, mixed = goal_of(tokens, price), parse_precision(precision)
+        found = machines(cluster, mixed.compute if mixed else "float32", ranks)
+        ranks = ranks or len(found.described(1).devices)
+        request = Request(
+            ranks, 0, dp, tp=tp, pp=pp, micro_batches=micro_batches, schedule=schedule, order=(),
+            recompute=recompute, sequence_parallel=None,
+            state_shards=_shards(state_shards), precision=mixed, overlap=overlap,
+            offload=offload,
+        )  # fmt: skip
+        given = load_source(source, sequence, trust_remote_code=trust)
+        asked = with_schedule(request)
+        with ending_after(limit):
+            lowered, others = plan_offline(given, asked, batch, found, tell, patience)
+        tell("writing the report")
+        told_of = make_report(lowered, found, alternatives=others)
+        told_of = replace(told_of, machines=cluster)
+        made = PlanFile(lowered.plan, lowered.prediction, report=told_of)
+        made.save(output)
+    print_plan(made, goal, as_json=as_json)
+    progress.print("the search was stopped: others may be faster\n" * patience.stopped, end="")
+    progress.print(f"written to {output}")
+    _check_fits(told_of.verdict, progress)
+
+
+def _check_fits(found: Verdict, problem: Console) -> None:
+    """Exits with `NO` where a rank needs more than there is."""
+    if not found.fits:
+        problem.print(
+            f"does not fit: a rank needs {format_bytes(found.peak_bytes)} of "
+            f"{format_bytes(found.memory_bytes)}; use more ranks, or shard the state",
+            style="red",
+        )
+        raise typer.Exit(NO)
+
+
+def _shards(text: str | None) -> str | tuple[int, ...] | None:
+    """`1,1,8` as numbers; a name as it is."""
+    if text is None or "," not in text:
+        return text
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(
+            f"--state-shards {text}: give zero-1 to zero-3, or three numbers such as 1,1,8"
+        ) from error
+
+
+def print_plan(made: PlanFile, goal: Goal, *, as_json: bool, whole: bool = False) -> None:
+    """The decisions, after what they cost and yield; of the `whole`, the report as well."""
+    console = Terminal()
+    if as_json:
+        console.print_json(json.dumps(asdict(made)))
+        return
+    if made.report is not None:
+        console.print(Text(verdict(made.report.verdict), style="bold"))
+        console.print(Text(yields_line(made.report.verdict, goal)))
+    console.print(plan_table(made))
+    if made.report is not None and whole:
+        console.print(report_table(made.report, console.width))
