@@ -32,6 +32,6 @@ def test_each_question_is_answered_by_a_command(
         for option, name in COLUMNS.items():
             assert name in text or option not in command or " show " in command
         if command == example["command"]:
-            heads = [line for line in example["shown"].splitlines() if "devices" in line]
-            assert heads
-            assert heads[0].split() == next(t for t in text.splitlines() if "devices" in t).split()
+            heads = [next(line for line in shown.splitlines() if "devices" in line).split()
+                     for shown in (example["shown"], text)]  # fmt: skip
+            assert heads[0] == heads[1]

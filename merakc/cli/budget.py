@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Group
+from rich.text import Text
 
 from merakc.cli.console import (
     NO,
@@ -28,8 +30,6 @@ from merakc.cli.scale import (
     planned,
     short_shards,
     tell_of_others,
-    yield_cells,
-    yield_heads,
 )
 from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
@@ -45,10 +45,14 @@ from merakc.planner.request import Request
 from merakc.report.charts.offers_plot import plot_offers
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal
-from merakc.report.units import format_bytes, format_count, format_seconds
-from merakc.report.yields import DAY_S, Goal, parse_count, yields
+from merakc.report.units import format_seconds
+from merakc.report.yields import Goal, parse_count, shown_yields, yields
 
 FEWEST = "fewest"
+GIB = 1024**3
+# Columns that are left out where all rows have the same, and those that are words.
+VARIED = ("machines", "batch", "texts of", "shards", "recompute")
+WORDS = ("machines", "dp,tp,pp", "shards", "recompute")
 Lengths = Annotated[str | None, typer.Option("--seq", help="Tokens a text: 4096, or 4096,8192.")]
 Counts = Annotated[
     str, typer.Option(help="Devices: 64, or 8,16, or 8:64 (doubled), or fewest (that fit).")
@@ -173,37 +177,42 @@ def _numbers(option: str, text: str) -> list[int]:
     return found
 
 
-def offers_table(offers: Sequence[Offer], goals: dict[str, Goal]) -> Fitted:
-    """A row for each offer; CSV and JSON hold more."""
-    several = len({offer.case.machines for offer in offers}) > 1
-    lengths = any(offer.case.sequence for offer in offers)
-    best = distinctions(offers, [goals[o.case.machines].price_per_hour for o in offers])
-    one = goals[offers[0].case.machines]
-    name = offers[0].made[1].items[1]
-    columns = {"machines": False} if several else {}
-    columns |= {"devices": True, "batch": True} | ({"seq": True} if lengths else {})
-    columns |= dict.fromkeys(DEGREES, True)
-    columns |= {"shards": True, "recompute": False, "step": True, "MFU": True, "peak": True}
-    columns |= dict.fromkeys(yield_heads(offers, one) or [f"{name} per day"], True)
-    columns |= {"best": False} if best else {}
-    rows = []
-    for place, offer in enumerate(offers):
-        strategy, found = offer.made
-        case, goal = offer.case, goals[offer.case.machines]
-        peak = f"{format_bytes(found.peak_bytes)} of {format_bytes(found.memory_bytes)}"
-        row = [case.machines] * several + [f"{found.ranks:,}", f"{found.samples:,}"]
-        row += [f"{case.sequence or 0:,}"] * lengths
-        row += [str(getattr(strategy, axis)) for axis in DEGREES]
-        row += [short_shards(offer), strategy.recompute, format_seconds(found.step_s)]
-        row += [f"{found.mfu:.0%}", peak if found.fits else f"{peak}: DOES NOT FIT"]
-        row += yield_cells(offer, goal) or _day(offer)
-        rows.append(row + [", ".join(best.get(place, ()))] * bool(best))
-    return Fitted(columns, rows)
+def offers_table(offers: Sequence[Offer], goals: dict[str, Goal]) -> Group:
+    """A row for each offer, then what is the same in all, and which are best; CSV and JSON hold
+    more.
+    """
+    rows = [_cells(offer, goals[offer.case.machines]) for offer in offers]
+    same = {
+        name: rows[0][name]
+        for name in VARIED
+        if len(rows) > 1 and len({row[name] for row in rows}) == 1
+    }
+    columns = {name: name not in WORDS for name in rows[0] if name not in same}
+    table = Fitted(columns, [[row[name] for name in columns] for row in rows])
+    lines = [", ".join(f"{name} {text}" for name, text in same.items() if text)]
+    prices = [goals[offer.case.machines].price_per_hour for offer in offers]
+    for place, names in distinctions(offers, prices).items():
+        lines.append(f"{', '.join(names)}: {offers[place].case}")
+    return Group(table, *(Text(line) for line in lines if line))
 
 
-def _day(offer: Offer) -> list[str]:
-    verdict = offer.made[1]
-    return [format_count(DAY_S * verdict.items_per_s)]
+def _cells(offer: Offer, goal: Goal) -> dict[str, str]:
+    """What is shown of an offer, by the heads of the columns."""
+    strategy, found = offer.made
+    peak = f"{found.peak_bytes / GIB:.1f} of {found.memory_bytes / GIB:.1f} GiB"
+    cells = {
+        "machines": offer.case.machines,
+        "devices": f"{found.ranks:,}",
+        "batch": f"{found.samples:,}",
+        "texts of": f"{offer.case.sequence:,}" if offer.case.sequence else "",
+        "dp,tp,pp": ",".join(str(getattr(strategy, axis)) for axis in DEGREES),
+        "shards": short_shards(offer).replace(" ", ""),
+        "recompute": strategy.recompute,
+        "step": format_seconds(found.step_s),
+        "MFU": f"{found.mfu:.0%}",
+        "peak": peak if found.fits else f"{peak}: DOES NOT FIT",
+    }
+    return cells | shown_yields(yields(found, goal))
 
 
 def _bars(

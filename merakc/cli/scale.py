@@ -36,8 +36,6 @@ from merakc.report.terminal import Terminal
 from merakc.report.units import format_seconds
 from merakc.report.yields import Goal, shown_yields, yields
 
-_HEADS = {"energy_kwh": "kWh"}
-
 
 def scale(
     source: Annotated[str, typer.Argument(help="A model, as in `merakc plan`.")],
@@ -149,32 +147,21 @@ def tell_of_others(problem: Console, offers: Sequence[Offer], asked: int) -> Non
 def points_table(points: Sequence[Offer], goal: Goal) -> Fitted:
     """A row for each number of devices; CSV and JSON hold more."""
     first = points[0].made[1]
-    rows = []
+    rows, more = [], dict[str, str]()
     for point in points:
         strategy, verdict = point.made
         rate = verdict.items_per_s / verdict.ranks
         per_joule = rate / verdict.power_w if verdict.power_w else 0.0
+        more = shown_yields(yields(verdict, goal)) if goal.items else {}
         rows.append((
             f"{verdict.ranks:,}", *(str(getattr(strategy, axis)) for axis in DEGREES),
             short_shards(point), format_seconds(verdict.step_s), f"{rate:,.0f}",
             f"{rate * first.ranks / first.items_per_s:.2f}", f"{verdict.mfu:.0%}",
-            f"{verdict.power_w:.0f}", f"{per_joule:.2f}", *yield_cells(point, goal),
+            f"{verdict.power_w:.0f}", f"{per_joule:.2f}", *more.values(),
         ))  # fmt: skip
     heads = ["devices", *DEGREES, "shards", "step", "tok/s each", "to first", "MFU", "W each",
-             "tok/J", *yield_heads(points, goal)]  # fmt: skip
+             "tok/J", *more]  # fmt: skip
     return Fitted(dict.fromkeys(heads, True), rows)
-
-
-def yield_heads(offers: Sequence[Offer], goal: Goal) -> list[str]:
-    """The heads of the columns of what whole trainings take; none where no goal was given."""
-    if not goal.items:
-        return []
-    return [_HEADS.get(name, name.replace("_", " ")) for name in yields(offers[0].made[1], goal)]
-
-
-def yield_cells(offer: Offer, goal: Goal) -> list[str]:
-    """Their cells."""
-    return [*shown_yields(yields(offer.made[1], goal)).values()] if goal.items else []
 
 
 def short_shards(offer: Offer) -> str:

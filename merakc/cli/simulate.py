@@ -32,7 +32,7 @@ from merakc.planner.sources import load_source
 from merakc.planner.what_if import changed, changed_strategy, simulated
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds
-from merakc.report.yields import Goal, shown_yields, yields
+from merakc.report.yields import Goal, format_yield, yields
 
 SHARES = ("bubble", "mfu")
 
@@ -152,7 +152,7 @@ def _shown(name: str, value: object) -> str:
     if isinstance(value, float) and name.endswith("_s") and name != "samples_per_s":
         return format_seconds(value)
     if isinstance(value, float):
-        return shown_yields({name: value})[name]
+        return format_yield(value)
     if name.endswith("_bytes") and isinstance(value, int):
         return format_bytes(value)
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -12,8 +12,7 @@ from merakc.report.units import format_count
 
 DAY_S, HOUR_S, JOULES_PER_KWH = 86_400.0, 3_600.0, 3.6e6
 WORDS = {
-    "days": "days", "device_hours": "device-hours", "energy_kwh": "kWh of the devices",
-    "price": "to pay",
+    "days": "days", "device hours": "device-hours", "kWh": "kWh of the devices", "price": "to pay",
 }  # fmt: skip
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12, "p": 1e15}
 
@@ -74,6 +73,12 @@ def yields_line(found: Verdict, goal: Goal) -> str:
     return told
 
 
+def format_yield(value: float) -> str:
+    """Numbers from 1,000 on have three digits and a letter."""
+    return format_count(value) if value >= 1000 else f"{value:,.1f}"
+
+
 def shown_yields(figures: Mapping[str, float]) -> dict[str, str]:
-    """Each figure as people write it: numbers from 1,000 on with three digits and a letter."""
-    return {name: format_count(v) if v >= 1000 else f"{v:,.1f}" for name, v in figures.items()}
+    """Each figure by its name in words."""
+    names = {name: name.replace("energy_kwh", "kWh").replace("_", " ") for name in figures}
+    return {names[name]: format_yield(value) for name, value in figures.items()}

@@ -84,12 +84,14 @@ def test_what_could_not_be_read_back_is_refused() -> None:
             encode(tensor, {}, "x")
 
 
-WORDS = (np.array(["a"]), np.array([{}], dtype=object), np.datetime64("2020-01-01"))
+NEED_CODE = {
+    "object": object(), "set": {1, 2}, "function": lambda: None, "range": [range(3)],
+    "class": {"a": int}, "words": np.array(["a"]), "date": np.datetime64("2020-01-01"),
+    "objects": np.array([{}], dtype=object),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "value", [object(), {1, 2}, lambda: None, [range(3)], {"a": int}, *WORDS], ids=str
-)
+@pytest.mark.parametrize("value", NEED_CODE.values(), ids=NEED_CODE)
 def test_what_would_need_code_is_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"x.* is a .*, which a checkpoint cannot hold"):
         encode(value, {}, "x")
