@@ -13,6 +13,7 @@ from transformers.optimization import Adafactor
 
 import merakc
 from merakc.equality.ranks import run_ranks
+from merakc.runtime.part import plain
 from merakc.train.parameters import matrices
 from tests.train.parameters.test_idioms import Net, built, loss_of
 
@@ -53,10 +54,10 @@ def trained(model: Any, optimizers: list[O.Optimizer], steps: int) -> list[float
 
 
 def elements(optimizers: list[O.Optimizer]) -> int:
-    """Of all that they keep."""
+    """Of all that they keep here."""
     states = [s for o in optimizers for s in o.state.values()]
     tensors = [v for s in states for v in s.values() if isinstance(v, torch.Tensor)]
-    return sum(v.numel() for v in tensors)
+    return sum(plain(v).numel() for v in tensors)
 
 
 def on_ranks(layout: dict[str, Any], folder: Path) -> dict[str, Any]:
