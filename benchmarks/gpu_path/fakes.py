@@ -245,8 +245,9 @@ def steps_of(layout: Layout, rank: int) -> Told:
         with mode, watching:
             for _ in range(STEPS):
                 loss = model(each, each)
-                # What torch's engine calls, which will not run without a GPU.
-                handed = loss.grad_fn.apply(torch.ones_like(loss))
+                with torch.no_grad():
+                    # What torch's engine calls, which will not run without a GPU.
+                    handed = loss.grad_fn.apply(torch.ones_like(loss))
         told, gradients = watching.told, [g for g in handed if g is not None]
         held = [loss, *model.parameters(), *gradients]
         told.faults += [f"a tensor on {t.device}" for t in held if t.device.type != "cuda"]

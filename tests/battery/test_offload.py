@@ -17,7 +17,7 @@ from merakc.errors import ConfigError
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.runtime.live_bytes import LiveBytes
 from merakc.train.model import ParallelModel
-from tests.battery.small_models import Words, parallel, part, warm_up, words
+from tests.battery.small_models import LENGTH, WIDTH, Words, parallel, part, warm_up, words
 
 Tensors = dict[str, torch.Tensor]
 ALL = {"offload": "activations"}
@@ -117,6 +117,10 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+SENT_BYTES = 2 * (64 // 4) * LENGTH * WIDTH * 8
+"""Two messages: what a rank holds for as long as its neighbor has not taken them."""
+
+
 def on_ranks() -> list[tuple[Found, Found]]:
     """By layout, what is found with all kept, and with all of it on the host."""
 
@@ -135,8 +139,9 @@ def test_not_a_bit_changes_on_two_ranks() -> None:
             assert moved.host_measured == moved.host_predicted > 0, layout
             assert moved.measured <= kept.measured, layout
             off_bytes = kept.measured - kept.predicted
+            sent_bytes = SENT_BYTES if layout.get("pp") else 0
             assert moved.measured - moved.predicted == pytest.approx(
-                off_bytes, abs=0.03 * kept.measured
+                off_bytes, abs=0.03 * kept.measured + sent_bytes
             ), layout
 
 

@@ -159,14 +159,14 @@ def test_a_save_beside_training_ends_when_a_rank_leaves(tmp_path: Path) -> None:
     def run() -> str:
         model = made(DP2)
         train(model)
-        merakc.save(tmp_path / "first", model, wait=False).wait(20)
+        merakc.save(tmp_path / "first", model, wait=False).wait(60)
         found = job()
         assert found is not None
         if model.rank == 1:
             found.close()
             return ""
         with pytest.raises(StuckError) as caught:
-            merakc.save(tmp_path / "second", model, wait=False).wait(20)
+            merakc.save(tmp_path / "second", model, wait=False).wait(60)
         return str(caught.value)
 
     assert run_ranks(2, run)[0].startswith("rank 1 has ended")
