@@ -125,10 +125,8 @@ def compiled_call(op: str) -> Callable[..., Any]:
     return short
 
 
-def uses_autograd(op: str, device: torch.device) -> bool:
+def uses_autograd(op: str) -> bool:
     """Whether what runs an op may differentiate something itself. Ops that users register may."""
-    if op == "merakc.attention_backward.default":
-        return device.type != "cpu"  # it runs its forward again there
     own = op.startswith(("merakc.", "start.", "host.")) and not op.startswith("merakc.opaque")
     return not (own or op == WAIT or op.startswith("aten."))
 

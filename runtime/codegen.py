@@ -71,7 +71,7 @@ def compile_graph(
     scope["numbers"] = tuple(writer.numbers)
     exec(_code(source), scope)
     run: Compiled = scope["run"]
-    if any(uses_autograd(node.op, device) for node in graph.nodes):
+    if any(uses_autograd(node.op) for node in graph.nodes):
         return run
 
     def below(given: list[Any]) -> list[Any]:

@@ -225,7 +225,7 @@ def run_bare(
 
 def is_plain_fake(x: torch.Tensor) -> bool:
     """Whether a tensor is fake, of the CPU and of no known value."""
-    return type(x) is FakeTensor and x._fake_device == CPU and x.constant is None
+    return type(x) is FakeTensor and x.fake_device == CPU and x.constant is None
 
 
 def _is_empty(x: torch.Tensor) -> bool:

@@ -1,0 +1,98 @@
+"""Small models of Hugging Face, of the kinds that are trained most, and a larger one to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Batch = dict[str, torch.Tensor]
+HIDDEN, HEADS, GROUPS, WIDE, LAYERS, WORDS, LENGTH = 128, 4, 2, 256, 4, 512, 64
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model by the names of its class and its configuration in transformers."""
+
+    name: str
+    kind: str
+    config: str
+    options: Mapping[str, Any]
+    padded: bool = False
+    targets: bool = False
+
+    def build(self) -> nn.Module:
+        """Float32 weights, the same at every call; no dropout, which eager draws otherwise."""
+        import transformers
+
+        config = getattr(transformers, self.config)(**self.options)
+        torch.manual_seed(0)
+        made: nn.Module = getattr(transformers, self.kind)(config)
+        return made.train()
+
+    def batch(self, samples: int, seed: int = 0) -> Batch:
+        """Random words; labels that miss for some, padding at the end where the model reads it."""
+        draws = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, WORDS, (samples, LENGTH), generator=draws)
+        labels = ids.masked_fill(torch.rand(ids.shape, generator=draws) < 0.2, -100)
+        batch = {"input_ids": ids, "labels": labels}
+        if self.padded:
+            lengths = torch.randint(LENGTH // 2, LENGTH + 1, (samples, 1), generator=draws)
+            mask = (torch.arange(LENGTH) < lengths).long()
+            batch["attention_mask"], batch["labels"] = mask, labels.masked_fill(mask == 0, -100)
+        return batch
+
+
+_LLAMA = {
+    "vocab_size": WORDS, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "intermediate_size": WIDE,
+    "max_position_embeddings": LENGTH, "use_cache": False,
+}  # fmt: skip
+MODELS = {
+    model.name: model
+    for model in (
+        Model("llama", "LlamaForCausalLM", "LlamaConfig", _LLAMA),
+        Model(
+            "gpt2", "GPT2LMHeadModel", "GPT2Config",
+            {"vocab_size": WORDS, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS,
+             "n_positions": LENGTH, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+             "use_cache": False},
+            padded=True,
+        ),
+        Model(
+            "t5", "T5ForConditionalGeneration", "T5Config",
+            {"vocab_size": WORDS, "d_model": HIDDEN, "d_kv": HIDDEN // HEADS, "d_ff": WIDE,
+             "num_layers": LAYERS, "num_decoder_layers": LAYERS, "num_heads": HEADS,
+             "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False},
+            padded=True,
+        ),
+        Model(
+            "bert", "BertForMaskedLM", "BertConfig",
+            {"vocab_size": WORDS, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
+             "num_attention_heads": HEADS, "intermediate_size": WIDE,
+             "max_position_embeddings": LENGTH, "hidden_dropout_prob": 0.0,
+             "attention_probs_dropout_prob": 0.0},
+            padded=True,
+        ),
+        Model(
+            "mixtral", "MixtralForCausalLM", "MixtralConfig",
+            {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
+    )
+}  # fmt: skip
+
+
+def large_llama(layers: int = 16) -> tuple[Callable[[], nn.Module], int]:
+    """Of 1.24 billion parameters with all its layers (as Llama 3.2 1B), and its words."""
+    import transformers
+
+    words = 128256
+    config = transformers.LlamaConfig(
+        vocab_size=words, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32,
+        num_key_value_heads=8, intermediate_size=8192, max_position_embeddings=8192,
+        tie_word_embeddings=True, use_cache=False, rope_theta=500000.0,
+    )  # fmt: skip
+    return lambda: transformers.LlamaForCausalLM(config), words

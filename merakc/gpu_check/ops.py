@@ -1,0 +1,78 @@
+"""merakc's own ops on a device, against their plain formulas in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import merakc.kernels.ops  # noqa: F401 it registers them
+from merakc.kernels.attention_formulas import reference, reference_backward
+
+ALLOWED = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def attention_cases() -> Iterator[dict[str, Any]]:
+    """Shapes, layouts and masks that choose different kernels."""
+    shapes = (
+        (2, 8, 8, 128, 128, 64, 64), (2, 8, 2, 256, 256, 128, 128), (1, 4, 4, 65, 65, 40, 40),
+        (2, 4, 2, 33, 70, 64, 64), (1, 4, 4, 128, 128, 36, 36), (2, 4, 1, 96, 96, 64, 32),
+        (1, 2, 2, 1, 50, 128, 128), (1, 4, 4, 100, 100, 256, 256),
+    )  # fmt: skip
+    for sizes, dtype, mask, causal in product(
+        shapes, ALLOWED, (None, "bool", "float", "rows"), (False, True)
+    ):
+        yield {"sizes": sizes, "dtype": dtype, "mask": mask, "causal": causal}
+
+
+def attention_errors(
+    device: torch.device, sizes: tuple[int, ...], dtype: torch.dtype, mask: str | None, causal: bool
+) -> dict[str, float]:
+    """Relative errors of the output and of the gradients, in the norm of each."""
+    b, h, g, s, t, d, e = sizes
+    draws = torch.Generator().manual_seed(0)
+
+    def drawn(heads: int, length: int, dim: int) -> Tensor:
+        made = torch.randn((b, length, heads, dim), generator=draws, dtype=torch.float64)
+        return made.transpose(1, 2).to(device, dtype)
+
+    q, k, v, grad = drawn(h, s, d), drawn(g, t, d), drawn(g, t, e), drawn(h, s, e)
+    seen: Tensor | None = None
+    if mask == "bool":
+        seen = torch.rand((b, 1, s, t), generator=draws).gt(0.3).to(device)
+    elif mask == "float":
+        seen = torch.randn((1, h, s, t), generator=draws).to(device, dtype)
+    elif mask == "rows":  # padding; the first sample's last query sees nothing
+        seen = torch.ones((b, 1, s, t), dtype=torch.bool)
+        seen[0, :, :, t // 2 :] = False
+        seen[0, :, -1] = False
+        seen = seen.to(device)
+    given = (seen, causal, d**-0.5)
+    out, logsumexp = torch.ops.merakc.attention(q, k, v, *given)
+    grads = torch.ops.merakc.attention_backward(grad, q, k, v, out, logsumexp, *given)
+    wide = [x.double() for x in (q, k, v)]
+    if seen is not None and seen.is_floating_point():
+        given = (seen.double(), *given[1:])
+    exact = reference(*wide, *given)
+    exact_grads = reference_backward(grad.double(), *wide, *exact, *given)
+    pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (exact[0], *exact_grads), strict=True)
+    least = grad.double().norm() / 100  # of one that is zero in theory
+    return {n: float((x.double() - y).norm() / max(y.norm(), least)) for n, x, y in pairs}
+
+
+def check_attention(device: torch.device) -> list[str]:
+    """What is wrong, a line each."""
+    wrong = []
+    for case in attention_cases():
+        text = ", ".join(f"{name}={value}" for name, value in case.items())
+        try:
+            errors = attention_errors(device, **case)
+        except Exception as error:
+            wrong.append(f"{text}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        if not all(error <= ALLOWED[case["dtype"]] for error in errors.values()):
+            wrong.append(f"{text}: " + ", ".join(f"{n} {e:.1e}" for n, e in errors.items()))
+    return wrong
