@@ -124,6 +124,8 @@ def forward(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
         logsumexp = logsumexp[..., : q.shape[2]]
+    if bias is not None:  # a query that sees no key: each probability, exp(x - inf), is 0
+        logsumexp = logsumexp.nan_to_num(nan=torch.inf, neginf=torch.inf)
     return to_bshd(out, q.dtype), to_bsh(logsumexp)
 
 
@@ -171,4 +173,4 @@ def backward(
 
 def _rows_of_32(logsumexp: Tensor) -> Tensor:
     """The logsumexp as the memory-efficient kernel lays it out."""
-    return F.pad(logsumexp, (0, -logsumexp.shape[2] % 32), value=torch.inf)
+    return F.pad(logsumexp, (0, -logsumexp.shape[2] % 32), value=torch.inf).contiguous()

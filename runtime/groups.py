@@ -132,10 +132,10 @@ class Groups:
 
 
 def nccl_options(timeout_s: float) -> Any:
-    """Those of NCCL for messages, where torch has it: they begin before what waits already, and
+    """Those of NCCL for messages, where ranks exchange by it: they begin before what waits already, and
     take few multiprocessors, which receives that are posted ahead hold while nothing comes.
     """
-    if not dist.is_nccl_available():
+    if "nccl" not in dist.get_backend_config():
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True

@@ -4,6 +4,7 @@ the loss.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -108,12 +109,22 @@ def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor 
     found: dict[torch.device, torch.Tensor] = {}
     for (device, _), tensors in kinds.items():
         bad = found.setdefault(device, _float32(0.0, device))
-        scale = _float32(factor, device)
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, bad, scale)
+        _unscale(tensors, bad, factor)
     numbers = sorted(found.values(), key=lambda bad: bad.device.type == "cpu")  # the device's first
     return (
         sum((bring(bad, numbers[0].device) for bad in numbers[1:]), numbers[0]) if found else None
     )
+
+
+def _unscale(tensors: list[torch.Tensor], bad: torch.Tensor, factor: float) -> None:
+    """Multiplies tensors of one kind; `bad` becomes 1 where one has a number that is not finite."""
+    if tensors[0].is_cuda and tensors[0].dtype is torch.bfloat16:  # for which torch has no kernel
+        if factor != 1.0:
+            torch._foreach_mul_(tensors, factor)
+        largest = torch.stack(torch._foreach_norm(tensors, math.inf))
+        bad.masked_fill_(largest.isfinite().all().logical_not(), 1.0)
+        return
+    torch._amp_foreach_non_finite_check_and_unscale_(tensors, bad, _float32(factor, bad.device))
 
 
 def _float32(number: float, device: torch.device) -> torch.Tensor:

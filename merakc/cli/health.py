@@ -57,7 +57,7 @@ def all_checks(environment: Mapping[str, str] = os.environ) -> Iterator[Check]:
     yield from versions()
     yield from backends()
     yield all_reduce("gloo", 2)
-    gpus = torch.cuda.device_count()  # it opens no device: ranks can still be forked
+    gpus = torch.cuda.device_count()
     if gpus and dist.is_nccl_available():
         yield all_reduce("nccl", min(gpus, 2))
     yield from devices()
@@ -126,7 +126,7 @@ def backends() -> Iterator[Check]:
         status: Status = "warn" if shutil.which("nvidia-smi") else "ok"
         remedy = "install a torch that was built with CUDA" if status == "warn" else ""
         yield Check("CUDA", status, f"torch {torch.__version__} was built without it", remedy)
-    elif not torch.cuda.is_available():
+    elif not torch.cuda.device_count():  # it opens no device: ranks can still be forked
         status = "warn" if shutil.which("nvidia-smi") else "ok"
         remedy = "look at nvidia-smi; a driver older than CUDA's is the usual cause"
         found = f"{torch.version.cuda}, and no GPU that it can use"

@@ -43,7 +43,7 @@ def eager(name: str, dtype: torch.dtype, device: torch.device) -> Reference:
 
 
 def ours(name: str, dtype: torch.dtype, device: torch.device, **options: Any) -> Reference:
-    """merakc's training, on this rank; collective. Tensors are there on rank 0 only."""
+    """Merakc's training, on this rank; collective. Tensors are there on rank 0 only."""
     model = MODELS[name].build().to(dtype)
     batches = _batches(name, dtype, torch.device("cpu"))
     rank = dist.get_rank() if dist.is_initialized() else 0

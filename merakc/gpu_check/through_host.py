@@ -58,7 +58,7 @@ def _on_copies(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
             return host
 
         given = [
-            pytree.tree_map(lambda x, w=name in BOTH or name in INTO and not k: copied(x, w), arg)
+            pytree.tree_map(lambda x, w=name in BOTH or (name in INTO and not k): copied(x, w), arg)
             for k, arg in enumerate(args)
         ]
         if all(new is old for new, old in zip(

@@ -75,7 +75,7 @@ def start_distributed(device: torch.device, timeout_s: float = 600.0) -> int:
         atexit.register(_leave)
     if not dist.is_initialized():
         return 1
-    if device.type == "cuda":
+    if "cuda:nccl" in dist.get_backend_config():  # which refuses two ranks on one
         _check_own_gpus(device)
     return dist.get_world_size()
 

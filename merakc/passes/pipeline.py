@@ -29,6 +29,7 @@ from merakc.passes.autodiff.split_backward import split_backward
 from merakc.passes.batches.part import with_keys
 from merakc.passes.batches.recorded import in_parts
 from merakc.passes.forward.constant_masks import with_known_masks
+from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.loops import rolled
 from merakc.passes.forward.scores import without_scores
 from merakc.passes.offload.choose import chosen
@@ -269,6 +270,10 @@ LOCAL: Final = (
     Pass(
         "chunk-rows", "Computes products beside collectives in chunks of rows.",
         Kind.LOCAL, Kind.LOCAL, _chunk_rows,
+    ),
+    Pass(
+        "grouped-heads", "Attends to shared keys and values without a copy for each query head.",
+        Kind.LOCAL, Kind.LOCAL, lambda local, at: with_grouped_heads(local),
     ),
     Pass(
         "loss-in-blocks", "Computes losses of many classes without all scores at once.",
