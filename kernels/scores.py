@@ -11,13 +11,15 @@ Legend of shapes: n rows, h width, c classes, those from `start` on of `vocab`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from merakc.kernels import gemm
+from merakc.kernels import gemm, triton_scores
 
 # Where in a call's arguments the rows are; the weights follow.
 PLACES = {
@@ -35,10 +37,25 @@ def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _block(rows: int, classes: int, dtype: torch.dtype) -> tuple[int, int]:
-    """The rows and the classes of a block."""
+def _block(rows: int, classes: int, dtype: torch.dtype, *, fused: bool = False) -> tuple[int, int]:
+    """The rows and the classes of a block; of as many bytes in all where it is there once."""
     high = max(min(rows, ROWS), 1)
-    return high, max(min(BLOCK_BYTES // (high * _sum_dtype(dtype).itemsize), classes), 1)
+    sums = _sum_dtype(dtype)
+    wide = BLOCK_BYTES // (high * sums.itemsize)
+    if fused and dtype != sums:
+        wide = wide * (sums.itemsize + dtype.itemsize) // dtype.itemsize
+    return high, max(min(wide, classes), 1)
+
+
+def _is_fused(x: Tensor) -> bool:
+    """Whether kernels of ours go over the blocks."""
+    return x.is_cuda and x.dtype != torch.float64 and has_triton()
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled for GPUs."""
+    return find_spec("triton") is not None
 
 
 def working_bytes(
@@ -62,29 +79,32 @@ class _Blocks:
         self, x: Tensor, w: Tensor, bias: Tensor | None, labels: Tensor, start: int, onednn: bool
     ) -> None:
         self.x, self.w, self.bias, self.labels, self.start = x, w, bias, labels, start
+        self.fused = _is_fused(x)
+        self.high, self.wide = _block(len(x), len(w), x.dtype, fused=self.fused)
         self.linear = gemm.linear if onednn else F.linear
         self.mm = gemm.mm if onednn else torch.mm
 
     def rows(self) -> Iterator[slice]:
         """The rows of blocks."""
-        high, _ = _block(len(self.x), len(self.w), self.x.dtype)
+        high = self.high
         yield from (slice(k, k + high) for k in range(0, len(self.x), high))
 
-    def of(self, rows: slice) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Of some rows, the classes of each block, its scores, the place of each row's label in it,
-        and whether it is in it.
-        """
-        _, wide = _block(len(self.x), len(self.w), self.x.dtype)
-        for k in range(0, len(self.w), wide):
-            classes = slice(k, min(k + wide, len(self.w)))
+    def of(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
+        """Of some rows, the classes of each block and its scores."""
+        for k in range(0, len(self.w), self.wide):
+            classes = slice(k, min(k + self.wide, len(self.w)))
             bias = None if self.bias is None else self.bias[classes]
             scores = self.linear(self.x[rows], self.w[classes], bias)
-            scores = scores.to(_sum_dtype(scores.dtype))
-            place = self.labels[rows] - (self.start + k)
-            last = classes.stop - k - 1
-            here = (place >= 0) & (place <= last)
-            yield classes, scores, place.clamp_(0, last)[:, None], here
+            if not self.fused:
+                scores = scores.to(_sum_dtype(scores.dtype))
+            yield classes, scores
             del scores  # before the next block is made; so do those who were given it
+
+    def place(self, rows: slice, classes: slice) -> tuple[Tensor, Tensor]:
+        """The place of each row's label in a block, and whether it is in it."""
+        place, last = self.labels[rows] - (self.start + classes.start), classes.stop - classes.start
+        here = (place >= 0) & (place < last)
+        return place.clamp_(0, last - 1)[:, None], here
 
 
 def scores(
@@ -103,7 +123,13 @@ def scores(
     picked = x.new_zeros((len(x),), dtype=dtype)
     blocks = _Blocks(x, w, bias, labels, start, onednn)
     for rows in blocks.rows():
-        for _, part, place, here in blocks.of(rows):
+        for classes, part in blocks.of(rows):
+            if blocks.fused:
+                own = labels[rows], total[rows], picked[rows]
+                triton_scores.add_block(part, *own, start + classes.start)
+                del part
+                continue
+            place, here = blocks.place(rows, classes)
             picked[rows] += part.gather(1, place)[:, 0].masked_fill_(~here, 0)
             top = part.amax(1).clamp_(min=torch.finfo(dtype).min)  # of scores of -inf, too
             part.sub_(top[:, None]).exp_()
@@ -137,11 +163,16 @@ def add_scores_backward(
     blocks = _Blocks(x, w, bias, labels, start, onednn)
     for rows in blocks.rows():
         sum_x = x.new_zeros(x[rows].shape if wanted_x else (0,), dtype=dtype)
-        for classes, part, place, here in blocks.of(rows):
-            part.sub_(total[rows, None]).exp_().mul_(of_total[rows, None])
-            part.scatter_add_(1, place, of_picked[rows].masked_fill(~here, 0)[:, None])
+        for classes, part in blocks.of(rows):
+            if blocks.fused:
+                own = (t[rows].contiguous() for t in (labels, total, of_total, of_picked))
+                triton_scores.to_gradients(part, *own, start + classes.start)
+            else:
+                place, here = blocks.place(rows, classes)
+                part.sub_(total[rows, None]).exp_().mul_(of_total[rows, None])
+                part.scatter_add_(1, place, of_picked[rows].masked_fill(~here, 0)[:, None])
             if wanted_bias:
-                found_bias[classes] += part.sum(0)
+                found_bias[classes] += part.sum(0, dtype=dtype)
             narrow = part.to(x.dtype)
             if wanted_x and dtype == x.dtype and not onednn:
                 sum_x.addmm_(narrow, w[classes])

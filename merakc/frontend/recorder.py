@@ -311,9 +311,8 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             return out
         if torch.get_default_dtype() != self.default_dtype:  # which holds when the graph is run
             kwargs = normalise.with_dtype(func, kwargs, outs[0])
-        ref = self._emit(
-            name, self._args(tuple(args)), self._args(normalise.device_free(kwargs)), outs
-        )
+        name, given, named = normalise.device_free(name, tuple(args), kwargs)
+        ref = self._emit(name, self._args(given), self._args(named), outs)
         self._bind(name, ref, outs, tensors, args)
         self._name_sizes(outs, ref)
         return out

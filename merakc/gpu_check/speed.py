@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import fcntl
+import io
 import json
+import pstats
 import sys
 import time
 from collections.abc import Callable
@@ -62,6 +65,19 @@ def profiled(step: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
+def on_host(step: Callable[[], Any], steps: int = 3) -> list[str]:
+    """Where the host's time of a step goes: the functions that take most of it themselves."""
+    watch = cProfile.Profile()
+    watch.enable()
+    for _ in range(steps):
+        step()
+        torch.cuda.synchronize()
+    watch.disable()
+    text = io.StringIO()
+    pstats.Stats(watch, stream=text).sort_stats("tottime").print_stats(30)
+    return [line for line in text.getvalue().splitlines() if line.strip()]
+
+
 def run(kind: str, layers: int, samples: int, length: int, out: str, **options: Any) -> None:
     """Times one kind of step, and writes what it found."""
     device = torch.device("cuda:0")
@@ -102,6 +118,7 @@ def run(kind: str, layers: int, samples: int, length: int, out: str, **options: 
         found["pass"] = timed(lambda: model(**batch).loss.backward())
         optimizer.zero_grad()
         Path(out).write_text(json.dumps(found))
+        found["host"] = on_host(step)
         found["profile"] = profiled(step)
     Path(out).write_text(json.dumps(found))
 

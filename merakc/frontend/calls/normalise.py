@@ -152,6 +152,11 @@ def with_dtype(func: Any, kwargs: dict[str, Any], out: Any) -> dict[str, Any]:
     return {**kwargs, "dtype": out.dtype} if named else kwargs
 
 
-def device_free(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Keyword arguments without device, layout and pinning: the runtime chooses those."""
-    return {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+def device_free(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """A call without device, layout and pinning: the runtime chooses those."""
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    if name == "aten.to.device":  # the one that takes it by its place
+        name, args = "aten.to.dtype", (args[0], *args[2:])
+    return name, args, kwargs
