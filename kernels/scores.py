@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from merakc.kernels import gemm, triton_scores
+from merakc.kernels import gemm
 
 # Where in a call's arguments the rows are; the weights follow.
 PLACES = {
@@ -125,6 +125,8 @@ def scores(
     for rows in blocks.rows():
         for classes, part in blocks.of(rows):
             if blocks.fused:
+                from merakc.kernels import triton_scores
+
                 own = labels[rows], total[rows], picked[rows]
                 triton_scores.add_block(part, *own, start + classes.start)
                 del part
@@ -165,6 +167,8 @@ def add_scores_backward(
         sum_x = x.new_zeros(x[rows].shape if wanted_x else (0,), dtype=dtype)
         for classes, part in blocks.of(rows):
             if blocks.fused:
+                from merakc.kernels import triton_scores
+
                 own = (t[rows].contiguous() for t in (labels, total, of_total, of_picked))
                 triton_scores.to_gradients(part, *own, start + classes.start)
             else:

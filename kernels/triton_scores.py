@@ -1,75 +1,65 @@
 """Passes over a block of scores in Triton: one read for the forward, one pass in place back.
 
 What `merakc.kernels.scores` does with a block in plain ops, sums in float32, without a copy of the
-block in float32. `triton` is imported where these first run.
+block in float32. To be imported where there is Triton, which reads the annotations of kernels.
 """
+# ruff: noqa: ANN001, ANN201
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
-from __future__ import annotations
-
-from functools import cache
-from typing import Any
-
+import triton
+import triton.language as tl
 from torch import Tensor
 
 COLUMNS = 4096  # that a program holds at once
 WARPS = 8
 
 
-@cache
-def _kernels() -> tuple[Any, Any]:
-    import triton
-    import triton.language as tl
+@triton.jit
+def summed(scores, labels, total, picked, first, wide: tl.constexpr, COLUMNS: tl.constexpr):
+    """One row of a block into its running logsumexp, and the score of its label."""
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * wide
+    lane = tl.arange(0, COLUMNS)
+    tops = tl.full((COLUMNS,), -3.4028234663852886e38, tl.float32)
+    sums = tl.zeros((COLUMNS,), tl.float32)
+    for start in range(0, wide, COLUMNS):
+        inside = start + lane < wide
+        part = tl.load(scores + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(tops, part)
+        sums = sums * tl.exp(tops - higher) + tl.exp(part - higher)
+        tops = higher
+    top = tl.max(tops, 0)
+    both = tl.maximum(tl.load(total + row), top)
+    sums_all = tl.sum(sums * tl.exp(tops - top), 0)
+    before = tl.exp(tl.load(total + row) - both)
+    tl.store(total + row, both + tl.log(before + sums_all * tl.exp(top - both)))
+    place = tl.load(labels + row) - first
+    here = (place >= 0) & (place < wide)
+    found = tl.load(scores + place, mask=here, other=0.0).to(tl.float32)
+    tl.store(picked + row, tl.load(picked + row) + found)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def summed(
-        scores: Any, labels: Any, total: Any, picked: Any, first: Any, wide: tl.constexpr,
-        COLUMNS: tl.constexpr,
-    ) -> None:  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        scores += row * wide
-        lane = tl.arange(0, COLUMNS)
-        tops = tl.full((COLUMNS,), -3.4028234663852886e38, tl.float32)
-        sums = tl.zeros((COLUMNS,), tl.float32)
-        for start in range(0, wide, COLUMNS):
-            inside = start + lane < wide
-            part = tl.load(scores + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
-            higher = tl.maximum(tops, part)
-            sums = sums * tl.exp(tops - higher) + tl.exp(part - higher)
-            tops = higher
-        top = tl.max(tops, 0)
-        both = tl.maximum(tl.load(total + row), top)
-        sums_all = tl.sum(sums * tl.exp(tops - top), 0)
-        before = tl.exp(tl.load(total + row) - both)
-        tl.store(total + row, both + tl.log(before + sums_all * tl.exp(top - both)))
-        place = tl.load(labels + row) - first
-        here = (place >= 0) & (place < wide)
-        found = tl.load(scores + place, mask=here, other=0.0).to(tl.float32)
-        tl.store(picked + row, tl.load(picked + row) + found)
 
-    @triton.jit  # type: ignore[untyped-decorator]
-    def gradients(
-        scores: Any, labels: Any, total: Any, of_total: Any, of_picked: Any, first: Any,
-        wide: tl.constexpr, COLUMNS: tl.constexpr,
-    ) -> None:  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        scores += row * wide
-        lane = tl.arange(0, COLUMNS)
-        norm, outer, own = tl.load(total + row), tl.load(of_total + row), tl.load(of_picked + row)
-        place = tl.load(labels + row) - first
-        for start in range(0, wide, COLUMNS):
-            inside = start + lane < wide
-            part = tl.load(scores + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
-            made = tl.exp(part - norm) * outer + tl.where(start + lane == place, own, 0.0)
-            tl.store(scores + start + lane, made.to(scores.dtype.element_ty), mask=inside)
-
-    return summed, gradients
+@triton.jit
+def gradients(
+    scores, labels, total, of_total, of_picked, first, wide: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """One row of a block, whose scores become their gradients."""
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * wide
+    lane = tl.arange(0, COLUMNS)
+    norm, outer, own = tl.load(total + row), tl.load(of_total + row), tl.load(of_picked + row)
+    place = tl.load(labels + row) - first
+    for start in range(0, wide, COLUMNS):
+        inside = start + lane < wide
+        part = tl.load(scores + start + lane, mask=inside, other=float("-inf")).to(tl.float32)
+        made = tl.exp(part - norm) * outer + tl.where(start + lane == place, own, 0.0)
+        tl.store(scores + start + lane, made.to(scores.dtype.element_ty), mask=inside)
 
 
 def add_block(scores: Tensor, labels: Tensor, total: Tensor, picked: Tensor, first: int) -> None:
     """Takes scores [n, c] of classes from `first` on into the logsumexp [n] of each row so far and
     the score [n] of its label.
     """
-    summed, _ = _kernels()
     n, wide = scores.shape
     summed[(n,)](scores, labels, total, picked, first, wide, COLUMNS=COLUMNS, num_warps=WARPS)
 
@@ -78,7 +68,6 @@ def to_gradients(
     scores: Tensor, labels: Tensor, total: Tensor, of_total: Tensor, of_picked: Tensor, first: int
 ) -> None:
     """Puts the gradient of each score in its place."""
-    _, gradients = _kernels()
     n, wide = scores.shape
     gradients[(n,)](
         scores, labels, total, of_total, of_picked, first, wide, COLUMNS=COLUMNS, num_warps=WARPS

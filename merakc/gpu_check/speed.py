@@ -10,6 +10,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,21 +46,31 @@ def timed(step: Callable[[], Any], steps: int = STEPS, warm: int = WARM) -> dict
 
 
 def profiled(step: Callable[[], Any]) -> dict[str, Any]:
-    """The kernels of a step, by name: how many and how long."""
+    """The kernels of two steps, by name: how many and how long."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        step()
+        for _ in range(2):
+            step()
         torch.cuda.synchronize()
     kernels: dict[str, list[float]] = {}
+    ran = []
     for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA and "#" not in event.name:
+            ran.append((event.time_range.start, event.time_range.end, event.name[:70]))
             own = kernels.setdefault(event.name[:110], [0, 0.0])
             own[0] += 1
             own[1] += event.device_time if hasattr(event, "device_time") else event.cuda_time
+    ran.sort()
+    gaps = [
+        (later[0] - earlier[1], earlier[2], later[2])
+        for earlier, later in pairwise(ran) if later[0] > earlier[1]
+    ]  # fmt: skip
     top = sorted(kernels.items(), key=lambda item: -item[1][1])
     return {
         "kernels": sum(int(n) for n, _ in kernels.values()),
+        "idle_s": sum(us for us, *_ in gaps) / 1e6,
+        "gaps": sorted(gaps, reverse=True)[:25],
         "busy_s": sum(us for _, us in kernels.values()) / 1e6,
         "top": [(name, int(n), us / 1e3) for name, (n, us) in top[:45]],
     }
