@@ -6,12 +6,13 @@ STAMP := .venv/.installed
 # Set in many containers: every process would compile torch, transformers and merakc anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install lint test demo
+.PHONY: help install lint test gpu-check demo
 
 help:
 	@echo "make install   create .venv and install merakc into it, editable, with its tools"
 	@echo "make lint      ruff, import-linter and mypy"
 	@echo "make test      lint, then the tests"
+	@echo "make gpu-check kernels, equality and speed on this machine's GPUs"
 	@echo "make demo      a small end-to-end run on this machine's CPU"
 
 install: $(STAMP)
@@ -32,6 +33,9 @@ lint: install
 
 test: lint
 	$(BIN)/python -m pytest -n auto --dist loadfile
+
+gpu-check: install
+	$(BIN)/merakc doctor --gpu -o gpu-report.html -o gpu-report.json
 
 demo: install
 	$(BIN)/python -m benchmarks.demo

@@ -169,8 +169,8 @@ def add_scores_backward(
             if blocks.fused:
                 from merakc.kernels import triton_scores
 
-                own = (t[rows].contiguous() for t in (labels, total, of_total, of_picked))
-                triton_scores.to_gradients(part, *own, start + classes.start)
+                read = [t[rows].contiguous() for t in (labels, total, of_total, of_picked)]
+                triton_scores.to_gradients(part, read, start + classes.start)
             else:
                 place, here = blocks.place(rows, classes)
                 part.sub_(total[rows, None]).exp_().mul_(of_total[rows, None])

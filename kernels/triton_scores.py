@@ -6,6 +6,8 @@ block in float32. To be imported where there is Triton, which reads the annotati
 # ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -64,11 +66,9 @@ def add_block(scores: Tensor, labels: Tensor, total: Tensor, picked: Tensor, fir
     summed[(n,)](scores, labels, total, picked, first, wide, COLUMNS=COLUMNS, num_warps=WARPS)
 
 
-def to_gradients(
-    scores: Tensor, labels: Tensor, total: Tensor, of_total: Tensor, of_picked: Tensor, first: int
-) -> None:
-    """Puts the gradient of each score in its place."""
+def to_gradients(scores: Tensor, read: Sequence[Tensor], first: int) -> None:
+    """Puts the gradient of each score in its place: `read` are each row's label and logsumexp, and
+    the gradients of that and of the label's score.
+    """
     n, wide = scores.shape
-    gradients[(n,)](
-        scores, labels, total, of_total, of_picked, first, wide, COLUMNS=COLUMNS, num_warps=WARPS
-    )
+    gradients[(n,)](scores, *read, first, wide, COLUMNS=COLUMNS, num_warps=WARPS)

@@ -132,8 +132,8 @@ class Groups:
 
 
 def nccl_options(timeout_s: float) -> Any:
-    """Those of NCCL for messages, where ranks exchange by it: they begin before what waits already, and
-    take few multiprocessors, which receives that are posted ahead hold while nothing comes.
+    """Those of NCCL for messages, where ranks exchange by it: they begin before what waits already,
+    and take few multiprocessors, which receives that are posted ahead hold while nothing comes.
     """
     if "nccl" not in dist.get_backend_config():
         return None

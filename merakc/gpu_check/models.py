@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,6 @@ class Model:
     config: str
     options: Mapping[str, Any]
     padded: bool = False
-    targets: bool = False
 
     def build(self) -> nn.Module:
         """Float32 weights, the same at every call; no dropout, which eager draws otherwise."""
@@ -50,6 +49,7 @@ _LLAMA = {
     "vocab_size": WORDS, "hidden_size": HIDDEN, "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "intermediate_size": WIDE,
     "max_position_embeddings": LENGTH, "use_cache": False,
+    "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 MODELS = {
     model.name: model
@@ -59,7 +59,7 @@ MODELS = {
             "gpt2", "GPT2LMHeadModel", "GPT2Config",
             {"vocab_size": WORDS, "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS,
              "n_positions": LENGTH, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
-             "use_cache": False},
+             "use_cache": False, "bos_token_id": None, "eos_token_id": None},
             padded=True,
         ),
         Model(
@@ -85,14 +85,17 @@ MODELS = {
 }  # fmt: skip
 
 
-def large_llama(layers: int = 16) -> tuple[Callable[[], nn.Module], int]:
-    """Of 1.24 billion parameters with all its layers (as Llama 3.2 1B), and its words."""
+def large_llama(layers: int, *, small: bool = False) -> tuple[nn.Module, int]:
+    """As Llama 3.2 1B, which has 16 layers, on the current device; and its words. A small one is as
+    deep, for what has no time.
+    """
     import transformers
 
-    words = 128256
+    words, width = (1024, 64) if small else (128256, 2048)
     config = transformers.LlamaConfig(
-        vocab_size=words, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, intermediate_size=8192, max_position_embeddings=8192,
-        tie_word_embeddings=True, use_cache=False, rope_theta=500000.0,
+        vocab_size=words, hidden_size=width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, num_key_value_heads=max(width // 256, 1),
+        intermediate_size=4 * width, max_position_embeddings=8192, tie_word_embeddings=True,
+        use_cache=False, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    return lambda: transformers.LlamaForCausalLM(config), words
+    return transformers.LlamaForCausalLM(config), words

@@ -50,14 +50,14 @@ def attention_errors(
         seen[0, :, :, t // 2 :] = False
         seen[0, :, -1] = False
         seen = seen.to(device)
-    given = (seen, causal, d**-0.5)
+    given: tuple[Tensor | None, bool, float] = (seen, causal, d**-0.5)
     out, logsumexp = torch.ops.merakc.attention(q, k, v, *given)
     grads = torch.ops.merakc.attention_backward(grad, q, k, v, out, logsumexp, *given)
-    wide = [x.double() for x in (q, k, v)]
+    wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     if seen is not None and seen.is_floating_point():
-        given = (seen.double(), *given[1:])
-    exact = reference(*wide, *given)
-    exact_grads = reference_backward(grad.double(), *wide, *exact, *given)
+        given = (seen.double(), causal, d**-0.5)
+    exact = reference(wide_q, wide_k, wide_v, *given)
+    exact_grads = reference_backward(grad.double(), wide_q, wide_k, wide_v, *exact, *given)
     pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (exact[0], *exact_grads), strict=True)
     least = grad.double().norm() / 100  # of one that is zero in theory
     return {n: float((x.double() - y).norm() / max(y.norm(), least)) for n, x, y in pairs}
@@ -75,4 +75,47 @@ def check_attention(device: torch.device) -> list[str]:
             continue
         if not all(error <= ALLOWED[case["dtype"]] for error in errors.values()):
             wrong.append(f"{text}: " + ", ".join(f"{n} {e:.1e}" for n, e in errors.items()))
+    return wrong
+
+
+def scores_errors(
+    device: torch.device, sizes: tuple[int, int, int], dtype: torch.dtype, *, bias: bool
+) -> dict[str, float]:
+    """The same of a loss in blocks, of n rows of h with c classes."""
+    n, h, c = sizes
+    draws = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draws, dtype=torch.float64).to(device, dtype)
+
+    x, w, b = drawn(n, h), drawn(c, h), drawn(c) if bias else None
+    labels = torch.randint(0, c, (n,), generator=draws)
+    labels[0] = -100
+    labels = labels.to(device)
+    of_total, of_picked = (drawn(n).float() for _ in range(2))
+
+    def both(*given: Tensor | None) -> list[Tensor]:
+        x, w, b, of_total, of_picked = given
+        ops = torch.ops.merakc
+        made = ops.scores(x, w, b, labels, 0, c, -100, False)
+        grads = ops.scores_backward(
+            of_total, of_picked, x, w, b, labels, made[0], 0, False, True, True, bias
+        )
+        return [*made, *grads]
+
+    ours = both(x, w, b, of_total, of_picked)
+    wide = [None if t is None else t.double() for t in (x, w, b, of_total, of_picked)]
+    pairs = zip(("total", "picked", "dw", "dx", "dbias"), ours, both(*wide), strict=True)
+    return {n: float((x.double() - y).norm() / (y.norm() + 1e-30)) for n, x, y in pairs}
+
+
+def check_scores(device: torch.device) -> list[str]:
+    """What is wrong, a line each."""
+    wrong = []
+    shapes = ((5, 8, 300), (64, 32, 9001), (1000, 64, 40000), (17, 64, 200000))
+    for sizes, dtype, bias in product(shapes, ALLOWED, (False, True)):
+        errors = scores_errors(device, sizes, dtype, bias=bias)
+        if not all(error <= ALLOWED[dtype] for error in errors.values()):
+            text = ", ".join(f"{n} {e:.1e}" for n, e in errors.items())
+            wrong.append(f"sizes={sizes}, dtype={dtype}, bias={bias}: {text}")
     return wrong

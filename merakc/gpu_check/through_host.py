@@ -25,7 +25,7 @@ INTO = (
 READ = ("send",)
 
 
-class HostWork(dist.Work):  # type: ignore[misc]
+class HostWork(dist.Work):
     """A call on copies, and the tensors that they are copied back to once somebody waits."""
 
     def __init__(self, work: dist.Work, back: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

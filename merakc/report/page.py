@@ -41,6 +41,12 @@ def page(file: PlanFile) -> str:
     world = plan.mesh.world_size
     title = f"{plan.model} on " + (f"{world} x {report.cluster}" if report else f"{world} ranks")
     first = (tag("p", verdict(report.verdict)), _cards(report)) if report else ()
+    foot = f"merakc {file.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
+    return document(title, first, _body(file), foot)
+
+
+def document(title: str, first: Iterable[Markup], parts: Iterable[Markup], foot: str) -> str:
+    """The text of a page: what stands first, under its title, its parts, and a last line."""
     head = tag(
         "head",
         void("meta", charset="utf-8"),
@@ -49,14 +55,18 @@ def page(file: PlanFile) -> str:
         tag("title", title),
         tag("style", Markup(STYLE.read_text(encoding="utf-8"))),
     )
-    foot = f"merakc {file.merakc_version}, plan {plan.hash[:12]}. Predicted, not measured."
     body = tag(
         "body",
         tag("header", tag("h1", title), *first),
-        tag("main", *_body(file)),
+        tag("main", *parts),
         tag("footer", foot),
     )
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def section_of(section: Section) -> Markup:
+    """A table under its title."""
+    return _titled(section, _table(section))
 
 
 def _cards(report: Report) -> Markup:
@@ -87,7 +97,7 @@ def _body(file: PlanFile) -> Iterator[Markup]:
     if file.report is not None:
         yield from _costs(file.report)
     for section in plan_sections(file):
-        yield _titled(section, _table(section))
+        yield section_of(section)
 
 
 def _costs(report: Report) -> Iterator[Markup]:
@@ -104,7 +114,7 @@ def _costs(report: Report) -> Iterator[Markup]:
                 yield source
             yield _source(section, report.files[int(name.removeprefix("file "))], most)
         else:
-            yield _titled(section, _table(section))
+            yield section_of(section)
 
 
 def _titled(section: Section, *inside: Markup, level: str = "h2") -> Markup:

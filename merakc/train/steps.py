@@ -292,15 +292,16 @@ class Steps:
             return trial_seconds(step.executor, alone=alone)
         return {}
 
-    def around(self, step: CompiledStep) -> None:
+    def around(self, step: CompiledStep, gradients: Tensors) -> None:
         """What a step does before and after its Program, on values of no meaning; collective."""
+        self.settings.changed()
         wanted = [*step.brought[InputKind.BATCH]]
         if step.lowered.loss.known is not None:
             wanted += step.lowered.loss.known.part.inputs
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
         with suppress(*ON_ZEROS):
             self._brought(step, [batch] * step.layout.micro_batches)
-        self.share_loss(step, StepResult(None, {}, [], (), ()))
+        self.share_loss(step, StepResult(None, gradients, [], (), ()))
 
     def _bind(self) -> None:
         """Binds the tp axis to this model's group: another model may have other groups."""

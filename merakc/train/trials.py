@@ -18,6 +18,7 @@ from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Sharing
 from merakc.runtime.groups import together
 from merakc.runtime.health.job import all_ranks
+from merakc.runtime.part import plain
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
 
@@ -46,11 +47,15 @@ def measure_computes(steps: Steps, step: CompiledStep) -> Sequence[Seconds]:
 
 def measure_around(steps: Steps, step: CompiledStep) -> float:
     """Seconds of what a step does before and after its Program; of the slowest rank; collective."""
-    seconds = []
+    seconds, trained = [], (plain(t) for t in steps.state.values() if t.requires_grad)
+    gradients = {str(k): torch.zeros_like(t) for k, t in enumerate(trained)}
+    wait = torch.cuda.synchronize if steps.device.type == "cuda" else lambda: None
     for _ in range(TRIALS):
         dist.barrier(all_ranks()) if dist.is_initialized() else None
+        wait()
         start_s = time.perf_counter()
-        steps.around(step)
+        steps.around(step, gradients)
+        wait()
         seconds.append(time.perf_counter() - start_s)
     return max(together(lambda: median(seconds)))
 

@@ -7,6 +7,7 @@ or moved, and no gradients of copies are added up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Node, Ref, TensorSpec
@@ -26,7 +27,7 @@ def with_grouped_heads(graph: Graph) -> Graph:
     return graph if nodes == graph.nodes else replace(graph, nodes=nodes).pruned()
 
 
-def _grouped(node: Node, makers: dict[str, Node], specs: dict[Ref, TensorSpec]) -> Node:
+def _grouped(node: Node, makers: Mapping[str, Node], specs: Mapping[Ref, TensorSpec]) -> Node:
     found = [_before(ref, makers, specs) for ref in node.args[1:3]]
     key, value = found
     if key is None or value is None:
@@ -36,7 +37,7 @@ def _grouped(node: Node, makers: dict[str, Node], specs: dict[Ref, TensorSpec]) 
     return replace(node, args=(node.args[0], key, value, *node.args[3:]))
 
 
-def _before(ref: Ref, makers: dict[str, Node], specs: dict[Ref, TensorSpec]) -> Ref | None:
+def _before(ref: Ref, makers: Mapping[str, Node], specs: Mapping[Ref, TensorSpec]) -> Ref | None:
     """What heads `[b, h, t, d]` were repeated from, `[b, g, t, d]`; None where they were not.
 
     That is a dim of 1 behind the heads, expanded, and then one dim with them: head i of the result
@@ -63,7 +64,7 @@ def _before(ref: Ref, makers: dict[str, Node], specs: dict[Ref, TensorSpec]) -> 
     return source if all(specs[own].shape == shape for own, shape in wanted) else None
 
 
-def _maker(ref: Ref, makers: dict[str, Node], ops: frozenset[str] | set[str]) -> Node | None:
+def _maker(ref: Ref, makers: Mapping[str, Node], ops: frozenset[str] | set[str]) -> Node | None:
     """The node of one of these ops that makes a value, behind copies and aliases of it."""
     node = makers.get(ref.node)
     while node is not None and node.op in SAME:
