@@ -106,6 +106,12 @@ def bring(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return streams.bring(tensor) if streams and tensor.device.type == "cpu" else tensor.to(device)
 
 
+def wait_for(device: torch.device) -> None:
+    """The host waits until a device has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @contextmanager
 def stand_in(kind: str, make: Callable[[torch.device], Streams]) -> Iterator[None]:
     """While it is entered, devices of a kind have these streams."""

@@ -34,6 +34,7 @@ from merakc.machines.cluster import (
 from merakc.machines.figures import DtypeName, Points
 from merakc.machines.links import Level
 from merakc.runtime.links import measure_sharing, memory_bytes
+from merakc.runtime.streams import wait_for
 
 # Each call is repeated for so long, or so many times.
 LEAST_S, MOST_REPEATS, LEAST_REPEATS = 0.03, 50, 3
@@ -265,10 +266,10 @@ def call_seconds(call: Callable[[], object], device: torch.device) -> float:
     call()
     times: list[float] = []
     while len(times) < LEAST_REPEATS or (sum(times) < LEAST_S and len(times) < MOST_REPEATS):
-        _synchronize(device)
+        wait_for(device)
         start_s = time.perf_counter()
         call()
-        _synchronize(device)
+        wait_for(device)
         times.append(time.perf_counter() - start_s)
     return statistics.median(times)
 
@@ -282,13 +283,8 @@ def _launch_seconds(device: torch.device) -> float:
         for _ in range(TINY_CALLS):
             torch.add(one, one)
         rounds.append((time.perf_counter() - start_s) / TINY_CALLS)
-        _synchronize(device)
+        wait_for(device)
     return min(rounds)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _torch(dtype: DtypeName) -> torch.dtype:

@@ -50,14 +50,16 @@ def attention_errors(
         seen[0, :, :, t // 2 :] = False
         seen[0, :, -1] = False
         seen = seen.to(device)
-    given: tuple[Tensor | None, bool, float] = (seen, causal, d**-0.5)
-    out, logsumexp = torch.ops.merakc.attention(q, k, v, *given)
-    grads = torch.ops.merakc.attention_backward(grad, q, k, v, out, logsumexp, *given)
+    scale = d**-0.5
+    out, logsumexp = torch.ops.merakc.attention(q, k, v, seen, causal, scale)
+    grads = torch.ops.merakc.attention_backward(grad, q, k, v, out, logsumexp, seen, causal, scale)
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     if seen is not None and seen.is_floating_point():
-        given = (seen.double(), causal, d**-0.5)
-    exact = reference(wide_q, wide_k, wide_v, *given)
-    exact_grads = reference_backward(grad.double(), wide_q, wide_k, wide_v, *exact, *given)
+        seen = seen.double()
+    exact = reference(wide_q, wide_k, wide_v, seen, causal, scale)
+    exact_grads = reference_backward(
+        grad.double(), wide_q, wide_k, wide_v, *exact, seen, causal, scale
+    )
     pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (exact[0], *exact_grads), strict=True)
     least = grad.double().norm() / 100  # of one that is zero in theory
     return {n: float((x.double() - y).norm() / max(y.norm(), least)) for n, x, y in pairs}

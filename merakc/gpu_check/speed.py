@@ -14,6 +14,7 @@ from torch._C._autograd import DeviceType
 
 from merakc.api import auto_parallel
 from merakc.gpu_check.models import Batch, large_llama
+from merakc.runtime.streams import wait_for
 
 KINDS = ("eager", "torch.compile", "merakc", "merakc, compiled")
 STEPS, WARM = 10, 3
@@ -43,7 +44,7 @@ def run(kind: str, device: torch.device) -> dict[str, Any]:
         optimizer.zero_grad()
 
     step()
-    _wait(device)
+    wait_for(device)
     figures["ready_s"] = time.perf_counter() - begin_s
     figures |= _timed(step, device)
     figures["tokens_per_s"] = figures["tokens"] / figures["step_s"]
@@ -71,11 +72,6 @@ def _made(device: torch.device) -> tuple[nn.Module, Batch, dict[str, Any]]:
     return model.train(), {"input_ids": ids, "labels": ids}, figures
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _timed(step: Callable[..., None], device: torch.device) -> dict[str, Any]:
     """Median seconds of a step, and of its part before the optimizer; the most bytes."""
     for _ in range(WARM):
@@ -84,15 +80,15 @@ def _timed(step: Callable[..., None], device: torch.device) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats(device)
     whole, passes = [], []
     for k in range(2 * STEPS):
-        _wait(device)
+        wait_for(device)
         begin_s = time.perf_counter()
 
         def then(begin_s: float = begin_s) -> None:
-            _wait(device)
+            wait_for(device)
             passes.append(time.perf_counter() - begin_s)
 
         step(then) if k % 2 else step()
-        _wait(device)
+        wait_for(device)
         if not k % 2:
             whole.append(time.perf_counter() - begin_s)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

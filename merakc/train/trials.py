@@ -19,6 +19,7 @@ from merakc.machines.cluster import Sharing
 from merakc.runtime.groups import together
 from merakc.runtime.health.job import all_ranks
 from merakc.runtime.part import plain
+from merakc.runtime.streams import wait_for
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
 
@@ -49,13 +50,12 @@ def measure_around(steps: Steps, step: CompiledStep) -> float:
     """Seconds of what a step does before and after its Program; of the slowest rank; collective."""
     seconds, trained = [], (plain(t) for t in steps.state.values() if t.requires_grad)
     gradients = {str(k): torch.zeros_like(t) for k, t in enumerate(trained)}
-    wait = torch.cuda.synchronize if steps.device.type == "cuda" else lambda: None
     for _ in range(TRIALS):
         dist.barrier(all_ranks()) if dist.is_initialized() else None
-        wait()
+        wait_for(steps.device)
         start_s = time.perf_counter()
         steps.around(step, gradients)
-        wait()
+        wait_for(steps.device)
         seconds.append(time.perf_counter() - start_s)
     return max(together(lambda: median(seconds)))
 
