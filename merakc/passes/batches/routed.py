@@ -116,8 +116,8 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
     if node.op == "aten.index_put.default":
         return _inverse(place, name)
     if tags <= {"sorted", "counts"} and all(s.routed or not s.sampled for s in states):
-        tag = "sorted" if node.op.startswith("aten.to.") and tags == {"sorted"} else "counts"
-        return Outcome(every(node, _made(tag, name)))
+        own = tags == {"sorted"} and _of_its_own(node, place.samples * each)
+        return Outcome(every(node, _made("sorted" if own else "counts", name)))
     if node.op == GROUPED and states[0].routed[:1] == ("rows",):
         by_counts = states[2].routed[:1] == ("counts",)
         fine = by_counts and states[1].kind is Kind.CONSTANT and not states[1].routed
@@ -135,6 +135,15 @@ def _among_rows(place: Place, name: str, tags: set[object]) -> Outcome | None:
         keeps = (row_of(node.op) == POINTWISE and not drawn) or node.op in KEPT
         return Outcome(every(node, _made("rows", name))) if same and keeps else None
     return None
+
+
+def _of_its_own(node: Node, rows: int) -> bool:
+    """Whether a node makes one number of each row's expert, and of nothing else."""
+    each = row_of(node.op) == POINTWISE and node.op not in KEY_POSITION
+    shape = node.spec.shape
+    return (each or node.op == KEPT[0]) and len(node.refs) == 1 and (
+        shape[:1] == (rows,) and math.prod(shape) == rows
+    )  # fmt: skip
 
 
 def _end_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:

@@ -28,14 +28,19 @@ def ends_by_marks(ids: Tensor) -> Tensor:
 
 
 def experts(
-    m: Small, z: Tensor, *, of: Ends = ends, copies: int = COPIES, descending: bool = False
-) -> Tensor:
+    m: Small, z: Tensor, *, of: Ends = ends, copies: int = COPIES, descending: bool = False,
+    mask: Ends | None = None,
+) -> Tensor:  # fmt: skip
     """Each sample's rows by the experts that it chooses, weighed and added up."""
     chances, ids = z.softmax(1).topk(copies, 1)
     sorted_ids, order = ids.flatten().sort(descending=descending)
     rows = z[order // copies]
     weights = m.table.weight[:CLASSES].expand(EXPERTS, -1, -1) * m.vector[:, None, None]
+    if mask is not None:
+        rows = rows.masked_fill(mask(sorted_ids), 0.0)
     made = torch.ops.merakc.grouped_mm(rows, weights, of(sorted_ids))
+    if mask is not None:
+        made = made.masked_fill(mask(sorted_ids), 0.0)
     made = made.tanh() * chances.flatten()[order][:, None] + m.vector
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))
@@ -53,6 +58,27 @@ def test_a_mixture_of_experts_makes_rows(of: Ends, copies: int) -> None:
     counted = [n for n in step.graph.nodes if n.op == "aten.arange.default"]
     assert counted[-1].args[0] == copies * step.sizes[0]
     assert back.refs[-1].node == counted[-1].name
+
+
+MASKS: dict[str, Ends] = {
+    "of no expert": lambda ids: (ids >= EXPERTS).unsqueeze(-1),
+    "of the last expert": lambda ids: ids.clamp(max=5).eq(EXPERTS - 1)[:, None],
+}
+OTHER_MASKS: dict[str, Ends] = {
+    "of experts with many rows": lambda ids: (ends(ids)[ids] > 2)[:, None],
+    "as many as there are": lambda ids: (ids == 0).sum() > 2,
+}
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_rows_are_masked_by_their_own_expert(mask: Ends) -> None:
+    step = check(lambda m, z, b: (experts(m, z, mask=mask) * b["target"]).sum())
+    assert step.loss.kind is Kind.SUM
+
+
+@pytest.mark.parametrize("mask", OTHER_MASKS.values(), ids=OTHER_MASKS)
+def test_masks_by_other_rows_couple(mask: Ends) -> None:
+    assert coupled(lambda m, z, b: (experts(m, z, mask=mask) * b["target"]).sum())
 
 
 def coupled(forward: Loss, sizes: tuple[int, ...] = SIZES) -> bool:
