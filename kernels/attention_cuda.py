@@ -10,7 +10,7 @@ Legend of shapes as in `merakc.kernels.attention`.
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from merakc.kernels.attention_formulas import (
 
 # Flash attention reads heads of a multiple of so many elements, the others masks of rows of one.
 HEAD_DIMS, MASK_COLUMNS = 8, 16
+ATEN: Any = torch.ops.aten
 FLASH, EFFICIENT, CUDNN = (
     SDPBackend.FLASH_ATTENTION.value,
     SDPBackend.EFFICIENT_ATTENTION.value,
@@ -53,22 +54,22 @@ def _call(
     if not q.numel() or not k.numel():
         return None
     grouped = q.shape[1] != k.shape[1]
-    kernel = _choice(q, k, v, bias, causal, scale, grouped)
+    kernel = _choice(q, k, v, bias, causal, scale)
     if kernel not in (FLASH, EFFICIENT, CUDNN) and grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-        kernel = _choice(q, k, v, bias, causal, scale, grouped=False)
+        kernel = _choice(q, k, v, bias, causal, scale)
     if kernel not in (FLASH, EFFICIENT, CUDNN):
         return None
     return _Call(kernel, q, k, v, _aligned(bias, q, k), causal)
 
 
 def _choice(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float, grouped: bool
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float
 ) -> int:
     if bias is not None:
         bias = bias.expand(*q.shape[:3], k.shape[2])
     found: int = torch._fused_sdp_choice(
-        q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=grouped
+        q, k, v, bias, 0.0, causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
     return found
 
@@ -110,17 +111,17 @@ def forward(
     kernel, q, k, v, bias, causal = call
     if kernel == FLASH:
         more = -q.shape[3] % HEAD_DIMS
-        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        out, logsumexp, *_ = ATEN._scaled_dot_product_flash_attention(
             _wide(q, more), _wide(k, more), _wide(v, more), 0.0, causal, scale=scale
         )
         out = out[..., : v.shape[3]]
     elif kernel == CUDNN:
-        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        out, logsumexp, *_ = ATEN._scaled_dot_product_cudnn_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
         logsumexp = logsumexp.view(q.shape[:3])
     else:
-        out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        out, logsumexp, *_ = ATEN._scaled_dot_product_efficient_attention(
             q, k, v, bias, True, 0.0, causal, scale=scale
         )
         logsumexp = logsumexp[..., : q.shape[2]]
@@ -150,18 +151,18 @@ def backward(
     if kernel == FLASH:
         more, seed = -q.shape[3] % HEAD_DIMS, _no_seed(q.device)
         wide = (_wide(x, more) for x in (grad_out, q, k, v, out))
-        found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        found = ATEN._scaled_dot_product_flash_attention_backward(
             *wide, logsumexp.contiguous(), None, None, s, t, 0.0, causal, seed, seed, scale=scale
         )
     elif kernel == CUDNN:
         draws = _no_draws(q.device)
-        found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        found = ATEN._scaled_dot_product_cudnn_attention_backward(
             grad_out, q, k, v, out, logsumexp.contiguous().unsqueeze(-1), draws, draws, bias,
             None, None, s, t, 0.0, causal, scale=scale,
         )  # fmt: skip
     else:
         draws = _no_draws(q.device)
-        found = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        found = ATEN._scaled_dot_product_efficient_attention_backward(
             grad_out, q, k, v, bias, out, _rows_of_32(logsumexp), draws, draws, 0.0,
             [True, True, True, False], causal, scale=scale,
         )  # fmt: skip

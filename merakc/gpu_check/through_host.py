@@ -45,14 +45,19 @@ class HostWork(dist.Work):
         return bool(self.work.is_completed())
 
 
+def is_away(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a device."""
+    return tensor.is_cuda
+
+
 def _on_copies(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(group: dist.ProcessGroup, *args: Any, **more: Any) -> Any:
         back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
         def copied(x: Any, writes: bool) -> Any:
-            if not isinstance(x, torch.Tensor) or x.device.type != "cuda":
+            if not isinstance(x, torch.Tensor) or not is_away(x):
                 return x
-            host = x.to("cpu")  # behind what the current stream has been given
+            host = x.to("cpu", copy=True)  # behind what the current stream has been given
             if writes:
                 back.append((x, host))
             return host
