@@ -18,11 +18,13 @@ help:
 install: $(STAMP)
 
 # Modules are compiled when they are first imported: most never are.
+# Triton, with which torch for CPUs does nothing, lies apart: see benchmarks/gpu_path/kernels.py.
 # torch goes first and alone: the rest of the resolution then starts from the build that is there.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --no-compile "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --no-compile --no-deps --target .venv/triton "$$(grep '^triton==' constraints.txt)"
 	touch $@
 
 lint: install

@@ -20,13 +20,14 @@ from rich.console import Console
 
 from benchmarks.gpu_path.fakes import LAYOUTS as FAKED
 from benchmarks.gpu_path.fakes import STEPS, Faked, faked
+from benchmarks.gpu_path.kernels import Compiled, compiled, interpreted
 from benchmarks.gpu_path.orders import Orders, cases, check, sabotage
 from benchmarks.gpu_path.races import LAYOUTS, Found, trial
 from benchmarks.harness import JsonPath, finish, known, rich_table, tracked
 
 console = Console(highlight=False, markup=False, soft_wrap=True)
 app = typer.Typer(add_completion=False)
-PARTS = ("orders", "races", "fakes")
+PARTS = ("orders", "races", "fakes", "kernels")
 
 
 def orders(every: int, seeds: int) -> Orders:
@@ -67,6 +68,23 @@ def fakes(every: int) -> list[Faked]:
     return found
 
 
+def kernels() -> tuple[dict[str, float], list[Compiled]]:
+    """Triton's kernels, interpreted and compiled."""
+    errors, made = interpreted(), compiled()
+    worst = max(errors, key=lambda case: errors[case])
+    console.print(
+        f"{len(errors)} cases in Triton's interpreter: at most {errors[worst]:.2f} of ", end=""
+    )
+    console.print(f"the error that is allowed ({worst})")
+    rows = [["kernel", "capability", "registers", "stack bytes", "shared bytes"]]
+    rows += [
+        [m.kernel, *map(str, (m.capability, m.registers, m.stack_bytes, m.shared_bytes))]
+        for m in made
+    ]
+    console.print(rich_table(rows))
+    return errors, made
+
+
 def _tell(faults: Iterable[str], caught: dict[str, tuple[int, int]]) -> None:
     for text in faults:
         console.print(f"  {text}")
@@ -78,21 +96,24 @@ def _tell(faults: Iterable[str], caught: dict[str, tuple[int, int]]) -> None:
 
 @app.command()
 def main(
-    parts: Annotated[str, typer.Option(help="Of orders, races, fakes, with commas.")] = "",
+    parts: Annotated[str, typer.Option(help="Of orders, races, fakes, kernels, with commas.")] = "",
     every: Annotated[int, typer.Option(help="One of so many plans and layouts.", min=1)] = 1,
     seeds: Annotated[int, typer.Option(help="Sabotages of each kind of order.", min=1)] = 20,
     json_path: JsonPath = None,
 ) -> None:
-    """Orders of calls on communicators, races of streams, and devices of tensors."""
+    """Orders of calls on communicators, races of streams, devices of tensors, and kernels."""
     start_s = time.perf_counter()
     chosen = known(parts, PARTS, "--parts")
     ordered = orders(every, seeds) if "orders" in chosen else None
     raced = races(every) if "races" in chosen else []
     run_on_fakes = fakes(every) if "fakes" in chosen else []
+    errors, made = kernels() if "kernels" in chosen else ({}, [])
     passed = ordered is None or ordered.passed
+    passed &= all(error <= 1.0 for error in errors.values()) and not any(m.spills for m in made)
     passed &= all(not f.faults and all(f.caught.values()) for f in raced)
     passed &= not any(f.faults for f in run_on_fakes)
-    figures = {"orders": ordered, "races": raced, "fakes": run_on_fakes}
+    figures = {"orders": ordered, "races": raced, "fakes": run_on_fakes,
+               "interpreted": errors, "compiled": made}  # fmt: skip
     text = f"{time.perf_counter() - start_s:.0f} s"
     finish(console, passed, text, json_path=json_path, figures=figures)
 
