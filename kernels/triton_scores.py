@@ -3,7 +3,6 @@
 What `merakc.kernels.scores` does with a block in plain ops, sums in float32, without a copy of the
 block in float32. To be imported where there is Triton, which reads the annotations of kernels.
 """
-# ruff: noqa: ANN001, ANN201
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 
 from collections.abc import Sequence
@@ -17,7 +16,15 @@ WARPS = 8
 
 
 @triton.jit
-def summed(scores, labels, total, picked, first, wide: tl.constexpr, COLUMNS: tl.constexpr):
+def summed(
+    scores: tl.tensor,
+    labels: tl.tensor,
+    total: tl.tensor,
+    picked: tl.tensor,
+    first: tl.tensor,
+    wide: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     """One row of a block into its running logsumexp, and the score of its label."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * wide
@@ -43,8 +50,15 @@ def summed(scores, labels, total, picked, first, wide: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def gradients(
-    scores, labels, total, of_total, of_picked, first, wide: tl.constexpr, COLUMNS: tl.constexpr
-):
+    scores: tl.tensor,
+    labels: tl.tensor,
+    total: tl.tensor,
+    of_total: tl.tensor,
+    of_picked: tl.tensor,
+    first: tl.tensor,
+    wide: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
     """One row of a block, whose scores become their gradients."""
     row = tl.program_id(0).to(tl.int64)
     scores += row * wide

@@ -119,12 +119,17 @@ def _unscaled(gradients: Iterable[torch.Tensor], factor: float) -> torch.Tensor 
 def _unscale(tensors: list[torch.Tensor], bad: torch.Tensor, factor: float) -> None:
     """Multiplies tensors of one kind; `bad` becomes 1 where one has a number that is not finite."""
     if tensors[0].is_cuda and tensors[0].dtype is torch.bfloat16:  # for which torch has no kernel
-        if factor != 1.0:
-            torch._foreach_mul_(tensors, factor)
-        largest = torch.stack(torch._foreach_norm(tensors, math.inf))
-        bad.masked_fill_(largest.isfinite().all().logical_not(), 1.0)
+        _unscale_by_norms(tensors, bad, factor)
         return
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, bad, _float32(factor, bad.device))
+
+
+def _unscale_by_norms(tensors: list[torch.Tensor], bad: torch.Tensor, factor: float) -> None:
+    """The same in passes of their own."""
+    if factor != 1.0:
+        torch._foreach_mul_(tensors, factor)
+    largest = torch.stack(torch._foreach_norm(tensors, math.inf))
+    bad.masked_fill_(largest.isfinite().all().logical_not(), 1.0)
 
 
 def _float32(number: float, device: torch.device) -> torch.Tensor:

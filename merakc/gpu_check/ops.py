@@ -52,13 +52,14 @@ def attention_errors(
         seen = seen.to(device)
     scale = d**-0.5
     out, logsumexp = torch.ops.merakc.attention(q, k, v, seen, causal, scale)
-    grads = torch.ops.merakc.attention_backward(grad, q, k, v, out, logsumexp, seen, causal, scale)
+    made = q, k, v, out, logsumexp
+    grads = torch.ops.merakc.attention_backward(grad, *made, seen, causal, scale)
     wide_q, wide_k, wide_v = (x.double() for x in (q, k, v))
     if seen is not None and seen.is_floating_point():
         seen = seen.double()
     exact = reference(wide_q, wide_k, wide_v, seen, causal, scale)
     exact_grads = reference_backward(
-        grad.double(), wide_q, wide_k, wide_v, *exact, seen, causal, scale
+        grad.double(), wide_q, wide_k, wide_v, *exact, mask=seen, causal=causal, scale=scale
     )
     pairs = zip(("out", "dq", "dk", "dv"), (out, *grads), (exact[0], *exact_grads), strict=True)
     least = grad.double().norm() / 100  # of one that is zero in theory
@@ -99,10 +100,11 @@ def scores_errors(
     def both(*given: Tensor | None) -> list[Tensor]:
         x, w, b, of_total, of_picked = given
         ops = torch.ops.merakc
-        made = ops.scores(x, w, b, labels, 0, c, -100, False)
+        made = ops.scores(x, w, b, labels, start=0, vocab=c, ignored=-100, onednn=False)
         grads = ops.scores_backward(
-            of_total, of_picked, x, w, b, labels, made[0], 0, False, True, True, bias
-        )
+            of_total, of_picked, x, w, b, labels, total=made[0], start=0, onednn=False,
+            wanted_w=True, wanted_x=True, wanted_bias=bias,
+        )  # fmt: skip
         return [*made, *grads]
 
     ours = both(x, w, b, of_total, of_picked)

@@ -295,9 +295,8 @@ class Steps:
     def around(self, step: CompiledStep, gradients: Tensors) -> None:
         """What a step does before and after its Program, on values of no meaning; collective."""
         self.settings.changed()
-        wanted = [*step.brought[InputKind.BATCH]]
-        if step.lowered.loss.known is not None:
-            wanted += step.lowered.loss.known.part.inputs
+        known = step.lowered.loss.known
+        wanted = (*step.brought[InputKind.BATCH], *(known.part.inputs if known is not None else ()))
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
         with suppress(*ON_ZEROS):
             self._brought(step, [batch] * step.layout.micro_batches)

@@ -11,6 +11,7 @@ from merakc.runtime.loss_scale import (
     GROWTH_INTERVAL,
     LEAST_SCALE,
     LossScale,
+    _unscale_by_norms,
     check_on_nonfinite,
     loss_scale_for,
 )
@@ -62,6 +63,18 @@ def test_every_dtype_and_kind_is_seen_beside_others(dtype: torch.dtype, value: f
     bad[32, 1] = value
     with pytest.warns(MerakWarning):
         assert not finite(scale, d=bad, **good)
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("factor", [1.0, 0.5])
+def test_norms_tell_what_torchs_kernel_does(value: float, factor: float) -> None:
+    tensors = [torch.ones(3, dtype=torch.bfloat16), torch.full((2, 2), value).bfloat16()]
+    other, (bad, wanted) = [t.clone() for t in tensors], (torch.zeros(1) for _ in range(2))
+    _unscale_by_norms(tensors, bad, factor)
+    torch._amp_foreach_non_finite_check_and_unscale_(other, wanted, torch.tensor([factor]))
+    assert torch.equal(bad, wanted)
+    for one, two in zip(tensors, other, strict=True):
+        assert torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
 def test_a_nan_is_warned_of_where_no_smaller_scale_can_help() -> None:

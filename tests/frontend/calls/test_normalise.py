@@ -156,3 +156,15 @@ def test_views_of_whole_tensors_are_reshapes() -> None:
 def test_the_ops_named_exist(op: str) -> None:
     found = resolve_op(op)
     assert not decomposes(found)
+
+
+def test_no_device_is_in_a_graph() -> None:
+    class Moves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            here = x.to(torch.device("cpu"), torch.float32).to("cpu")
+            return here + torch.zeros(3, device=x.device) + torch.zeros_like(x, device="cpu")
+
+    graph = check(Moves(), torch.randn(2, 3, dtype=torch.float64), relative=1e-6).graph
+    for node in graph.nodes:
+        given = (*node.args, *(value for _, value in node.kwargs))
+        assert not any(isinstance(value, torch.device) for value in given), node
