@@ -147,6 +147,8 @@ class Mirror(nn.Module):
         """Takes whole tensors, or the parts that this rank has."""
         given = dict(state_dict)
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
+            if name in self._non_persistent_buffers_set:
+                continue
             if tensor in elsewhere:
                 given[prefix + name] = tensor  # there is nothing to load
             elif tensor is not None and isinstance(given.get(prefix + name), torch.Tensor):
@@ -159,12 +161,6 @@ class Mirror(nn.Module):
         source = self.__dict__.get("_source")
         if source is not None and _has_setting(source, name):
             return vars(source)[name]
-        if source is not None and name not in self._buffers and name in source._buffers:
-            raise AttributeError(
-                f"{type(self).__name__}.{name} is a buffer that other pipeline ranks hold: "
-                "model.load_state_dict({...}, strict=False) on all ranks sets it, "
-                "model.full_state_dict() gathers it"
-            )
         try:
             return nn.Module.__getattr__(self, name)
         except AttributeError:

@@ -24,7 +24,7 @@ from merakc.runtime.part import TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
 from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
-from merakc.train.parameters.places import elsewhere
+from merakc.train.parameters.places import absent, elsewhere
 from merakc.train.parameters.shares import Share, called, share_of
 from merakc.train.parameters.stepping import is_stepping, watch_optimizers
 
@@ -135,21 +135,22 @@ def follow(parameters: Mapping[str, torch.Tensor], owners: Owners) -> None:
 def told_buffers(
     state: Mapping[str, torch.Tensor], placements: Mapping[str, Placement], groups: Groups
 ) -> dict[str, Elements]:
-    """The buffers of which this rank has parts, in the same memory, as what says so."""
-    held = {n: p for n, p in placements.items() if not p.is_parameter and n in state}
-    parts = {n: t for n in held if place_of(t := state[n]) is not None}
-    if not parts:
-        return {}
-    device = next(iter(parts.values())).device
-    owners = Owners(
-        {n: replace(p, is_parameter=True) for n, p in held.items()}, groups, None, device
-    )
+    """The buffers of which ranks have parts, or some, in the same memory, as what says so."""
+    every = {n: replace(p, is_parameter=True) for n, p in placements.items() if not p.is_parameter}
+    owners = Owners(every, groups, None, groups.device)
     found = {}
-    for name, tensor in parts.items():
-        place, shape = place_of(tensor), tuple(held[name].layout.shape)
-        source = Source(name, owners, shape, tuple(tensor.shape), True, place)
-        found[name] = made = _of(source, tensor.detach())
-        places[made] = place
+    for name, where in every.items():
+        own, shape = state.get(name), tuple(where.layout.shape)
+        place = None if own is None else place_of(own)
+        if place is None and groups.mesh.pp == 1:
+            continue
+        tensor = absent(where, groups.device) if own is None else own.detach()
+        is_part = own is None or place is not None
+        source = Source(name, owners, shape, tuple(tensor.shape), is_part, place)
+        found[name] = made = _of(source, tensor)
+        if is_part:
+            kept = elsewhere if own is None else places
+            kept[made] = shape if own is None else place
     return found
 
 

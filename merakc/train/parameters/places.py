@@ -41,7 +41,7 @@ def register_places(
         places[tensor] = Place(name, layout, tp, tp_rank, start, stop, writes)
 
 
-# Empty stand-ins of others' parameters, and the shapes of these.
+# Empty stand-ins of others' parameters and buffers, and the shapes of these.
 elsewhere: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -49,11 +49,15 @@ def stand_in(place: Placement, device: torch.device) -> nn.Parameter:
     """An empty parameter for one that other pipeline ranks hold: names, groups of optimizers and
     calls are the same on all ranks then. Of as many dims, by which people group parameters.
     """
-    shape = place.layout.shape
-    empty = torch.empty((0,) * max(1, len(shape)), dtype=place.dtype, device=device)
-    made = nn.Parameter(empty, requires_grad=place.requires_grad)
-    elsewhere[made] = shape
+    made = nn.Parameter(absent(place, device), requires_grad=place.requires_grad)
+    elsewhere[made] = place.layout.shape
     return made
+
+
+def absent(place: Placement, device: torch.device) -> torch.Tensor:
+    """Nothing, in the place of a tensor that other pipeline ranks hold."""
+    dims = max(1, len(place.layout.shape))
+    return torch.empty((0,) * dims, dtype=place.dtype, device=device)
 
 
 def check_given(

@@ -216,6 +216,72 @@ def buffers() -> tuple[int, float, list[str]]:
     return plain(scale).numel(), float(scale.norm() + scale.max()), told
 
 
+class Marked(nn.Module):
+    """Buffers on every stage: of norms, single numbers, one that several stages read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)
+        )
+        for k, block in enumerate(self.blocks):
+            block.register_buffer("mark", torch.tensor(k + 1.0))
+        self.register_buffer("scale", torch.linspace(0.5, 2, 6))
+        self.register_buffer("loose", torch.full((3,), -9.0), persistent=False)
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """A loss."""
+        for block in self.blocks:
+            x = x + torch.tanh(block(x * self.scale)) * block.mark
+        return x.square().mean()
+
+
+def of_buffers(model: nn.Module) -> list[float]:
+    """What users ask of all buffers, and of some."""
+    every, norms = [*model.buffers()], [block[1] for block in model.blocks]  # type: ignore[index,union-attr]
+    return [
+        len(every), sum(b.numel() for b in every), float(sum(b.double().sum() for b in every)),
+        max(float(b.abs().max()) for b in every), *(float(n.running_mean.norm()) for n in norms),
+    ]  # fmt: skip
+
+
+def on_stages(options: dict[str, Any]) -> tuple[list[float], list[float], float, list[str]]:
+    torch.manual_seed(0)
+    given = batch(0, 1)
+    model = merakc.auto_parallel(Marked(), given, micro_batches=1, cluster=NOMINAL_CPU, **options)
+    model(given).backward()
+    first = of_buffers(model)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.mark.mul_(2)
+    model.load_state_dict(model.state_dict())
+    told = []
+    for read in (lambda: model.blocks[0].mark.item(), lambda: model.blocks[3].mark.item()):
+        try:
+            told.append(str(read()))
+        except ConfigError as error:
+            told.append(str(error))
+    return first, of_buffers(model), model(given).item(), told
+
+
+@pytest.mark.parametrize("options", [{"pp": 2, "tp": 1}, {"pp": 2, "tp": 2}], ids=str)
+def test_buffers_of_other_stages_are_counted(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain_model, given = Marked(), batch(0, 1)
+    plain_model(given).backward()
+    first = of_buffers(plain_model)
+    for block in plain_model.blocks:
+        block.mark.mul_(2)
+    wanted = [first, of_buffers(plain_model), plain_model(given).item()]
+    for rank, (*found, told) in enumerate(run_ranks(2 * options["tp"], on_stages, options)):
+        for one, other in zip(found, wanted, strict=True):
+            assert one == pytest.approx(other, rel=1e-12)
+        held = rank // options["tp"]
+        assert told[held] == ("8.0" if held else "2.0")
+        assert "of which this rank holds 0 of 1 elements" in told[1 - held]
+
+
 def test_buffers_speak_for_the_whole() -> None:
     wanted = Scaled().get_buffer("scale")
     for held, number, told in run_ranks(2, buffers):
