@@ -38,6 +38,7 @@ from merakc.planner.offers import (
     Case,
     Offer,
     distinctions,
+    keeps,
     neighbours,
     write_csv,
 )
@@ -116,7 +117,7 @@ def budget(
     if as_json:
         Terminal().print_json(json.dumps(rows))
     else:
-        Terminal().print(offers_table(made, goals))
+        Terminal().print(offers_table(made, goals, mfu))
     tell_of_others(progress, found, len(cases))
     if not any(offer.made[1].fits for offer in made):
         raise typer.Exit(NO)
@@ -177,11 +178,16 @@ def _numbers(option: str, text: str) -> list[int]:
     return found
 
 
-def offers_table(offers: Sequence[Offer], goals: dict[str, Goal]) -> Group:
+def offers_table(
+    offers: Sequence[Offer], goals: dict[str, Goal], mfu: float | None = None
+) -> Group:
     """A row for each offer, then what is the same in all, and which are best; CSV and JSON hold
-    more.
+    more. Rows that miss the `mfu` that was asked for say so.
     """
     rows = [_cells(offer, goals[offer.case.machines]) for offer in offers]
+    for row, offer in zip(rows, offers, strict=True):
+        if mfu is not None and not keeps(offer, mfu):
+            row["MFU"] += ": MISSED"
     same = {
         name: rows[0][name]
         for name in VARIED

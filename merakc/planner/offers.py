@@ -133,7 +133,7 @@ class Offers:
             self.place = f"{number} of {len(cases)}: "
             try:
                 offer = self.of(case) if case.ranks else self.fewest(case)
-                found.append(offer if mfu is None else self.keeping_mfu(offer.case, mfu))
+                found.append(offer if mfu is None else self.keeping_mfu(offer, mfu))
             except KeyboardInterrupt:
                 if not found:
                     raise
@@ -155,23 +155,23 @@ class Offers:
         fewer = (self._fitting(replace(case, ranks=n)) for n in self._between(case, count))
         return next((one for one in fewer if one is not None), offer)
 
-    def keeping_mfu(self, case: Case, mfu: float) -> Offer:
-        """The offer of the smallest batch that keeps a model FLOPs utilization, of the case's
+    def keeping_mfu(self, offer: Offer, mfu: float) -> Offer:
+        """The offer of the smallest batch that keeps a model FLOPs utilization, of an offer's
         doubled and halved; of the largest that was tried where none does.
         """
-        offer = self.of(case)
-        if not _keeps(offer, mfu):
+        case = offer.case
+        if not keeps(offer, mfu):
             for k in range(1, DOUBLINGS + 1):
                 larger = self.of(replace(case, batch_size=case.batch_size << k))
                 if larger.verdict is None:
                     return offer
                 offer = larger
-                if _keeps(offer, mfu):
+                if keeps(offer, mfu):
                     return offer
             return offer
         while offer.case.batch_size % 2 == 0:
             smaller = self.of(replace(case, batch_size=offer.case.batch_size // 2))
-            if not _keeps(smaller, mfu):
+            if not keeps(smaller, mfu):
                 return offer
             offer = smaller
         return offer
@@ -228,7 +228,8 @@ class Offers:
         yield from range(half + step, ranks, step)
 
 
-def _keeps(offer: Offer, mfu: float) -> bool:
+def keeps(offer: Offer, mfu: float) -> bool:
+    """Whether an offer fits, and reaches a model FLOPs utilization."""
     found = offer.verdict
     return found is not None and found.fits and found.mfu >= mfu
 

@@ -48,6 +48,8 @@ def test_the_fewest_devices_and_what_lies_near_degrees() -> None:
     assert [row["tp"] for row in rows] == [2, 1, 4]
     (kept,) = json.loads(run("--ranks", "1", "--mfu", "1e-9", "--json"))
     assert kept["batch_size"] == 1
+    assert "%: MISSED" not in run("--ranks", "1", "--mfu", "1e-9")
+    assert "%: MISSED" in run("--ranks", "1", "--mfu", "0.999")
 
 
 def test_ctrl_c_shows_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,11 @@ def test_the_smallest_batch_that_keeps_a_share_of_the_flops() -> None:
     some = Known(lambda _: load_source("tests.small_source:small"), Request(0, 0), at)
     some.least = 1
     for first in (8, 32, 128):
-        assert some.keeping_mfu(Case("h100", 2, first), 0.5).case.batch_size == 32
-    assert some.keeping_mfu(Case("h100", 2, 7), 0.1).case.batch_size == 7  # not halved
-    assert some.keeping_mfu(Case("h100", 2, 1), 0.9999999).case.batch_size == 1 << DOUBLINGS
+        assert some.keeping_mfu(some.of(Case("h100", 2, first)), 0.5).case.batch_size == 32
+    assert some.keeping_mfu(some.of(Case("h100", 2, 7)), 0.1).case.batch_size == 7  # not halved
+    assert (
+        some.keeping_mfu(some.of(Case("h100", 2, 1)), 0.9999999).case.batch_size == 1 << DOUBLINGS
+    )
 
 
 def test_neighbours_and_what_is_best() -> None:
