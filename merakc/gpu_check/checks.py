@@ -22,7 +22,7 @@ from merakc.gpu_check.models import MODELS
 from merakc.gpu_check.ops import check_attention, check_scores
 
 Room = Literal["kernels", "equality", "speed"]
-# Where nothing tells a GPU from a CPU, layouts of one rank are enough of each model.
+# What changes which calls run in one process, and layouts of several ranks; each of one model.
 OPTIONS: dict[str, dict[str, Any]] = {
     "four micro-batches": {"micro_batches": 4},
     "all recomputed": {"recompute": "full"},

@@ -67,15 +67,11 @@ def run_all(checks: Sequence[Check], at_once: int | None = None) -> Iterator[Fou
     running: list[_Running] = []
     with tempfile.TemporaryDirectory(prefix="merakc-gpu-check-") as place:
         try:
-            count = 0
             while left or timed or running:
-                alone = not left
-                while (left or timed) and len(running) < (1 if alone else at_once):
-                    folder = Path(place) / str(count)
-                    folder.mkdir()
+                if (left or timed) and len(running) < (at_once if left else 1):
+                    folder = Path(tempfile.mkdtemp(dir=place))
                     running.append(_Running((left or timed).pop(0), folder))
-                    count += 1
-                    alone = not left
+                    continue
                 time.sleep(LOOK_S)
                 for one in [*running]:
                     if (found := one.ended()) is not None:

@@ -45,6 +45,10 @@ class HostWork(dist.Work):
         return bool(self.work.is_completed())
 
 
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(values) if isinstance(x, torch.Tensor)]
+
+
 def is_away(tensor: torch.Tensor) -> bool:
     """Whether a tensor is on a device."""
     return tensor.is_cuda
@@ -52,25 +56,13 @@ def is_away(tensor: torch.Tensor) -> bool:
 
 def _on_copies(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(group: dist.ProcessGroup, *args: Any, **more: Any) -> Any:
-        back: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-        def copied(x: Any, writes: bool) -> Any:
-            if not isinstance(x, torch.Tensor) or not is_away(x):
-                return x
-            host = x.to("cpu", copy=True)  # behind what the current stream has been given
-            if writes:
-                back.append((x, host))
-            return host
-
-        given = [
-            pytree.tree_map(lambda x, w=name in BOTH or (name in INTO and not k): copied(x, w), arg)
-            for k, arg in enumerate(args)
-        ]
-        if all(new is old for new, old in zip(
-            pytree.tree_leaves(given), pytree.tree_leaves(args), strict=True
-        )):  # fmt: skip
+        if not any(map(is_away, _tensors(args))):
             return real(group, *args, **more)
-        return HostWork(real(group, *given, **more), back)
+        # Behind what the current stream has been given.
+        hosts = {id(x): x.to("cpu", copy=True) for x in _tensors(args)}
+        given = pytree.tree_map_only(torch.Tensor, lambda x: hosts[id(x)], args)
+        written = _tensors(args if name in BOTH else args[:1] if name in INTO else ())
+        return HostWork(real(group, *given, **more), [(x, hosts[id(x)]) for x in written])
 
     return call
 
