@@ -1,5 +1,5 @@
 """What every test runs under: one thread of torch, the same hypothesis examples every time, and
-every pass verified, no GPU; and what modules and a first model cost paid once, not by every process.
+every pass verified, no GPU; and what modules and a first model cost paid once, not by each process.
 """
 
 from __future__ import annotations
