@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import groupby
 from typing import Any, cast
 
@@ -175,6 +176,22 @@ def _takes_any_number(function: Any) -> bool:
     return code is not None and bool(code.co_flags & inspect.CO_VARARGS)
 
 
+def _is_traced(node: Node) -> bool:
+    specs = [spec for spec in node.outputs if spec is not None]
+    return node.op in TRACED and (specs[0].dtype != torch.float64 or traces_doubles())
+
+
+@cache
+def traces_doubles() -> bool:
+    """Whether torch says of its attention of float64 what the kernel gives: 2.11 calls the sums of
+    exponentials float32, and the code generator would read them so.
+    """
+    rows = torch.empty(1, 1, 1, 8, dtype=torch.float64, device="meta")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    said: torch.Tensor = attention(rows, rows, rows)[1]
+    return said.dtype == torch.float64
+
+
 def to_fx(graph: Graph, device: torch.device) -> fx.GraphModule:
     """The graph as a module of torch.fx: inputs by position, outputs as a list."""
     made = fx.Graph()
@@ -189,7 +206,7 @@ def to_fx(graph: Graph, device: torch.device) -> fx.GraphModule:
         kwargs = {k: value(v) for k, v in node.kwargs}
         if makes_tensor(node.op):
             kwargs["device"] = device
-        function = DIRECT[node.op] if node.op in TRACED else resolve_op(node.op)
+        function = DIRECT[node.op] if _is_traced(node) else resolve_op(node.op)
         call = made.call_function(function, tuple(map(value, node.args)), kwargs)
         several = len(node.outputs) > 1 or returns_list(node.op)
         for k in range(len(node.outputs)):

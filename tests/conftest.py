@@ -1,5 +1,5 @@
 """What every test runs under: one thread of torch, the same hypothesis examples every time, and
-every pass verified; and what modules and a first model cost paid once, not by every process.
+every pass verified, no GPU; and what modules and a first model cost paid once, not by each process.
 """
 
 from __future__ import annotations
@@ -17,6 +17,11 @@ import torch
 hypothesis.settings.register_profile("merakc", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("merakc")
 torch.set_num_threads(1)
+# Tests fork ranks after backwards, which torch allows where its first backward sees no GPU: neither
+# a real one, nor the one that fake tensors pretend in a build for CUDA. Those that need a GPU run
+# with CUDA_VISIBLE_DEVICES=0.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
 os.environ["MERAKC_CHECK"] = "1"  # read when merakc.passes.running is imported, here and by ranks
 # Containers often forbid bytecode: each process that a test starts would compile torch and
 # merakc anew.

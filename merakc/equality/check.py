@@ -15,7 +15,13 @@ from torch import nn
 from merakc.batches.split import call_arguments
 from merakc.equality.compare import KINDS, Difference, Reference, worst_differences
 from merakc.equality.lower import lost, lower_strategy, replicas
-from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.equality.ranks import (
+    RankError,
+    RankTimeoutError,
+    check_forks,
+    in_child,
+    run_ranks,
+)
 from merakc.equality.references import yardstick
 from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink
@@ -105,12 +111,13 @@ def check_plan(
     """Trains a model of the source's structure by the plan on local ranks, and compares.
 
     `train` is what each rank does. Raises `PlanError` for a plan of another model, `ConfigError`
-    for a model that is too large and cannot be made smaller, and what the plan's decisions raise
-    where no smaller model allows them.
+    for a model that is too large and cannot be made smaller, or in a process whose forks cannot
+    train, and what the plan's decisions raise where no smaller model allows them.
     """
     start_s = time.perf_counter()
+    check_forks()
     progress(f"recording {source.name}")
-    check_source(plan, source)
+    in_child(check_source, plan, source)
     strategy = lower_strategy(plan, ranks)
     dp_alone = replicas(plan, strategy, ranks)
     found, lowered = _small_source(plan, source, strategy, progress)
@@ -150,7 +157,7 @@ def _compare(
     results, failed = _on_ranks(case.plan.mesh.world_size, train, case, timeout_s)
     if failed:
         return {}, "", failed
-    reference = yardstick(case)
+    reference = in_child(yardstick, case)
     progress(f"training in {reference.what}")
     plain, failed = _on_ranks(1, reference.train, case, timeout_s)
     if failed:
@@ -245,7 +252,7 @@ def _small_source(
         try:
             with drawn_model(small.source, 0) as model:
                 record = _recorder(small.source, model, plan, lifted, lift=True)
-                carry_plan(plan, lifted, record)
+                _carried(plan, lifted, record)
         except MerakError as error:
             refusal = refusal or error
             progress(f"trying a larger model: {error}")
@@ -264,13 +271,18 @@ def _case(plan: Plan, source: Source, model: nn.Module, strategy: Strategy, seed
     """The training of a drawn model; from the second step on, texts that can be padded are."""
     lift = strategy.precision in (None, DOUBLE)
     record = _recorder(source, model, plan, strategy, lift=lift)
-    lowered = carry_plan(plan, strategy, record)
+    carried = _carried(plan, strategy, record)
     parts = strategy.micro_batches * strategy.dp
     batches = tuple(
         drawn_batch(source, parts * strategy.samples, seed + 1 + k, parts=parts, padded=k > 0)
         for k in range(STEPS)
     )
-    return Case(model, lowered.plan, batches, lift)
+    return Case(model, carried, batches, lift)
+
+
+def _carried(plan: Plan, strategy: Strategy, record: Callable[[int], Recording]) -> Plan:
+    """A plan's decisions for what is recorded."""
+    return in_child(lambda: carry_plan(plan, strategy, record).plan)
 
 
 def _recorder(

@@ -26,10 +26,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from merakc.errors import ConfigError, MerakError
+
 T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LAST_WORDS_S = 1.0
+_CHILD_S = 3600.0  # what takes longer hangs
 
 
 class RankError(RuntimeError):
@@ -97,6 +100,35 @@ def run_ranks(
                 connection.close()
 
 
+def in_child(function: Callable[..., T], *args: Any) -> T:
+    """What `function(*args)` returns in a forked child, so that no thread of it is left here.
+
+    The result must be picklable. Raises the `MerakError` that it raises, `RankError` for others.
+    """
+    try:
+        return run_ranks(1, function, *args, timeout_s=_CHILD_S, backend="")[0]
+    except RankError as error:
+        if isinstance(error.__cause__, MerakError):
+            raise error.__cause__ from error
+        raise
+
+
+def check_forks() -> None:
+    """Raises `ConfigError` where no fork of this process can run a backward."""
+
+    def backward() -> None:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+
+    try:
+        in_child(backward)
+    except RankError as error:
+        raise ConfigError(
+            "this process has run a backward, or has opened a GPU, and torch runs none in ranks "
+            "that are forked from it; check the plan by merakc verify, or in a process that has "
+            f"not ({error.details.strip().splitlines()[-1]})"
+        ) from error
+
+
 @contextlib.contextmanager
 def _store_file() -> Iterator[str]:
     """The path of a file through which ranks meet; in memory, where it ends with the process."""
@@ -161,15 +193,16 @@ def _run_rank(
     """The whole life of a child. It never returns: `os._exit` skips the parent's exit handlers."""
     code = 0
     try:
-        _prepare(rank, world_size)
+        _prepare(rank, world_size if backend else 0)
         enter(rank)
-        dist.init_process_group(
-            backend,
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        if backend:
+            dist.init_process_group(
+                backend,
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
         message = pickle.dumps((time.monotonic(), True, function(*args)))
     except BaseException as error:
         code = 1
@@ -195,12 +228,15 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 
 def _prepare(rank: int, world_size: int) -> None:
-    """Sets up a freshly forked child, and lets it die with its parent."""
+    """Sets up a freshly forked child, and lets it die with its parent; it is no rank in a world of
+    size 0.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         # Where the host's name does not resolve, gloo finds no interface by itself.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    if world_size:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     gc.freeze()  # what is the parent's is in use: no search for garbage need walk through it
     # torch lets go of its code generator's processes in a fork, and not of its threads, which are

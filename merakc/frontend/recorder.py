@@ -77,6 +77,8 @@ LIFTED, DETACHED = "aten.lift_fresh.default", "aten.detach_.default"
 # Calls that only ask about a tensor.
 DEVICE = torch.ops.prim.device.default
 QUESTIONS = ("prim.device.default", "aten.is_same_size.default", "aten._has_compatible_shallow_")
+# A check of a tensor's shape and dtype, which holds when it is recorded.
+METADATA = "aten._assert_tensor_metadata.default"
 
 
 class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, HistoryRecorder):  # type: ignore[no-untyped-call]
@@ -295,6 +297,11 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             self._write(func, args, kwargs, targets)
             return out
         tensors = tensors_of((args, tuple(kwargs.values())))
+        if tensors and not func._schema.returns and name != METADATA:
+            raise self._untraceable(
+                f"{name} gives nothing back: a check of values, or something outside of the graph",
+                "check values by torch._assert_async, and return what is to be kept",
+            )
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         if isinstance(out, SYMBOLIC):
             self._name_symbols(out.node.expr, self._add(ITEM, (self._ref(args[0]),), {}, (None,)))

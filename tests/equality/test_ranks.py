@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
@@ -14,7 +16,14 @@ import torch.distributed as dist
 from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 
-from merakc.equality.ranks import RankError, RankTimeoutError, run_ranks
+from merakc.equality.ranks import (
+    RankError,
+    RankTimeoutError,
+    check_forks,
+    in_child,
+    run_ranks,
+)
+from merakc.errors import ConfigError
 
 
 def _sum_of_ranks(scale: float) -> tuple[int, str, int, torch.Tensor]:
@@ -45,6 +54,56 @@ def test_results_come_in_the_order_of_ranks() -> None:
     assert [r[:3] for r in results] == [(0, "0", 1), (1, "1", 1), (2, "2", 1)]
     for result in results:
         assert torch.equal(result[3], torch.full((3,), 6.0))
+
+
+def test_a_child_is_no_rank_and_its_errors_are_its_callers() -> None:
+    """But for its result, nothing of what it does is left."""
+
+    def child() -> tuple[bool, str, int]:
+        os.environ["MERAKC_TEST_CHILD"] = "1"
+        return dist.is_initialized(), os.environ.get("RANK", "none"), os.getpid()
+
+    initialized, rank, process = in_child(child)
+    assert (initialized, rank) == (False, os.environ.get("RANK", "none"))
+    assert process != os.getpid()
+    assert "MERAKC_TEST_CHILD" not in os.environ
+
+    def refuses(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(ConfigError, match="as it is"):
+        in_child(refuses, ConfigError("as it is"))
+    with pytest.raises(RankError, match="other"):
+        in_child(refuses, ValueError("other"))
+
+
+def test_a_process_whose_forks_run_no_backward_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_forks()
+
+    def in_a_fork(*_: object) -> None:
+        raise RuntimeError("Unable to handle autograd's threading")
+
+    monkeypatch.setattr(torch.Tensor, "backward", in_a_fork)
+    with pytest.raises(ConfigError, match=r"merakc verify.*autograd's threading"):
+        check_forks()
+
+
+FRESH = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from merakc.equality.ranks import check_forks, in_child
+
+def backward():
+    with FakeTensorMode():  # in a build for CUDA it pretends a GPU
+        torch.ones((), requires_grad=True).backward()
+
+in_child(backward)
+check_forks()
+"""
+
+
+def test_what_a_child_computes_does_not_keep_others_from_it() -> None:
+    subprocess.run([sys.executable, "-c", FRESH], check=True, timeout=120)
 
 
 def test_a_parent_that_has_computed_can_fork() -> None:

@@ -47,6 +47,9 @@ CHECKS: dict[str, tuple[Forward, bool]] = {
     "torch": (lambda s, x: torch._check_tensor_all(x < 3), True),
     "later": (lambda s, x: torch._assert_async((x < 3).all()), True),
     "of a class": (lambda s, x: torch.nn.functional.one_hot((x[:, 0] > 3).long(), 1), True),
+    "of all classes": (lambda s, x: torch.nn.functional.one_hot((x[:, 0] > 3).long()), True),
+    "of a matrix": (lambda s, x: torch.linalg.cholesky(x.T @ x), True),
+    "of an inverse": (lambda s, x: torch.linalg.inv(x.T @ x), True),
 }
 
 

@@ -182,6 +182,26 @@ def test_an_op_of_the_user_keeps_its_backward() -> None:
     check(Small(lambda s, x: double(s.layer(x)).square().sum(), layer=linear()), randn(4, 6))
 
 
+def test_an_op_of_the_user_that_gives_nothing_is_not_left_out() -> None:
+    @torch.library.custom_op("merakc_tests::small_enough", mutates_args=())
+    def small_enough(x: Tensor) -> None:
+        if x.abs().max() > 100:
+            raise ValueError
+
+    small_enough.register_fake(lambda x: None)
+
+    def forward(s: Any, x: Tensor) -> Any:
+        y = s.layer(x)
+        small_enough(y)
+        return y.square().sum()
+
+    with pytest.raises(RecordError, match=rf"{here(forward, 2)}.*small_enough.*gives nothing"):
+        recorded(forward, randn(4, 6), layer=linear())
+    inner = Small(forward, layer=linear())
+    graph = recorded(lambda s, x: s.inner(x) + 1, randn(4, 6), inner=inner)
+    assert ops(graph)[0] == "merakc.opaque.default"
+
+
 # ------------------------------------------------------------------ dropout
 
 

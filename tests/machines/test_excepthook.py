@@ -16,6 +16,7 @@ from merakc.machines.excepthook import WHOLE, shortened, show_errors_short
 
 SCRIPT = """
 import atexit, gc, os, signal, sys, time
+first = gc.get_freeze_count()  # Python 3.12 starts with some
 import torch
 import merakc
 
@@ -32,7 +33,8 @@ class Held:
         os.write(1, b"taken apart ")
 
 sys.modules["held"] = Held()
-atexit.register(lambda: print("said goodbye", "over garbage" if gc.get_freeze_count() else ""))
+over = lambda: "over garbage" if gc.get_freeze_count() > first else ""
+atexit.register(lambda: print("said goodbye", over()))
 given = {"tp": 3} if sys.argv[1] == "refused" else {}
 model = merakc.auto_parallel(Words(), {"x": torch.ones(2, 4)}, **given)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # may be ignored behind a shell's `&`

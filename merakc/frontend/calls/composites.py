@@ -15,6 +15,8 @@ def part_by_part(op: str, args: Sequence[Any]) -> Callable[..., Any] | None:
         return _mean_pool
     if op == "aten.cosine_similarity.default":
         return _cosine_similarity
+    if op in CHECKING:
+        return CHECKING[op]
     if op in RECURRENT and args[4] > 1 and args[5] > 0.0 and args[6]:
         return RECURRENT[op]
     return None
@@ -35,6 +37,34 @@ def _cosine_similarity(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) ->
         found.append(part / (norm + (norm.clamp_min(eps) - norm).detach()))
     out: Tensor = (found[0] * found[1]).sum(dim)
     return out
+
+
+# Checks of values that torch's own code of these ops leaves out on fake tensors: of `one_hot` in
+# torch 2.11, of matrices in all.
+
+
+def _one_hot(classes: Tensor, num_classes: int = -1) -> Tensor:
+    """`F.one_hot`, which looks at its classes in kernels alone."""
+    if classes.dtype != torch.int64:
+        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
+    torch._assert_async((classes >= 0).all())
+    if num_classes == -1:
+        num_classes = int(classes.max().item()) + 1
+    else:
+        torch._assert_async((classes < num_classes).all())
+    one = torch.arange(num_classes, device=classes.device)
+    return (classes.unsqueeze(-1) == one).to(torch.int64)
+
+
+def _matrices_are_fine(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
+    """What `torch.linalg` raises for a matrix without an inverse, or without a factor."""
+    torch._assert_async((info == 0).all())
+
+
+CHECKING: dict[str, Callable[..., Any]] = {
+    "aten.one_hot.default": _one_hot,
+    "aten._linalg_check_errors.default": _matrices_are_fine,
+}
 
 
 # torch's decompositions (2.13) of recurrent ops leave out the dropout between their layers.

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import array
 import enum
+import gc
 import hashlib
 import inspect
+import itertools
 import logging
 import random
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import count
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -29,6 +31,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from merakc.errors import RecordError
+
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size,
     enum.Enum, range, slice,
@@ -43,6 +47,8 @@ RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Gener
 CONTAINERS = (dict, list, tuple, set, deque)
 _BYTES = (bytearray, array.array)
 _ADVANCING = ("builtins", "itertools")  # where the iterators are that say where they stand
+# Iterators that hold another's, which says where they stand.
+_PASSING_ON = tuple(getattr(itertools, n) for n in ("pairwise", "batched") if hasattr(itertools, n))
 _CLOSED = (FunctionType, ModuleType, type, GenericAlias, Tensor, logging.Logger)
 _NO_CONTENT = (*PLAIN, *_CLOSED)
 # What names stand for that hold nothing: which of it a name stands for is another matter.
@@ -125,14 +131,29 @@ def _told(value: Any) -> Any:
     if isinstance(value, GeneratorType):
         place = value.gi_frame.f_lasti if value.gi_frame else None
         return f"{place} {describe(inspect.getgeneratorlocals(value))}"
-    if isinstance(value, count):
+    if isinstance(value, itertools.count):
         return repr(value)
     if isinstance(value, Iterator) and type(value).__module__ in _ADVANCING:
-        try:
-            return repr(describe(value.__reduce__()[1:]))
-        except TypeError:  # it does not say
-            return None
+        return _stand(value)
     return None
+
+
+def _stand(value: Iterator[Any]) -> str:
+    """Where an iterator of Python's stands.
+
+    Raises `RecordError` for one that does not say: it would give other values in each forward.
+    """
+    if type(value) in _PASSING_ON:
+        return repr(describe(gc.get_referents(value)))
+    try:
+        with warnings.catch_warnings():  # those of itertools say it until Python 3.14
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return repr(describe(value.__reduce__()[1:]))
+    except TypeError:
+        raise RecordError(
+            f"the model holds a {type(value).__name__}, and Python does not say where it stands; "
+            "hold a list and a number, or a generator function's iterator"
+        ) from None
 
 
 def slots(cls: type) -> list[str]:

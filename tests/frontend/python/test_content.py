@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from merakc.errors import RecordError
 from merakc.frontend.python.content import (
     MAX_ARRAY_BYTES,
     Names,
@@ -102,6 +103,7 @@ CASES: dict[str, Case] = {
     "a generator": (counting, next, False),
     "a count": (itertools.count, next, False),
     "a cycle": (lambda: itertools.cycle([1, 1]), next, False),
+    "pairs of neighbors": (lambda: itertools.pairwise([1, 1, 1]), next, False),
     "of a list": (lambda: iter([1, 1]), next, False),
     "of a range": (lambda: iter(range(9)), next, False),
     "pairs": (lambda: zip(range(9), range(9), strict=True), next, False),
@@ -120,6 +122,11 @@ def test_changes_are_seen(name: str) -> None:
     assert describe(thing) != told
     put_back(thing, before)
     assert (describe(thing) == told) is is_put_back
+
+
+def test_an_iterator_that_does_not_say_where_it_stands_is_refused() -> None:
+    with pytest.raises(RecordError, match="holds a memory_iterator, and Python does not say"):
+        content_of(iter(memoryview(b"x")))
 
 
 def test_containers_are_looked_into_at_any_depth_and_circles_end() -> None:
