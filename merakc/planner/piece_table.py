@@ -19,6 +19,7 @@ from merakc.lowering.lowered import TRAINING, with_heads
 from merakc.machines.cluster import Cluster, Device
 from merakc.passes.autodiff.shorten import shorten
 from merakc.passes.batches.recorded import BatchRecording, in_parts
+from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.scores import LEAST_BYTES, without_scores
 from merakc.passes.sharding.gather_products import gathers
 from merakc.passes.sharding.shard import shard
@@ -98,7 +99,8 @@ class PieceTable:
         self._splits.setdefault(form, sharding.splits(graph))
         # Both recordings have all scores at once, or neither: what others need is in proportion.
         least_bytes = LEAST_BYTES * samples / min(samples, SAMPLES[0])
-        local = without_scores(spmd_partition(graph, sharding, 0), least_bytes)
+        local = with_grouped_heads(spmd_partition(graph, sharding, 0))
+        local = without_scores(local, least_bytes)
         runs = PLAIN if len(counts) == 1 else -(-FEWEST // sum(counts))
         parts = part_runs(local, runs)
         assert len(parts) == len(counts), "blocks were lost where a graph was sharded"

@@ -33,7 +33,6 @@ from merakc.lowering.overlap import (
 from merakc.lowering.predict import planned_costs, predict
 from merakc.machines.cluster import NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import preset
-from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.overlap.async_collectives import least_share, stage_seconds
 from merakc.passes.overlap.collective_matmul import RowChunks, chunk_rows
 from merakc.passes.overlap.fused_products import FusedProducts, fuse_products
@@ -185,7 +184,7 @@ def test_a_batch_of_another_size_runs_whole_where_it_does_not_divide() -> None:
     lowered = replace(planned("llama", SLOW, 2), parts=())
     made = with_parts(lowered, lambda parts: recorded("llama", parts), samples=6)
     assert made.parts == ()
-    assert made.local(0, 0) == with_grouped_heads(lowered.stages.local[0])
+    assert made.local(0, 0) == lowered.stages.local[0]
 
 
 def test_predictions_take_what_is_hidden_off() -> None:

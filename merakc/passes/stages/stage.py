@@ -22,6 +22,7 @@ from merakc.ir.program import Transfer
 from merakc.ir.report import CutReport
 from merakc.ir.same import Same
 from merakc.machines.cluster import Cluster, Device
+from merakc.passes.forward.grouped_heads import with_grouped_heads
 from merakc.passes.forward.scores import without_scores
 from merakc.passes.sharding.layouts import Sharding
 from merakc.passes.sharding.spmd import spmd_partition
@@ -55,7 +56,7 @@ class Stages:
     def local(self) -> tuple[Graph, ...]:
         """The graph of each stage on tp rank 0, which holds no less than any other rank."""
         local = (spmd_partition(graph, self.sharding, 0) for graph in self.graphs)
-        return tuple(map(without_scores, local))
+        return tuple(without_scores(with_grouped_heads(graph)) for graph in local)
 
     def without_nodes(self, same: Same) -> Stages:
         """What goes in and out of the stages, with the `same` values as others have."""
