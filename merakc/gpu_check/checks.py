@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "compiled, all recomputed": {"compile": True, "recompute": "full", "dtype": "float32"},
     "float32": {"dtype": "float32"},
     "a bfloat16 model": {"dtype": "bfloat16"},
-    "bf16-mixed": {"precision": "bf16-mixed", "dtype": "float32"},
+    "bf16-mixed": {"model": "gpt2", "precision": "bf16-mixed", "dtype": "float32"},
     "fp16-mixed": {"precision": "fp16-mixed", "dtype": "float32"},
     "measured": {"cluster": None, "dtype": "float32"},
     "loss in blocks": {"whole_scores_bytes": 0, "dtype": "float32"},
@@ -84,7 +84,7 @@ def all_checks(device: str, gpus: int) -> Iterator[Check]:
     for name in MODELS:
         yield Check("equality", f"{name}: float64", "equality", {"model": name, "device": device})
     for name, options in OPTIONS.items():
-        given = {"model": "gpt2" if "bf16" in name else "llama", "device": device, **options}
+        given = {"model": "llama", "device": device, **options}
         yield Check("equality", f"{given['model']}: {name}", "equality", given)
     for name, ranks, options in LAYOUTS:
         where = f"{ranks} ranks" if device == "cpu" or gpus >= ranks else f"{ranks} ranks, one GPU"
@@ -132,8 +132,7 @@ def run(check: Check) -> Found:
     return Found(check.room, check.name, ok, text, time.perf_counter() - start_s, figures)
 
 
-if (
-    __name__ == "__main__"
-):  # of a process of its own: what to check, and where to write how it ended
+if __name__ == "__main__":
+    # A process of its own is given what to check, and where to write how it ended.
     asked = Check(**json.loads(sys.argv[1]))
     Path(sys.argv[2]).write_text(json.dumps(asdict(run(asked))), encoding="utf-8")
