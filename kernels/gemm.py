@@ -95,6 +95,7 @@ def add_mm(total: Tensor | None, is_there: bool, left: Tensor, right: Tensor) ->
             part.add_(product)
         else:
             part.copy_(product)
+        del product  # before the next is made
     return total
 
 

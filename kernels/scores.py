@@ -59,17 +59,19 @@ def has_triton() -> bool:
 
 
 def working_bytes(
-    shape: tuple[int, ...], classes: int, dtype: torch.dtype, *, backward: bool
+    shape: tuple[int, ...], classes: int, dtype: torch.dtype, *, backward: bool, onednn: bool
 ) -> int:
     """What the forward, or the backward, takes at once beside what it reads and gives, of rows of
-    this shape, [n, h].
+    this shape, [n, h]. Of products that are added oneDNN makes a part at a time.
     """
     rows, width = shape
     high, wide = _block(rows, classes, dtype)
     sums = _sum_dtype(dtype)
     narrow = 0 if dtype == sums else dtype.itemsize
     block_bytes = high * wide * (sums.itemsize + narrow)
-    return block_bytes + backward * high * width * (sums.itemsize + narrow)
+    sum_bytes = high * width * (sums.itemsize + narrow)
+    product_bytes = min(max(high, wide) * width * dtype.itemsize, gemm.BLOCK_BYTES)
+    return block_bytes + backward * (sum_bytes + onednn * product_bytes)
 
 
 class _Blocks:
@@ -82,7 +84,6 @@ class _Blocks:
         self.fused = _is_fused(x)
         self.high, self.wide = _block(len(x), len(w), x.dtype, fused=self.fused)
         self.linear = gemm.linear if onednn else F.linear
-        self.mm = gemm.mm if onednn else torch.mm
 
     def rows(self) -> Iterator[slice]:
         """The rows of blocks."""
@@ -178,10 +179,10 @@ def add_scores_backward(
             if wanted_bias:
                 found_bias[classes] += part.sum(0, dtype=dtype)
             narrow = part.to(x.dtype)
-            if wanted_x and dtype == x.dtype and not onednn:
-                sum_x.addmm_(narrow, w[classes])
+            if wanted_x and dtype == x.dtype:
+                _add(sum_x, True, narrow, w[classes], onednn)
             elif wanted_x:
-                sum_x += blocks.mm(narrow, w[classes])
+                sum_x += narrow @ w[classes]
             if wanted_w:
                 _add(sum_w[classes], is_there or rows.start > 0, narrow.t(), x[rows], onednn)
             del part, narrow

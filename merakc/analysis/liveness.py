@@ -51,7 +51,11 @@ def working_bytes(node: Node, specs: Mapping[Ref, TensorSpec]) -> int:
     if place is None:
         return 0
     x, weight = (specs[ref] for ref in node.args[place : place + 2])
-    return scores.working_bytes(x.shape, weight.shape[0], x.dtype, backward=place > 0)
+    asked = scores.ONEDNN_PLACES.get(node.op)
+    return scores.working_bytes(
+        x.shape, weight.shape[0], x.dtype,
+        backward=place > 0, onednn=asked is not None and node.args[asked],
+    )  # fmt: skip
 
 
 def live_bytes(

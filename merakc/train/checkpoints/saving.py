@@ -312,6 +312,15 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "merakc-save")
 
 
+def _forget() -> None:
+    """In a forked child, which has neither the thread nor the saves of its parent."""
+    _thread.cache_clear()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 

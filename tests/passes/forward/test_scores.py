@@ -15,6 +15,7 @@ from benchmarks.ranks import run_ranks
 from merakc.costs.work.flops import graph_flops, node_flops
 from merakc.costs.work.kernels import graph_work, node_kernels
 from merakc.frontend.record import record
+from merakc.kernels import gemm
 from merakc.kernels import scores as kernel
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.forward import scores
@@ -147,7 +148,9 @@ def peaks() -> tuple[int, int]:
     return run.plan_file.prediction.peak_bytes[0], peak_live_bytes(run, optimizer, step)
 
 
-def test_memory_is_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("onednn", [False, True])
+def test_memory_is_as_predicted(monkeypatch: pytest.MonkeyPatch, onednn: bool) -> None:
+    monkeypatch.setattr(gemm, "is_faster", lambda: onednn)
     whole, _ = peaks()
     monkeypatch.setattr(scores, "LEAST_BYTES", 0)
     monkeypatch.setattr(kernel, "BLOCK_BYTES", 1 << 20)

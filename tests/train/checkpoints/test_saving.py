@@ -241,3 +241,15 @@ def unlike(folder: Path) -> None:
 def test_ranks_save_the_same_and_in_the_process_group_that_is_there(tmp_path: Path) -> None:
     run_ranks(2, partial(unlike, tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["store"]
+
+
+def test_a_forked_process_saves_beside_what_it_does_as_its_parent_did(tmp_path: Path) -> None:
+    """It has neither the thread of its parent's saves, nor anything to wait for."""
+    model = nn.Linear(2, 2)
+    merakc.save(tmp_path / "parent", model, wait=False).wait(60)
+
+    def run() -> list[str]:
+        saved = [merakc.save(tmp_path / name, model, wait=False).wait(60) for name in "ab"]
+        return [path.name for path in saved]
+
+    assert run_ranks(1, run, backend="") == [["a", "b"]]
