@@ -53,6 +53,10 @@ SHARES = (0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 # than half of the effort, but so many of them at least, which are also improved.
 MAX_FULL = 16
 FINALISTS = 4
+# What is at the lower bound is not searched on, but for rounding.
+AT_BOUND = 1 + 1e-9
+# The share of its effort that a search goes on for without finding anything shorter.
+STALE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,11 @@ def generate(
     found: list[Found] = []
     searches = []
     for pipeline in pipelines:
-        found += known_schedules(pipeline, capacity_bytes, split)
+        known = [*known_schedules(pipeline, capacity_bytes, split)]
+        found += known
         search = _Search(pipeline, capacity_bytes, split and can_split(pipeline.costs))
+        if search.short is pipeline:
+            search.best_s = min((one.makespan_s for one in known), default=inf)
         search.look_around(effort / 2 / len(pipelines))
         searches.append(search)
     # The other half of the effort goes where it is most likely to pay.
@@ -166,26 +173,30 @@ class _Search:
     capacity_bytes: Sequence[float]
     split: bool
     effort: float = 0.0  # works that may still be scheduled
+    best_s: float = inf  # the shortest makespan so far
     tried: dict[Choice, float] = field(default_factory=dict)
     short: Pipeline = field(init=False)  # with as many micro-batches as choices are tried on
+    bound_s: float = field(init=False)  # of its makespan
 
     def __post_init__(self) -> None:
         p = self.pipeline
         m = min(p.micro_batches, p.ranks + STEADY_MICRO_BATCHES)
         # Where all micro-batches are alive at once, fewer say nothing of the memory.
-        self.short = replace(p, micro_batches=m) if p.head_s is None else p
+        is_short = m < p.micro_batches and p.head_s is None
+        self.short = replace(p, micro_batches=m) if is_short else p
+        self.bound_s = lower_bound_s(self.short, self.capacity_bytes)
 
     @property
-    def best_s(self) -> float:
-        """The shortest makespan so far."""
-        return min(self.tried.values(), default=inf)
+    def ended(self) -> bool:
+        """Whether the effort is spent, or nothing shorter can be."""
+        return self.effort <= 0.0 or self.best_s <= self.bound_s * AT_BOUND
 
     def look_around(self, effort: float) -> None:
         """Tries a grid of choices, then the rules on the best of them."""
         self._allow(effort)
         rules = Rules(split=self.split)
         for choice in self._grid(rules):
-            if self.effort <= 0.0:
+            if self.ended:
                 return
             self._try(choice)
         for choice in self._best(2):
@@ -194,7 +205,7 @@ class _Search:
                     rules = replace(
                         choice.rules, max_pending=max_pending, oldest_first=oldest_first
                     )
-                    if self.effort <= 0.0:
+                    if self.ended:
                         return
                     self._try(replace(choice, rules=rules))
 
@@ -213,20 +224,24 @@ class _Search:
                 yield Choice(replace(rules, burst=burst), pace, plan.shares)
 
     def climb(self, effort: float) -> None:
-        """Varies the best choice in one to three things at a time, until the effort is spent."""
-        if self.best_s == inf:
+        """Varies the best choice in one to three things at a time, until the effort is spent or
+        nothing shorter comes any more.
+        """
+        first = self._best(1)
+        if not first:
             return
         self._allow(effort)
         draw = random.Random(0)
-        (now,) = self._best(1)
-        now_s = self.tried[now]
-        misses = 0
-        while self.effort > 0 and misses < 1000:
+        now, now_s = first[0], self.tried[first[0]]
+        most, found_at = STALE * self.effort, self.effort
+        while not self.ended and found_at - self.effort < most:
             choice = now
             for _ in range(draw.choice((1, 1, 2, 3))):
                 choice = _vary(choice, self.short, draw)
-            misses = misses + 1 if choice in self.tried else 0
             seconds = self._try(choice)
+            self.effort -= 1.0  # of what was tried before, too
+            if seconds < now_s:
+                found_at = self.effort
             if seconds <= now_s:
                 now, now_s = choice, seconds
 
@@ -258,7 +273,8 @@ class _Search:
     def _try(self, choice: Choice) -> float:
         if choice not in self.tried:
             orders = self._schedule(choice, self.short)
-            self.tried[choice] = makespan_s(self.short, orders) if orders else inf
+            self.tried[choice] = seconds = makespan_s(self.short, orders) if orders else inf
+            self.best_s = min(self.best_s, seconds)
         return self.tried[choice]
 
     def _schedule(self, choice: Choice, pipeline: Pipeline) -> Orders | None:
