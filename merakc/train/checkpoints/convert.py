@@ -264,7 +264,8 @@ def _torch_state(
 
 def write_folder(contents: Contents, folder: Path) -> None:
     """A checkpoint."""
-    write(contents.tensors, Writer(folder, contents.run, contents.others), None, None)
+    writer = Writer(folder, contents.run, contents.others)
+    write(contents.tensors, writer, None, None, is_alone=True)
 
 
 def weights_only(contents: Contents) -> Contents:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import CheckpointError
@@ -50,7 +51,7 @@ def export(
         floating = (t.dtype for t in made().values() if t.is_floating_point())
         configs = _configs(model, dtype or next(floating, None))
         writer = Writer(folder, run, configs, max_shard_bytes, dtype)
-        write(made(), writer, all_ranks(), None)
+        write(made(), writer, all_ranks(), None, is_alone=not dist.is_initialized())
     return folder
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from merakc.errors import CheckpointError, MerakError, MerakWarning
 from merakc.frontend.record import aliases_of
@@ -134,13 +134,15 @@ def save(
         folder = _agreed(folder, keep_last, wait)
         tensors, writer = _collected(folder, model, optimizer, scheduler, extra)
         if wait:
-            write(tensors, writer, all_ranks(), keep_last)
+            write(tensors, writer, all_ranks(), keep_last, is_alone=not dist.is_initialized())
             done: Future[None] = Future()
             done.set_result(None)
             return Saving(folder, done)
         group = _group() if dist.is_initialized() else None
     copied = _on_host(tensors, _copies.setdefault(model, {}))
-    started = Saving(folder, _thread().submit(write, copied, writer, group, keep_last))
+    is_alone = group is None
+    writing = _thread().submit(write, copied, writer, group, keep_last, is_alone=is_alone)
+    started = Saving(folder, writing)
     _running.append(started)
     return started
 
@@ -244,18 +246,22 @@ def write(
     writer: Writer,
     group: dist.ProcessGroup | None,
     keep_last: int | None,
+    *,
+    is_alone: bool,
 ) -> None:
-    """Writes all ranks' tensors; collective over the group."""
+    """Writes all ranks' tensors; collective over the group, unless this process `is_alone`, which
+    whoever calls knows: while this runs in a thread the group may go, and every rank would write
+    its part for the whole.
+    """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is one process
-            dcp_save(
-                dict(tensors),
-                storage_writer=writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                process_group=group,
-                no_dist=not dist.is_initialized(),
-            )
+        rank = 0 if is_alone else dist.get_rank(group)
+        _save_state_dict(  # what torch's `save` calls, which warns where there is one process
+            dict(tensors),
+            storage_writer=writer,
+            planner=DefaultSavePlanner(flatten_state_dict=False),
+            process_group=group,
+            no_dist=is_alone,
+        )
     except RuntimeError as error:
         raise explained(error) from error
     except (ValueError, AssertionError) as error:  # torch.distributed's, of a group that is gone
@@ -266,7 +272,7 @@ def write(
     except CheckpointException as error:
         shutil.rmtree(writer.aside, ignore_errors=True)
         raise as_merak_error(error, f"{writer.folder} was not written") from None
-    if keep_last is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+    if keep_last is not None and rank == 0:
         forget_old(writer.folder, keep_last)
 
 

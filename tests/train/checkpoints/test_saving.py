@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -23,8 +25,11 @@ from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.train.checkpoints import saving
 from merakc.train.checkpoints.saving import _group
+from merakc.train.checkpoints.storage import Writer
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
+from tests.train.checkpoints.small_runs import trained
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -253,3 +258,58 @@ def test_a_forked_process_saves_beside_what_it_does_as_its_parent_did(tmp_path: 
         return [path.name for path in saved]
 
     assert run_ranks(1, run, backend="") == [["a", "b"]]
+
+
+def without_its_group(folder: Path) -> str:
+    """The thread begins to write after the process group has gone."""
+    model, optimizer = trained(1, dp=2, state_shards="zero-1")
+    gone, begin = threading.Event(), saving.write
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        assert gone.wait(60)
+        begin(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "write", late)
+        started = merakc.save(folder / "c", model, optimizer, wait=False)
+    dist.destroy_process_group()
+    gone.set()
+    with pytest.raises(CheckpointError) as caught:
+        started.wait(60)
+    return str(caught.value)
+
+
+def test_a_save_whose_process_group_has_gone_is_refused(tmp_path: Path) -> None:
+    """Each rank would write its own part for the whole."""
+    for text in run_ranks(2, partial(without_its_group, tmp_path)):
+        assert "c was not written" in text
+        assert "call wait() on what it returns before" in text
+    assert not any(tmp_path.iterdir())
+
+
+class Slow:
+    """A save whose writes wait until they are let go on."""
+
+    def __init__(self, patched: pytest.MonkeyPatch) -> None:
+        self.begun, self.go, write = threading.Event(), threading.Event(), Writer.write_data
+
+        def slow(writer: Writer, *args: Any) -> Any:
+            self.begun.set()
+            assert self.go.wait(60)
+            return write(writer, *args)
+
+        patched.setattr(Writer, "write_data", slow)
+
+
+def test_warnings_are_heard_while_a_save_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        started = merakc.save(tmp_path / "c", nn.Linear(2, 2), wait=False)
+        assert slow.begun.wait(60)
+        warnings.warn("hear me", stacklevel=1)
+        slow.go.set()
+        started.wait(60)
+    assert [str(one.message) for one in heard] == ["hear me"]
