@@ -41,7 +41,7 @@ from merakc.train.checkpoints.run_state import (
     resume,
     weights_of,
 )
-from merakc.train.checkpoints.saving import as_merak_error, checkpoints_in
+from merakc.train.checkpoints.saving import as_own_error, checkpoints_in
 from merakc.train.checkpoints.storage import Reader
 from merakc.train.checkpoints.untied import tied_names, untied
 
@@ -290,4 +290,4 @@ def _read(reader: Reader, tensors: Tensors) -> None:
             )
     except CheckpointException as error:
         what = f"{reader.folder} could not be read, and the model holds parts of it now"
-        raise as_merak_error(error, what) from None
+        raise as_own_error(error, _share()[0], what) from None

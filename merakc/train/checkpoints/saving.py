@@ -271,13 +271,16 @@ def write(
         ) from error
     except CheckpointException as error:
         shutil.rmtree(writer.aside, ignore_errors=True)
-        raise as_merak_error(error, f"{writer.folder} was not written") from None
+        raise as_own_error(error, rank, f"{writer.folder} was not written") from None
     if keep_last is not None and rank == 0:
         forget_old(writer.folder, keep_last)
 
 
-def as_merak_error(error: CheckpointException, what: str) -> CheckpointError:
-    """The first rank's failure in one line."""
+def as_own_error(error: CheckpointException, own_rank: int, what: str) -> BaseException:
+    """The first rank's failure in one line; on a rank that was told to stop, as by Ctrl-C, that."""
+    own, _ = error.failures.get(own_rank, (None, None))
+    if own is not None and not isinstance(own, Exception):
+        return own
     rank, (cause, _) = min(error.failures.items())
     text = (
         str(cause)

@@ -313,3 +313,26 @@ def test_warnings_are_heard_while_a_save_is_written(
         slow.go.set()
         started.wait(60)
     assert [str(one.message) for one in heard] == ["hear me"]
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def stopped(folder: Path) -> str:
+    """Ctrl-C on rank 1 alone, while it writes."""
+    model, optimizer = trained(1, tp=2)
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+            patched.setattr(Writer, "write_data", interrupted)
+        with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
+            merakc.save(folder / "c", model, optimizer)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_is_told_to_stop_stops(tmp_path: Path) -> None:
+    """That is no checkpoint's error, which a loop may catch and go on."""
+    first, second = run_ranks(2, partial(stopped, tmp_path))
+    assert first.endswith("c was not written: rank 1: KeyboardInterrupt:")
+    assert second == "KeyboardInterrupt: "
+    assert not any(tmp_path.iterdir())

@@ -157,7 +157,7 @@ def test_a_save_that_is_killed_as_it_is_renamed(
         assert [p.name for p in tmp_path.iterdir()] == ["c"]
     else:
         monkeypatch.setattr(storage, "_exchanged", lambda *_: False)
-        with pytest.raises(CheckpointError, match="c was not written"):
+        with pytest.raises(KeyboardInterrupt):
             merakc.save(tmp_path / "c", model, extra=2)
         with pytest.raises(CheckpointError, match=r"rename .*/\.c\.old, which was there before"):
             merakc.load(tmp_path / "c", model)
