@@ -71,11 +71,13 @@ _running: list[Saving] = []
 
 def _end_earlier() -> str:
     """Waits for earlier saves; raises what nobody was told of how they ended. Nothing, as text."""
-    earlier = [*_running]
-    _running.clear()
-    for one in earlier:
-        if not one._told:
-            one.wait()
+    while _running:
+        try:
+            if not _running[0]._told:
+                _running[0].wait()
+        finally:  # one that goes on, as after Ctrl-C, is waited for again: it reads the copies
+            if _running[0].done:
+                del _running[0]
     return ""
 
 

@@ -26,7 +26,7 @@ from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.checkpoints import saving
-from merakc.train.checkpoints.saving import _group
+from merakc.train.checkpoints.saving import Saving, _group
 from merakc.train.checkpoints.storage import Writer
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
 from tests.train.checkpoints.small_runs import trained
@@ -336,3 +336,23 @@ def test_a_rank_that_is_told_to_stop_stops(tmp_path: Path) -> None:
     assert first.endswith("c was not written: rank 1: KeyboardInterrupt:")
     assert second == "KeyboardInterrupt: "
     assert not any(tmp_path.iterdir())
+
+
+def test_a_save_that_nobody_waited_for_to_the_end_keeps_its_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-C: the next save waits for it, too, before it writes into the same memory."""
+    slow, model = Slow(monkeypatch), nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        merakc.save(tmp_path / "a", model, wait=False)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Saving, "wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                merakc.save(tmp_path / "b", model, wait=False)
+        model.weight.fill_(2.0)
+        threading.Timer(0.2, slow.go.set).start()
+        merakc.save(tmp_path / "b", model, wait=False).wait(60)
+        for name, value in (("a", 1.0), ("b", 2.0)):
+            merakc.load(tmp_path / name, model)
+            assert torch.equal(model.weight, torch.full((2, 2), value))
