@@ -49,6 +49,7 @@ class Saving:
 
     def __init__(self, folder: Path, future: Future[None]) -> None:
         self.folder, self._future, self._told = folder, future, False
+        self._process = os.getpid()
 
     @property
     def done(self) -> bool:
@@ -59,6 +60,11 @@ class Saving:
         """The folder, once it is complete. Raises `CheckpointError` where it could not be written,
         `TimeoutError` after `timeout_s`.
         """
+        if os.getpid() != self._process and not self.done:
+            raise CheckpointError(
+                f"{self.folder} is written by process {self._process}, from which this one was "
+                "forked: wait for it there"
+            )
         error = self._future.exception(timeout_s)
         self._told = True
         if error is not None:

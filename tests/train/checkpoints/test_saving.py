@@ -356,3 +356,20 @@ def test_a_save_that_nobody_waited_for_to_the_end_keeps_its_copies(
         for name, value in (("a", 1.0), ("b", 2.0)):
             merakc.load(tmp_path / name, model)
             assert torch.equal(model.weight, torch.full((2, 2), value))
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(monkeypatch)
+    started = merakc.save(tmp_path / "c", nn.Linear(2, 2), wait=False)
+
+    def run() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            started.wait(30)
+        return str(caught.value)
+
+    (text,) = run_ranks(1, run, backend="")
+    assert "c is written by process" in text
+    slow.go.set()
+    started.wait(60)
