@@ -147,7 +147,8 @@ def save(
             done.set_result(None)
             return Saving(folder, done)
         group = _group() if dist.is_initialized() else None
-    copied = _on_host(tensors, _copies.setdefault(model, {}))
+        copied: Tensors = {}  # by all ranks, or by none: their threads would wait for each other
+        together(lambda: copied.update(_on_host(tensors, _copies.setdefault(model, {}))))
     is_alone = group is None
     writing = _thread().submit(write, copied, writer, group, keep_last, is_alone=is_alone)
     started = Saving(folder, writing)

@@ -373,3 +373,24 @@ def test_a_forked_process_does_not_wait_for_its_parents_save(
     assert "c is written by process" in text
     slow.go.set()
     started.wait(60)
+
+
+def one_without_memory(folder: Path) -> str:
+    model, optimizer = trained(1, dp=2, state_shards="zero-1")
+    with pytest.MonkeyPatch.context() as patched:
+        if dist.get_rank():
+            patched.setattr(saving, "_on_host", no_memory)
+        with pytest.raises((MismatchError, RuntimeError)) as caught:
+            merakc.save(folder / "a", model, optimizer, wait=False)
+    merakc.save(folder / "b", model, optimizer, wait=False).wait(60)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def no_memory(*_: Any) -> None:
+    raise RuntimeError("can't allocate memory")
+
+
+def test_a_rank_that_cannot_copy_its_state_stops_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, partial(one_without_memory, tmp_path))
+    assert first == f"MismatchError: rank 1 could not take part: {second}"
+    assert [p.name for p in tmp_path.iterdir()] == ["b"]
