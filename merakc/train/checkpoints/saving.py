@@ -300,7 +300,8 @@ def as_own_error(error: CheckpointException, own_rank: int, what: str) -> BaseEx
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, by their steps and then their times, the oldest first.
+    """The checkpoints of runs in a folder, by their steps and then their times, the oldest first;
+    weights alone, as exports are, belong to none.
 
     Raises `CheckpointError` where the folder cannot be read.
     """
@@ -312,8 +313,8 @@ def checkpoints_in(folder: Path) -> list[Path]:
     for path in among:
         if path.is_dir() and not path.name.startswith("."):
             with suppress(CheckpointError, OSError):  # others', or deleted by now
-                step = read_manifest(path).run.get("parallel", {}).get("step", 0)
-                found.append((step, path.stat().st_mtime_ns, path))
+                if (parallel := read_manifest(path).run.get("parallel")) is not None:
+                    found.append((parallel.get("step", 0), path.stat().st_mtime_ns, path))
     return [path for *_, path in sorted(found)]
 
 

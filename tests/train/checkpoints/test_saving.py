@@ -394,3 +394,13 @@ def test_a_rank_that_cannot_copy_its_state_stops_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, partial(one_without_memory, tmp_path))
     assert first == f"MismatchError: rank 1 could not take part: {second}"
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_exports_are_none_of_a_runs_checkpoints(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    merakc.export(tmp_path / "tuned", model)
+    assert merakc.latest(tmp_path) is None
+    for name in ("a", "b"):
+        merakc.save(tmp_path / name, model, keep_last=1)
+    assert {p.name for p in tmp_path.iterdir()} == {"tuned", "b"}
+    assert merakc.latest(tmp_path) == tmp_path / "b"
