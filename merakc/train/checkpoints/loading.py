@@ -41,7 +41,7 @@ from merakc.train.checkpoints.run_state import (
     resume,
     weights_of,
 )
-from merakc.train.checkpoints.saving import as_own_error, checkpoints_in
+from merakc.train.checkpoints.saving import as_own_error, checkpoints_in, from_here
 from merakc.train.checkpoints.storage import Reader
 from merakc.train.checkpoints.untied import tied_names, untied
 
@@ -121,7 +121,7 @@ def load(
     for a model or an optimizer that is not the saved one; nothing was changed then.
     """
     with call("merakc.load"):
-        return _load(Path(folder).absolute(), model, optimizer, scheduler, extra, untied)
+        return _load(from_here(folder), model, optimizer, scheduler, extra, untied)
 
 
 def _load(

@@ -95,13 +95,22 @@ def _end_all() -> None:
         warnings.warn(str(error), MerakWarning, stacklevel=1)
 
 
-def place_of_folder(folder: str | Path) -> Path:
-    """Where a folder that is to be written lies, from wherever the process goes."""
+def from_here(folder: str | Path) -> Path:
+    """The whole path, as the file system reads it: behind a link `..` is the folder that its target
+    lies in.
+    """
     try:
-        found = Path(os.path.abspath(folder))
+        return Path(folder).absolute()
     except TypeError:
         raise CheckpointError(f"folder={type(folder).__name__}: give the path of one") from None
-    if not found.name:
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the working directory has gone ({error})") from None
+
+
+def place_of_folder(folder: str | Path) -> Path:
+    """Where a folder that is to be written lies, from wherever the process goes."""
+    found = from_here(folder)
+    if found.name in ("", ".."):
         raise CheckpointError(f"{found} is no folder that can be replaced; give a new one in it")
     return found
 

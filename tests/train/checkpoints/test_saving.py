@@ -404,3 +404,20 @@ def test_exports_are_none_of_a_runs_checkpoints(tmp_path: Path) -> None:
         merakc.save(tmp_path / name, model, keep_last=1)
     assert {p.name for p in tmp_path.iterdir()} == {"tuned", "b"}
     assert merakc.latest(tmp_path) == tmp_path / "b"
+
+
+def test_folders_are_where_the_file_system_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    (tmp_path / "disk" / "runs").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
+    merakc.save(tmp_path / "runs" / ".." / "c", model)
+    assert (tmp_path / "disk" / "c").is_dir()
+    merakc.load(tmp_path / "runs" / ".." / "c", model)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for call in (merakc.save, merakc.load, merakc.export):
+        with pytest.raises(CheckpointError, match="c: the working directory has gone"):
+            call("c", model)  # type: ignore[operator]
