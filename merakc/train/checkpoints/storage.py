@@ -40,6 +40,7 @@ from merakc.errors import CheckpointError
 from merakc.runtime.state import crc_of
 from merakc.train.checkpoints.manifest import (
     EXTRA,
+    MOST_BYTES,
     NAME,
     OPTIMIZER,
     WEIGHTS,
@@ -54,6 +55,7 @@ from merakc.version import __version__
 
 STEMS = {WEIGHTS: "model", OPTIMIZER: "optimizer", EXTRA: "extra"}
 FILE_BYTES = 5 << 30  # of weights in one file, as transformers has them
+MOST_HEADER_BYTES = 100_000_000  # that safetensors reads
 LEAST_RUN_BYTES = 1 << 20  # of one host, shorter runs are written through mapped memory
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -141,6 +143,7 @@ class Writer(StorageWriter):
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        check_readable(f"the header of {file}", len(text), MOST_HEADER_BYTES)
         head = len(text).to_bytes(8, "little") + text
         size_bytes = len(head) + at
         with (self.aside / file).open("wb") as opened:
@@ -200,9 +203,20 @@ class Writer(StorageWriter):
                 size_bytes=len(data), checked_bytes=len(data), crc32=zlib_ng.crc32(data)
             )
         manifest = Manifest(merakc=__version__, files=self.files, tensors=self.made, run=self.run)
-        _write_text(self.aside / NAME, manifest.text())
+        text = manifest.text()
+        check_readable(NAME, len(text), MOST_BYTES)
+        _write_text(self.aside / NAME, text)
         _sync_folder(self.aside)
         put_in_place(self.aside, self.folder)
+
+
+def check_readable(name: str, size_bytes: int, most_bytes: int) -> None:
+    """Raises `CheckpointError` for a file that would be too large to be read back."""
+    if size_bytes > most_bytes:
+        raise CheckpointError(
+            f"{name} would have {size_bytes:,} bytes, and more than {most_bytes:,} are not read: "
+            "give long lists of extra= as tensors, and many small tensors as one"
+        )
 
 
 def check_replaceable(folder: Path) -> None:

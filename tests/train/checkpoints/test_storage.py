@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 
 import merakc
 from benchmarks.models import MODELS
@@ -161,3 +162,16 @@ def test_a_save_that_is_killed_as_it_is_renamed(
             merakc.save(tmp_path / "c", model, extra=2)
         with pytest.raises(CheckpointError, match=r"rename .*/\.c\.old, which was there before"):
             merakc.load(tmp_path / "c", model)
+
+
+def test_what_would_be_too_large_to_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(storage, "MOST_BYTES", 5_000)
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json would have .* lists of extra="):
+        merakc.save(tmp_path / "c", model, extra=[*range(2_000)])
+    monkeypatch.setattr(storage, "MOST_HEADER_BYTES", 1_000)
+    with pytest.raises(CheckpointError, match=r"header of extra\.safetensors would have"):
+        merakc.save(tmp_path / "c", model, extra=[torch.ones(1)] * 20)
+    assert not any(tmp_path.iterdir())
