@@ -159,15 +159,20 @@ def _load(
     together(lambda: bool(targets()))
     tensors, states, given = targets()
     _read(Reader(chosen, manifest, copies), tensors)
-    _hand_over(model, tensors)
-    with torch.no_grad():
-        for one, state in zip(optimizers, states, strict=True):
-            one.load_state_dict(state)
     found = _decoded(manifest, given)
-    for one, state in zip(schedulers, found["scheduler"], strict=False):  # or none are given
-        one.load_state_dict(state)
-    if len(manifest.run["extras"]) in (1, _share()[1]):
-        _restore(extra, found["extra"])
+
+    def taken() -> None:
+        """What code of the user's takes part in, which may fail on one rank alone."""
+        _hand_over(model, tensors)
+        with torch.no_grad():
+            for one, state in zip(optimizers, states, strict=True):
+                one.load_state_dict(state)
+        for one, state in zip(schedulers, found["scheduler"], strict=False):  # or none are given
+            one.load_state_dict(state)
+        if len(manifest.run["extras"]) in (1, _share()[1]):
+            _restore(extra, found["extra"])
+
+    together(taken)
     return Loaded(chosen, resume(model, manifest.run.get("parallel", {})), found["extra"])
 
 

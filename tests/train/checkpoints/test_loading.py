@@ -203,3 +203,27 @@ def resume_elsewhere(folder: Path) -> None:
 
 def test_ranks_see_the_same_and_give_the_same(folder: Path) -> None:
     run_ranks(2, partial(resume_elsewhere, folder))
+
+
+class Failing(Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank():
+            raise ValueError("no such file")
+
+
+def one_that_fails(folder: Path) -> str:
+    model, optimizer = trained(0, pp=2, micro_batches=2)
+    loader: Loader = Failing(1)
+    merakc.save(folder / "c", model, optimizer, extra=loader)
+    with pytest.raises((MismatchError, ValueError)) as caught:
+        merakc.load(folder / "c", model, optimizer, extra=loader)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_what_fails_to_load_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
+    """The others would go on from another step than that one."""
+    found = run_ranks(2, partial(one_that_fails, tmp_path))
+    assert found == [
+        "MismatchError: rank 1 could not take part: ValueError: no such file",
+        "ValueError: no such file",
+    ]
