@@ -359,6 +359,13 @@ def at_work(doing: Callable[[], str] | None) -> None:
         found.doing = doing
 
 
+def inside() -> str:
+    """The call that this thread is in and that every rank must make; nothing outside of any."""
+    found = job()
+    is_in = found is not None and found.here.state is State.IN
+    return found.here.name if found and is_in and found.owner == threading.get_ident() else ""
+
+
 @contextmanager
 def call(
     name: str, facts: Mapping[str, str] | None = None, *, prompt: bool = True

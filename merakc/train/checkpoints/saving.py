@@ -26,7 +26,14 @@ from merakc.errors import CheckpointError, MerakError, MerakWarning
 from merakc.frontend.record import aliases_of
 from merakc.machines.garbage import few_collections
 from merakc.runtime.groups import agree, from_rank_0, together
-from merakc.runtime.health.job import ALONE_S, all_ranks, call, explained, new_group
+from merakc.runtime.health.job import (
+    ALONE_S,
+    all_ranks,
+    call,
+    explained,
+    inside,
+    new_group,
+)
 from merakc.runtime.part import TensorPart
 from merakc.train.checkpoints.manifest import read_manifest
 from merakc.train.checkpoints.run_state import (
@@ -145,10 +152,16 @@ def save(
             goes on, from a copy in host memory; `Saving.wait` says how that ended.
 
     Raises `CheckpointError` on every rank for a folder that cannot be written, and for state that
-    no other plan could load; the run itself stays as it was.
+    no other plan could load, inside of another call, and `MismatchError` for ranks that stand
+    elsewhere in their steps; the run itself stays as it was.
     """
+    if around := inside():
+        raise CheckpointError(
+            f"merakc.save is called inside of {around}, as the handler of a signal may be, where "
+            "every rank is elsewhere in a step: let the handler set a flag, and save between steps"
+        )
     with call("merakc.save"):
-        folder = _agreed(folder, keep_last, wait)
+        folder = _agreed(folder, model, keep_last, wait)
         tensors, writer = _collected(folder, model, optimizer, scheduler, extra)
         if wait:
             write(tensors, writer, all_ranks(), keep_last, is_alone=not dist.is_initialized())
@@ -165,12 +178,16 @@ def save(
     return started
 
 
-def _agreed(given: str | Path, keep_last: int | None, is_awaited: bool) -> Path:
+def _agreed(given: str | Path, model: Any, keep_last: int | None, is_awaited: bool) -> Path:
     """The folder, once all earlier saves have ended on all ranks, and they agree on this one."""
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise CheckpointError(f"keep_last={keep_last}: at least this checkpoint stays; give 1")
     folder = place_of_folder(given)
     asked = f"folder={folder.name!r}, keep_last={keep_last}, wait={is_awaited}"
+    if isinstance(model, ParallelModel):
+        steps = model._own("_steps")
+        after = "after" if steps.agreement.settings else "before"
+        asked += f", behind {steps.taken} losses, {after} an optimizer's step"
     agree(lambda: {"merakc.save": _end_earlier() + asked})
     return folder
 

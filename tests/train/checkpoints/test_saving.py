@@ -25,6 +25,7 @@ from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
+from merakc.runtime.health.job import call
 from merakc.train.checkpoints import saving
 from merakc.train.checkpoints.saving import Saving, _group
 from merakc.train.checkpoints.storage import Writer
@@ -418,6 +419,29 @@ def test_folders_are_where_the_file_system_has_them(
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
-    for call in (merakc.save, merakc.load, merakc.export):
+    for function in (merakc.save, merakc.load, merakc.export):
         with pytest.raises(CheckpointError, match="c: the working directory has gone"):
-            call("c", model)  # type: ignore[operator]
+            function("c", model)  # type: ignore[operator]
+
+
+def in_the_midst_of_a_step(folder: Path) -> None:
+    """As the handler of a signal may be, which comes to each rank somewhere else."""
+    model, optimizer = trained(1, dp=2, state_shards="zero-1")
+    with (
+        pytest.raises(CheckpointError, match=r"inside of model\(\.\.\.\), as the handler of a"),
+        call("model(...)"),
+    ):
+        merakc.save(folder / "c", model, optimizer)
+    model(**part(words(1), model))["loss"].backward()
+    if dist.get_rank():
+        optimizer.step()
+    with pytest.raises(MismatchError, match=r"rank 1 has .*behind 2 losses, after an optimizer"):
+        merakc.save(folder / "c", model, optimizer)
+    if not dist.get_rank():
+        optimizer.step()
+    merakc.save(folder / "d", model, optimizer)
+
+
+def test_ranks_save_between_the_same_steps(tmp_path: Path) -> None:
+    run_ranks(2, partial(in_the_midst_of_a_step, tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["d"]
