@@ -101,6 +101,7 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
                 f"{type(optimizer).__name__} updates all parameters together, so that its state "
                 "is of none by itself: save the model alone, and begin its state again"
             )
+        _check_state(optimizer)
         for group in optimizer.param_groups:
             kept = [p for p in group["params"] if p not in elsewhere]
             own = [first_name(names, p) for p in kept]
@@ -121,6 +122,30 @@ def optimizer_tensors(model: nn.Module, optimizers: Optimizers) -> tuple[Tensors
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         records.append({"kind": kind, "groups": groups, "scalars": scalars})
     return tensors, records
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Raises `CheckpointError` for state that would be lost: of no parameter, as MADGRAD's 'k',
+    under keys that are no names, or that the optimizer's own `state_dict()` adds.
+    """
+    lost = [f"state under {k!r}" for k in optimizer.state if not isinstance(k, torch.Tensor)]
+    keys = (key for own in optimizer.state.values() if isinstance(own, Mapping) for key in own)
+    lost += [f"state under {k!r}" for k in keys if not isinstance(k, str) or "." in k]
+    if _adds(optimizer):
+        added = optimizer.state_dict().keys() - {"state", "param_groups"}
+        lost += [f"{k!r} in its state_dict()" for k in sorted(added, key=str)]
+    if lost:
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has {lost[0]}: only state of its parameters, under names "
+            "without dots, could be given back; save the model alone, and begin its state again"
+        )
+
+
+def _adds(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `state_dict()` is not torch's alone."""
+    kind = type(optimizer)
+    is_torchs = kind.state_dict is torch.optim.Optimizer.state_dict
+    return not is_torchs or bool(getattr(optimizer, "_optimizer_state_dict_post_hooks", None))
 
 
 def _plain(value: Any, name: str) -> Any:

@@ -67,3 +67,17 @@ def test_records_of_ranks_are_joined_by_group() -> None:
         joined_records([record(["a"]), []])
     with pytest.raises(CheckpointError, match=r"lr is 0.2 for 0.1"):
         joined_records([record(["a"]), record(["b"], 0.2)])
+
+
+@pytest.mark.parametrize("how", ["of none", "numbers", "dots", "added"])
+def test_state_of_an_optimizer_that_would_be_lost_is_refused(how: str) -> None:
+    model, optimizer = trained(1)
+    own = optimizer.state[next(model.parameters())]
+    if how == "of none":
+        optimizer.state["k"] = torch.ones(1)  # type: ignore[index]
+    elif how == "added":
+        optimizer.register_state_dict_post_hook(lambda _, found: found | {"k": 3})
+    else:
+        own[0 if how == "numbers" else "a.b"] = torch.ones(1)
+    with pytest.raises(CheckpointError, match=r"AdamW has .*: only state of its parameters"):
+        optimizer_tensors(model, [optimizer])
