@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ def _encoded(value: Any, tensors: Tensors, name: str) -> Any:
             return items
         if type(value) is tuple:
             return {KIND: "tuple", "items": items}
+    if type(value) is Counter:  # as MultiStepLR's milestones
+        return {KIND: "counter", "value": _encoded(dict(value), tensors, name)}
     if isinstance(value, Mapping):
         if all(type(k) is str and k != KIND for k in value):
             return {k: _encoded(v, tensors, f"{name}.{k}") for k, v in value.items()}
@@ -107,6 +110,8 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return tensors[value["name"]].numpy()
         case "number":
             return tensors[value["name"]].numpy()[()]
+        case "counter":
+            return Counter(decode(value["value"], tensors))
         case "tuple":
             return tuple(decode(v, tensors) for v in value["items"])
         case "mapping":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,23 @@ def test_tensors_arrays_and_random_states_come_back() -> None:
     assert random.getstate() == state
     np.random.set_state(there_and_back(np.random.get_state()))
     assert there_and_back(torch.bfloat16) is torch.bfloat16
+
+
+def test_schedules_with_counters_come_back() -> None:
+    """SequentialLR has the milestones of MultiStepLR counted as it comes to it."""
+    kinds = torch.optim.lr_scheduler
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = kinds.SequentialLR(
+        optimizer, [kinds.ConstantLR(optimizer, 0.1, 2), kinds.MultiStepLR(optimizer, [1, 1])], [3]
+    )
+    schedule.load_state_dict(there_and_back(schedule.state_dict()))
+    rates = []
+    for _ in range(5):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.01, 0.1, 0.1, 0.001, 0.001])
+    assert there_and_back(given_ := {"a": Counter({(1, 2): 3})}) == given_
 
 
 def test_tensors_whose_names_would_be_one_stay_two() -> None:
