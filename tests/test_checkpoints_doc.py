@@ -92,6 +92,17 @@ def test_a_job_goes_on_with_the_machine_that_is_left(tmp_path: Path) -> None:
     _commands(tmp_path / "alone")
 
 
+def test_every_rank_of_the_job_has_a_part_of_the_batch() -> None:
+    """On as many machines as the command allows; tensors are cut into fewer chunks, else."""
+    whole = int(re.findall(r"WHOLE_BATCH, STEPS = (\d+)", SCRIPT)[0])
+    few, many, of_each = map(
+        int, re.findall(r"--nnodes (\d+):(\d+) --nproc-per-node (\d+)", PAGE)[0]
+    )
+    for machines in range(few, many + 1):
+        ranks = machines * of_each
+        assert [len(x) for x in torch.ones(whole).chunk(ranks)] == [whole // ranks] * ranks
+
+
 def test_a_model_starts_from_files(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
