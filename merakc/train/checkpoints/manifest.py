@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from math import prod
+from operator import gt
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,12 +156,27 @@ def read_manifest(folder: Path) -> Manifest:
         _Run.model_validate(found.run)
         for wrong in misread(body, found.model_dump(mode="json"), NAME):
             raise ValueError(wrong)
+        for tensor, stored in found.tensors.items():
+            _check_boxes(tensor, stored)
     except (ValueError, TypeError, KeyError, ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from None
     for name in {*found.files, *(t.file for t in found.tensors.values())}:
         if name != Path(name).name or name not in found.files:
             raise CheckpointError(f"{path} names a file outside of its folder: {name!r}")
     return found
+
+
+def _check_boxes(name: str, stored: Stored) -> None:
+    """Raises `ValueError` where the boxes that were written, of which each has a checksum, are not
+    all of the tensor.
+    """
+    for box in stored.chunks:
+        ends = [a + n for a, n in zip(box.starts, box.sizes, strict=True)]
+        if len(ends) != len(stored.shape) or any(map(gt, ends, stored.shape)):
+            raise ValueError(f"'{name}' has a box outside of {list(stored.shape)}")
+    written, numel = sum(prod(box.sizes) for box in stored.chunks), prod(stored.shape)
+    if written != numel:
+        raise ValueError(f"'{name}' has {numel} elements, and {written} were written")
 
 
 def _left_beside(folder: Path) -> str:

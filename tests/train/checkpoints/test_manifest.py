@@ -14,7 +14,15 @@ import pytest
 import merakc
 from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError
-from merakc.train.checkpoints.manifest import NAME, Manifest, check_files, read_manifest
+from merakc.train.checkpoints.manifest import (
+    NAME,
+    Chunk,
+    File,
+    Manifest,
+    Stored,
+    check_files,
+    read_manifest,
+)
 from tests.battery.small_models import warm_up
 from tests.train.checkpoints.small_runs import saved, trained
 
@@ -132,6 +140,29 @@ def test_what_a_run_tells_is_of_the_form_that_is_read(
         assert read_manifest(tmp_path).run == run
         return
     with pytest.raises(CheckpointError, match=f"is damaged: .*{told}"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("boxes", "told"),
+    [
+        ([], "has 6 elements, and 0 were written"),
+        ([([0, 0], [1, 3])], "has 6 elements, and 3 were written"),
+        ([([0, 0], [2, 3]), ([0, 0], [1, 3])], "has 6 elements, and 9 were written"),
+        ([([1, 0], [2, 3])], "has a box outside of"),
+        ([([0], [6])], "has a box outside of"),
+        ([([0, 0], [2])], "is damaged"),
+    ],
+)
+def test_a_tensor_is_there_in_all_of_its_boxes(
+    boxes: list[tuple[list[int], list[int]]], told: str, tmp_path: Path
+) -> None:
+    """What no box holds has no checksum."""
+    chunks = [Chunk(starts=tuple(a), sizes=tuple(n), crc32=0) for a, n in boxes]
+    tensors = {"model/w": Stored(file="f", dtype="float32", shape=(2, 3), chunks=chunks)}
+    files = {"f": File(size_bytes=0, checked_bytes=0, crc32=0)}
+    (tmp_path / NAME).write_text(Manifest(merakc="0", tensors=tensors, files=files).text())
+    with pytest.raises(CheckpointError, match=told):
         read_manifest(tmp_path)
 
 
