@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from merakc.errors import CheckpointError
-from merakc.files.reading import read_text
+from merakc.files.reading import parse_json, read_text
 from merakc.train.checkpoints.codec import decode, encode, extras_of
 from merakc.train.checkpoints.manifest import (
     EXTRA,
@@ -73,25 +73,31 @@ def _of_checkpoint(folder: Path) -> Contents:
 
 def _of_weights(folder: Path) -> Contents:
     index = folder / "model.safetensors.index.json"
+    listed: dict[str, str] | None = None
     if index.exists():
         try:
-            named = set(json.loads(_text(index))["weight_map"].values())
-            names = sorted(Path(name).name for name in named)
+            named = json.loads(_text(index))["weight_map"].items()
+            listed = {str(key): Path(name).name for key, name in named}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is damaged: {error!r}") from None
+        names = sorted(set(listed.values()))
     else:
         every = sorted(path.name for path in folder.glob("*.safetensors"))
         names = ["model.safetensors"] if "model.safetensors" in every else every
     if not names:
         raise CheckpointError(f"{folder} holds no checkpoint and no safetensors files")
-    if len(names) > 1 and not index.exists():
+    if len(names) > 1 and listed is None:
         raise CheckpointError(
             f"{folder} holds no checkpoint, no model.safetensors and no {index.name}, but "
             f"{len(names)} other safetensors files, of which one alone would be the weights"
         )
     tensors: Tensors = {}
     for name in names:
-        tensors |= {WEIGHTS + key: t for key, t in _tensors(folder / name).items()}
+        found = _tensors(folder / name)
+        keys = [*found] if listed is None else [key for key in listed if listed[key] == name]
+        if lost := [key for key in keys if key not in found]:
+            raise CheckpointError(f"{folder / name} has no '{lost[0]}', which {index.name} names")
+        tensors |= {WEIGHTS + key: found[key] for key in keys}
     configs = (folder / n for n in ("config.json", "generation_config.json"))
     others = {path.name: _text(path) for path in configs if path.exists()}
     return Contents(tensors, _bare_run(tensors), others)
@@ -119,9 +125,10 @@ def _tensors(path: Path) -> Tensors:
 
 
 def _of_torch(path: Path, *, weights_alone: bool) -> Contents:
+    is_mapped = is_zipfile(path)  # as torch.save writes since version 1.6
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, LookupError, EOFError, UnpicklingError) as error:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+    except Exception as error:  # whatever a damaged pickle leads to
         why = str(error).splitlines()[0] if isinstance(error, OSError) else type(error).__name__
         raise CheckpointError(
             f"{path} cannot be read ({why}): it is no file of torch.save, or holds objects that "
@@ -132,6 +139,8 @@ def _of_torch(path: Path, *, weights_alone: bool) -> Contents:
     model = found.get("model", found)
     if not isinstance(model, dict) or not all(_is_dense(k, v) for k, v in model.items()):
         raise CheckpointError(f"{path} holds no state dict of dense tensors, nor one under 'model'")
+    if not found:
+        raise CheckpointError(f"{path} holds nothing")
     tensors: Tensors = {WEIGHTS + name: value for name, value in _first_of_tied(model).items()}
     contents = Contents(tensors, _bare_run(tensors))
     if model is found or weights_alone:
@@ -283,7 +292,10 @@ def with_dtype(contents: Contents, dtype: torch.dtype) -> Contents:
     }
     others = dict(contents.others)
     if "config.json" in others:
-        config = json.loads(others["config.json"])
+        try:
+            config = dict(parse_json(others["config.json"]))
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"config.json is damaged: {error}") from None
         config["dtype"] = str(dtype).removeprefix("torch.")
         others["config.json"] = json.dumps(config, indent=2) + "\n"
     return Contents(tensors, contents.run, others)

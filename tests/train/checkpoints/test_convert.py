@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,9 @@ def test_weights_alone(folder: Path, tmp_path: Path) -> None:
         ("list.pt", "holds a list, not a state dict"),
         ("code.pt", "holds objects that are more than data"),
         ("some.txt", "neither a folder nor a file of torch's"),
+        ("nothing.pt", "holds nothing"),
+        ("cut.pt", "cannot be read"),
+        ("cut_old.pt", "cannot be read"),
     ],
 )
 def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> None:
@@ -110,6 +114,12 @@ def test_other_files_are_refused(name: str, message: str, tmp_path: Path) -> Non
     (tmp_path / "text.pt").write_text("no")
     torch.save([torch.zeros(1)], tmp_path / "list.pt")
     torch.save({"model": {"a": partial}}, tmp_path / "code.pt")
+    torch.save({}, tmp_path / "nothing.pt")
+    for cut, is_new in (("cut.pt", True), ("cut_old.pt", False)):
+        torch.save(
+            {"a": torch.ones(9)}, path := tmp_path / cut, _use_new_zipfile_serialization=is_new
+        )
+        path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(CheckpointError, match=message):
         read_contents(tmp_path / name)
 
@@ -163,3 +173,29 @@ def test_what_ranks_gave_and_loss_scales_are_kept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"run.pt was not written"):
         write_torch(Contents(tensors, run), tmp_path / "file" / "run.pt")
+
+
+def test_files_of_old_versions_of_torch_are_read(tmp_path: Path) -> None:
+    given = {"a": torch.ones(2)}
+    torch.save(given, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(read_contents(tmp_path / "old.bin").tensors["model/a"], given["a"])
+
+
+def test_an_index_says_what_is_read(tmp_path: Path) -> None:
+    for name, value in (("one", 1.0), ("two", 2.0)):
+        save_file({"a": torch.tensor(value), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    files = {"a": "one.safetensors", "two": "two.safetensors"}
+    index.write_text(json.dumps({"weight_map": files}))
+    found = read_contents(tmp_path).tensors
+    assert found.keys() == {"model/a", "model/two"}
+    assert found["model/a"] == 1.0
+    index.write_text(json.dumps({"weight_map": files | {"three": "two.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"two.safetensors has no 'three', which model"):
+        read_contents(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "null"])
+def test_a_config_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+        with_dtype(Contents({}, others={"config.json": text}), torch.bfloat16)
