@@ -337,10 +337,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
     found = []
     for path in among:
-        if path.is_dir() and not path.name.startswith("."):
-            with suppress(CheckpointError, OSError):  # others', or deleted by now
-                if (parallel := read_manifest(path).run.get("parallel")) is not None:
-                    found.append((parallel.get("step", 0), path.stat().st_mtime_ns, path))
+        with suppress(CheckpointError, OSError):  # others', or deleted by now
+            if not path.is_dir() or path.name.startswith("."):
+                continue
+            if (parallel := read_manifest(path).run.get("parallel")) is not None:
+                found.append((parallel.get("step", 0), path.stat().st_mtime_ns, path))
     return [path for *_, path in sorted(found)]
 
 

@@ -445,3 +445,19 @@ def in_the_midst_of_a_step(folder: Path) -> None:
 def test_ranks_save_between_the_same_steps(tmp_path: Path) -> None:
     run_ranks(2, partial(in_the_midst_of_a_step, tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
+
+
+def test_folders_that_may_not_be_entered_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    merakc.save(tmp_path / "c", nn.Linear(2, 2))
+    (tmp_path / "locked").mkdir()
+    is_dir = Path.is_dir
+
+    def asked(path: Path) -> bool:
+        if path.name == "locked":
+            raise PermissionError(13, "Permission denied")
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", asked)
+    assert merakc.latest(tmp_path) == tmp_path / "c"
