@@ -155,13 +155,17 @@ def convert(
     with told(progress), working(progress, f"reading {source}") as tell:
         if target.exists():
             raise ConfigError(f"{target} exists; give another name")
-        if target.suffix and target.suffix not in TORCH:
-            raise ConfigError(f"{target}: a file's name ends with {' or '.join(TORCH)}")
+        is_file = bool(target.suffix) and not target.suffix[1].isdigit()  # as of Llama-3.1-8B
+        if is_file and target.suffix not in TORCH:
+            raise ConfigError(
+                f"{target}: a file's name ends with {' or '.join(TORCH)}; a folder's has no dot "
+                "but those of numbers"
+            )
         contents = read_contents(source, weights_alone=weights)
         contents = with_experts(contents, packed=experts == "packed") if experts else contents
         contents = with_dtype(contents, _dtype(dtype)) if dtype else contents
         tell(f"writing {target}")
-        (write_torch if target.suffix else write_folder)(contents, target.absolute())
+        (write_torch if is_file else write_folder)(contents, target.absolute())
     progress.print(f"written to {target}")
 
 

@@ -53,8 +53,8 @@ def test_verify(folder: Path, tmp_path: Path) -> None:
 def test_convert_and_diff(folder: Path, tmp_path: Path) -> None:
     assert run("convert", folder, tmp_path / "run.pt")[0] == 0
     assert torch.load(tmp_path / "run.pt")["extra"] == {"seen": 17}
-    assert run("convert", tmp_path / "run.pt", tmp_path / "back")[0] == 0
-    code, text = run("diff", folder, tmp_path / "back")
+    assert run("convert", tmp_path / "run.pt", tmp_path / "back-3.1-8B")[0] == 0
+    code, text = run("diff", folder, tmp_path / "back-3.1-8B")
     assert code == 0, text
     assert text.startswith("the same: ")
     assert run("convert", folder, tmp_path / "b", "--dtype", "bfloat16", "--weights-only")[0] == 0

@@ -96,14 +96,21 @@ def _kept(value: torch.Tensor, tensors: Tensors, name: str) -> str:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `encode`."""
+    """The inverse of `encode`. Raises `CheckpointError` for what that does not make."""
+    try:
+        return _decoded(value, tensors)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint's values are damaged: {error!r}") from None
+
+
+def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [decode(v, tensors) for v in value]
+        return [_decoded(v, tensors) for v in value]
     if not isinstance(value, dict):
         return value
     match value.get(KIND):
         case None:
-            return {k: decode(v, tensors) for k, v in value.items()}
+            return {k: _decoded(v, tensors) for k, v in value.items()}
         case "tensor":
             return tensors[value["name"]]
         case "array":
@@ -111,11 +118,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "number":
             return tensors[value["name"]].numpy()[()]
         case "counter":
-            return Counter(decode(value["value"], tensors))
+            return Counter(_decoded(value["value"], tensors))
         case "tuple":
-            return tuple(decode(v, tensors) for v in value["items"])
+            return tuple(_decoded(v, tensors) for v in value["items"])
         case "mapping":
-            return {decode(k, tensors): decode(v, tensors) for k, v in value["items"]}
+            return {_decoded(k, tensors): _decoded(v, tensors) for k, v in value["items"]}
         case "float":
             return float(value["value"])
         case "complex":
@@ -123,8 +130,10 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "bytes":
             return bytes.fromhex(value["value"])
         case "dtype":
-            return getattr(torch, value["value"])
-    raise CheckpointError(f"the checkpoint holds a value of unknown kind {value[KIND]!r}")
+            dtype = getattr(torch, value["value"])
+            if isinstance(dtype, torch.dtype):
+                return dtype
+    raise CheckpointError(f"the checkpoint holds {value!r}, a value of unknown kind")
 
 
 def extras_of(every: Sequence[Any], tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -154,6 +154,7 @@ def _load(
         states, tensors = states_for(model, optimizers, manifest)
         given = _extras(manifest)
         _check_schedulers(schedulers, manifest)
+        extras_of(manifest.run["extras"], _by_name(given))  # before anything changes
         return weights | tensors | given, states, given
 
     together(lambda: bool(targets()))
@@ -251,10 +252,14 @@ def _extras(manifest: Manifest) -> Tensors:
     }
 
 
+def _by_name(tensors: Tensors) -> Tensors:
+    return {stored_name(name): tensor for name, tensor in tensors.items()}
+
+
 def _decoded(manifest: Manifest, tensors: Tensors) -> Any:
     """What the user gave on this rank."""
     every, (rank, world) = manifest.run["extras"], _share()
-    own = {stored_name(name): tensor for name, tensor in tensors.items()}
+    own = _by_name(tensors)
     if 1 < len(every) == world:
         return extras_of_rank(every[rank], rank, own)
     if len(every) > 1:

@@ -110,16 +110,22 @@ class _Parallel(BaseModel):
     loss_scale: _Scale | None = None
 
 
-class _Run(BaseModel):
-    """What `run` has at the least, of that form where it is there."""
+class _Extras(BaseModel):
+    scheduler: list[Any]
+    extra: Any
 
+
+class _Run(BaseModel):
+    """What `run` has, of that form where it is there."""
+
+    parameters: list[str]
+    optimizers: list[_Optimizer]
+    extras: list[_Extras] = Field(min_length=1)
     model: str = ""
     world_size: int = 1
     parallel: _Parallel = _Parallel()
     tied: dict[str, str] = {}  # names of parameters and buffers, and the first names of the same
     plan: _PlanOf | None = None
-    optimizers: list[_Optimizer] = []
-    extras: list[dict[str, Any]] = Field([{}], min_length=1)
 
 
 def _body_crc(body: Any) -> int:

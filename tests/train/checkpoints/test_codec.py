@@ -115,6 +115,18 @@ def test_what_would_need_code_is_refused(value: Any) -> None:
         encode(value, {}, "x")
 
 
-def test_unknown_kinds_are_refused() -> None:
-    with pytest.raises(CheckpointError, match="unknown kind 'call'"):
-        decode({"__kind__": "call"}, {})
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"__kind__": "call"}, "unknown kind"),
+        ({"__kind__": "dtype", "value": "load"}, "unknown kind"),
+        ({"__kind__": "tensor", "name": "gone"}, "damaged: .*gone"),
+        ({"__kind__": "tensor", "name": ["x"]}, "damaged"),
+        ({"__kind__": "float", "value": "x"}, "damaged"),
+        ({"__kind__": "mapping", "items": [[{}, 1]]}, "damaged"),
+        ([{"__kind__": "tuple"}], "damaged"),
+    ],
+)
+def test_what_no_encode_makes_is_refused(value: Any, told: str) -> None:
+    with pytest.raises(CheckpointError, match=told):
+        decode(value, {})

@@ -8,6 +8,7 @@ import shutil
 import zlib
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,12 +123,27 @@ def test_a_plain_model_is_not_touched_by_a_bad_one(whole: Path, tmp_path: Path) 
     assert all(bool((p == before[n]).all()) for n, p in model.named_parameters())
 
 
+# What every run tells.
+LEAST: dict[str, Any] = {
+    "parameters": [], "optimizers": [], "extras": [{"scheduler": [], "extra": None}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", LEAST)
+def test_a_run_tells_all_that_is_read(key: str, tmp_path: Path) -> None:
+    run = {k: v for k, v in LEAST.items() if k != key}
+    (tmp_path / NAME).write_text(Manifest(merakc="0", run=run).text())
+    with pytest.raises(CheckpointError, match=f"is damaged: .*{key}"):
+        read_manifest(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("run", "told"),
     [
         ({"plan": 7}, "plan"),
         ({"parallel": 1.5}, "parallel"),
         ({"extras": []}, "extras"),
+        ({"extras": [{"scheduler": []}]}, "extras"),
         ({"optimizers": [{"kind": "x", "groups": [1]}]}, "optimizers"),
         ({"deep": [[[[1]]]] * 2}, ""),
     ],
@@ -135,6 +151,7 @@ def test_a_plain_model_is_not_touched_by_a_bad_one(whole: Path, tmp_path: Path) 
 def test_what_a_run_tells_is_of_the_form_that_is_read(
     run: dict[str, object], told: str, tmp_path: Path
 ) -> None:
+    run = LEAST | run
     (tmp_path / NAME).write_text(Manifest(merakc="0", run=run).text())
     if not told:
         assert read_manifest(tmp_path).run == run
@@ -161,7 +178,9 @@ def test_a_tensor_is_there_in_all_of_its_boxes(
     chunks = [Chunk(starts=tuple(a), sizes=tuple(n), crc32=0) for a, n in boxes]
     tensors = {"model/w": Stored(file="f", dtype="float32", shape=(2, 3), chunks=chunks)}
     files = {"f": File(size_bytes=0, checked_bytes=0, crc32=0)}
-    (tmp_path / NAME).write_text(Manifest(merakc="0", tensors=tensors, files=files).text())
+    (tmp_path / NAME).write_text(
+        Manifest(merakc="0", tensors=tensors, files=files, run=LEAST).text()
+    )
     with pytest.raises(CheckpointError, match=told):
         read_manifest(tmp_path)
 
