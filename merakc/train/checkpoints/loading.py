@@ -154,7 +154,6 @@ def _load(
         states, tensors = states_for(model, optimizers, manifest)
         given = _extras(manifest)
         _check_schedulers(schedulers, manifest)
-        extras_of(manifest.run["extras"], _by_name(given))  # before anything changes
         return weights | tensors | given, states, given
 
     together(lambda: bool(targets()))
@@ -244,12 +243,16 @@ def _check_shape(name: str, tensor: torch.Tensor, stored: Stored) -> None:
 
 
 def _extras(manifest: Manifest) -> Tensors:
-    """The user's tensors, that this rank is to get."""
-    return {
+    """The user's tensors, that this rank is to get. Raises `CheckpointError` where what they belong
+    to is damaged, before anything changes.
+    """
+    found: Tensors = {
         name: torch.empty(stored.shape, dtype=stored.torch_dtype)
         for name, stored in manifest.tensors.items()
         if name.startswith(EXTRA)
     }
+    extras_of(manifest.run["extras"], _by_name(found))
+    return found
 
 
 def _by_name(tensors: Tensors) -> Tensors:

@@ -7,7 +7,6 @@ reads. The folder is written under another name, and gets its own when all of it
 
 from __future__ import annotations
 
-import ctypes
 import json
 import mmap
 import os
@@ -51,6 +50,7 @@ from merakc.train.checkpoints.manifest import (
     TensorFile,
     stored_name,
 )
+from merakc.train.checkpoints.placing import check_replaceable, keep_others, put_in_place
 from merakc.version import __version__
 
 STEMS = {WEIGHTS: "model", OPTIMIZER: "optimizer", EXTRA: "extra"}
@@ -206,7 +206,7 @@ class Writer(StorageWriter):
         text = manifest.text()
         check_readable(NAME, len(text), MOST_BYTES)
         _write_text(self.aside / NAME, text)
-        _sync_folder(self.aside)
+        keep_others(self.folder, self.aside)
         put_in_place(self.aside, self.folder)
 
 
@@ -217,47 +217,6 @@ def check_readable(name: str, size_bytes: int, most_bytes: int) -> None:
             f"{name} would have {size_bytes:,} bytes, and more than {most_bytes:,} are not read: "
             "give long lists of extra= as tensors, and many small tensors as one"
         )
-
-
-def check_replaceable(folder: Path) -> None:
-    """Raises `CheckpointError` for a file, a link, and a folder of anything but a checkpoint."""
-    is_empty = folder.is_dir() and not any(folder.iterdir())
-    is_other = folder.exists() and not is_empty and not (folder / NAME).is_file()
-    if folder.is_symlink() or is_other or any(p.is_dir() for p in _in(folder)):
-        raise CheckpointError(
-            f"{folder} is there and is no checkpoint, or holds other folders: it would be deleted; "
-            "give a new folder in it, or remove it"
-        )
-
-
-def _in(folder: Path) -> list[Path]:
-    return [*folder.iterdir()] if folder.is_dir() else []
-
-
-def put_in_place(aside: Path, folder: Path) -> None:
-    """Renames a finished folder, in the place of one that is there: at once where the file system
-    can exchange names, so that no moment is without either.
-    """
-    if _exchanged(aside, folder):
-        old = aside
-    else:
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-    _sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Whether two folders have got each other's names (renameat2, Linux 3.15)."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    at, names = ctypes.c_int(-100), [os.fsencode(path) for path in (one, other)]  # AT_FDCWD
-    done: int = rename(at, names[0], at, names[1], ctypes.c_uint(2))  # RENAME_EXCHANGE
-    return done == 0
 
 
 def _file_names(
@@ -325,14 +284,6 @@ def _write_text(path: Path, text: str) -> None:
         opened.write(text)
         opened.flush()
         os.fsync(opened.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass

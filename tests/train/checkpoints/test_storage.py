@@ -138,32 +138,6 @@ def test_nothing_but_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert kept == there | {f"runs/c/{name}" for name in files}
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-def test_a_save_that_is_killed_as_it_is_renamed(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, _ = trained(0)
-    merakc.save(tmp_path / "c", model, extra=1)
-    rename = Path.rename
-
-    def killed(path: Path, target: Path) -> Path:
-        if path.name.endswith(".writing"):
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", killed)
-    if exchanges:
-        merakc.save(tmp_path / "c", model, extra=2)
-        assert merakc.load(tmp_path / "c", model).extra == 2
-        assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    else:
-        monkeypatch.setattr(storage, "_exchanged", lambda *_: False)
-        with pytest.raises(KeyboardInterrupt):
-            merakc.save(tmp_path / "c", model, extra=2)
-        with pytest.raises(CheckpointError, match=r"rename .*/\.c\.old, which was there before"):
-            merakc.load(tmp_path / "c", model)
-
-
 def test_what_would_be_too_large_to_read_is_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
