@@ -36,8 +36,10 @@ def _free_port() -> int:
 
 
 def _machine(folder: Path, port: int, number: int, log: Path) -> subprocess.Popen[bytes]:
-    """What one of two machines runs: torchrun with one rank. They meet at the first."""
-    meeting = f"last_call_timeout=1,is_host={not number},read_timeout=240"
+    """What one of two machines runs: torchrun with one rank. They meet at the first, which waits
+    for the other: a machine that waits looks about once a second whether it may join.
+    """
+    meeting = f"last_call_timeout=4,is_host={not number},read_timeout=240"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
         "--max-restarts", "10", "--rdzv-backend", "c10d", "--rdzv-id", "job",
