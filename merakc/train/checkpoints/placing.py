@@ -34,7 +34,10 @@ def keep_others(folder: Path, aside: Path) -> None:
         own = {path.name for path in _in(folder) if path.suffix in (".json", ".safetensors")}
     for path in _in(folder):
         if path.name not in own and not (aside / path.name).exists():
-            shutil.copy2(path, aside / path.name, follow_symlinks=False)
+            try:
+                os.link(path, aside / path.name, follow_symlinks=False)
+            except OSError:  # of file systems without links
+                shutil.copy2(path, aside / path.name, follow_symlinks=False)
 
 
 def put_in_place(aside: Path, folder: Path) -> None:
