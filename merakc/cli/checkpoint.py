@@ -86,6 +86,7 @@ def _facts(manifest: Manifest) -> Table:
         "weights": f"{len(weights)} tensors, {numel:,} elements, {dtypes}",
         "step": parallel.get("step", "not known"),
         "written by": f"merakc {manifest.merakc}, {run.get('world_size', 1)} ranks",
+        "written at": run.get("saved_at", "not known"),
         "plan": f"{plan['hash'][:12]} {plan['precision']}" if plan else "none",
     }
     for record in run.get("optimizers", []):

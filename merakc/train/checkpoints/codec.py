@@ -49,6 +49,8 @@ def _encoded(value: Any, tensors: Tensors, name: str) -> Any:
         own = np.array(value, dtype=value.dtype.newbyteorder("="))
         kind = "array" if isinstance(value, np.ndarray) else "number"
         return {KIND: kind, "name": _kept(torch.from_numpy(own), tensors, name)}
+    if type(value) is str and not _is_utf8(value):
+        return {KIND: "text", "value": value.encode(errors="surrogatepass").hex()}
     if type(value) in PLAIN:
         return value
     if type(value) is float:
@@ -62,7 +64,7 @@ def _encoded(value: Any, tensors: Tensors, name: str) -> Any:
     if type(value) is Counter:  # as MultiStepLR's milestones
         return {KIND: "counter", "value": _encoded(dict(value), tensors, name)}
     if isinstance(value, Mapping):
-        if all(type(k) is str and k != KIND for k in value):
+        if all(type(k) is str and k != KIND and _is_utf8(k) for k in value):
             return {k: _encoded(v, tensors, f"{name}.{k}") for k, v in value.items()}
         pairs = [
             [_encoded(k, tensors, f"{name}.key{n}"), _encoded(v, tensors, f"{name}.{n}")]
@@ -81,6 +83,13 @@ def _encoded(value: Any, tensors: Tensors, name: str) -> Any:
     )
 
 
+def _is_utf8(text: str) -> bool:
+    """Whether a file can hold the text: names of files in other encodings have halves of characters
+    in Python (PEP 383).
+    """
+    return text.isascii() or text == text.encode(errors="replace").decode()
+
+
 def _kept(value: torch.Tensor, tensors: Tensors, name: str) -> str:
     """The name under which a tensor is kept: `a.b` may be a key, and `b` one inside of `a`."""
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
@@ -88,6 +97,7 @@ def _kept(value: torch.Tensor, tensors: Tensors, name: str) -> str:
             f"{name} is a {type(value).__name__} of {value.dtype}, {value.layout} on "
             f"{value.device}, whose elements do not lie in memory one by one: give a dense tensor"
         )
+    name = name.encode(errors="backslashreplace").decode()
     while name in tensors:
         name += "'"
     own = value.detach()  # which may be of a type that answers for parts
@@ -127,6 +137,8 @@ def _decoded(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return float(value["value"])
         case "complex":
             return complex(value["value"])
+        case "text":
+            return bytes.fromhex(value["value"]).decode(errors="surrogatepass")
         case "bytes":
             return bytes.fromhex(value["value"])
         case "dtype":

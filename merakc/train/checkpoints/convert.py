@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,7 @@ from merakc.train.checkpoints.manifest import (
     read_manifest,
     stored_name,
 )
+from merakc.train.checkpoints.placing import sync_folder
 from merakc.train.checkpoints.run_state import MEMBERS
 from merakc.train.checkpoints.saving import write
 from merakc.train.checkpoints.storage import Writer
@@ -241,8 +243,12 @@ def write_torch(contents: Contents, path: Path) -> None:
     aside = path.with_name(f".{path.name}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(found, aside)
+        with aside.open("wb") as opened:
+            torch.save(found, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
         aside.rename(path)
+        sync_folder(path.parent)
     except (OSError, RuntimeError) as error:
         with suppress(OSError):
             aside.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from merakc.errors import CheckpointError
+from merakc.errors import CheckpointError, MerakWarning
 from merakc.runtime.groups import agree, from_rank_0, together
 from merakc.runtime.health.job import all_ranks, call
 from merakc.runtime.part import TensorPart, plain
@@ -78,7 +78,7 @@ def _latest(folder: Path) -> Path | None:
         if not any(bad):
             return path
         text = next(text for text in bad if text)
-        warnings.warn(f"passed over: {text}", stacklevel=5)
+        warnings.warn(f"passed over: {text}", MerakWarning, stacklevel=5)
     return None
 
 

@@ -123,6 +123,7 @@ class _Run(BaseModel):
     extras: list[_Extras] = Field(min_length=1)
     model: str = ""
     world_size: int = 1
+    saved_at: str = ""  # UTC, in ISO 8601: texts that are in order as their times are
     parallel: _Parallel = _Parallel()
     tied: dict[str, str] = {}  # names of parameters and buffers, and the first names of the same
     plan: _PlanOf | None = None

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 from pathlib import Path
 
 from merakc.errors import CheckpointError
 from merakc.train.checkpoints.manifest import NAME, read_manifest
+
+_WRITTEN = re.compile(
+    r"(model|optimizer|extra)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json"
+    r"|(config|plan)\.json"
+)
 
 
 def check_replaceable(folder: Path) -> None:
@@ -27,11 +33,14 @@ def _in(folder: Path) -> list[Path]:
 
 
 def keep_others(folder: Path, aside: Path) -> None:
-    """Takes along what others put beside the checkpoint that is to be replaced, as a tokenizer."""
+    """Takes along what others put beside the checkpoint that is to be replaced, as a tokenizer.
+
+    Where its manifest is damaged, what is named as a checkpoint's files is taken for its own.
+    """
     try:
         own = {NAME, *read_manifest(folder).files}
-    except CheckpointError:  # damaged
-        own = {path.name for path in _in(folder) if path.suffix in (".json", ".safetensors")}
+    except CheckpointError:
+        own = {NAME, *(path.name for path in _in(folder) if _WRITTEN.fullmatch(path.name))}
     for path in _in(folder):
         if path.name not in own and not (aside / path.name).exists():
             try:
@@ -44,7 +53,7 @@ def put_in_place(aside: Path, folder: Path) -> None:
     """Renames a finished folder, in the place of one that is there: at once where the file system
     can exchange names, so that no moment is without either.
     """
-    _sync_folder(aside)
+    sync_folder(aside)
     if _exchanged(aside, folder):
         old = aside
     else:
@@ -53,7 +62,7 @@ def put_in_place(aside: Path, folder: Path) -> None:
         if folder.exists():
             folder.rename(old)
         aside.rename(folder)
-    _sync_folder(folder.parent)
+    sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -67,7 +76,8 @@ def _exchanged(one: Path, other: Path) -> bool:
     return done == 0
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
+    """Waits until the names in a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

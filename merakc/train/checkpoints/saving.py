@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from merakc.runtime.health.job import (
     new_group,
 )
 from merakc.runtime.part import TensorPart
-from merakc.train.checkpoints.manifest import read_manifest
+from merakc.train.checkpoints.manifest import NAME, read_manifest
 from merakc.train.checkpoints.run_state import (
     Tensors,
     extras,
@@ -146,8 +146,8 @@ def save(
         scheduler: one or several learning-rate schedulers, or whatever has a `state_dict()`.
         extra: numbers, texts, containers, tensors and objects with a `state_dict()`: where the
             data stand, random states; ranks may give different ones.
-        keep_last: how many checkpoints stay beside each other in the folder above; the oldest,
-            by their steps, are deleted after this one is complete.
+        keep_last: how many checkpoints stay beside each other in the folder above; those that were
+            saved first are deleted after this one is complete.
         wait: whether to return only when it is written. Otherwise it is written while training
             goes on, from a copy in host memory; `Saving.wait` says how that ended.
 
@@ -213,6 +213,7 @@ def _collected(
         "parameters": parameter_names(model),
         "tied": aliases_of(getattr(model, "_source", model)),
         "world_size": len(records),
+        "saved_at": datetime.now(UTC).isoformat(timespec="microseconds"),
         "parallel": parallel_state(model),
         "optimizers": joined,
         "extras": told,
@@ -326,8 +327,9 @@ def as_own_error(error: CheckpointException, own_rank: int, what: str) -> BaseEx
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints of runs in a folder, by their steps and then their times, the oldest first;
-    weights alone, as exports are, belong to none.
+    """The checkpoints of runs in a folder in the order in which they were saved, which is not that
+    of their steps where a run went back to an older one. Weights alone, as exports are, belong to
+    none; what is damaged is passed over with a warning.
 
     Raises `CheckpointError` where the folder cannot be read.
     """
@@ -337,11 +339,16 @@ def checkpoints_in(folder: Path) -> list[Path]:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from None
     found = []
     for path in among:
-        with suppress(CheckpointError, OSError):  # others', or deleted by now
-            if not path.is_dir() or path.name.startswith("."):
-                continue
-            if (parallel := read_manifest(path).run.get("parallel")) is not None:
-                found.append((parallel.get("step", 0), path.stat().st_mtime_ns, path))
+        if path.name.startswith(".") or not os.path.isfile(path / NAME):
+            continue
+        try:
+            run = read_manifest(path).run
+        except CheckpointError as error:
+            if os.path.isfile(path / NAME):  # else it was deleted by now
+                warnings.warn(f"passed over: {error}", MerakWarning, stacklevel=2)
+            continue
+        if (parallel := run.get("parallel")) is not None:
+            found.append((run.get("saved_at", ""), parallel.get("step", 0), path))
     return [path for *_, path in sorted(found)]
 
 

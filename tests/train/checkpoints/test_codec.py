@@ -18,7 +18,8 @@ from merakc.errors import CheckpointError
 from merakc.train.checkpoints.codec import decode, encode
 
 LEAVES = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters()),
+    st.binary(),
     st.complex_numbers(allow_nan=False),
 )  # fmt: skip
 DATA = st.recursive(
@@ -27,7 +28,9 @@ DATA = st.recursive(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(
-            st.one_of(st.text(), st.integers(), st.just("__kind__")), inner, max_size=3
+            st.one_of(st.text(st.characters()), st.integers(), st.just("__kind__")),
+            inner,
+            max_size=3,
         ),
     ),
     max_leaves=12,

@@ -52,7 +52,8 @@ def test_what_others_put_beside_a_checkpoint_stays(tmp_path: Path) -> None:
         merakc.load(folder, model)
     (folder / NAME).write_text("damaged")
     (folder / "notes.md").write_text("mine")
+    (folder / "model-00001-of-00002.safetensors").write_text("old")
     merakc.save(folder, model)
     assert {p.name for p in folder.iterdir()} == {
-        "model.safetensors", NAME, "vocab.txt", "notes.md"
+        "model.safetensors", NAME, "tokenizer.json", "vocab.txt", "notes.md"
     }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -23,10 +24,11 @@ from torch.distributed.checkpoint.state_dict import (
 import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import run_ranks
-from merakc.errors import CheckpointError, MismatchError
+from merakc.errors import CheckpointError, MerakWarning, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.health.job import call
 from merakc.train.checkpoints import saving
+from merakc.train.checkpoints.manifest import NAME, read_manifest
 from merakc.train.checkpoints.saving import Saving, _group
 from merakc.train.checkpoints.storage import Writer
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
@@ -405,6 +407,37 @@ def test_exports_are_none_of_a_runs_checkpoints(tmp_path: Path) -> None:
         merakc.save(tmp_path / name, model, keep_last=1)
     assert {p.name for p in tmp_path.iterdir()} == {"tuned", "b"}
     assert merakc.latest(tmp_path) == tmp_path / "b"
+
+
+def test_the_newest_checkpoint_is_the_one_saved_last(tmp_path: Path) -> None:
+    """And not that of the highest step: a run may have gone back to an older one."""
+    model = nn.Linear(2, 2)
+    for name in ("step-1", "step-2"):
+        merakc.save(tmp_path / name, model)
+    abandoned = read_manifest(tmp_path / "step-2")
+    abandoned.run["parallel"]["step"] = 2000
+    (tmp_path / "step-2" / NAME).write_text(abandoned.text())
+    merakc.load(tmp_path / "step-1", model)
+    merakc.save(tmp_path / "step-1b", model, keep_last=2)
+    assert merakc.latest(tmp_path) == tmp_path / "step-1b"
+    assert {p.name for p in tmp_path.iterdir()} == {"step-2", "step-1b"}
+
+
+def test_keys_that_are_no_text_can_be_kept(tmp_path: Path) -> None:
+    """As file names in another encoding, which Python reads as halves of characters."""
+    model, key = nn.Linear(2, 2), os.fsdecode(b"caf\xe9.txt")
+    merakc.save(tmp_path / "c", model, extra={key: torch.ones(2), "name": key})
+    extra = merakc.load(tmp_path / "c", model).extra
+    assert torch.equal(extra[key], torch.ones(2)) and extra["name"] == key
+
+
+def test_damaged_checkpoints_are_passed_over_with_a_warning(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    merakc.save(tmp_path / "a", model)
+    merakc.save(tmp_path / "b", model)
+    (tmp_path / "b" / NAME).write_text("{}")
+    with pytest.warns(MerakWarning, match="passed over: .*b/checkpoint.json is damaged"):
+        assert merakc.latest(tmp_path) == tmp_path / "a"
 
 
 def test_folders_are_where_the_file_system_has_them(
