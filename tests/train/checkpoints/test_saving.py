@@ -428,7 +428,8 @@ def test_keys_that_are_no_text_can_be_kept(tmp_path: Path) -> None:
     model, key = nn.Linear(2, 2), os.fsdecode(b"caf\xe9.txt")
     merakc.save(tmp_path / "c", model, extra={key: torch.ones(2), "name": key})
     extra = merakc.load(tmp_path / "c", model).extra
-    assert torch.equal(extra[key], torch.ones(2)) and extra["name"] == key
+    assert torch.equal(extra[key], torch.ones(2))
+    assert extra["name"] == key
 
 
 def test_damaged_checkpoints_are_passed_over_with_a_warning(tmp_path: Path) -> None:
