@@ -30,7 +30,7 @@ from merakc.planner.choose import compare
 from merakc.planner.fit import fit_error
 from merakc.planner.offline import Recordings
 from merakc.planner.request import Request
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 from merakc.report.units import format_bytes, format_seconds
 
 BATCH, LENGTH, RATE = 4, 64, 1e-3

@@ -43,7 +43,7 @@ from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
 from merakc.planner.search import cut_layout, improve, with_memory
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 
 TOLERANCE = 0.01
 RECOMPUTATIONS = ("auto", "none", "selective", "full", "stage")

@@ -86,7 +86,7 @@ def search_here(case: Case) -> dict[str, object]:
     from merakc.machines.garbage import leave_garbage
     from merakc.planner.offline import plan_offline
     from merakc.planner.request import Request
-    from merakc.planner.sources import load_source
+    from merakc.planner.sources.source import load_source
 
     import torch  # isort: skip
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from merakc.cli.budget import VARIED
-from merakc.planner.sources import PRESETS
+from merakc.planner.sources.source import PRESETS
 from tests.as_users import told
 from tests.test_commands_doc import EXAMPLE
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from merakc.planner.sources import PRESETS
+from merakc.planner.sources.source import PRESETS
 from tests.as_users import losses, printed, told
 
 ROOT = Path(__file__).parent.parent

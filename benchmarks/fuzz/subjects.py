@@ -26,7 +26,7 @@ from merakc.errors import MerakError
 from merakc.ir.ledger import DIGEST_LENGTH, read_ledger
 from merakc.ir.plan_file import PlanFile, file_text, load_plan
 from merakc.machines.cluster_files import cluster_text, load_cluster, preset
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.train.checkpoints.manifest import NAME, _body_crc, read_manifest
 
 MODEL = "benchmarks.fuzz.subjects:small"

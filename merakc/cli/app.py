@@ -42,7 +42,7 @@ from merakc.cli.simulate import simulate
 from merakc.cli.verify import verify
 from merakc.ir.plan_file import load_plan
 from merakc.machines.garbage import leave_garbage
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.report.charts.plot import plot_timeline
 from merakc.report.packing import unpack
 from merakc.report.page import require_report, write_page

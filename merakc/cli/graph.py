@@ -21,7 +21,7 @@ from merakc.ir.graph import Graph, Ref
 from merakc.ir.plan_file import load_plan
 from merakc.ir.text import graph_text
 from merakc.lowering.lowered import Lowered, training_graph
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.planner.what_if import applied
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes

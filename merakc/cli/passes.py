@@ -10,7 +10,7 @@ from merakc.ir.plan import Plan
 from merakc.lowering.overlap import with_parts
 from merakc.machines.cluster import Cluster
 from merakc.passes.running import Pass, watched
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 from merakc.planner.what_if import applied, record_source
 from merakc.report.passes import PassEffect, pass_effect
 

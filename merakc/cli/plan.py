@@ -33,7 +33,7 @@ from merakc.ir.report import Verdict
 from merakc.planner.choose import Patience
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request, with_schedule
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.report.analysis import make_report
 from merakc.report.findings import verdict
 from merakc.report.terminal import Terminal

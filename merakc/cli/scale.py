@@ -29,7 +29,7 @@ from merakc.errors import ConfigError
 from merakc.ir.precision import parse_precision
 from merakc.planner.offers import DEGREES, Case, Offer, Offers, write_csv
 from merakc.planner.request import Request
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.report.charts.scaling_plot import plot_scaling
 from merakc.report.tables import Fitted
 from merakc.report.terminal import Terminal

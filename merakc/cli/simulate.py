@@ -28,7 +28,7 @@ from merakc.costs.ranks import least_spare, rank_memory_bytes
 from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.machines.cluster import Cluster
 from merakc.planner.request import Request
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.planner.what_if import changed, changed_strategy, simulated
 from merakc.report.terminal import Terminal
 from merakc.report.units import format_bytes, format_seconds

@@ -17,7 +17,7 @@ from merakc.cli.console import NO, AsJson, TrustCode, progress_console, told
 from merakc.equality.check import STEPS, CheckResult, check_plan
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import load_plan
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.report.terminal import Terminal
 
 RANKS = 8  # 2 x 2 x 2: every axis, on any machine

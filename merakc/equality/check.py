@@ -36,7 +36,7 @@ from merakc.ir.precision import Precision
 from merakc.ir.strategy import Strategy
 from merakc.lowering.recording import record_part
 from merakc.planner.carry import carry_plan
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 from merakc.report.units import format_bytes
 
 STEPS = 2

@@ -20,7 +20,7 @@ from merakc.batches.split import (
     with_samples,
 )
 from merakc.ir.batches import BatchDims
-from merakc.planner.sources import Source, source_of
+from merakc.planner.sources.source import Source, source_of
 from merakc.train.parameters.initial import initialise
 
 # Added to every weight: a norm's ones and a bias's zeros would hide what becomes of them.
@@ -97,7 +97,7 @@ def drawn_batch(
     args, kwargs = call_arguments(source.batch(samples))
     assert not args, "batches of configurations are mappings"
     found = {n: _drawn(value, source.bounds.get(n), generator) for n, value in kwargs.items()}
-    if "labels" in found:
+    if "labels" in found and not found["labels"].is_floating_point():
         found["labels"] = _uneven(found["labels"], parts, generator)
     takes_mask = MASK in inspect.signature(source.model.forward).parameters
     if padded and "input_ids" in found and takes_mask:
@@ -107,12 +107,14 @@ def drawn_batch(
     return found
 
 
-def _drawn(value: torch.Tensor, bound: int | None, generator: torch.Generator) -> torch.Tensor:
+def _drawn(value: Any, bound: int | None, generator: torch.Generator) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
     if value.is_floating_point():
         return torch.randn(value.shape, generator=generator, dtype=torch.float64)
     assert bound is not None, "a source tells how many values its integers have"
     low = FIRST_WORD if bound > 2 * FIRST_WORD and value.dim() > 1 else 0
-    return torch.randint(low, bound, value.shape, generator=generator)
+    return torch.randint(low, bound, value.shape, generator=generator, dtype=value.dtype)
 
 
 def _uneven(labels: torch.Tensor, parts: int, generator: torch.Generator) -> torch.Tensor:

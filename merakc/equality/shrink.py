@@ -20,7 +20,7 @@ from merakc.batches.split import call_arguments
 from merakc.equality.casts import without_dropout
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
-from merakc.planner.sources import Source, source_of
+from merakc.planner.sources.source import Source, source_of
 from merakc.report.units import name_pattern
 
 # Integers below this stay: dims of one or two elements leave norms nothing to tell apart.

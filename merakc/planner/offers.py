@@ -19,7 +19,7 @@ from merakc.planner.fit import find_least
 from merakc.planner.offline import Recordings, check_request, plan_recorded
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 from merakc.report.analysis import make_report
 from merakc.report.units import count_of
 from merakc.report.yields import HOUR_S, Goal, yields

@@ -25,7 +25,7 @@ from merakc.planner.choose import Patience, Progress, choose, compare
 from merakc.planner.fit import fit_error
 from merakc.planner.piece_table import PieceTable
 from merakc.planner.request import Request
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 from merakc.report.units import format_seconds
 
 

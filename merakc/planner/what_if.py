@@ -25,7 +25,7 @@ from merakc.lowering.recording import record_part
 from merakc.machines.cluster import Cluster
 from merakc.planner.carry import carry_plan, shards_like
 from merakc.planner.request import Request
-from merakc.planner.sources import Source
+from merakc.planner.sources.source import Source
 from merakc.report.analysis import make_report
 from merakc.schedules.registry import stage_ranks
 

@@ -25,7 +25,7 @@ from merakc.kernels import collectives
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request
-from merakc.planner.sources import Source, resized, source_of
+from merakc.planner.sources.source import Source, resized, source_of
 from merakc.runtime import executor
 from merakc.runtime.head import HeadRunner
 

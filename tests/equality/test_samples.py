@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from merakc.equality.samples import IGNORED, drawn_batch, drawn_model
-from merakc.planner.sources import Source, load_source, resized, source_of
+from merakc.planner.sources.source import Source, load_source, resized, source_of
 from tests.small_source import small
 
 

@@ -17,7 +17,7 @@ from merakc.equality.shrink import (
     structure,
 )
 from merakc.frontend.record import record
-from merakc.planner.sources import Source, load_source, source_of
+from merakc.planner.sources.source import Source, load_source, source_of
 
 
 def _structure(source: Source) -> frozenset[tuple[str, frozenset[str]]]:

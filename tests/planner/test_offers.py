@@ -23,7 +23,7 @@ from merakc.planner.offers import (
 )
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from merakc.report.analysis import WAITING_POWER
 from merakc.report.yields import Goal
 from tests.ir.test_report import STEP

@@ -12,7 +12,7 @@ from merakc.frontend.record import Recording, record
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.planner.offline import Recordings, plan_offline
 from merakc.planner.request import Request
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 
 
 def test_no_size_of_batch_is_recorded_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from merakc.planner.choose import choose
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request
 from merakc.planner.search import Record
-from merakc.planner.sources import Source, load_source
+from merakc.planner.sources.source import Source, load_source
 from merakc.planner.what_if import simulated
 from merakc.report.analysis import make_report
 from tests.recorded import one_of_several

@@ -15,7 +15,7 @@ from merakc.planner.choose import compare
 from merakc.planner.offline import Recordings
 from merakc.planner.request import Request
 from merakc.planner.search import cut_layout, plan_layout, standing, with_memory
-from merakc.planner.sources import load_source
+from merakc.planner.sources.source import load_source
 from tests.planner.test_one_planner import record
 
 DEEP = Recordings(load_source("tests.small_source:deep"), Request(0, 0), lambda _: None)

@@ -16,7 +16,7 @@ from merakc.lowering.lowered import Lowered
 from merakc.machines.cluster import NOMINAL_GPU
 from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request
-from merakc.planner.sources import Source, source_of
+from merakc.planner.sources.source import Source, source_of
 from merakc.planner.what_if import changed, changed_strategy, simulated
 
 

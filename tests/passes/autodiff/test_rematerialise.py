@@ -25,7 +25,7 @@ from merakc.passes.autodiff.loss_gradient import without_zeros
 from merakc.passes.autodiff.rematerialise import late, lean, rematerialised
 from merakc.passes.pipeline import differentiate
 from merakc.passes.recompute.blocks import saved_roots
-from merakc.planner.sources import source_of
+from merakc.planner.sources.source import source_of
 from tests.passes.autodiff.test_recompute import STAGES, lowered, run, values
 
 DEAR = (

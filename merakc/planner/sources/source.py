@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from merakc.errors import ConfigError, MerakWarning, failure
 from merakc.files.reading import parse_json, read_text
 from merakc.ir.batches import BY_SIZE, BatchDims
 from merakc.machines.garbage import few_collections
-from merakc.planner.config_checks import (
+from merakc.planner.sources.config_batches import batches_for, class_of, task_of
+from merakc.planner.sources.config_checks import (
     TRUST,
     bounded_modules,
     check_buffers,
@@ -59,17 +61,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "num_layers": 24, "vocab_size": 32128, "decoder_start_token_id": 0,
     },
 }  # fmt: skip
-# The kinds of model that a batch is known for, by transformers' tables of their classes.
-TASKS = {
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES": "speech",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "text",
-    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "text",
-    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "text",
-    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image",
-}
 # Where configs say how long texts are, and how long those are of configs that do not.
 POSITIONS = ("n_positions", "max_position_embeddings", "max_target_positions")
 OPEN_LENGTH = 512
+# What models of several kinds of input take beside texts.
+BESIDE_TEXT = ("pixel_values", "input_features", "input_values")
 HINT = "give MODULE:FUNCTION, a function that returns a model and a batch (and its batch_dims)"
 
 
@@ -195,34 +191,55 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
 
     Raises `ConfigError` for a kind of model whose batches are not known.
     """
-    from transformers.models.auto import modeling_auto as tables
-
     transformers = _transformers(name)
-    classes = getattr(config, "architectures", None) or []
-    for table, task in TASKS.items():
-        found = getattr(tables, table).get(config.model_type)
-        known = (found,) if isinstance(found, str) else tuple(found or ())
-        if known and (not classes or classes[0] in known):
-            config.use_cache = False  # before the stacks of an encoder-decoder copy it
-            kind = getattr(transformers, classes[0] if classes else known[0])
-            try:
-                with torch.device(device), bounded_modules():
-                    model = kind(config)
-                check_model(model)
-                check_buffers(partial(kind, config))
-                length = _own_length(config) if sequence is None else sequence
-                batch = partial(_batch, task, config, length)
-                check_sample(batch)
-                bounds = _bounds(task, config)
-            except Exception as error:
-                raise ConfigError(
-                    f"{name}: {kind.__name__} cannot be made of this config: {failure(error)}; "
-                    "mend the config"
-                ) from error
-            _check_length(name, config, length)
-            return Source(name, model.train(), batch, config, length, bounds)
-    what = classes[0] if classes else config.model_type
-    raise ConfigError(f"{name}: merakc knows no batch for {what}; {HINT}")
+    kind, config = _trained_as(name, config, transformers)
+    task = task_of(kind.__name__, config.model_type)
+    assert task is not None, kind
+    config.use_cache = False  # before the stacks of an encoder-decoder copy it
+    try:
+        with torch.device(device), bounded_modules():
+            model = kind(config)
+        check_model(model)
+        check_buffers(partial(kind, config))
+        length = _own_length(config) if sequence is None else sequence
+        batch, bounds = batches_for(task, config, length)
+        check_sample(batch)
+    except Exception as error:
+        raise ConfigError(
+            f"{name}: {kind.__name__} cannot be made of this config, or its batch: "
+            f"{failure(error)}; mend the config, or {HINT}"
+        ) from error
+    _check_length(name, config, length)
+    return Source(name, model.train(), batch, config, length, bounds)
+
+
+def _trained_as(name: str, config: Any, transformers: Any) -> tuple[Any, Any]:
+    """The class that a configuration is trained as, and the configuration that this is made of.
+
+    A class that transformers no longer has, or one without a loss, becomes the usual one of its
+    type, and a model of several kinds of input its model of texts; a warning says so.
+    """
+    named = next(iter(getattr(config, "architectures", None) or ()), "")
+    found = getattr(transformers, named, None)
+    takes = () if found is None else signature(found.forward).parameters
+    text = config.get_text_config()
+    is_mixed = text is not config and any(name in takes for name in BESIDE_TEXT)
+    if task_of(named, config.model_type) and not (is_mixed and "labels" in takes):
+        return found, config
+    own = class_of(config.model_type)
+    if own is not None and "labels" not in takes:
+        if named:
+            why = "transformers has no such class" if found is None else "it takes no labels"
+            _say(f"{name}: this plans {own} in place of {named}: {why}")
+        return getattr(transformers, own), config
+    if is_mixed and (own := class_of(text.model_type)) is not None:
+        _say(f"{name}: this plans {own}, the part of {named} that reads texts, alone; {HINT}")
+        return getattr(transformers, own), text
+    raise ConfigError(f"{name}: merakc knows no batch for {named or config.model_type}; {HINT}")
+
+
+def _say(text: str) -> None:
+    warnings.warn(text, MerakWarning, stacklevel=4)
 
 
 def _own_length(config: Any) -> int:
@@ -240,23 +257,3 @@ def _check_length(name: str, config: Any, length: int) -> None:
             MerakWarning,
             stacklevel=2,
         )
-
-
-def _bounds(task: str, config: Any) -> dict[str, int]:
-    if task == "image":
-        return {"labels": int(config.num_labels)}
-    words = int(config.get_text_config().vocab_size)
-    return {"input_ids": words, "labels": words}
-
-
-def _batch(task: str, config: Any, length: int, samples: int) -> dict[str, torch.Tensor]:
-    ids = torch.zeros(samples, length, dtype=torch.long)
-    if task == "text":
-        return {"input_ids": ids, "labels": ids}
-    if task == "speech":
-        frames = 2 * config.max_source_positions
-        features = torch.zeros(samples, config.num_mel_bins, frames)
-        return {"input_features": features, "labels": ids}
-    side = getattr(config, "image_size", 224)  # what ImageNet's pictures are cropped to
-    pixels = torch.zeros(samples, config.num_channels, side, side)
-    return {"pixel_values": pixels, "labels": torch.zeros(samples, dtype=torch.long)}

@@ -12,7 +12,7 @@ import transformers
 from merakc.equality.samples import drawn_batch
 from merakc.errors import ConfigError, MerakWarning
 from merakc.ir.batches import Rows
-from merakc.planner.sources import PRESETS, load_source, resized
+from merakc.planner.sources.source import PRESETS, load_source, resized
 
 # From the reports that describe them, in billions.
 PUBLISHED = {

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from merakc.errors import ConfigError
-from merakc.planner.config_checks import check_buffers, check_config
-from merakc.planner.sources import load_source
+from merakc.planner.sources.config_checks import check_buffers, check_config
+from merakc.planner.sources.source import load_source
 
 LLAMA = {
     "model_type": "llama", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 16,

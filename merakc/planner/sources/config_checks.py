@@ -146,10 +146,11 @@ def check_buffers(make: Callable[[], nn.Module]) -> None:
             )
 
 
-def check_sample(batch: Callable[[int], Mapping[str, torch.Tensor]]) -> None:
+def check_sample(batch: Callable[[int], Mapping[str, Any]]) -> None:
     """Raises `ValueError` where a sample is empty, or larger than any memory is for."""
     with torch.device("meta"):
-        tensors = batch(1)
+        given = batch(1)
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     for name, tensor in tensors.items():
         if not 0 < tensor.numel() * tensor.element_size() <= MOST_SAMPLE_BYTES:
             shape = " x ".join(map(str, tensor.shape))
