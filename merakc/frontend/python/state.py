@@ -11,7 +11,7 @@ import dis
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache, partial
 from itertools import chain
@@ -42,8 +42,11 @@ _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
 _PARTS = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 _BASES = frozenset(("torch", "builtins", "merakc", "typing", "abc", "enum", "collections"))
-_IMPORT = dis.opmap["IMPORT_NAME"]
-_GLOBAL = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+IMPORT = dis.opmap["IMPORT_NAME"]
+_FLAGGED = dis.opmap["LOAD_GLOBAL"]  # whose argument holds another bit, since Python 3.11
+GLOBALS = frozenset(
+    dis.opmap[name] for name in ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME")
+)
 # The hooks that torch calls around every module.
 _HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
@@ -285,7 +288,7 @@ class PythonState:
 @cache
 def _globals(code: CodeType) -> tuple[str, ...]:
     """The globals that some code, and the code in it, reads or writes."""
-    found = [i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL]
+    found = named(code, GLOBALS)
     inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _globals(c)]
     return tuple(dict.fromkeys([*found, *inner]))
 
@@ -294,10 +297,21 @@ def _globals(code: CodeType) -> tuple[str, ...]:
 def _imports(code: CodeType) -> tuple[str, ...]:
     """The modules that some code, and the code in it, imports where it runs."""
     found = []
-    if _IMPORT in code.co_code[::2]:  # in few functions, and instructions are slow to read
-        found = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    if IMPORT in code.co_code[::2]:  # in few functions, and instructions are slow to read
+        found = named(code, {IMPORT})
     inner = [n for c in code.co_consts if isinstance(c, CodeType) for n in _imports(c)]
     return tuple(dict.fromkeys([*found, *inner]))
+
+
+def named(code: CodeType, ops: Container[int]) -> list[str]:
+    """The names that instructions of some kinds go by, as `dis` says, in a fifth of its time."""
+    found, extended = [], 0
+    for op, arg in zip(code.co_code[::2], code.co_code[1::2], strict=True):
+        arg |= extended << 8
+        extended = arg if op == dis.EXTENDED_ARG else 0
+        if op in ops:
+            found.append(code.co_names[arg >> 1 if op == _FLAGGED else arg])
+    return found
 
 
 @cache
