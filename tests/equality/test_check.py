@@ -192,6 +192,7 @@ class Pairs(nn.Module):
         return nn.functional.cross_entropy(scores, torch.arange(len(scores)))
 
 
+@cache
 def _pairs(couplings: Couplings = WHOLE_BATCH) -> tuple[Source, Plan]:
     x, y = torch.randn(2, 16, 6, generator=torch.Generator().manual_seed(1))
     batch = {"x": x, "y": y}
