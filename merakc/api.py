@@ -256,6 +256,7 @@ def _decide(
     shared = not cluster and device.type == "cpu"
     fit = Fit(request, forward.of_samples, cluster or nominal(device), shared)
     lowered, recording = _lowered(asked.file, forward, fit)
+    forward.compared.forget()
     return _Decision(
         model, device, forward.example, recording, lowered, given=asked.file, fit=fit,
         outside=outside,

@@ -25,11 +25,16 @@ DROPOUTS = frozenset(
         torch.feature_alpha_dropout_,
     }
 )  # fmt: skip
+# Calls that ask for no dtype, the commonest; and the one that gives the same bits in another.
+_READ = ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "layout", "data")
+_AS_THEY_ARE = frozenset({torch.Tensor.view, *(getattr(torch.Tensor, n).__get__ for n in _READ)})
 DROPOUT_POSITION = 4  # of scaled_dot_product_attention's rate among its arguments
 
 
 class _LiftedCasts(TorchFunctionMode):
-    """Puts float64 wherever a torch call is asked for float32."""
+    """Puts float64 wherever a torch call is asked for float32, and gives torch the product of rows
+    in groups that it then lacks: one mode, since each is called for every attribute of a tensor.
+    """
 
     def __torch_function__(
         self,
@@ -38,15 +43,18 @@ class _LiftedCasts(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func in _AS_THEY_ARE:
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             func = torch.Tensor.double
-        if func is torch.Tensor.view:  # the same bits in another dtype
-            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.backward:
             with _LiftedBackward():  # type: ignore[no-untyped-call]
                 return func(*args, **(kwargs or {}))
-        lifted = {name: _lift(value) for name, value in (kwargs or {}).items()}
-        return func(*map(_lift, args), **lifted)
+        if func is torch._grouped_mm and args[0].dtype == torch.float64:
+            return _products(args[0], args[1], (kwargs or {})["offs"])
+        if not kwargs:
+            return func(*map(_lift, args))
+        return func(*map(_lift, args), **{name: _lift(value) for name, value in kwargs.items()})
 
 
 class _LiftedBackward(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -120,7 +128,7 @@ def lifted_casts() -> Iterator[None]:
     Without it a float64 model of transformers computes parts in float32, and its results can be
     compared to seven digits only.
     """
-    with grouped_products(), _LiftedCasts():
+    with _LiftedCasts():
         yield
 
 

@@ -27,6 +27,7 @@ from merakc.equality.samples import drawn_batch, drawn_model
 from merakc.equality.shrink import changes, parameter_count, shrink
 from merakc.equality.train import Case, comparable, train_on_rank
 from merakc.errors import ConfigError, MerakError, PlanError
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.fingerprint import fingerprint, first_difference
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
@@ -290,6 +291,7 @@ def _recorder(
 ) -> Callable[[int], Recording]:
     """Records a dp rank's batch, in any number of micro-batches, as its ranks will."""
     batch, sizes = drawn_batch(source, strategy.batch_size, 0), (strategy.batch_size,) * strategy.dp
+    compared = Compared()
 
     @cache
     def recorded(parts: int) -> Recording:
@@ -298,7 +300,7 @@ def _recorder(
             found = record_part(
                 model, args, kwargs, BatchLayout(sizes, parts), torch.device("cpu"),
                 strategy.precision, couplings=plan.couplings, dims=plan.batch_dims,
-                divided=strategy.tp > 1,
+                divided=strategy.tp > 1, compared=compared,
             )  # fmt: skip
         if not any(o.kind is OutputKind.LOSS for o in found.graph.outputs):
             raise ConfigError(f"the forward of {found.model_name} returns no loss for its batch")

@@ -184,10 +184,10 @@ class _Search:
 
 
 def _recorded(source: Source) -> Graph:
-    """The forward of a few samples."""
+    """The forward of a few samples; once: the ranks that train it compare a second one."""
     args, kwargs = call_arguments(source.batch(SAMPLES))
     with without_dropout():
-        return record(source.model, args, kwargs).graph
+        return record(source.model, args, kwargs, repeated=False).graph
 
 
 def _small(source: Source, fields: Fields, graph: Graph) -> Small:

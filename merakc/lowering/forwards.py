@@ -54,7 +54,7 @@ class Forward:
         dtype: torch.dtype | None,
         dims: BatchDims,
         shared: Shared,
-        compared: Compared | None,
+        compared: Compared,
     ) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.shared, self.compared = shared, compared
@@ -152,7 +152,7 @@ class Forward:
     def _derived(self, samples: int) -> Recording | None:
         """That of a part, by how the numbers of such forwards grow with the samples."""
         total, compared = self.layout.total, self.compared
-        if compared is None or not compared.growing or not 1 < samples < total:
+        if not compared.growing or not 1 < samples < total:
             return None
         try:
             whole = self.sized(total)
@@ -173,7 +173,7 @@ class Forward:
         """Notes how its numbers grow with the samples, for batches of other sizes."""
         layout = self.layout
         part, whole = self.known.get(layout.each), self.known.get(layout.total)
-        if self.compared is None or part is None or whole is None or layout.each == 1:
+        if part is None or whole is None or layout.each == 1:
             return
         if layout.each in self.derived:
             return

@@ -58,7 +58,8 @@ def record_part(
     dtype = precision.dtype("compute") if precision else None
     forward = Forward(
         model, *cast_floats(args, kwargs, dtype), layout, device,
-        dtype=dtype, dims=dims, shared={} if shared is None else shared, compared=compared,
+        dtype=dtype, dims=dims, shared={} if shared is None else shared,
+        compared=Compared() if compared is None else compared,
     )  # fmt: skip
     return _fitting(forward, couplings, divided=divided)
 

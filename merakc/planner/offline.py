@@ -8,6 +8,7 @@ import torch
 
 from merakc.batches.split import batch_size_of, call_arguments
 from merakc.errors import ConfigError
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
 from merakc.ir.offload import parse_offload
@@ -38,6 +39,7 @@ class Recordings:
     progress: Progress
     known: dict[int, Recording] = field(default_factory=dict)
     _shared: Shared = field(default_factory=dict)
+    _compared: Compared = field(default_factory=Compared)
 
     def __call__(self, samples: int) -> Recording:
         """The recording of a micro-batch of so many samples."""
@@ -52,6 +54,7 @@ class Recordings:
             recording = record_part(
                 self.source.model, args, kwargs, layout, cpu, precision,
                 couplings=self.request.couplings, dims=dims, shared=self._shared,
+                compared=self._compared,
             )  # fmt: skip
             self.known[samples] = with_loss(recording)
         return self.known[samples]

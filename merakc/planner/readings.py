@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from merakc.batches.split import call_arguments, resized, sample_rows, with_tensor_specs
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording
 from merakc.frontend.values.outside import WithLoss, stand_in
 from merakc.frontend.values.reads import ValuesNeededError
@@ -36,6 +37,7 @@ class Readings:
     device: torch.device
     joined: bool = False
     tensors: list[torch.Tensor] = field(default_factory=list)
+    compared: Compared = field(default_factory=Compared)  # forwards of any part of the batch
     _made: dict[tuple[int, int, int], BatchRecording] = field(default_factory=dict)
 
     @cached_property
@@ -122,7 +124,7 @@ class Readings:
         record = partial(
             record_part, args=example[0], kwargs=example[1], layout=layout, device=self.device,
             precision=request.precision, couplings=request.couplings, dims=request.batch_dims,
-            divided=divided,
+            divided=divided, compared=self.compared,
         )  # fmt: skip
         recording = record(self.model)
         return recording if recording.has_loss else record(WithLoss(self.model, stand_in))

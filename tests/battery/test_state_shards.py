@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import merakc
 from benchmarks.layouts import Task, train_layout, worst_difference
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
-from benchmarks.reference import train_reference
+from benchmarks.reference import Reference, train_reference
 from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import Mesh
@@ -33,6 +34,14 @@ CASES = [
 ]
 
 
+@cache
+def reference() -> Reference:
+    return train_reference(
+        MODELS["gpt2"], batch_size=BATCH_SIZE, micro_batches=BATCH_SIZE, steps=STEPS,
+        lift_casts=True,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("mesh", "shards"), CASES, ids=str)
 def test_training_equals_one_process(mesh: Mesh, shards: tuple[int, int, int]) -> None:
     case = MODELS["gpt2"]
@@ -40,12 +49,9 @@ def test_training_equals_one_process(mesh: Mesh, shards: tuple[int, int, int]) -
         case, mesh, BATCH_SIZE, BATCH_SIZE, STEPS, lift_casts=True, state_shards=shards,
         cluster=NOMINAL_CPU,
     )  # fmt: skip
-    reference = train_reference(
-        case, batch_size=BATCH_SIZE, micro_batches=BATCH_SIZE, steps=STEPS, lift_casts=True
-    )
     found = run_ranks(mesh.world_size, partial(train_layout, task))
     losses = [f.losses for f in found]
-    assert worst_difference(found[0], losses, reference, 1e-10).error < 1e-10
+    assert worst_difference(found[0], losses, reference(), 1e-10).error < 1e-10
 
 
 class Mixed(nn.Module):
@@ -88,9 +94,14 @@ def trained(**options: object) -> dict[str, object]:
     }  # fmt: skip
 
 
+@cache
+def unsharded() -> list[dict[str, Any]]:
+    return run_ranks(2, partial(trained, dp=2))
+
+
 @pytest.mark.parametrize("shards", ["zero-1", "zero-2", "zero-3"])
 def test_frozen_and_unused_parameters_and_the_norm(shards: str) -> None:
-    plain = run_ranks(2, partial(trained, dp=2))
+    plain = unsharded()
     found = run_ranks(2, partial(trained, dp=2, state_shards=shards))
     assert found[0]["norms"] == pytest.approx(plain[0]["norms"], rel=1e-12)
     assert found[1]["norms"] == found[0]["norms"]
@@ -137,7 +148,7 @@ def test_a_tied_parameter_with_gradients_of_one_stage_alone(shards: object) -> N
 
 
 def test_state_that_does_not_fit_is_sharded_and_trains_alike() -> None:
-    plain = run_ranks(2, partial(trained, dp=2))
+    plain = unsharded()
     needed = plain[0]["file"].prediction.peak_bytes[0]
     tiny = replace(NOMINAL_CPU, memory_bytes=int(0.96 * needed))
     found = run_ranks(2, partial(trained, dp=2, cluster=tiny))

@@ -21,7 +21,7 @@ from merakc.planner.sources.source import Source, load_source, source_of
 
 
 def _structure(source: Source) -> frozenset[tuple[str, frozenset[str]]]:
-    return structure(record(source.model, (), source.batch(2)).graph)
+    return structure(record(source.model, (), source.batch(2), repeated=False).graph)
 
 
 @pytest.mark.parametrize("name", ["llama-3-70b", "t5-11b"])

@@ -24,7 +24,16 @@ def with_bytes(memory_bytes: int) -> Cluster:
     return replace(NOMINAL_CPU, memory_bytes=memory_bytes)
 
 
+KNOWN: dict[str, int] = {}  # most tests ask of the same requests
+
+
 def least_bytes(request: Request) -> int:
+    if str(request) not in KNOWN:
+        KNOWN[str(request)] = _least_bytes(request)
+    return KNOWN[str(request)]
+
+
+def _least_bytes(request: Request) -> int:
     table = PieceTable(record, NOMINAL_CPU)
     precision = state_precision(record, request)
     hardware = NOMINAL_CPU.described(request.world_size)

@@ -60,6 +60,10 @@ class Compared:
         self.state = self.state.again(model) if self.state is not None else WatchedState(model)
         return self.state
 
+    def forget(self) -> None:
+        """Lets go of what the model's Python held: its tensors among it."""
+        self.state = None
+
     def add(self, graph: Graph) -> None:
         """One that was compared."""
         self.known = [*self.known[1 - MOST :], graph.told(_forward)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,8 +25,7 @@ def test_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     warm_up()
     first, other = Layout(Mesh(1, 2, 1)), Layout(Mesh(2, 1, 1), "zero-3")
     walk = reshards.Walk("llama", (first, other, first))
-    assert reshards.problems(walk) == ["", ""]
-    read = reshards.read_contents
+    read, judge, plain = reshards.read_contents, reshards._problem, list[str]()
 
     def changed(path: Path) -> Contents:
         found = read(path)
@@ -33,7 +33,15 @@ def test_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
             found.tensors = {name: t + 1 for name, t in found.tensors.items()}
         return found
 
-    monkeypatch.setattr(reshards, "read_contents", changed)
+    def twice(*move: Any) -> str:
+        """What is said of a move as it was, and of one that goes wrong."""
+        plain.append(judge(*move))
+        with monkeypatch.context() as broken:
+            broken.setattr(reshards, "read_contents", changed)
+            return judge(*move)
+
+    monkeypatch.setattr(reshards, "_problem", twice)
     fine, wrong = reshards.problems(walk)
+    assert plain == ["", ""]
     assert fine == ""
     assert "is another after move 2" in wrong

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import itertools
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from types import FunctionType, SimpleNamespace
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 import merakc
 from merakc.frontend.python.content import describe, tensors_in
-from merakc.frontend.python.state import PythonState
+from merakc.frontend.python.state import GLOBALS, IMPORT, PythonState, named
 
 calls = 0
 seen: list[int] = []
@@ -162,6 +164,24 @@ def test_tensors_are_told_by_their_forms() -> None:
     assert describe(first) == describe(second) != describe({"a": [torch.zeros(3), 1]})
     assert [list(map(float, x)) for x in tensors_in(second)] == [[1.0, 1.0]]
     assert list(tensors_in(Holder(Tensor()))) != []
+
+
+def test_names_in_code_are_those_that_dis_tells() -> None:
+    """Of all of torch's modules and our own that are there; some have more than 256 names."""
+    kinds = {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME"}
+    codes = [
+        f.__code__
+        for name, module in [*sys.modules.items()] if name.startswith(("torch.", "merakc."))
+        for f in vars(module).values() if type(f) is FunctionType
+    ]  # fmt: skip
+    many = compile("\n".join(f"a{k} = b{k}\nimport c{k}" for k in range(300)), "", "exec")
+    for code in [many, *codes[::5]]:
+        told = list(dis.get_instructions(code))
+        assert named(code, GLOBALS) == [i.argval for i in told if i.opname in kinds]
+        imports = [i.argval for i in told if i.opname == "IMPORT_NAME"]
+        assert named(code, {IMPORT}) == imports
+    assert len(named(many, GLOBALS)) == len(named(many, {IMPORT})) == 300
+    assert len(codes) > 1000
 
 
 class Holder:

@@ -24,7 +24,7 @@ from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.outside.caches import ROOM, cache_in
 from tests.battery.small_models import build, warm_up
 
-NEW, PADDED = 12, 2
+NEW, PADDED = 8, 2
 Tensors = dict[str, torch.Tensor]
 
 
