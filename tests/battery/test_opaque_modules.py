@@ -24,7 +24,7 @@ from tests.battery.small_models import Words, build, parallel, warm_up, words
 
 WIDTH = 8
 SCRAMBLE = 1e3  # with it every branch is taken in every step
-AXES = (Mesh(pp=2), Mesh(tp=2), Mesh(dp=2))
+MESHES = [Mesh(pp=2), Mesh(tp=2), Mesh(dp=2), Mesh(dp=2, tp=2, pp=2)]
 
 
 class Experts(nn.Module):
@@ -120,16 +120,8 @@ def warm() -> None:
     warm_up()
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [  # all that ranks do at once, and each by itself in turn
-        *((kind, Mesh(dp=2, tp=2, pp=2)) for kind in (Experts, Branching, Sparse)),
-        *((Experts, mesh) for mesh in AXES),
-        (Branching, Mesh(tp=2)),
-        (Sparse, Mesh(dp=2)),
-    ],
-    ids=lambda given: getattr(given, "__name__", str(given)),
-)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("kind", [Experts, Branching, Sparse])
 def test_training_is_that_of_one_process(kind: type[nn.Module], mesh: Mesh) -> None:
     tried, steps = case(kind), 2
     task = Task(tried, mesh, 8, 4, steps, False, cluster=NOMINAL_CPU)
