@@ -25,8 +25,6 @@ from merakc.train.parameters.initial import initialise
 
 # Added to every weight: a norm's ones and a bias's zeros would hide what becomes of them.
 NOISE = 0.02
-# The label that losses of torch and transformers leave out.
-IGNORED = -100
 # Below are the padding and the ends of a text, in most vocabularies.
 FIRST_WORD = 3
 MASK = "attention_mask"
@@ -98,7 +96,7 @@ def drawn_batch(
     assert not args, "batches of configurations are mappings"
     found = {n: _drawn(value, source.bounds.get(n), generator) for n, value in kwargs.items()}
     if "labels" in found and not found["labels"].is_floating_point():
-        found["labels"] = _uneven(found["labels"], parts, generator)
+        found["labels"] = _uneven(found["labels"], parts, generator, source.ignored)
     takes_mask = MASK in inspect.signature(source.model.forward).parameters
     if padded and "input_ids" in found and takes_mask:
         length = found["input_ids"].shape[1]
@@ -117,7 +115,9 @@ def _drawn(value: Any, bound: int | None, generator: torch.Generator) -> Any:
     return torch.randint(low, bound, value.shape, generator=generator, dtype=value.dtype)
 
 
-def _uneven(labels: torch.Tensor, parts: int, generator: torch.Generator) -> torch.Tensor:
+def _uneven(
+    labels: torch.Tensor, parts: int, generator: torch.Generator, ignored: int
+) -> torch.Tensor:
     """The labels, any number of each sample's: all of one, none of the next, none of a part."""
     flat = labels.reshape(len(labels), -1)
     length, each = flat.shape[1], len(labels) // parts
@@ -127,7 +127,7 @@ def _uneven(labels: torch.Tensor, parts: int, generator: torch.Generator) -> tor
     counts[full * each + 1 : full * each + min(each, 2)] = 0
     counts[empty * each : (empty + 1) * each] = 0
     order = torch.rand(flat.shape, generator=generator).argsort(1).argsort(1)
-    return flat.masked_fill(order >= counts, IGNORED).reshape(labels.shape)
+    return flat.masked_fill(order >= counts, ignored).reshape(labels.shape)
 
 
 def _repeated(batch: Any, samples: int, seed: int, dims: BatchDims) -> Any:

@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from merakc.equality.samples import IGNORED, drawn_batch, drawn_model
+from merakc.equality.samples import drawn_batch, drawn_model
+from merakc.planner.sources.config_batches import IGNORED
 from merakc.planner.sources.source import Source, load_source, resized, source_of
 from tests.small_source import small
 

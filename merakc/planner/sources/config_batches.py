@@ -14,6 +14,7 @@ import torch
 IMAGE_SIDE = 224
 SOUND_S, SOUND_HZ = 10, 16_000
 CHOICES = 4
+IGNORED = -100  # the label that losses of torch and transformers leave out
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +196,11 @@ def batches_for(
     entries = TASKS[task](config, length)
     bounds = {name: entry.values for name, entry in entries.items() if entry.values is not None}
     return partial(_batch, entries, SAID.get(task, {})), bounds
+
+
+def ignored_label(task: str, config: Any) -> int:
+    """The label that the loss leaves out."""
+    return int(config.semantic_loss_ignore_index) if TASKS[task] is _pixels else IGNORED
 
 
 def _batch(entries: Entries, said: Mapping[str, Any], samples: int) -> dict[str, Any]:

@@ -24,7 +24,13 @@ from merakc.errors import ConfigError, MerakWarning, failure
 from merakc.files.reading import parse_json, read_text
 from merakc.ir.batches import BY_SIZE, BatchDims
 from merakc.machines.garbage import few_collections
-from merakc.planner.sources.config_batches import batches_for, class_of, task_of
+from merakc.planner.sources.config_batches import (
+    IGNORED,
+    batches_for,
+    class_of,
+    ignored_label,
+    task_of,
+)
 from merakc.planner.sources.config_checks import (
     TRUST,
     bounded_modules,
@@ -74,8 +80,9 @@ class Source:
     """A model, and the batch of any number of samples that it is called with.
 
     Of a configuration, `config` is transformers' own and `sequence` the tokens of a text. `bounds`
-    says of tensors of integers in the batch how many values they have, from 0; `example` is the
-    batch of a function of the user's, and `dims` says where its samples stand.
+    says of tensors of integers in the batch how many values they have, from 0, and `ignored` which
+    label the loss leaves out; `example` is the batch of a function of the user's, and `dims` says
+    where its samples stand.
     """
 
     name: str
@@ -84,6 +91,7 @@ class Source:
     config: Any = None
     sequence: int = 0
     bounds: Mapping[str, int] = field(default_factory=dict)
+    ignored: int = IGNORED
     example: Any = None
     dims: BatchDims = field(default_factory=dict)
 
@@ -206,11 +214,12 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
         check_sample(batch)
     except Exception as error:
         raise ConfigError(
-            f"{name}: {kind.__name__} cannot be made of this config, or its batch: "
+            f"{name}: {kind.__name__} cannot be made of this config: "
             f"{failure(error)}; mend the config, or {HINT}"
         ) from error
     _check_length(name, config, length)
-    return Source(name, model.train(), batch, config, length, bounds)
+    ignored = ignored_label(task, config)
+    return Source(name, model.train(), batch, config, length, bounds, ignored=ignored)
 
 
 def _trained_as(name: str, config: Any, transformers: Any) -> tuple[Any, Any]:
