@@ -66,6 +66,7 @@ class ShardedState:
             bucket.is_tied = True
         self.shared = {name for spec in specs if spec.is_shared for name in spec.members}
         self.trained: Set[str] = frozenset()  # the parameters that get a gradient in this step
+        self.made: Collection[str] = ()  # those that this rank makes one of
         self.wanted: dict[Bucket, set[str]] = {}  # those that get one of this rank, by bucket
         self.last = False  # whether the gradients that come are those of the last micro-batch
         self.is_muted = False
@@ -76,8 +77,8 @@ class ShardedState:
 
     def begin(self, trained: Set[str], made: Collection[str]) -> None:
         """Starts a step in which these parameters get gradients, and this rank makes those."""
-        if trained is not self.trained:
-            self.trained = trained
+        if trained is not self.trained or made is not self.made:
+            self.trained, self.made = trained, made
             self.wanted = {b: {n for n in b.members if n in made} for b in self.buckets}
         self.end()
         self.ahead.clear()

@@ -257,9 +257,17 @@ def _step(entry: Any) -> str:
 
 
 def signature(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a compiled step depends on: structure, shapes, dtypes and the values of non-tensors."""
+    """What a compiled step depends on: structure, shapes, dtypes, whether a tensor asks for a
+    gradient, and the values of non-tensors.
+    """
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
-    facts = [(tuple(x.shape), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
+    asks = torch.is_grad_enabled()
+    facts = [
+        (tuple(x.shape), x.dtype, asks and x.requires_grad)
+        if isinstance(x, torch.Tensor)
+        else repr(x)
+        for x in leaves
+    ]
     return (str(spec), tuple(facts))
 
 

@@ -107,7 +107,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         fine = harmless_answer() if number.is_truth else None
         if fine is not None:
             return fine
-        if self.reader.knows(number):
+        if self.reader.knows(self._own(number)):
             if not self.symbolic:
                 raise SymbolsNeededError
             return self.reader.log(number, self._told(number), user_line())

@@ -21,7 +21,7 @@ from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import Reader
 from merakc.frontend.values.results import PLAIN, find_loss
 from merakc.frontend.values.structures import open_dataclasses
-from merakc.frontend.values.symbols import SYMBOLIC, number
+from merakc.frontend.values.symbols import SYMBOLIC, Number, number
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, OutputKind, Ref, TensorSpec
 
 
@@ -36,6 +36,7 @@ class GraphBuilder:
         self.constants: dict[str, torch.Tensor] = {}
         # Custom functions' calls: how they are named, their arguments, and the leaves of these.
         self.checkpoints = False  # whether the forward asks torch to recompute some of it
+        self.asks = ""  # the line that asks whether a value requires a gradient, which it does
         self.applied: list[tuple[str, Any, list[int]]] = []
         self.functions: dict[str, Callable[..., Any]] = {}
         self.aliases = Aliases(lambda op, args, spec: self._add(op, args, {}, (spec,)))
@@ -125,7 +126,7 @@ class GraphBuilder:
         }
         spec = TensorSpec((), kinds[type(leaf)])
         return self._add(
-            "aten.scalar_tensor.default", (number(leaf),), {"dtype": spec.dtype}, (spec,)
+            "aten.scalar_tensor.default", (self._args(leaf),), {"dtype": spec.dtype}, (spec,)
         )
 
     def _grads_if_enabled(self) -> set[Ref]:
@@ -217,7 +218,18 @@ class GraphBuilder:
             return tuple([self._args(v) for v in value])
         if isinstance(value, dict):
             return {k: self._args(v) for k, v in value.items()}
-        return number(value)
+        found = number(value)
+        return self._own(found) if isinstance(found, Number) else found
+
+    def _own(self, found: Number) -> Number:
+        """A number of this forward's own, or an error."""
+        if all(symbol in self.sources for symbol in found.symbols):
+            return found
+        raise self._error(
+            "a number is used that another forward has read of its tensors and left behind (in an "
+            "attribute of the model, in a list, in a global), which no compiled step knows",
+            "make it a buffer, to which the forward writes tensors: no .item(), no float()",
+        )
 
     def _emit(self, op: str, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> Ref:
         specs = tuple(spec_of(o) if isinstance(o, torch.Tensor) else None for o in outs)

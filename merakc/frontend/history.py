@@ -97,7 +97,7 @@ class HistoryRecorder(GraphBuilder):
             return act
 
         return {
-            "requires_grad": property(self._requires_grad, self._require_grad),
+            "requires_grad": property(self._told_of_grad, self._require_grad),
             "requires_grad_": switch,
             "is_leaf": property(self._is_leaf),
             "grad_fn": property(self._grad_fn),
@@ -131,6 +131,13 @@ class HistoryRecorder(GraphBuilder):
             original(pack, unpack)
 
         return enter
+
+    def _told_of_grad(self, x: FakeTensor) -> bool:
+        """Whether a value of the graph requires a gradient, where the forward asks."""
+        found = self._requires_grad(x)
+        if found and not self.asks and is_users(sys._getframe(2).f_code):
+            self.asks = user_line()
+        return found
 
     def _requires_grad(self, x: FakeTensor) -> bool:
         """Whether a value of the graph requires a gradient."""

@@ -50,7 +50,8 @@ class Recording:
     for batches that answer what it `reads` as this one did, and for losses that are finite where
     lines ask whether numbers are: the lines `finite`. `full` is the graph with what the forward
     does `aside`, if it does; `left` is what it leaves in Python. Whether it `checkpoints` says if
-    it calls torch's functions that recompute.
+    it calls torch's functions that recompute. `asks` is the first line of the user's that was told
+    that something requires a gradient.
     """
 
     graph: Graph
@@ -65,6 +66,7 @@ class Recording:
     full: Graph | None = None
     left: tuple[Left, ...] = ()
     checkpoints: bool = False
+    asks: str = ""
 
     @property
     def everything(self) -> Graph:
@@ -231,7 +233,7 @@ def _record(
         without_aside(graph) if aside else graph, outputs, structure, aliases, model._get_name(),  # type: ignore[no-untyped-call]
         numbers=frozenset(first.numbers), reads=first.reader.reads(),
         finite=first.guards.lines(first.outputs), aside=aside, full=graph if aside else None,
-        left=left, checkpoints=first.checkpoints,
+        left=left, checkpoints=first.checkpoints, asks=first.asks,
     )  # fmt: skip
     for recorder in (first, second):  # which hold themselves: it takes long to find that they do
         vars(recorder).clear()

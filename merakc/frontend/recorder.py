@@ -31,6 +31,7 @@ from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
 from merakc.frontend.calls.communication import check_call, no_objects_sent
 from merakc.frontend.calls.draws import ASKED, Draws
+from merakc.frontend.calls.encoders import as_in_training
 from merakc.frontend.calls.forms import (
     Forms,
     is_plain_fake,
@@ -128,6 +129,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
 
             stack.enter_context(module_names(model, self.modules, passing, found))
             stack.enter_context(recordable(self._check_all))
+            stack.enter_context(as_in_training())
             stack.enter_context(exporting() if self.exported else contextlib.nullcontext())
             stack.enter_context(fixed_dtypes())
             stack.enter_context(self.speaking())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property
@@ -264,3 +264,11 @@ def _other_size(samples: int, own: int, taken: str, error: BaseException) -> Oth
 def autocast_of(device: torch.device) -> tuple[torch.dtype, bool]:
     """The dtype of autocast on a device, and whether it is on."""
     return torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
+
+
+def surroundings(device: torch.device) -> tuple[Hashable, ...]:
+    """What of torch's own state a forward may go by: autocast, whether gradients are on, the usual
+    dtype, and whether algorithms are deterministic.
+    """
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return autocast_of(device), torch.is_grad_enabled(), torch.get_default_dtype(), deterministic

@@ -132,7 +132,7 @@ def _recorded_part(
     outputs = _outputs(part, forward.sized(layout.total)) if layout.parts > 1 else part.outputs
     return BatchRecording(
         graph, outputs, part.structure, aliases=part.aliases, model_name=part.model_name,
-        numbers=part.numbers, checkpoints=part.checkpoints,
+        numbers=part.numbers, checkpoints=part.checkpoints, asks=part.asks,
         reads=reads, finite=part.finite, layout=layout, found=found, couplings=couplings, dims=dims,
         unchecked=unchecked, of_whole=of_whole, of_batch=aside, aside=part.aside, left=left,
     )  # fmt: skip

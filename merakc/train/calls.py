@@ -12,6 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 
 from merakc.batches.split import path_name
+from merakc.errors import ConfigError
 from merakc.lowering.forwards import autocast_of
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
@@ -43,6 +44,19 @@ def model_call(
             around.enter_context(torch.no_grad())
         around.enter_context(call(name, facts, prompt=False))
         yield
+
+
+def check_trained(line: str, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raises `ConfigError` where a parameter is frozen that was not when the step was recorded, and
+    the forward asks, at this line, whether something requires a gradient.
+    """
+    for name, parameter in parameters.items():
+        if not parameter.requires_grad:
+            raise ConfigError(
+                f"parameter '{name}' requires no gradient now, and did when the model was compiled,"
+                f" whose forward asks at {line} whether something requires one: it may do something"
+                " else then. Let it go by an attribute of the model, or freeze before auto_parallel"
+            )
 
 
 def _facts(

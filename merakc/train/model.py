@@ -22,7 +22,7 @@ from merakc.runtime.health.job import call
 from merakc.runtime.part import Place, TensorPart, place_of, plain
 from merakc.simulation.simulate import Simulation
 from merakc.train.bookkeeping import Bookkeeper
-from merakc.train.calls import model_call
+from merakc.train.calls import check_trained, model_call
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.data.lent import Lent
 from merakc.train.mirror import grow, part_at
@@ -263,6 +263,8 @@ class ParallelModel(Forwards):
                 "a loss is made of outputs of a call before merakc.untie_layers, which put other "
                 "parameters in the place of those that they come from: call the model again"
             )
+        if step.recording.asks:
+            check_trained(step.recording.asks, self._own("_trained") | self._own("_empty"))
         book = self._own("_book") if train else None
         with book.step() if book else nullcontext():
             result = steps.run(step, args, kwargs)

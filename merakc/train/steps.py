@@ -28,7 +28,7 @@ from merakc.ir.program import ActionKind, StageGraphs
 from merakc.ir.same import Same
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
-from merakc.lowering.forwards import autocast_of
+from merakc.lowering.forwards import surroundings
 from merakc.lowering.lowered import Lowered, adapt_plan
 from merakc.lowering.overlap import with_parts
 from merakc.lowering.recording import record_part
@@ -137,7 +137,7 @@ class Steps:
     ) -> tuple[Any, ...]:
         """What tells compiled steps apart."""
         modes = self.settings.modes(), self.settings.changed()
-        return signature(args, kwargs), layout.sizes, modes, autocast_of(self.device), form
+        return signature(args, kwargs), layout.sizes, modes, surroundings(self.device), form
 
     def add(
         self,

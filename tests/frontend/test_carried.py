@@ -127,13 +127,34 @@ def cycled(s: Any, x: Tensor) -> Any:
     return s.layer(x).square().sum() * s.factors[0]
 
 
+def read(s: Any, x: Tensor) -> Any:
+    loss = s.layer(x).square().sum()
+    s.memory = 0.9 * s.memory + 0.1 * loss.item()
+    return loss / s.memory
+
+
+def asked(s: Any, x: Tensor) -> Any:
+    rising = s.memory > 0
+    s.memory = x.sum().item()
+    return s.layer(x).square().sum() * (2 if rising else 1)
+
+
+def given_back(s: Any, x: Tensor) -> Any:
+    before, s.memory = s.memory, x.sum().item()
+    return s.layer(x).square().sum(), before
+
+
 ones = torch.ones(6, dtype=F64)
+OTHERS_NUMBER = r"a number is used that another forward has read of its tensors and left behind"
 CARRIED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a counter": (lambda: model(counted, calls=0), r"every forward changes 'calls' \(from 1 to 2"),
     "a memory": (lambda: model(recurrent, memory=ones), "in 'memory' a tensor that .* left there"),
     "an average": (lambda: model(averaged, memory=ones), "'memory'"),
     "a first time": (lambda: model(initialised, ready=False), "second forward .*'ready'"),
     "weights": (lambda: model(weights_kept, memory=None), "in 'memory' a tensor"),
+    "a number in arithmetic": (lambda: model(read, memory=1.0), OTHERS_NUMBER),
+    "a number that is asked about": (lambda: model(asked, memory=1.0), OTHERS_NUMBER),
+    "a number that is returned": (lambda: model(given_back, memory=1.0), OTHERS_NUMBER),
     "a list": (lambda: model(grown, things=[]), r"every forward changes 'things\[1\]'"),
     "an order": (lambda: model(cycled, factors=[1.0, 2.0, 3.0]), r"'factors\[0\]'"),
 }

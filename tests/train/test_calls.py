@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import merakc
 from benchmarks.faults.work import Small, batch, plan_of
 from benchmarks.ranks import run_ranks
-from merakc.errors import MismatchError, StuckError
+from merakc.errors import ConfigError, MismatchError, RecordError, StuckError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import job
@@ -170,3 +172,105 @@ def test_a_save_beside_training_ends_when_a_rank_leaves(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert run_ranks(2, run)[0].startswith("rank 1 has ended")
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2])
+def test_a_batch_that_wants_a_gradient_later(layout: str) -> None:
+    run_ranks(2, _wants_gradient, layout)
+
+
+def _wants_gradient(layout: str) -> None:
+    model, given = made(layout), batch()
+    train(model)
+    given["x"].requires_grad_()
+    with pytest.raises(RecordError, match="tensor 'x' of the batch requires a gradient"):
+        model(**given)
+    with torch.no_grad():
+        model(**given)
+    train(model)
+
+
+class Asks(Small):
+    """Goes by what torch's own state is."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        times = 1.0 + 2 * torch.is_grad_enabled() + 4 * torch.are_deterministic_algorithms_enabled()
+        double = torch.get_default_dtype() == torch.float64
+        logits = found["logits"] * times
+        return {"loss": found["loss"] * times + (8 if double else 0), "logits": logits}
+
+
+def test_torchs_own_state_is_seen_to_change() -> None:
+    run_ranks(1, _changes_state)
+
+
+def _changes_state() -> None:
+    given = batch()
+    for mode in (True, False):
+        torch.manual_seed(0)
+        plain = Asks()
+        model = merakc.auto_parallel(copy.deepcopy(plain), given, cluster=NOMINAL_CPU)
+        _compare_in_states(model.train(mode), plain.train(mode), given)
+
+
+def _compare_in_states(model: nn.Module, plain: nn.Module, given: dict[str, torch.Tensor]) -> None:
+    def same(*names: str) -> None:
+        found, wanted = model(**given), plain(**given)
+        for name in ("loss", *names):
+            torch.testing.assert_close(found[name].detach() * 1, wanted[name].detach())
+
+    same("logits")
+    with torch.no_grad():
+        same("logits")
+    same()
+    torch.use_deterministic_algorithms(True)
+    same()
+    torch.use_deterministic_algorithms(False)
+    torch.set_default_dtype(torch.float64)
+    same()
+    torch.set_default_dtype(torch.float32)
+    same()
+
+
+class AsksOfWeights(Small):
+    """Goes by whether a parameter is trained."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        found["loss"] = found["loss"] * (2 if self.up.weight.requires_grad else 1)
+        return found
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2])
+def test_a_forward_that_asks_whether_parameters_are_trained(layout: str) -> None:
+    run_ranks(2, _freezes, layout)
+
+
+def _freezes(layout: str) -> None:
+    model, given = made(layout), batch()
+    model.up.requires_grad_(False)
+    train(model)  # of a forward that does not ask
+    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
+    model = merakc.auto_parallel(AsksOfWeights(), given, cluster=NOMINAL_CPU, **plan)
+    train(model)
+    model.up.requires_grad_(False)
+    for frozen in (model, model.eval()):
+        with pytest.raises(ConfigError, match=r"'up\.weight' requires no .*asks at .*\.py:\d+"):
+            frozen(**given)
+    model.up.requires_grad_(True)
+    train(model.train())
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2])
+def test_shapes_that_are_evaluated_before_they_are_trained(layout: str) -> None:
+    run_ranks(2, _evaluates_first, layout)
+
+
+def _evaluates_first(layout: str) -> None:
+    model, given = made(layout), batch(4)
+    evaluated = model.eval()(**given)["loss"]  # gradients are on
+    trained = model.train()(**given)["loss"]
+    trained.backward()
+    torch.testing.assert_close(trained.detach(), evaluated.detach())
+    assert all(p.grad is not None for p in model.parameters() if p.numel())

@@ -70,7 +70,7 @@ class Pending:
         train: Train | None = None,
     ) -> None:
         self.steps, self.step, self.args, self.kwargs = steps, step, tuple(args), dict(kwargs)
-        self.train, self.gradients = train, taken and taken[2]
+        self.train, self.gradients, self.grad = train, taken and taken[2], torch.is_grad_enabled()
         self.trains = train is not None or bool(self.gradients)
         self.number = steps.taken - bool(self.gradients)  # of the step
         forms = step.whole_output_forms if steps.whole else step.output_forms
@@ -223,7 +223,8 @@ class Pending:
         steps, step = self.steps, self.step
         if step.has_loss:
             form = Form(train=False, results=True, mark="again", module=steps.forward)
-            step = steps.compile(self.args, self.kwargs, form)
+            with torch.set_grad_enabled(self.grad):  # which the forward may ask for
+                step = steps.compile(self.args, self.kwargs, form)
         self.written = {name: steps.state[name].clone() for name in step.written}
         taken, steps.taken = steps.taken, self.number
         try:
@@ -232,8 +233,7 @@ class Pending:
             steps.taken = taken
 
     def _call(self, name: str) -> AbstractContextManager[None]:
-        training = any(self.before[2])
-        return model_call(self.steps, name, self.args, self.kwargs, training=training)
+        return model_call(self.steps, name, self.args, self.kwargs, training=any(self.before[2]))
 
     # ------------------------------------------------------------------ a loss outside
 
