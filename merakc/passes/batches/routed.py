@@ -16,11 +16,11 @@ what such a value is: a tag, the node that sorted or took apart, and numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from merakc.ir.graph import Graph, Node, Ref
+from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.autodiff.interpret import run_node
 from merakc.passes.batches.own_rules import COUNTS, Place
@@ -154,17 +154,42 @@ def _end_where_experts_do(graph: Graph, ids: Ref, ends: Ref) -> bool:
     computed, for numbers of experts at random and all of one expert.
     """
     makers, specs = {n.name: n for n in graph.nodes}, graph.specs()
-    sort, groups = makers[ids.node], specs[ends].shape[0]
     nodes = _between(graph, makers, ids, ends)
     if nodes is None:
         return False
-    spec, draw = specs[ids], torch.Generator().manual_seed(0)
+    chain, known = (makers[ids.node], *nodes), graph.told(_known_chains)
+    form = _form(chain, ids, ends), str(specs[chain[0].refs[0]]), str(specs[ends])
+    if form not in known:  # layers are alike
+        known[form] = _ends_where_experts_do(graph, chain, ids, ends)
+    return known[form]
+
+
+def _known_chains(_: Graph) -> dict[tuple[str, ...], bool]:
+    return {}
+
+
+def _form(chain: Sequence[Node], ids: Ref, ends: Ref) -> str:
+    """What a chain computes of the first node's argument and of constants, whatever its names."""
+    numbers = {chain[0].refs[0]: "given"}
+    numbers |= {ref: f"{k}.{ref.index}" for k, node in enumerate(chain) for ref in node.outs}
+
+    def own(ref: Ref) -> str:
+        return numbers.get(ref, f"constant {ref.node}")
+
+    each = ((n.op, map_refs(n.args, own), map_refs(n.kwargs, own), n.outputs) for n in chain)
+    return repr((*each, own(ids), own(ends)))
+
+
+def _ends_where_experts_do(graph: Graph, chain: Sequence[Node], ids: Ref, ends: Ref) -> bool:
+    specs, given = graph.specs(), chain[0].refs[0]
+    groups, spec, draw = specs[ends].shape[0], specs[ids], torch.Generator().manual_seed(0)
+    read = {ref for node in chain for ref in node.refs if ref.node in graph.constants}
     drawn = [torch.randint(groups, spec.shape, generator=draw) for _ in range(ATTEMPTS)]
     for experts in (*drawn, *(torch.full(spec.shape, k) for k in (0, groups - 1))):
-        values = {Ref(name): value for name, value in graph.constants.items()}
-        values[sort.refs[0]] = experts.to(spec.dtype)
+        values = {ref: graph.constants[ref.node] for ref in read}
+        values[given] = experts.to(spec.dtype)
         try:
-            for node in (sort, *nodes):
+            for node in chain:
                 run_node(graph, node, values)
         except (RuntimeError, IndexError, ValueError):
             return False

@@ -132,7 +132,7 @@ def _followed(layers: Sequence[_Layer], place: int) -> list[Run]:
     runs: list[Run] = []
     k = len(layers) - 1
     while k:
-        part, place = layers[k].came[place]
+        part, place = layers[k].before(place)
         assert part.step is not None
         runs.append(part.step.run)
         k = part.block
@@ -168,10 +168,15 @@ class _Layer:
     def __init__(self) -> None:
         self.parts: list[_Part] = []
         self.stored = self.seconds = self.peak = np.zeros(0)
-        self.came: list[tuple[_Part, int]] = []
+        self.came = np.zeros((2, 0), int)  # the number of the part, and the place in it
 
     def add(self, part: _Part) -> None:
         self.parts.append(part)
+
+    def before(self, place: int) -> tuple[_Part, int]:
+        """The part that a choice ends with, and the place of what it follows there."""
+        part, at = self.came[:, place]
+        return self.parts[part], int(at)
 
     def prune(self, most_stored: int) -> None:
         """Leaves those of which none has both less stored and fewer seconds than another."""
@@ -187,5 +192,5 @@ class _Layer:
             level = (stored[order] * (CHOICES / max(most_stored, 1))).astype(int)
             order = order[np.r_[level[1:] != level[:-1], True]]
         self.stored, self.seconds, self.peak = stored[order], seconds[order], peak[order]
-        came = [(part, int(place)) for part in self.parts for place in part.at]
-        self.came = [came[place] for place in order]
+        numbers = np.repeat(np.arange(len(self.parts)), [len(part.at) for part in self.parts])
+        self.came = np.stack([numbers, np.concatenate([part.at for part in self.parts])])[:, order]
