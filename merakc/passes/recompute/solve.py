@@ -81,62 +81,73 @@ def solve(
     """The choice that takes least time in a budget for the micro-batches in flight, of which each
     stores as much; None where even the least does not fit.
     """
+    every = (_solve(costs, *most, longest) for most in _shares(budget_bytes, in_flight))
+    found = [one for one in every if one is not None]
+    return min(found, key=lambda one: (one.again_s, one.stored_bytes), default=None)
+
+
+def _shares(budget_bytes: int, in_flight: int) -> Iterator[tuple[int, int]]:
+    """What a micro-batch may have at its highest, and may store, so that all are in the budget."""
     if in_flight == 1:
-        return _solve(costs, budget_bytes, budget_bytes, longest)
-    found: list[Choice] = []
+        yield budget_bytes, budget_bytes
+        return
     for part in range(1, LEVELS + 1):
         stored = budget_bytes * part // (LEVELS * in_flight)
-        own = _solve(costs, budget_bytes - (in_flight - 1) * stored, stored, longest)
-        found += [own] if own is not None else []
-    return min(found, key=lambda one: (one.again_s, one.stored_bytes), default=None)
+        yield budget_bytes - (in_flight - 1) * stored, stored
 
 
 def least_bytes(costs: Sequence[BlockCost], in_flight: int = 1) -> int:
     """About the least budget with a choice."""
-    low, high = 0, in_flight * sum(c.read_bytes + c.saved_bytes + c.entering_bytes for c in costs)
+    whole = sum(c.read_bytes + c.saved_bytes + c.entering_bytes for c in costs)
+    end = _layers(costs, None, whole)
+
+    def is_enough(budget_bytes: int) -> bool:
+        return any(
+            bool(((end.stored <= stored) & (end.peak <= peak)).any())
+            for peak, stored in _shares(budget_bytes, in_flight)
+        )
+
+    low, high = 0, in_flight * whole
     high += max((c.forward_bytes + c.backward_bytes for c in costs), default=0)
     for _ in range(HALVINGS):
         middle = (low + high) // 2
-        low, high = (low, middle) if solve(costs, middle, in_flight) else (middle, high)
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
     return high
 
 
 def _solve(
     costs: Sequence[BlockCost], budget_bytes: int, most_stored: int, longest: int
 ) -> Choice | None:
+    end = _layers(costs, budget_bytes, most_stored, longest)
+    if not len(end.stored):
+        return None
+    best = int(np.lexsort((end.stored, end.seconds))[0])
+    figures = int(end.stored[best]), int(end.peak[best]), float(end.seconds[best])
+    return Choice(_joined(end.runs(best)), *figures)
+
+
+def _layers(
+    costs: Sequence[BlockCost], budget_bytes: int | None, most_stored: int, longest: int = LONGEST
+) -> _Layer:
+    """The choices for all blocks: the fastest in a budget, or without one those of low peaks."""
     layers = [_Layer() for _ in range(len(costs) + 1)]
     layers[0].add(_Part(np.zeros(1), np.zeros(1), np.zeros(1), np.zeros(1, int)))
-    for k, layer in enumerate(layers[:-1]):
-        layer.prune(most_stored)
+    for k, layer in enumerate(layers):
+        layer.prune(most_stored, by_peak=budget_bytes is None)
+        if k == len(costs):
+            break
         for step in steps_from(costs, k, longest):
-            fits = layer.stored + step.peak_bytes <= budget_bytes
-            fits &= layer.stored + step.stored_bytes <= most_stored
+            fits = layer.stored + step.stored_bytes <= most_stored
+            if budget_bytes is not None:
+                fits &= layer.stored + step.peak_bytes <= budget_bytes
             at = np.nonzero(fits)[0]
             if len(at):
                 before = layer.stored[at]
                 peak = np.maximum(layer.peak[at], before + step.peak_bytes)
                 seconds = layer.seconds[at] + step.again_s
-                part = _Part(before + step.stored_bytes, seconds, peak, at, k, step)
+                part = _Part(before + step.stored_bytes, seconds, peak, at, layer, step)
                 layers[k + step.run.blocks].add(part)
-    end = layers[-1]
-    end.prune(most_stored)
-    if not len(end.stored):
-        return None
-    best = int(np.lexsort((end.stored, end.seconds))[0])
-    figures = int(end.stored[best]), int(end.peak[best]), float(end.seconds[best])
-    return Choice(_joined(_followed(layers, best)), *figures)
-
-
-def _followed(layers: Sequence[_Layer], place: int) -> list[Run]:
-    """The runs that lead to a choice for all blocks."""
-    runs: list[Run] = []
-    k = len(layers) - 1
-    while k:
-        part, place = layers[k].before(place)
-        assert part.step is not None
-        runs.append(part.step.run)
-        k = part.block
-    return runs[::-1]
+    return layers[-1]
 
 
 def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
@@ -152,13 +163,13 @@ def _joined(runs: Sequence[Run]) -> tuple[Run, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Choices that end with one step behind `block` blocks; `at` are the places of those there."""
+    """Choices that end with one step behind those of a layer, whose places there are `at`."""
 
     stored: Floats
     seconds: Floats
     peak: Floats
     at: npt.NDArray[np.int64]
-    block: int = 0
+    layer: _Layer | None = None
     step: Step | None = None
 
 
@@ -173,20 +184,30 @@ class _Layer:
     def add(self, part: _Part) -> None:
         self.parts.append(part)
 
-    def before(self, place: int) -> tuple[_Part, int]:
-        """The part that a choice ends with, and the place of what it follows there."""
-        part, at = self.came[:, place]
-        return self.parts[part], int(at)
+    def runs(self, place: int) -> list[Run]:
+        """The runs of a choice."""
+        found: list[Run] = []
+        layer = self
+        while True:
+            number, at = layer.came[:, place]
+            part = layer.parts[number]
+            if part.layer is None or part.step is None:
+                return found[::-1]
+            found.append(part.step.run)
+            layer, place = part.layer, int(at)
 
-    def prune(self, most_stored: int) -> None:
-        """Leaves those of which none has both less stored and fewer seconds than another."""
+    def prune(self, most_stored: int, *, by_peak: bool) -> None:
+        """Leaves those of which none has both less stored and fewer seconds than another, or a
+        lower peak.
+        """
         if not self.parts:
             return
         stored = np.concatenate([part.stored for part in self.parts])
         seconds = np.concatenate([part.seconds for part in self.parts])
         peak = np.concatenate([part.peak for part in self.parts])
-        order = np.lexsort((seconds, stored))
-        least = np.minimum.accumulate(seconds[order])
+        less = peak if by_peak else seconds
+        order = np.lexsort((less, stored))
+        least = np.minimum.accumulate(less[order])
         order = order[np.r_[True, least[1:] < least[:-1]]]
         if len(order) > CHOICES:  # the fastest of each part of the bytes: the last of it
             level = (stored[order] * (CHOICES / max(most_stored, 1))).astype(int)
