@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.loss_formulas.formula import EXTRA_DIMS, SAMPLES, Formula, Small, build, whole_batch
 from benchmarks.sabotage import Log, Sabotage
 from merakc.errors import MerakError, RecordError
+from merakc.frontend.python.compared import Compared
 from merakc.ir.batches import BatchLayout, BatchSplit, Rows
 from merakc.ir.graph import Graph, InputKind, Output, OutputKind, Ref
 from merakc.lowering.forwards import Forward
@@ -71,7 +72,7 @@ class Subject:
             dtype=None,
             dims=dims,
             shared={},
-            compared=None,
+            compared=Compared(),
         )
         self.graphs = {n: forward.sized(n).graph for n in {*EVEN, *UNEVEN, SAMPLES}}
         self.sampled = forward.sampled
