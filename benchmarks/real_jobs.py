@@ -158,7 +158,6 @@ JOBS = {
         {
             "model_type": "mt5", "vocab_size": 250112, "d_model": 4096, "d_kv": 64, "d_ff": 10240,
             "num_layers": 24, "num_heads": 64, "decoder_start_token_id": 0,
-            "tie_word_embeddings": False,
         },
         "h100", 64, 512, 512,
     ),
