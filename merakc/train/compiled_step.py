@@ -111,17 +111,19 @@ class CompiledStep:
         return any(g.functions for g in graphs)
 
     @cached_property
-    def loss_dtype(self) -> torch.dtype | None:
-        """The dtype of the loss; None where the forward returns none for this batch."""
+    def loss_spec(self) -> TensorSpec | None:
+        """The dtype of the loss and its shape, which may be [1]; None where the forward returns
+        none for this batch.
+        """
         loss = self.lowered.loss
         graph = loss.head.graph if loss.head is not None else loss.graph
         refs = [o.ref for o in graph.outputs if o.kind is OutputKind.LOSS]
-        return graph.specs()[refs[0]].dtype if refs else None
+        return graph.specs()[refs[0]] if refs else None
 
     @property
     def has_loss(self) -> bool:
         """Whether the forward returns a loss for this batch."""
-        return self.loss_dtype is not None
+        return self.loss_spec is not None
 
     @cached_property
     def brought(self) -> dict[InputKind, list[Input]]:

@@ -206,7 +206,6 @@ class Steps:
             warn_of_shapes(MANY_SHAPES, MAX_SHAPES)
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
-
         made = self._lowered(args, kwargs, layout, form)
         light = self.add(key, *made, layout).let_go(self.same)
         self.compiled[next(reversed(self.compiled))] = light
@@ -350,18 +349,19 @@ class Steps:
             self.state[name].copy_(value)
 
     def share_loss(self, step: CompiledStep, result: StepResult) -> tuple[torch.Tensor, bool]:
-        """The loss of the whole batch, on every rank, and whether it and all ranks' gradients are
-        finite, or nobody wants to know; takes the scale of the loss out of the gradients.
+        """The loss of the whole batch, on every rank, and whether it and all gradients are finite,
+        or nobody wants to know; takes the scale of the loss out of the gradients.
 
         Raises `MismatchError` on every rank where those of a dp replica were given other batches,
         or ranks with the same parameters train with other settings.
         """
-        own = result.loss if self.groups.coordinates[2] == 0 else None
-        shared = torch.zeros((), dtype=step.loss_dtype, device=self.device) if own is None else own
+        own, spec = result.loss if self.groups.coordinates[2] == 0 else None, step.loss_spec
+        assert spec is not None
+        shared = torch.zeros((), dtype=spec.dtype, device=self.device) if own is None else own
         bad = self.loss_scale.nonfinite(result.gradients)
         loss, found = self.agreement.share(shared.reshape(()), self.taken, bad)
-        watches = self.loss_scale.on_nonfinite != "ignore"
-        return loss, not found and not (watches and not loss.isfinite())
+        ignores = self.loss_scale.on_nonfinite == "ignore"
+        return loss.reshape(spec.shape), not found and (ignores or bool(loss.isfinite()))
 
     def _share_buffers(self) -> None:
         """Gives all dp ranks the buffers that dp rank 0 has written, as

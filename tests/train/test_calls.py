@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -274,3 +275,32 @@ def _evaluates_first(layout: str) -> None:
     trained.backward()
     torch.testing.assert_close(trained.detach(), evaluated.detach())
     assert all(p.grad is not None for p in model.parameters() if p.numel())
+
+
+class LossOfOne(Small):
+    """Its loss is a tensor of one element."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = super().forward(x, labels)
+        return found | {"loss": found["loss"][None]}
+
+
+@pytest.mark.parametrize("layout", [TP2, DP2])
+def test_a_loss_has_the_shape_that_the_forward_gives_it(layout: str) -> None:
+    run_ranks(2, _of_one, layout)
+
+
+def _of_one(layout: str) -> None:
+    torch.manual_seed(0)
+    given, plain = batch(4), LossOfOne()
+    plan = {"dp": 1, "tp": 2, "pp": 1} if layout == TP2 else {"dp": 2, "tp": 1, "pp": 1}
+    model = merakc.auto_parallel(deepcopy(plain), given, cluster=NOMINAL_CPU, **plan)
+    for one in (model, plain):
+        loss = one(**given)["loss"]
+        assert loss.shape == (1,)
+        loss.backward(torch.tensor([2.0]))
+    for name, parameter in plain.named_parameters():
+        found = dict(model.named_parameters())[name].grad
+        assert found is not None
+        torch.testing.assert_close(found.norm() * 1, parameter.grad.norm())  # type: ignore[union-attr]
+    assert model.eval()(**given)["loss"].shape == (1,)

@@ -26,7 +26,8 @@ def compiled(name: str) -> CompiledStep:
 def test_what_a_run_asks_of_it() -> None:
     step = compiled("gpt2")
     assert step.has_loss
-    assert step.loss_dtype == torch.float32  # transformers casts the logits
+    assert step.loss_spec is not None
+    assert step.loss_spec.dtype == torch.float32  # transformers casts the logits
     brought = {i.target for i in step.brought[InputKind.BATCH]}
     assert brought >= {"input_ids", "labels", "known.cross_entropy_loss.count"}
     assert step.knowledge is not None
