@@ -51,7 +51,8 @@ class Forwards(Mirror):
         Each is a batch as `auto_parallel` takes it, of which only the shapes, dtypes and values
         that are no tensors count: tensors may be without values (`device="meta"`), unless the
         forward reads some. The steps are those that a call would take in the mode that the model is
-        in now. Every rank must call it, with the shapes of its own batches.
+        in now, and with gradients on or off as they are. Every rank must call it, with the shapes
+        of its own batches.
         """
         check_around("model.warm")
         steps, train = self._own("_steps"), self.training and torch.is_grad_enabled()
