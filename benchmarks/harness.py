@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -71,6 +74,21 @@ def markdown(rows: Sequence[Sequence[str]], left: int | None = None) -> str:
     words = len(plain[0]) if left is None else left
     lines = [plain[0], ["---"] * words + ["---:"] * (len(plain[0]) - words), *plain[1:]]
     return "\n".join("| " + " | ".join(line).replace("\n", " ") + " |" for line in lines)
+
+
+def in_child(module: str, *options: str, timeout_s: float) -> dict[str, Any]:
+    """What a benchmark's module, run in a process of its own on one thread, prints last, as JSON.
+
+    Raises `RuntimeError` with the end of what it said where it fails.
+    """
+    found = subprocess.run(
+        [sys.executable, "-m", module, *options], capture_output=True, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    if found.returncode:
+        raise RuntimeError(f"{module} {' '.join(options)}: {found.stderr[-2000:]}")
+    figures: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return figures
 
 
 def write_json(path: Path | None, figures: Any) -> None:

@@ -12,8 +12,6 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +26,16 @@ from rich.console import Console
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.harness import DocPath, JsonPath, finish, known, markdown, rich_table, tracked
+from benchmarks.harness import (
+    DocPath,
+    JsonPath,
+    finish,
+    in_child,
+    known,
+    markdown,
+    rich_table,
+    tracked,
+)
 
 MOST_S, MOST_BYTES, MOST_FASTER = 20.0, 1 << 30, 0.01
 CHILD_TIMEOUT_S = 1800.0
@@ -93,7 +100,7 @@ JOBS = {
         "dp 128 x tp 8 x pp 16, 41 % MFU (arXiv 2407.21783, table 4)",
         {"dp": 128, "tp": 8, "pp": 16},
     ),
-    "Llama-3.1-405B, small": Job(LLAMA_405B, "h100", 2048, 1024, 8192),
+    "Llama-3.1-405B on 2048": Job(LLAMA_405B, "h100", 2048, 1024, 8192),
     "Qwen3-235B-A22B": Job(
         {
             "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096,
@@ -143,7 +150,7 @@ JOBS = {
         },
         "h100", 32, 128, 4096,
     ),
-    "Llama-3-8B, 131,072 tokens": Job(LLAMA_8B_LONG, "h100", 16, 16, 131072),
+    "Llama-3-8B at 131072 tokens": Job(LLAMA_8B_LONG, "h100", 16, 16, 131072),
     "BLOOM-176B": Job(
         {
             "model_type": "bloom", "vocab_size": 250880, "hidden_size": 14336, "n_layer": 70,
@@ -189,7 +196,7 @@ JOBS = {
                 "num_attention_heads": 16, "patch_size": 14, "projection_dim": 1280,
             },
         },
-        "a100-80", 512, 160_000 - 160_000 % 512, None,
+        "a100-80", 512, 159_744, None,
         "160,000 pairs a step on 512 A100 (laion.ai/blog/giant-openclip)",
     ),
     "DiT-XL/2": Job("benchmarks.real_jobs:dit", "h100", 32, 256),
@@ -228,16 +235,8 @@ def dit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 def run_job(name: str, *, neighbours: bool) -> Found:
     """Plans a job in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.real_jobs", "--child", name]
-    command += ["--neighbours"] * neighbours
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=CHILD_TIMEOUT_S,
-        check=False,
-    )  # fmt: skip
-    if found.returncode:
-        raise RuntimeError(f"{name}: {found.stderr[-2000:]}")
-    figures = json.loads(found.stdout.splitlines()[-1])
+    options = ["--child", name, *["--neighbours"] * neighbours]
+    figures = in_child("benchmarks.real_jobs", *options, timeout_s=CHILD_TIMEOUT_S)
     return Found(**figures | {"faster": tuple(map(tuple, figures["faster"]))})
 
 
@@ -278,14 +277,17 @@ def plan_here(job: Job, *, neighbours: bool) -> Found:
 
         if job.degrees:
             used = at(job.degrees)
-            step_s = 0.0 if used.verdict is None else used.verdict.step_s
-            found = dataclasses.replace(found, used_s=step_s, used_error=str(used.error or ""))
+            fits = used.verdict is not None and used.verdict.fits
+            step_s = used.verdict.step_s if used.verdict is not None and fits else 0.0
+            error = "" if fits else str(used.error or "does not fit")
+            found = dataclasses.replace(found, used_s=step_s, used_error=error)
         if neighbours:
             near = list(_near({name: getattr(strategy, name) for name in AXES}))
-            steps = [(str(fixed), at(fixed).verdict) for fixed in near]
+            every = [(str(fixed), at(fixed).verdict) for fixed in near]
+            steps = [(text, v.step_s) for text, v in every if v and v.fits]
             limit_s = found.step_s * (1 - MOST_FASTER)
-            faster = [(text, v.step_s) for text, v in steps if v and v.fits and v.step_s < limit_s]
-            found = dataclasses.replace(found, tried=len(steps), faster=tuple(faster))
+            faster = tuple((text, step_s) for text, step_s in steps if step_s < limit_s)
+            found = dataclasses.replace(found, tried=len(steps), faster=faster)
         return found
 
 
@@ -340,7 +342,7 @@ def problems(one: Found) -> list[str]:
 
 
 def main(
-    jobs: Annotated[str, typer.Option(help="Only these, separated by semicolons.")] = "",
+    jobs: Annotated[str, typer.Option(help="Only these, separated by commas.")] = "",
     neighbours: Annotated[bool, typer.Option("--neighbours", help="Look near the plans.")] = False,
     child: Annotated[str, typer.Option(hidden=True)] = "",
     json_path: JsonPath = None,
@@ -351,10 +353,8 @@ def main(
         print(json.dumps(dataclasses.asdict(plan_here(JOBS[child], neighbours=neighbours))))
         return
     console = Console(width=max(Console().width, 200))
-    names = known(jobs.replace(",", "\0").replace(";", ","), [n.replace(",", "\0") for n in JOBS],
-                  "--jobs")  # fmt: skip
     found: dict[str, Found] = {}
-    for name in tracked([n.replace("\0", ",") for n in names], str, console):
+    for name in tracked(known(jobs, JOBS, "--jobs"), str, console):
         found[name] = run_job(name, neighbours=neighbours)
         for text in problems(found[name]):
             console.print(f"{name}: {text}", style="red", soft_wrap=True)

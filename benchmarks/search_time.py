@@ -10,8 +10,6 @@ import dataclasses
 import json
 import os
 import resource
-import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, finish, rich_table
+from benchmarks.harness import JsonPath, finish, in_child, rich_table
 
 MOST_BYTES = 2 << 30
 CHILD_TIMEOUT_S = 600.0
@@ -64,15 +62,7 @@ def run_case(case: Case) -> Search:
     """Searches in a process of its own."""
     start_s = time.perf_counter()
     given = json.dumps(dataclasses.asdict(case))
-    command = [sys.executable, "-m", "benchmarks.search_time", "--child", given]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=CHILD_TIMEOUT_S,
-        check=False,
-    )  # fmt: skip
-    if found.returncode:
-        raise RuntimeError(f"{case.source}: {found.stderr[-2000:]}")
-    figures = json.loads(found.stdout.splitlines()[-1])
+    figures = in_child("benchmarks.search_time", "--child", given, timeout_s=CHILD_TIMEOUT_S)
     return Search(time.perf_counter() - start_s, **figures)
 
 

@@ -14,7 +14,7 @@ from merakc.planner.sources.source import load_source
 # Of the reports and model cards, in billions.
 PUBLISHED = {
     "Llama-3.1-405B": 405.9, "Qwen3-235B-A22B": 235.1, "DeepSeek-V3": 671.0, "gpt-oss-120b": 116.8,
-    "Mixtral-8x7B": 46.7, "Gemma-3-27B": 27.0, "Llama-3-8B, 131,072 tokens": 8.03,
+    "Mixtral-8x7B": 46.7, "Gemma-3-27B": 27.0, "Llama-3-8B at 131072 tokens": 8.03,
     "BLOOM-176B": 176.2, "T5-11B": 11.3, "Whisper large-v3": 1.54,
     "ViT-22B": 21.7, "CLIP bigG": 2.54,
     "mT5-XXL": 11.9,  # and 1.0 of the output, which transformers 5 ties to the input

@@ -212,6 +212,8 @@ def source_of(name: str, config: Any, sequence: int | None = None, device: str =
         length = _own_length(config) if sequence is None else sequence
         batch, bounds = batches_for(task, config, length)
         check_sample(batch)
+        if unknown := batch(1).keys() - signature(kind.forward).parameters:
+            raise ValueError(f"its forward takes no {', '.join(sorted(unknown))}")
     except Exception as error:
         raise ConfigError(
             f"{name}: {kind.__name__} cannot be made of this config: "
