@@ -117,3 +117,9 @@ def test_what_is_planned_in_place_of_a_class_is_said(
 def test_a_loss_of_unknown_labels_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="knows no batch for BertForPreTraining; give MODULE"):
         loaded(of("BertForPreTraining", "BertConfig", **SMALL), tmp_path)
+
+
+def test_a_batch_that_the_model_does_not_take_is_refused(tmp_path: Path) -> None:
+    """transformers' table has it for answers in texts; its answers are classes."""
+    with pytest.raises(ConfigError, match="forward takes no end_positions, start_positions"):
+        loaded(of("LxmertForQuestionAnswering", "LxmertConfig"), tmp_path)
