@@ -23,7 +23,7 @@ import torch.utils._pytree as pytree
 from accelerate.utils import DistributedType, DynamoBackend
 
 from merakc.errors import CheckpointError, ConfigError
-from merakc.integrations.alone import put_into, stand_alone
+from merakc.integrations.alone import put_into, read_everything, stand_alone
 from merakc.machines.start import device_of, start_distributed
 from merakc.runtime.groups import from_rank_0, together
 from merakc.train.checkpoints.exporting import export
@@ -57,6 +57,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         start_distributed(device)
         stand_alone(dist.get_rank() if dist.is_initialized() else 0, device)
         super().__init__(*args, **kwargs)
+        read_everything(self)
         if self.distributed_type != DistributedType.NO:  # by whatever else it was told
             raise ConfigError(
                 f"Accelerator: it is set to {self.distributed_type}, and auto_parallel makes the "

@@ -27,6 +27,13 @@ def stand_alone(rank: int, device: torch.device) -> None:
     AcceleratorState._reset_state()
 
 
+def read_everything(accelerator: Any) -> None:
+    """Lets every rank read all batches: rank 0 hands none on, as accelerate has it do with streams,
+    and other ranks would wait for.
+    """
+    accelerator.dataloader_config.dispatch_batches = False
+
+
 def put_into(folder: Path, write: Callable[[Path], Any], *, main: bool) -> None:
     """Puts the files of a folder, which all ranks write, to those that are in `folder`; the `main`
     rank moves them.

@@ -19,7 +19,7 @@ import transformers
 
 from merakc.errors import ConfigError
 from merakc.integrations.adapters import save_adapters
-from merakc.integrations.alone import put_into, stand_alone
+from merakc.integrations.alone import put_into, read_everything, stand_alone
 from merakc.train.checkpoints.exporting import export
 from merakc.train.checkpoints.loading import load
 from merakc.train.checkpoints.saving import save
@@ -51,6 +51,7 @@ _REFUSED = {
 class _Parallel:
     """What a trainer does otherwise for a parallel model."""
 
+    accelerator: Any
     args: Any
     model: Any
     optimizer: Any
@@ -84,6 +85,7 @@ class _Parallel:
         self.args._n_gpu = min(1, self.args.n_gpu)
         self.model.read_whole_batches()
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        read_everything(self.accelerator)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any

@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import SumMetric
 from transformers import LlamaForCausalLM
 
@@ -49,6 +50,11 @@ class Counter:
         self.seen = state["seen"]
 
 
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
 def together(folder: Path) -> tuple[Any, ...]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}  # as torchrun does
     job = Job(folder, on({"tp": 2}), 2, 0, 2)
@@ -56,7 +62,8 @@ def together(folder: Path) -> tuple[Any, ...]:
     accelerator, counter = Accelerator(cpu=True, project_config=project), Counter()
     model = merakc.auto_parallel(job.model(), job.example, **job.layout)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer, stream = accelerator.prepare(model, optimizer, DataLoader(Numbers()))
+    assert [*stream] == [0, 1, 2]  # which rank 0 would read alone
     accelerator.register_for_checkpointing(counter)
     accelerator.save_model(model, folder / "weights")
     before = accelerator.get_state_dict(accelerator.unwrap_model(model))

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 import merakc
@@ -147,10 +148,23 @@ def wrong(folder: Path) -> list[str]:
         model(input_ids=ids, labels=ids)
     with pytest.raises(ConfigError) as refused:
         trained(transformers.Trainer, model, folder)
-    return [str(refused.value), str(unlike.value)]
+    given: dict[str, Any] = {"train_dataset": Stream()}
+    given["args"] = arguments(folder, max_steps=1, eval_strategy="no")
+    (first, *_) = Trainer(model=model, **given).get_train_dataloader()
+    read = torch.stack([t["input_ids"] for t in texts(24)[:BATCH]])
+    return [str(refused.value), str(unlike.value), str(torch.equal(first["input_ids"], read))]
 
 
-def test_the_wrong_trainer_is_refused_and_so_are_unlike_batches(tmp_path: Path) -> None:
-    for trainer, batches in run_ranks(2, wrong, tmp_path):
+class Stream(IterableDataset[Tensors]):
+    """Whose batches accelerate would have rank 0 alone read."""
+
+    def __iter__(self) -> Iterator[Tensors]:
+        return iter(texts(24))
+
+
+def test_what_ranks_would_do_each_by_itself(tmp_path: Path) -> None:
+    """The wrong trainer and unlike batches are refused; streams are read by every rank."""
+    for trainer, batches, reads_all in run_ranks(2, wrong, tmp_path):
         assert "merakc.integrations" in trainer
         assert "of the whole batch, input_ids" in batches
+        assert reads_all == "True"
