@@ -99,8 +99,16 @@ def _size(
         )
     if sizes:
         return next(iter(sizes.values()))
-    skipped = said.keys() | one_by_one(named)
-    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in skipped]
+    listed = one_by_one(named)
+    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in {*said, *listed}]
+    if not firsts and listed:
+        first = min(listed)
+        raise ConfigError(
+            "the batch holds no tensor with a batch dim (dim 0): its tensors stand in lists, and "
+            f"are of unlike lengths ('{first}' of shape {list(named[first].shape)}); give one "
+            "tensor of all samples (torch.nn.utils.rnn.pad_sequence), or another beside them that "
+            "has a row for each sample, such as their lengths or labels"
+        )
     if not firsts:
         raise ConfigError(
             f"the batch holds no tensor with a batch dim (dim 0): {_kinds(args, kwargs)}; give a "
@@ -159,6 +167,11 @@ def taken_dims(dims: BatchDims) -> str:
     )
 
 
+def divisors(samples: int) -> list[int]:
+    """Into how many equal parts so many samples divide."""
+    return [d for d in range(1, samples + 1) if samples % d == 0]
+
+
 def split_batch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -175,8 +188,7 @@ def split_batch(
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
-            f"micro_batches must divide {size}: "
-            f"{[d for d in range(1, size + 1) if size % d == 0]}"
+            f"micro_batches must divide {size}: {divisors(size)}"
         )
     each = size // micro_batches
 
