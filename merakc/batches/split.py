@@ -61,11 +61,15 @@ def one_by_one(named: Mapping[str, torch.Tensor]) -> set[str]:
     """
     lists: dict[str, list[str]] = {}
     for name in named:
-        first, *rest = name.split(".")
-        stem = ".".join([first, *("*" if step.isdigit() else step for step in rest)])
-        lists.setdefault(stem, []).append(name)
+        lists.setdefault(list_pattern(name), []).append(name)
     unlike = (own for own in lists.values() if len({named[n].shape[:1] for n in own}) > 1)
     return {name for own in unlike for name in own}
+
+
+def list_pattern(name: str) -> str:
+    """The name of a tensor of a batch, with a star for its place in each list."""
+    first, *steps = name.split(".")
+    return ".".join([first, *("*" if step.isdigit() else step for step in steps)])
 
 
 def dims_key(name: str, dims: BatchDims) -> str | None:
