@@ -103,10 +103,10 @@ def _size(
         )
     if sizes:
         return next(iter(sizes.values()))
-    listed = one_by_one(named)
-    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in {*said, *listed}]
-    if not firsts and listed:
-        first = min(listed)
+    unlike = one_by_one(named)
+    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in {*said, *unlike}]
+    if not firsts and unlike:
+        first = min(unlike)
         raise ConfigError(
             "the batch holds no tensor with a batch dim (dim 0): its tensors stand in lists, and "
             f"are of unlike lengths ('{first}' of shape {list(named[first].shape)}); give one "
