@@ -61,11 +61,15 @@ def one_by_one(named: Mapping[str, torch.Tensor]) -> set[str]:
     """
     lists: dict[str, list[str]] = {}
     for name in named:
-        first, *rest = name.split(".")
-        stem = ".".join([first, *("*" if step.isdigit() else step for step in rest)])
-        lists.setdefault(stem, []).append(name)
+        lists.setdefault(list_pattern(name), []).append(name)
     unlike = (own for own in lists.values() if len({named[n].shape[:1] for n in own}) > 1)
     return {name for own in unlike for name in own}
+
+
+def list_pattern(name: str) -> str:
+    """The name of a tensor of a batch, with a star for its place in each list."""
+    first, *steps = name.split(".")
+    return ".".join([first, *("*" if step.isdigit() else step for step in steps)])
 
 
 def dims_key(name: str, dims: BatchDims) -> str | None:
@@ -99,8 +103,16 @@ def _size(
         )
     if sizes:
         return next(iter(sizes.values()))
-    skipped = said.keys() | one_by_one(named)
-    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in skipped]
+    unlike = one_by_one(named)
+    firsts = [t.shape[0] for n, t in named.items() if t.dim() and n not in {*said, *unlike}]
+    if not firsts and unlike:
+        first = min(unlike)
+        raise ConfigError(
+            "the batch holds no tensor with a batch dim (dim 0): its tensors stand in lists, and "
+            f"are of unlike lengths ('{first}' of shape {list(named[first].shape)}); give one "
+            "tensor of all samples (torch.nn.utils.rnn.pad_sequence), or another beside them that "
+            "has a row for each sample, such as their lengths or labels"
+        )
     if not firsts:
         raise ConfigError(
             f"the batch holds no tensor with a batch dim (dim 0): {_kinds(args, kwargs)}; give a "
@@ -159,6 +171,11 @@ def taken_dims(dims: BatchDims) -> str:
     )
 
 
+def divisors(samples: int) -> list[int]:
+    """Into how many equal parts so many samples divide."""
+    return [d for d in range(1, samples + 1) if samples % d == 0]
+
+
 def split_batch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -175,8 +192,7 @@ def split_batch(
     if micro_batches < 1 or size % micro_batches:
         raise ConfigError(
             f"a batch of {size} samples does not divide into {micro_batches} micro-batches; "
-            f"micro_batches must divide {size}: "
-            f"{[d for d in range(1, size + 1) if size % d == 0]}"
+            f"micro_batches must divide {size}: {divisors(size)}"
         )
     each = size // micro_batches
 

@@ -79,11 +79,23 @@ class Region:
     functions: Mapping[str, Callable[..., Any]]
 
     def __call__(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Runs the calls, under whatever gradient mode there is."""
+        """Runs the calls, under whatever gradient mode there is.
+
+        Raises `RecordError` with the user's line where one of them does not take what it is given.
+        """
         values: dict[Ref, Any] = dict(zip(self.inputs, inputs, strict=True))
         symbols = Symbolic(self.sources, values.__getitem__)
         for node in self.nodes:
-            outs = run_node(node, values.__getitem__, symbols, self.functions)
+            try:
+                outs = run_node(node, values.__getitem__, symbols, self.functions)
+            except (RuntimeError, IndexError) as error:
+                if type(error) not in (RuntimeError, IndexError):  # of memory, or of fake tensors
+                    raise
+                raise RecordError(
+                    f"{node.source}: this call fails on the batch: {type(error).__name__}: {error};"
+                    " mend the batch; or, where a tensor of it is not as it should be for its "
+                    "samples, say where they stand: auto_parallel(..., batch_dims={name: dim})"
+                ) from error
             values |= {Ref(node.name, k): out for k, out in enumerate(outs)}
         return [values[ref] for ref in self.outputs]
 

@@ -7,7 +7,8 @@ from enum import IntEnum
 from typing import Any
 
 from merakc.batches.dims import ambiguous
-from merakc.errors import MerakError, OtherSizeError
+from merakc.batches.split import dims_key, list_pattern
+from merakc.errors import ConfigError, MerakError, OtherSizeError
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Rows
 from merakc.ir.graph import InputKind, OutputKind
@@ -91,6 +92,28 @@ def _fitting(readings: Sequence[int], record: Callable[[int], BatchRecording], j
     if len(unlike) > 1 and len(fitting[0][1].layout.sizes) > 1:
         raise ambiguous(list(unlike.values()))
     return fitting[0][0]
+
+
+def check_lists(recording: BatchRecording, dims: BatchDims) -> None:
+    """Raises `ConfigError` where several ranks have lists of tensors, and the `dims` that are said
+    do not tell what dim 0 of each holds.
+
+    The whole batch may be longer lists, of one tensor for each sample, or lists of longer tensors:
+    a forward takes both.
+    """
+    inputs = [i.target for i in recording.graph.inputs if i.kind is InputKind.BATCH]
+    unsaid = {n for n in inputs if list_pattern(n) != n and dims_key(n, dims) is None}
+    if len(recording.layout.sizes) == 1 or not unsaid:
+        return
+    for name, rows in _read(recording):
+        if rows is not None and name in unsaid:
+            raise ConfigError(
+                f"tensor {name!r} of the batch stands in a list, and data-parallel ranks have to "
+                f"know how their lists make one batch: where dim {rows.dim} of each tensor holds "
+                "all samples, give auto_parallel batch_dims="
+                f"{{{list_pattern(name)!r}: {rows.dim}}}; where each is of one sample, give one "
+                "tensor of them all (torch.stack, or torch.nn.utils.rnn.pad_sequence)"
+            )
 
 
 def _recorded(record: Callable[[int], BatchRecording], reading: int) -> BatchRecording | MerakError:

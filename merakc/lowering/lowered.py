@@ -27,9 +27,10 @@ from merakc.ir.same import Same
 from merakc.ir.schedule import Schedule
 from merakc.ir.strategy import DECISIONS, Strategy
 from merakc.kernels.opaque import OPAQUE, find
+from merakc.lowering.find_samples import check_lists
 from merakc.machines.cluster import Cluster
 from merakc.passes import pipeline
-from merakc.passes.batches.recorded import couplings_of, dims_of, with_outputs
+from merakc.passes.batches.recorded import BatchRecording, couplings_of, dims_of, with_outputs
 from merakc.passes.overlap.sub_batches import Parts
 from merakc.passes.pipeline import StageOptions
 from merakc.passes.programs.collectives import Touches, rank_buckets, rough_touches, trained
@@ -273,9 +274,12 @@ def adapt_plan(
     """Applies a plan to another recording of the same model: eval mode, or other shapes.
 
     Parameters stay where they are; with `results`, everything that the forward returns is
-    computed, otherwise the loss, and what of the results is to be `kept`.
+    computed, otherwise the loss, and what of the results is to be `kept`. Raises `ConfigError`
+    where the batch has lists that several ranks may join in two ways.
     """
     plan = lowered.plan
+    if isinstance(recording, BatchRecording):
+        check_lists(recording, recording.dims)
     parts, kinds = plan.dp * plan.micro_batches, () if results else TRAINING
     gathered = gathers(lowered.loss.graph)
     loss = headed(recording, parts, kinds, plan.tp, gathered=gathered, kept=kept)

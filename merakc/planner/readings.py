@@ -15,7 +15,7 @@ from merakc.frontend.record import Recording
 from merakc.frontend.values.outside import WithLoss, stand_in
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.ir.batches import BatchLayout
-from merakc.lowering.find_samples import find_samples
+from merakc.lowering.find_samples import check_lists, find_samples
 from merakc.lowering.recording import record_part, with_loss
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.planner.request import Request, meshes
@@ -64,7 +64,9 @@ class Readings:
     @property
     def first(self) -> BatchRecording:
         """That of the first part that is likely needed."""
-        return self._first(self.reading)
+        recording = self._first(self.reading)
+        check_lists(recording, self.asked.readings[0].batch_dims)
+        return recording
 
     def needs_values(self) -> bool:
         """Whether the forward reads more of its batch than shapes; what else may fail, will again.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from merakc.batches.split import divisors
 from merakc.errors import ConfigError
 from merakc.files.reading import read_text
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
@@ -138,14 +139,15 @@ def micro_batches_for(request: Request, mesh: Mesh) -> int:
         if request.micro_batches < 1 or request.batch_size % request.micro_batches:
             raise ConfigError(
                 f"a batch of {request.batch_size} samples does not divide into "
-                f"{request.micro_batches} micro-batches"
+                f"{request.micro_batches} micro-batches: give micro_batches one of "
+                f"{divisors(request.batch_size)}, or, where its samples do not stand in dim 0, "
+                "batch_dims that say where"
             )
         return request.micro_batches
     if mesh.pp == 1:
         return 1
-    divisors = [d for d in range(1, request.batch_size + 1) if request.batch_size % d == 0]
     wanted = MICRO_BATCHES_PER_STAGE * mesh.pp
-    return min(divisors, key=lambda d: (abs(d - wanted), -d))
+    return min(divisors(request.batch_size), key=lambda d: (abs(d - wanted), -d))
 
 
 def _factorisations(world: int) -> Iterator[tuple[int, int, int]]:

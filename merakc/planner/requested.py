@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ from merakc.batches.split import (
     TensorSpecs,
     batch_size_of,
     call_arguments,
+    named_tensors,
     shown_dims,
     tensor_specs,
 )
 from merakc.errors import ConfigError
-from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH
+from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchDims
 from merakc.ir.offload import parse_offload
 from merakc.ir.plan import Plan
 from merakc.ir.plan_checks import check_recompute
@@ -77,6 +79,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     args, kwargs = call_arguments(batch)
     check_objects((args, kwargs))
     specs = tensor_specs(args, kwargs)
+    _check_samples(args, kwargs, fixed.batch_dims)
     check_batch_dims(args, kwargs, fixed.batch_dims)
     if file is not None:
         given = file.decisions
@@ -106,6 +109,16 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     if not readings:
         raise refusal
     return Requested(None, [likeliest, *readings], specs, refusal)
+
+
+def _check_samples(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> None:
+    """Raises `ConfigError` where a batch has no samples."""
+    if batch_size_of(args, kwargs, dims) == 0:
+        shapes = {name: list(tensor.shape) for name, tensor in named_tensors(args, kwargs).items()}
+        raise ConfigError(
+            f"the batch holds no samples: its tensors are of shapes {shapes}; give auto_parallel "
+            "one of the size that steps are trained on"
+        )
 
 
 def _fewest_parts(size: int) -> int:

@@ -40,6 +40,13 @@ def test_batch_without_a_batch_dim(batch: dict[str, object]) -> None:
         batch_size_of((), batch)
 
 
+def test_lists_of_tensors_of_unlike_lengths_hold_no_batch_dim() -> None:
+    lists = {"boxes": [torch.zeros(n, 4) for n in (2, 3)]}
+    with pytest.raises(ConfigError, match=r"unlike lengths \('boxes.0' of shape \[2, 4\]\); give"):
+        batch_size_of((), lists)
+    assert batch_size_of((), lists | {"labels": torch.zeros(2)}) == 2
+
+
 def test_split_and_join() -> None:
     nested = {"x": torch.arange(12).view(6, 2), "more": {"y": torch.arange(6)}, "scale": 2.0}
     fixed = torch.zeros(7, 6)

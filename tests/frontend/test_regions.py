@@ -100,6 +100,13 @@ def test_a_region_says_where_it_is_from() -> None:
     assert call.reason == "shapes or numbers depend on the data"
 
 
+def test_a_call_that_does_not_take_its_values_is_told_with_its_line() -> None:
+    model = Small(lambda s, x, m: ragged(s, s.layer(x), m), layer=linear())
+    (call,) = calls(record(model, (randn(4, 6), MASK), {}))
+    with pytest.raises(RecordError, match=f"{here(ragged, 1)}: this call fails on"):
+        call([randn(4, 6), torch.ones(5, 6, dtype=torch.bool)])
+
+
 def test_its_arithmetic_is_counted_for_all_that_may_be_chosen() -> None:
     def chosen(s: Any, x: Tensor) -> Tensor:
         return s.layer(x[s.layer(x).sum(1) > 0]).sum()

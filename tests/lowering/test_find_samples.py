@@ -13,7 +13,7 @@ from merakc.batches.dims import parse_batch_dims
 from merakc.batches.split import batch_size_of
 from merakc.errors import ConfigError, OtherSizeError, RecordError
 from merakc.ir.batches import BatchDims, BatchLayout
-from merakc.lowering.find_samples import MOST_TRIED, Fit, find_samples, fit_of
+from merakc.lowering.find_samples import MOST_TRIED, Fit, check_lists, find_samples, fit_of
 from merakc.lowering.recording import record_part
 from merakc.passes.batches.proof.certificate import CertificateError
 from merakc.passes.batches.recorded import BatchRecording
@@ -174,3 +174,30 @@ def test_one_part_that_draws_is_read_as_several_are() -> None:
         return record_part(Dropped(), (), TIMES, layout, torch.device("cpu"), dims=given[k])
 
     assert find_samples(range(2), one_part) == 1
+
+
+class Longest(nn.Module):
+    """The mean over a list of the largest element of each of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+
+    def forward(self, x: list[torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.layer(each).max() for each in x]).mean()
+
+
+@pytest.mark.parametrize("dims", [{}, {"y": 0}, {"x.0": 0}])
+def test_ranks_have_to_know_how_their_lists_join(dims: dict[str, int | None]) -> None:
+    """As one list of more tensors, or as tensors of more rows."""
+    batch, given = {"x": [torch.zeros(4, 3)] * 2, "y": torch.zeros(4)}, parse_batch_dims(dims)
+
+    def own(sizes: tuple[int, ...], said: BatchDims) -> BatchRecording:
+        layout = BatchLayout(sizes, 2)
+        return record_part(Longest(), (), batch, layout, torch.device("cpu"), dims=said)
+
+    check_lists(own((4,), given), given)
+    with pytest.raises(ConfigError, match=r"'x\.[01]' .*batch_dims=\{'x\.\*': 0\}"):
+        check_lists(own((4, 4), given), given)
+    for said in (parse_batch_dims({"x.*": 0}), parse_batch_dims({"x.*": None})):
+        check_lists(own((4, 4), said), said)

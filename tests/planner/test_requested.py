@@ -23,6 +23,7 @@ def test_a_reading_that_does_not_divide_is_still_the_likeliest() -> None:
     assert (other.batch_size, other.batch_dims) == (8, {"x": Rows(1), "y": Rows(1)})
     assert first_parts(other, None) == 4
     assert "5 samples does not divide into 4 micro-batches" in str(asked.undivided)
+    assert "give micro_batches one of [1, 5], or, where its" in str(asked.undivided)
     with pytest.raises(ConfigError, match="5 samples does not divide into 3 micro-batches"):
         requested(Request(1, 0, micro_batches=3), None, batch)
 
@@ -39,3 +40,8 @@ def test_what_is_given_is_checked_before_the_model() -> None:
     request = Request(1, 0, batch_dims=parse_batch_dims({"y": 0}))
     with pytest.raises(ConfigError, match="batch_dims names 'y'"):
         requested(request, None, batch)
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holds no samples: .* \{'x': \[0, 8\], 'y': \[0\]\}"):
+        requested(Request(1, 0), None, {"x": torch.zeros(0, 8), "y": torch.zeros(0)})

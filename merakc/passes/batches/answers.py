@@ -15,7 +15,7 @@ import torch
 
 from merakc.errors import RecordError
 from merakc.frontend.values.reads import Read, Reads, really, run_node
-from merakc.frontend.values.symbols import ITEM, numbers
+from merakc.frontend.values.symbols import ITEM, has_number, numbers
 from merakc.ir.batches import Rows
 from merakc.ir.graph import Graph, Node, Output, OutputKind, Ref, TensorSpec, map_refs
 from merakc.kernels.ops import is_pointwise, returns_view
@@ -71,10 +71,13 @@ def _tensor(reads: Reads, read: Read) -> Ref | None:
 
 
 def _giving(reads: Reads, refs: Mapping[Ref, None]) -> Graph:
-    """The graph of these values, but of those that are computed with numbers that were read."""
+    """The graph of these values, but of those that are computed with numbers that were read, or of
+    as many elements as values say (`unique`, `x[mask]`), of which shapes say nothing.
+    """
     numbered: set[str] = set()
     for node in reads.graph.nodes:
         own = node.op == ITEM or any(True for _ in numbers((node.args, node.kwargs)))
+        own = own or any(spec is not None and has_number(spec.shape) for spec in node.outputs)
         if own or not numbered.isdisjoint(r.node for r in node.refs):
             numbered.add(node.name)
     outputs = (Output(str(r), OutputKind.RESULT, r) for r in refs if r.node not in numbered)

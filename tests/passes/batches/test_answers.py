@@ -72,6 +72,9 @@ UNSAID = [
     lambda x: x.amax(0).amin() > 3,
     lambda x: x.unbind()[len(x) // 2][0] > 3,
     lambda x: x.std() > 3,
+    lambda x: x.unique().tolist()[0] > 3,
+    lambda x: x[x > 3].max() > 3,
+    lambda x: x[x[:, 0] > 3].any(),
 ]
 
 
