@@ -75,6 +75,17 @@ def deferred_in(tree: Any) -> list[Deferred]:
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Deferred)]
 
 
+def meets_parameters(given: Any) -> bool:
+    """Whether one number, the loss so far, meets what has a gradient outside the model: a penalty
+    on parameters.
+    """
+    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+    outside = [x for x in tensors if not isinstance(x, Deferred) and x.requires_grad]
+    losses = {x.place: x for x in tensors if isinstance(x, Deferred)}
+    is_loss = len(losses) == 1 and all(x.numel() == 1 and x.requires_grad for x in losses.values())
+    return bool(outside) and is_loss and torch.is_grad_enabled()
+
+
 def deferred(
     source: Source, place: int, like: torch.Tensor, device: torch.device, why: str
 ) -> Deferred:

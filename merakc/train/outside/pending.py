@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from itertools import islice, product
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -24,9 +23,16 @@ from merakc.train.besides import Nothing
 from merakc.train.calls import model_call
 from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.outputs import outputs_of, told_name
-from merakc.train.outside.deferred import Deferred, deferred, deferred_in, unreachable
+from merakc.train.outside.deferred import (
+    Deferred,
+    deferred,
+    deferred_in,
+    meets_parameters,
+    unreachable,
+)
 from merakc.train.outside.results import share_results
-from merakc.train.outside.tape import EXTRA, REMEDY, Noted, Replay, Tape, ValuesWantedError
+from merakc.train.outside.tape import EXTRA, Noted, Replay, Tape, ValuesWantedError
+from merakc.train.outside.watching import REMEDY, writes
 from merakc.train.steps import Steps
 
 Tensors = dict[str, torch.Tensor]
@@ -77,7 +83,6 @@ class Pending:
         self.names = list(forms)
         self.tape = Tape([x if self.trains else x.detach() for x in forms.values()], steps.device)
         self.known: dict[int, torch.Tensor] = {}
-        self.shown: WeakValueDictionary[int, Deferred] = WeakValueDictionary()
         self.there: dict[int, tuple[CompiledStep, StepResult, str]] = {}  # by place
         self.again: tuple[CompiledStep, StepResult] | None = None
         if taken is not None:
@@ -112,7 +117,7 @@ class Pending:
 
     def _show(self, place: int) -> Deferred:
         made = deferred(self, place, self.tape.forms[place], self.steps.device, _UNSEEN)
-        self.shown[place] = made
+        self.tape.shown[place] = made
         return made
 
     # ------------------------------------------------------------------ calls on outputs
@@ -128,7 +133,7 @@ class Pending:
             return self._backward(args, kwargs)
         if self.train is not None and func is torch.autograd.grad:
             return func(self._differentiated(args[0], kwargs), *args[1:], **kwargs)
-        if self.train is not None and _meets_parameters((args, kwargs)):
+        if self.train is not None and meets_parameters((args, kwargs)):
             self._take(deferred_in((args, kwargs))[0].place)
         if self.train is not None and name not in _READS:
             try:
@@ -138,7 +143,11 @@ class Pending:
         given, named = pytree.tree_map_only(
             Deferred, lambda x: x.source.value(x.place), (tuple(args), dict(kwargs))
         )
-        return func(*given, **named)
+        before = [t._version for t in self.known.values()] if self.train is not None else []
+        out = func(*given, **named)
+        if any(t._version != n for n, t in zip(before, self.known.values(), strict=False)):
+            raise ConfigError(writes(func))  # which the step would not do
+        return out
 
     def value(self, place: int) -> torch.Tensor:
         """The value at a place. Collective where it is not known."""
@@ -283,7 +292,7 @@ class Pending:
                 f"model and loss.backward(), with which the step is taken; {REMEDY}"
             )
         behind = {p for noted in self.tape.behind([root]) for p in noted.reads()}
-        alive = [p for p in self.shown if p != root and (
+        alive = [p for p in self.tape.shown if p != root and (
             (p in self.tape.makers and (p not in behind or self.tape.forms[p].numel() == 1))
             or (p < len(self.names) and self._told(p) in steps.wanted))]  # fmt: skip
         try:
@@ -374,17 +383,6 @@ class Pending:
         if rows is None or not self.steps.whole:
             return tensor
         return rows.take(tensor, layout.first(0), layout.own)
-
-
-def _meets_parameters(given: Any) -> bool:
-    """Whether one number, the loss so far, meets what has a gradient outside the model: a penalty
-    on parameters.
-    """
-    tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-    outside = [x for x in tensors if not isinstance(x, Deferred) and x.requires_grad]
-    losses = {x.place: x for x in tensors if isinstance(x, Deferred)}
-    is_loss = len(losses) == 1 and all(x.numel() == 1 and x.requires_grad for x in losses.values())
-    return bool(outside) and is_loss and torch.is_grad_enabled()
 
 
 def _places(tensor: torch.Tensor, samples: int) -> list[Rows | None]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.utils._pytree as pytree
@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +22,17 @@ from merakc.frontend.source import REPEATS, user_line
 from merakc.frontend.values.outside import LossAndOutputs, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.frontend.values.symbols import SYMBOLIC
-from merakc.train.outside.deferred import Deferred
+from merakc.train.outside.deferred import Deferred, deferred_in
+from merakc.train.outside.watching import (
+    REMEDY,
+    OnACopy,
+    Sizes,
+    Watched,
+    WritesError,
+    memory,
+    named,
+    writes,
+)
 
 # The keyword by which tensors of the user's that such calls read are given to the forward.
 EXTRA = "outside_tensors"
@@ -33,7 +42,9 @@ _PLAIN = (
     torch.memory_format, slice, type(...), torch.Size,
 )  # fmt: skip
 _OF_VALUES = DataDependentOutputException, DynamicOutputShapeException
-REMEDY = "give auto_parallel the loss: auto_parallel(model, batch, loss=fn), fn(outputs, batch)"
+
+
+Made = Callable[[int], Deferred]
 
 
 class ValuesWantedError(Exception):
@@ -70,7 +81,7 @@ class Noted:
     @property
     def name(self) -> str:
         """The function's."""
-        return _named(self.func)
+        return named(self.func)
 
     def reads(self) -> set[int]:
         """The places that it reads."""
@@ -115,11 +126,12 @@ class Tape:
     versions: list[int] = field(default_factory=list)  # of these, when they were read
     makers: dict[int, Noted] = field(default_factory=dict)  # by place
     mode: FakeTensorMode | None = None  # where a call was noted
+    own: set[int] = field(default_factory=set)  # places of values that are no views
+    shown: WeakValueDictionary[int, Deferred] = field(default_factory=WeakValueDictionary)
 
-    def note(
-        self, func: Callable[..., Any], args: Any, kwargs: Any, made: Callable[[int], Deferred]
-    ) -> Any:
-        """What the call returns, with a tensor `made` for each place in it.
+    def note(self, func: Callable[..., Any], args: Any, kwargs: Any, made: Made) -> Any:
+        """What the call returns, with a tensor `made` for each place in it. A tensor that it writes
+        into stands for what is written there from then on.
 
         Raises `ValuesWantedError` where values are wanted for it, `ConfigError` where that would
         not help.
@@ -130,16 +142,18 @@ class Tape:
         args = _with_open_size(func, args)
         try:
             out, faked = self._seen(func, args, kwargs, self.mode, self._fake_of)
+        except WritesError as error:
+            return self._write(func, args, kwargs, error.target)
         except ValuesWantedError as error:
             if not isinstance(error.__cause__, _OF_VALUES):
                 raise
-            sizes = _Sizes()  # type: ignore[no-untyped-call]
+            sizes = Sizes()  # type: ignore[no-untyped-call]
             out, faked = self._seen(func, args, kwargs, sizes, self._known_of)
         leaves, structure = pytree.tree_flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors or any(not isinstance(x, (torch.Tensor, type(None))) for x in leaves):
             raise ConfigError(
-                f"{_named(func)} of an output of the model, before loss.backward(), gives no "
+                f"{named(func)} of an output of the model, before loss.backward(), gives no "
                 f"tensor: a compiled step would not hear of it; {REMEDY}"
             )
         if all(id(x) in faked for x in tensors):
@@ -147,9 +161,34 @@ class Tape:
             return pytree.tree_unflatten(kept, structure)
         fresh = [t for _, t in faked.values() if not isinstance(t, Deferred)]
         first = self._add(func, args, kwargs, fresh, tensors)
+        known = {memory(f) for f, _ in faked.values()}
+        if len(tensors) == 1 and memory(tensors[0]) not in known:
+            self.own.add(first)
         places = iter(range(first, first + len(tensors)))
         shown = [made(next(places)) if isinstance(x, torch.Tensor) else x for x in leaves]
         return pytree.tree_unflatten(shown, structure)
+
+    def _write(
+        self, func: Callable[..., Any], args: Any, kwargs: Any, written: torch.Tensor
+    ) -> Deferred:
+        """The tensor that a call writes into, at another place from here on, where it alone has its
+        memory: no output of the model, which may be a view, and no view is alive.
+        """
+        target = next(iter(deferred_in(args[:1])), None)
+        place = target.place if target is not None and target.place in self.own else -1
+        shared = [p for p in self.shown if p != place and memory(self.forms[p]) == memory(written)]
+        if target is None or place < 0 or shared or memory(self.forms[place]) != memory(written):
+            raise ConfigError(writes(func))
+
+        def moved(new: int) -> Deferred:
+            if _form(self.forms[new]) != _form(self.forms[place]):
+                raise ConfigError(writes(func))
+            del self.shown[place]
+            target.place, self.shown[new] = new, target
+            return target
+
+        self.note(OnACopy(func), args, kwargs, moved)
+        return target
 
     def _seen(
         self,
@@ -192,25 +231,22 @@ class Tape:
         mode: TorchDispatchMode,
     ) -> Any:
         """What the call returns on tensors that stand for those beside them."""
-        before, draws = [f._version for f, _ in faked], _Draws()
+        before = [f._version for f, _ in faked]
+        watched = Watched([f for f, leaf in faked if isinstance(leaf, Deferred)])
         try:
-            with mode, draws:
+            with mode, watched:
                 out = func(*args, **kwargs)
+        except WritesError:
+            raise
         except Exception as error:
             raise ValuesWantedError from error
-        if draws.found:
+        if watched.drawn:
             raise ConfigError(
-                f"{_named(func)} draws random numbers from outputs of the model, outside it: they "
+                f"{named(func)} draws random numbers from outputs of the model, outside it: they "
                 f"would be others on every layout; {REMEDY}"
             )
-        for version, (now, leaf) in zip(before, faked, strict=True):
-            if now._version != version and isinstance(leaf, Deferred):
-                raise ConfigError(
-                    f"{_named(func)} writes into an output of the model, which is not there "
-                    f"yet; use a call that returns a new tensor, or {REMEDY}"
-                )
-            if now._version != version:
-                raise ValuesWantedError
+        if any(now._version != old for old, (now, _) in zip(before, faked, strict=True)):
+            raise ValuesWantedError
         return out
 
     def _known_of(self, tensor: torch.Tensor, func: Callable[..., Any]) -> torch.Tensor:
@@ -231,7 +267,7 @@ class Tape:
             raise ValuesWantedError
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ConfigError(
-                f"{_named(func)} puts an output of the model together with a tensor that requires "
+                f"{named(func)} puts an output of the model together with a tensor that requires "
                 "a gradient, which no step would give it: make it a part of the model, whose "
                 "forward returns the loss"
             )
@@ -330,43 +366,10 @@ class Replay(WithLoss):
         return LossAndOutputs(values[self.root], {str(p): values[p] for p in self.results})
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether random numbers are drawn while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= torch.Tag.nondeterministic_seeded in func.tags
-        return func(*args, **(kwargs or {}))
-
-
-class _Sizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets calls whose sizes depend on masks and counts run where only these have values."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.masked_select.default:
-            shape = torch.broadcast_shapes(*(x.shape for x in args))  # type: ignore[no-untyped-call]
-            chosen, mask = (x.expand(shape) for x in args)
-            func, args = torch.ops.aten.index.Tensor, (chosen, [mask])
-        if func is torch.ops.aten.index.Tensor:
-            args = args[0], [place for index in args[1] for place in _places(index)]
-        return func(*args, **(kwargs or {}))
-
-
-def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """The indices that a mask is for."""
-    is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-    if index is None or not is_mask or isinstance(index, FakeTensor):
-        return (index,)
-    return index.nonzero(as_tuple=True)
-
-
 def _check_history(leaf: Deferred, fake: torch.Tensor, func: Callable[..., Any]) -> None:
     if leaf.requires_grad != fake.requires_grad:
         raise ConfigError(
-            f"{_named(func)} reads an output of the model that a custom autograd.Function has "
+            f"{named(func)} reads an output of the model that a custom autograd.Function has "
             f"returned, or whose requires_grad was set, outside the model; {REMEDY}"
         )
 
@@ -374,7 +377,7 @@ def _check_history(leaf: Deferred, fake: torch.Tensor, func: Callable[..., Any])
 def _plain(leaf: Any, func: Callable[..., Any]) -> Any:
     if not isinstance(leaf, _PLAIN):
         raise ConfigError(
-            f"{_named(func)} of an output of the model is given a {type(leaf).__name__}, which a "
+            f"{named(func)} of an output of the model is given a {type(leaf).__name__}, which a "
             f"compiled step cannot tell from another; {REMEDY}"
         )
     return leaf
@@ -392,8 +395,5 @@ def _with_open_size(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[An
     return args[0], (-1, *sizes[1:])
 
 
-def _named(func: Any) -> str:
-    owner = getattr(func, "__self__", None)
-    name = str(getattr(func, "__name__", func))
-    return f"{getattr(owner, '__name__', '')}.{name}" if isinstance(
-        owner, (types.GetSetDescriptorType, types.MemberDescriptorType)) else name  # fmt: skip
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad

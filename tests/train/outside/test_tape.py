@@ -14,7 +14,7 @@ from torch import nn
 from merakc.errors import ConfigError, PlanError, RecordError
 from merakc.train.compiled_step import CompiledStep
 from tests.battery.small_models import warm_up
-from tests.train.outside.small import X, Y, normed
+from tests.train.outside.small import X, Y, alike, normed
 
 pytestmark = pytest.mark.filterwarnings("ignore:the forward of Normed returns no loss")
 HEAD = nn.Linear(3, 3).double()
@@ -44,9 +44,27 @@ def written_after(x: torch.Tensor) -> None:
     loss.backward()
 
 
+def written_with_a_view(x: torch.Tensor) -> torch.Tensor:
+    doubled = x * 2
+    first = doubled[0]
+    doubled += 1
+    return first
+
+
+class Own(torch.Tensor):
+    """A tensor that nothing can stand in for."""
+
+    def __new__(cls) -> Own:
+        return torch.ones(8, 3, dtype=torch.float64).as_subclass(cls)
+
+
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "an assignment": (lambda x: x.__setitem__(0, 0.0), "__setitem__ writes into an output"),
     "a call in place": (lambda x: x.mul_(2), "mul_ writes into an output"),
+    "one on a view": (lambda x: x[:, :2].mul_(2), "mul_ writes into an output"),
+    "one with a view": (written_with_a_view, "add_ writes into .* what shares its memory"),
+    "another shape": (lambda x: x.sum(0, keepdim=True).squeeze_(), "squeeze_ writes into"),
+    "one on values": (lambda x: x.exp().add_(Own()), "add_ writes into an output"),
     "a draw": (F.dropout, "dropout draws random numbers"),
     "a hook": (lambda x: x.register_hook(lambda g: g), "register_hook of an output"),
     "a kept gradient": (lambda x: x.retain_grad(), "retain_grad of an output"),
@@ -58,6 +76,31 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         "is given a function",
     ),
 }  # fmt: skip
+
+
+def summed(model: Any) -> tuple[float, ...]:
+    logits = model(X)
+    loss = F.cross_entropy(logits, Y)
+    logged, size = loss.detach().item(), logits.square().mean()
+    loss += 0.1 * size
+    total = loss
+    total /= 4
+    loss.backward()
+    return logged, loss.item(), total.item(), size.item()
+
+
+def masked(model: Any) -> float:
+    scores = model(X).clone()
+    before = scores.sum()
+    scores[:, 0] = -5.0
+    scores[Y == 1] *= 2
+    (F.cross_entropy(scores, Y) + before).backward()
+    return scores.sum().item()
+
+
+@pytest.mark.parametrize("loop", [summed, masked])
+def test_what_a_loop_has_made_it_may_write_into(loop: Callable[[Any], Any]) -> None:
+    alike(loop)
 
 
 @pytest.mark.parametrize("name", REFUSED)
