@@ -11,6 +11,7 @@ from torch import nn
 
 from merakc.batches.split import call_arguments
 from merakc.frontend.calls.around import check_around
+from merakc.ir.batches import Rows
 from merakc.runtime.health.job import call
 from merakc.runtime.part import plain
 from merakc.runtime.state import gather_full
@@ -19,7 +20,7 @@ from merakc.train.compiled_step import CompiledStep, Form
 from merakc.train.data.whole import own_part
 from merakc.train.mirror import Mirror
 from merakc.train.outputs import check_finite, loss_name, outputs_of
-from merakc.train.outside.caches import cache_in, give_room, with_cache
+from merakc.train.outside.caches import TENSORS, cache_in, give_room, with_cache
 from merakc.train.outside.results import share_results
 
 Tensors = dict[str, torch.Tensor]
@@ -94,8 +95,14 @@ class Forwards(Mirror):
         self, args: Sequence[Any], kwargs: Mapping[str, Any], module: nn.Module, mark: Any = None
     ) -> Any:
         args, kwargs = self._given(args, kwargs)
-        form = Form(train=False, results=True, undivided=bool(mark), mark=mark, module=module)
-        return self._results(self._own("_steps").compile(args, kwargs, form), args, kwargs)
+        steps, dims = self._own("_steps"), None
+        if TENSORS in kwargs:  # a cache's, each of all samples
+            cached = {f"{TENSORS}.{n}": Rows(0) for n, t in kwargs[TENSORS].items() if t.dim() > 1}
+            dims = {**(steps.planned.plan.batch_dims or {}), **cached}
+        form = Form(
+            train=False, results=True, undivided=bool(mark), mark=mark, module=module, dims=dims
+        )
+        return self._results(steps.compile(args, kwargs, form), args, kwargs)
 
     def _prepare_cache_for_generation(
         self, config: Any, kwargs: dict[str, Any], mode: str, samples: int, longest: int
