@@ -31,7 +31,7 @@ from merakc.train.outside.deferred import (
     unreachable,
 )
 from merakc.train.outside.results import share_results
-from merakc.train.outside.tape import EXTRA, Noted, Replay, Tape, ValuesWantedError
+from merakc.train.outside.tape import EXTRA, PLAIN, Noted, Replay, Tape, ValuesWantedError
 from merakc.train.outside.watching import REMEDY, writes
 from merakc.train.steps import Steps
 
@@ -147,6 +147,8 @@ class Pending:
         out = func(*given, **named)
         if any(t._version != n for n, t in zip(before, self.known.values(), strict=False)):
             raise ConfigError(writes(func))  # which the step would not do
+        if not all(isinstance(x, PLAIN) for x in pytree.tree_leaves(out)):  # it may share memory
+            self.tape.own.clear()
         return out
 
     def value(self, place: int) -> torch.Tensor:

@@ -29,15 +29,17 @@ from merakc.train.outside.watching import (
     Sizes,
     Watched,
     WritesError,
+    makes_new,
     memory,
     named,
+    with_open_size,
     writes,
 )
 
 # The keyword by which tensors of the user's that such calls read are given to the forward.
 EXTRA = "outside_tensors"
 # Arguments that are no tensors, and the same where they are written alike.
-_PLAIN = (
+PLAIN = (
     bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout,
     torch.memory_format, slice, type(...), torch.Size,
 )  # fmt: skip
@@ -126,7 +128,8 @@ class Tape:
     versions: list[int] = field(default_factory=list)  # of these, when they were read
     makers: dict[int, Noted] = field(default_factory=dict)  # by place
     mode: FakeTensorMode | None = None  # where a call was noted
-    own: set[int] = field(default_factory=set)  # places of values that are no views
+    own: set[int] = field(default_factory=set)  # places of values that are surely no views
+    copied: bool = False  # whether the last call has copied a tensor as it is
     shown: WeakValueDictionary[int, Deferred] = field(default_factory=WeakValueDictionary)
 
     def note(self, func: Callable[..., Any], args: Any, kwargs: Any, made: Made) -> Any:
@@ -139,7 +142,7 @@ class Tape:
         if self.mode is None:
             self.mode = FakeTensorMode(allow_non_fake_inputs=True)
             self.forms = [self._fake_output(x) for x in self.forms]
-        args = _with_open_size(func, args)
+        args = with_open_size(func, args)
         try:
             out, faked = self._seen(func, args, kwargs, self.mode, self._fake_of)
         except WritesError as error:
@@ -148,7 +151,10 @@ class Tape:
             if not isinstance(error.__cause__, _OF_VALUES):
                 raise
             sizes = Sizes()  # type: ignore[no-untyped-call]
-            out, faked = self._seen(func, args, kwargs, sizes, self._known_of)
+            try:
+                out, faked = self._seen(func, args, kwargs, sizes, self._known_of)
+            except WritesError:
+                raise ConfigError(writes(func)) from None
         leaves, structure = pytree.tree_flatten(out)
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         if not tensors or any(not isinstance(x, (torch.Tensor, type(None))) for x in leaves):
@@ -162,7 +168,7 @@ class Tape:
         fresh = [t for _, t in faked.values() if not isinstance(t, Deferred)]
         first = self._add(func, args, kwargs, fresh, tensors)
         known = {memory(f) for f, _ in faked.values()}
-        if len(tensors) == 1 and memory(tensors[0]) not in known:
+        if len(tensors) == 1 and memory(tensors[0]) not in known and makes_new(func, self.copied):
             self.own.add(first)
         places = iter(range(first, first + len(tensors)))
         shown = [made(next(places)) if isinstance(x, torch.Tensor) else x for x in leaves]
@@ -240,6 +246,7 @@ class Tape:
             raise
         except Exception as error:
             raise ValuesWantedError from error
+        self.copied = watched.copies
         if watched.drawn:
             raise ConfigError(
                 f"{named(func)} draws random numbers from outputs of the model, outside it: they "
@@ -375,24 +382,12 @@ def _check_history(leaf: Deferred, fake: torch.Tensor, func: Callable[..., Any])
 
 
 def _plain(leaf: Any, func: Callable[..., Any]) -> Any:
-    if not isinstance(leaf, _PLAIN):
+    if not isinstance(leaf, PLAIN):
         raise ConfigError(
             f"{named(func)} of an output of the model is given a {type(leaf).__name__}, which a "
             f"compiled step cannot tell from another; {REMEDY}"
         )
     return leaf
-
-
-def _with_open_size(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a view with -1 for its first size: the same of this batch, and of parts of
-    it what Python would have told of them (`B, T, C = x.shape; x.view(B * T, C)`).
-    """
-    if getattr(func, "__name__", "") not in ("view", "reshape") or len(args) < 2:
-        return args
-    sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-    if not all(type(n) is int and n > 0 for n in sizes):
-        return args
-    return args[0], (-1, *sizes[1:])
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

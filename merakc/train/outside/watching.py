@@ -40,21 +40,31 @@ class OnACopy:
 
 
 class Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether random numbers are `drawn` while it is entered. Raises `WritesError` before anything
-    is written into the memory of one of the `outputs`.
+    """Whether random numbers are `drawn` while it is entered, and whether something `copies` a
+    tensor as it is, as `reshape` and `contiguous` do by the strides, which may be others when it
+    runs. Raises `WritesError` before anything is written into the memory of one of the `outputs`.
     """
 
     def __init__(self, outputs: Collection[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn, self.outputs = False, {memory(x): x for x in outputs}
+        self.drawn, self.copies, self.outputs = False, False, {memory(x): x for x in outputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.drawn |= torch.Tag.nondeterministic_seeded in func.tags
+        self.copies |= func in _COPIES
         for target in _written(func, args, kwargs):
             if (found := self.outputs.get(memory(target))) is not None:
                 raise WritesError(found)
         return func(*args, **kwargs)
+
+
+_COPIES = torch.ops.aten.clone.default, torch.ops.aten._to_copy.default
+
+
+def makes_new(func: Any, copies: bool) -> bool:
+    """Whether a call that returned a tensor of new memory always does, whatever the strides."""
+    return not copies or isinstance(func, OnACopy) or func in (torch.clone, torch.Tensor.clone)
 
 
 def memory(tensor: torch.Tensor) -> int:
@@ -95,6 +105,18 @@ def _places(index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
     if index is None or not is_mask or isinstance(index, FakeTensor):
         return (index,)
     return index.nonzero(as_tuple=True)
+
+
+def with_open_size(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a view with -1 for its first size: the same of this batch, and of parts of
+    it what Python would have told of them (`B, T, C = x.shape; x.view(B * T, C)`).
+    """
+    if getattr(func, "__name__", "") not in ("view", "reshape") or len(args) < 2:
+        return args
+    sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
+    if not all(type(n) is int and n > 0 for n in sizes):
+        return args
+    return args[0], (-1, *sizes[1:])
 
 
 def writes(func: Callable[..., Any]) -> str:

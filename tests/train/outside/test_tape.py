@@ -63,6 +63,10 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a call in place": (lambda x: x.mul_(2), "mul_ writes into an output"),
     "one on a view": (lambda x: x[:, :2].mul_(2), "mul_ writes into an output"),
     "one with a view": (written_with_a_view, "add_ writes into .* what shares its memory"),
+    "one on a copy by the strides": (
+        lambda x: x.t().reshape(-1).mul_(2), "mul_ writes into an output"),
+    "one on shared values": (
+        lambda x: [y := x.exp(), y.detach().numpy(), y.add_(1)], "add_ writes into an output"),
     "another shape": (lambda x: x.sum(0, keepdim=True).squeeze_(), "squeeze_ writes into"),
     "one on values": (lambda x: x.exp().add_(Own()), "add_ writes into an output"),
     "a draw": (F.dropout, "dropout draws random numbers"),
