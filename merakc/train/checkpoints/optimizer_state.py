@@ -115,7 +115,8 @@ def _state(
         )
         shape = shape_here if elementwise else stored.shape
         own, old = parameter.detach().new_empty(shape, dtype=dtype), before.get(key)
-        if isinstance(old, torch.Tensor) and old.shape == own.shape and old.dtype == dtype:
+        old = plain(old) if isinstance(old, torch.Tensor) else None
+        if old is not None and old.shape == own.shape and old.dtype == dtype:
             own = old
         elif not elementwise and not stored.shape:
             own = own.cpu()
