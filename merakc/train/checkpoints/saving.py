@@ -266,14 +266,14 @@ def _on_host(tensors: Tensors, copies: Tensors) -> Tensors:
         local = tensor.local if isinstance(tensor, TensorPart) else tensor.detach()
         copy = copies.get(name)
         if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
-            copy = local.to("cpu", copy=True)
-        else:
-            copy.copy_(local)
-        copies[name] = copy
+            copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copies[name] = copy.copy_(local, non_blocking=True)
         found[name] = TensorPart(copy, tensor.place) if isinstance(tensor, TensorPart) else copy
     for name in [*copies]:
         if name not in found:
             del copies[name]
+    if any(copy.is_pinned() for copy in copies.values()):
+        torch.cuda.synchronize()
     return found
 
 

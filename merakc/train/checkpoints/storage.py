@@ -166,6 +166,11 @@ class Writer(StorageWriter):
         for item in plan.items:
             by_file.setdefault(where[item.index.fqn][0], []).append(item)
         for file, items in by_file.items():
+            if not os.path.isfile(self.aside / file):
+                raise CheckpointError(
+                    f"{self.aside / file} is not seen on host {os.uname().nodename}: all ranks "
+                    "write one folder, so it has to lie on storage that all hosts share"
+                )
             with (self.aside / file).open("r+b") as opened:
                 for item in items:
                     box = planner.resolve_data(item)

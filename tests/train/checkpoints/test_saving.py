@@ -386,14 +386,23 @@ def one_without_memory(folder: Path) -> str:
         with pytest.raises((MismatchError, RuntimeError)) as caught:
             merakc.save(folder / "a", model, optimizer, wait=False)
     merakc.save(folder / "b", model, optimizer, wait=False).wait(60)
+    _on_a_disk_of_its_own(folder, model)
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _on_a_disk_of_its_own(folder: Path, model: nn.Module) -> None:
+    """As a folder of the same name on each machine is, which no other sees."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder.parent if dist.get_rank() else folder)
+        with pytest.raises(CheckpointError, match=r"rank 1: .*c.writing.* storage that all hosts"):
+            merakc.save("c", model)
 
 
 def no_memory(*_: Any) -> None:
     raise RuntimeError("can't allocate memory")
 
 
-def test_a_rank_that_cannot_copy_its_state_stops_all(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_copy_or_write_its_state_stops_all(tmp_path: Path) -> None:
     first, second = run_ranks(2, partial(one_without_memory, tmp_path))
     assert first == f"MismatchError: rank 1 could not take part: {second}"
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
