@@ -6,13 +6,13 @@ size among the arguments names, and that hold no samples, are shrunk: the classe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from merakc.ir.graph import Graph, Input, InputKind, Node, Output, Ref, TensorSpec
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.normalise import CROSS_ENTROPY, FULL
-from merakc.passes.batches.states import SAMPLES, Kind
+from merakc.passes.batches.states import SAMPLES, Kind, State
 from merakc.passes.batches.waist import is_unseen, is_work, of_parameters
 from merakc.passes.sharding.dims import Dims, given
 from merakc.passes.sharding.factors import Factor, leaves
@@ -79,12 +79,27 @@ def tail(found: Analysis, loss: Output, *, layers: bool = False) -> Analysis:
         ]
         nodes = tuple(n for n in graph.nodes if n.name in keep)
         kept = Graph((*graph.inputs, *inputs), nodes, (loss,), graph.constants, graph.functions)
-        return kept.renamed(cut).without_unread_inputs()
+        return kept.renamed(cut)
 
-    part, whole = behind(found.part), behind(found.whole)
+    part, whole = _with_read_inputs(behind(found.part), behind(found.whole))
     recorded = behind(found.recorded) if layers and found.recorded else None
+    recorded = recorded and recorded.without_unread_inputs()
     states = {**found.states, **{now: found.states[ref] for ref, now in cut.items()}}
     return with_graphs(replace(found, states=states), part, whole, recorded)
+
+
+def _with_read_inputs(part: Graph, whole: Graph) -> tuple[Graph, Graph]:
+    """Both with the inputs that one of them reads: what is known of the whole batch may be computed
+    from some that no part reads.
+    """
+    read = {i.name for g in (part, whole) for i in g.without_unread_inputs().inputs}
+
+    def kept(graph: Graph) -> Graph:
+        inputs = tuple(i for i in graph.inputs if i.name in read)
+        constants = {name: c for name, c in graph.constants.items() if name in read}
+        return replace(graph, inputs=inputs, constants=constants)
+
+    return kept(part), kept(whole)
 
 
 def with_graphs(
@@ -100,23 +115,45 @@ def with_graphs(
 def shrunk(found: Analysis) -> Analysis:
     """The same with every dim shrunk that holds no samples and that no argument tells a size of."""
     states = dict(found.states)
-    graphs = []
-    for graph in (found.part, found.whole):
-        dims = propagate(graph)
-        fixed = {f for node in graph.nodes for f in _fixed(dims, node)}
-        fixed |= {f for i in graph.inputs for f in _fixed_input(dims, i, graph)}
-        for ref in dims.of:
-            for k, dim in enumerate(states[ref].dims or ((SAMPLES,),) * len(dims.of[ref])):
-                fixed |= set(leaves(dims.of[ref][k])) if SAMPLES in dim else set()
-        graphs.append(_resized(graph, dims, fixed))
-        specs = graphs[-1].specs()
+    graphs = (found.part, found.whole)
+    factors = [propagate(graph) for graph in graphs]
+    fixed = [_all_fixed(*of, states) for of in zip(graphs, factors, strict=True)]
+    while _share(graphs, factors, fixed):
+        pass
+    part, whole = map(_resized, graphs, factors, fixed)
+    specs = whole.specs()
     for ref, state in found.states.items():
         if ref in specs and state.dims is not None:
             now = zip(state.dims, specs[ref].shape, strict=True)
             states[ref] = state._replace(
                 dims=tuple(d if SAMPLES in d or d == () else (n,) for d, n in now)
             )
-    return with_graphs(replace(found, states=states), *graphs)
+    return with_graphs(replace(found, states=states), part, whole)
+
+
+def _all_fixed(graph: Graph, dims: Dims, states: Mapping[Ref, State]) -> set[Factor]:
+    """The factors that keep their size."""
+    fixed = {f for node in graph.nodes for f in _fixed(dims, node)}
+    fixed |= {f for i in graph.inputs for f in _fixed_input(dims, i, graph)}
+    for ref in dims.of:
+        for k, dim in enumerate(states[ref].dims or ((SAMPLES,),) * len(dims.of[ref])):
+            fixed |= set(leaves(dims.of[ref][k])) if SAMPLES in dim else set()
+    return fixed
+
+
+def _share(graphs: Sequence[Graph], factors: Sequence[Dims], fixed: Sequence[set[Factor]]) -> bool:
+    """Fixes in both graphs the dims of inputs that one of them fixes; whether there were any."""
+    before = sum(map(len, fixed))
+    own = {i.name for i in graphs[0].inputs} & {i.name for i in graphs[1].inputs}
+    for ref in map(Ref, own):
+        for both in zip(*(dims.of[ref] for dims in factors), strict=True):
+            one, other = map(leaves, both)
+            pairs = [((a,), (b,)) for a, b in zip(one, other, strict=False)]
+            for mine, its in pairs if len(one) == len(other) else [(one, other)]:
+                if fixed[0].intersection(mine) or fixed[1].intersection(its):
+                    fixed[0].update(mine)
+                    fixed[1].update(its)
+    return sum(map(len, fixed)) > before
 
 
 def _fixed_input(dims: Dims, item: Input, graph: Graph) -> Iterator[Factor]:
