@@ -267,7 +267,7 @@ def _on_host(tensors: Tensors, copies: Tensors) -> Tensors:
         copy = copies.get(name)
         if copy is None or (copy.shape, copy.dtype) != (local.shape, local.dtype):
             copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        copies[name] = copy.copy_(local, non_blocking=True)
+        copies[name] = copy.copy_(local, non_blocking=local.is_cuda)
         found[name] = TensorPart(copy, tensor.place) if isinstance(tensor, TensorPart) else copy
     for name in [*copies]:
         if name not in found:
