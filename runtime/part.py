@@ -251,8 +251,8 @@ torch.serialization.add_safe_globals([rebuild])
 
 def tagged(tensor: torch.Tensor) -> torch.Tensor:
     """What stands for a parameter or buffer in a state dict."""
-    place = place_of(tensor)
-    return plain(tensor) if place is None else TensorPart(tensor.detach(), place)
+    place, own = place_of(tensor), plain(tensor).detach()
+    return own if place is None else TensorPart(own, place)
 
 
 def local_of(own: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

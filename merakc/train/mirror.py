@@ -136,12 +136,13 @@ class Mirror(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """This rank's parts, each of which says so."""
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        with torch._C.DisableTorchFunctionSubclass():
+            nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         for name, tensor in [*self._parameters.items(), *self._buffers.items()]:
             if tensor in elsewhere:
                 destination.pop(prefix + name, None)
             elif tensor is not None and not keep_vars and prefix + name in destination:
-                destination[prefix + name] = tagged(tensor).detach()
+                destination[prefix + name] = tagged(tensor)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Takes whole tensors, or the parts that this rank has."""

@@ -280,7 +280,7 @@ def _torch_state(
 def write_folder(contents: Contents, folder: Path) -> None:
     """A checkpoint."""
     writer = Writer(folder, contents.run, contents.others)
-    write(contents.tensors, writer, None, None, is_alone=True)
+    write(contents.tensors, writer, None, None)
 
 
 def weights_only(contents: Contents) -> Contents:

@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from merakc.errors import CheckpointError
 from merakc.runtime.groups import together
-from merakc.runtime.health.job import all_ranks, call
+from merakc.runtime.health.job import call
 from merakc.train.checkpoints.run_state import weights_of
-from merakc.train.checkpoints.saving import config_of, parameter_names, place_of_folder, write
+from merakc.train.checkpoints.saving import (
+    config_of,
+    parameter_names,
+    place_of_folder,
+    saving_group,
+    write,
+)
 from merakc.train.checkpoints.storage import FILE_BYTES, Writer
 
 
@@ -51,7 +56,7 @@ def export(
         floating = (t.dtype for t in made().values() if t.is_floating_point())
         configs = _configs(model, dtype or next(floating, None))
         writer = Writer(folder, run, configs, max_shard_bytes, dtype)
-        write(made(), writer, all_ranks(), None, is_alone=not dist.is_initialized())
+        write(made(), writer, saving_group(), None)
     return folder
 
 

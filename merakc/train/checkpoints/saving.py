@@ -28,7 +28,6 @@ from merakc.machines.garbage import few_collections
 from merakc.runtime.groups import agree, from_rank_0, together
 from merakc.runtime.health.job import (
     ALONE_S,
-    all_ranks,
     call,
     explained,
     inside,
@@ -164,15 +163,14 @@ def save(
         folder = _agreed(folder, model, keep_last, wait)
         tensors, writer = _collected(folder, model, optimizer, scheduler, extra)
         if wait:
-            write(tensors, writer, all_ranks(), keep_last, is_alone=not dist.is_initialized())
+            write(tensors, writer, saving_group(), keep_last)
             done: Future[None] = Future()
             done.set_result(None)
             return Saving(folder, done)
-        group = _group() if dist.is_initialized() else None
+        group = saving_group()
         copied: Tensors = {}  # by all ranks, or by none: their threads would wait for each other
         together(lambda: copied.update(_on_host(tensors, _copies.setdefault(model, {}))))
-    is_alone = group is None
-    writing = _thread().submit(write, copied, writer, group, keep_last, is_alone=is_alone)
+    writing = _thread().submit(write, copied, writer, group, keep_last)
     started = Saving(folder, writing)
     _running.append(started)
     return started
@@ -282,21 +280,19 @@ def write(
     writer: Writer,
     group: dist.ProcessGroup | None,
     keep_last: int | None,
-    *,
-    is_alone: bool,
 ) -> None:
-    """Writes all ranks' tensors; collective over the group, unless this process `is_alone`, which
-    whoever calls knows: while this runs in a thread the group may go, and every rank would write
-    its part for the whole.
+    """Writes all ranks' tensors; collective over the group. Without one, this process does alone,
+    in a job of many too.
     """
+    writer.group = group
     try:
-        rank = 0 if is_alone else dist.get_rank(group)
+        rank = dist.get_rank(group) if group is not None else 0
         _save_state_dict(  # what torch's `save` calls, which warns where there is one process
             dict(tensors),
             storage_writer=writer,
             planner=DefaultSavePlanner(flatten_state_dict=False),
             process_group=group,
-            no_dist=is_alone,
+            no_dist=group is None,
         )
     except RuntimeError as error:
         raise explained(error) from error
@@ -377,8 +373,12 @@ os.register_at_fork(after_in_child=_forget)
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
-def _group() -> dist.ProcessGroup:
-    """The ranks' group for saves beside training, so that their messages cannot be mixed up."""
+def saving_group() -> dist.ProcessGroup | None:
+    """The ranks' group for saves, whose messages come from host memory, beside those of training;
+    None in one process alone.
+    """
+    if not dist.is_initialized():
+        return None
     whole = dist.group.WORLD
     assert whole is not None
     if whole not in _groups:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import json
-import mmap
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
     TensorWriteData,
+    WriteItem,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
@@ -52,12 +52,19 @@ from merakc.train.checkpoints.manifest import (
     stored_name,
 )
 from merakc.train.checkpoints.placing import check_replaceable, keep_others, put_in_place
+from merakc.train.checkpoints.strips import (
+    Box,
+    Held,
+    Strip,
+    bring_together,
+    runs_of,
+    strips_of,
+)
 from merakc.version import __version__
 
 STEMS = {WEIGHTS: "model", OPTIMIZER: "optimizer", EXTRA: "extra"}
 FILE_BYTES = 5 << 30  # of weights in one file, as transformers has them
 MOST_HEADER_BYTES = 100_000_000  # that safetensors reads
-LEAST_RUN_BYTES = 1 << 20  # of one host, shorter runs are written through mapped memory
 DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -71,6 +78,7 @@ DTYPES = {
 class Writer(StorageWriter):
     """Writes to `folder`. On the coordinator `run` is what the manifest says beside tensors, and
     `others` the texts of other files, by name. With `dtype`, floating tensors are cast to it.
+    `group` is that of the ranks that write, for tensors in host memory; without, one does alone.
     """
 
     folder: Path
@@ -78,6 +86,7 @@ class Writer(StorageWriter):
     others: Mapping[str, str] = field(default_factory=dict)
     file_bytes: int = FILE_BYTES
     dtype: torch.dtype | None = None
+    group: dist.ProcessGroup | None = None
     made: dict[str, Stored] = field(default_factory=dict)
     files: dict[str, File] = field(default_factory=dict)
 
@@ -102,27 +111,34 @@ class Writer(StorageWriter):
             self.aside.mkdir(parents=True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Says the host."""
-        return replace(plan, storage_data=os.uname().nodename)
+        """As it is."""
+        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Lays out the files, and tells the ranks where tensors begin, and whether all are on one
-        host: on several, one that writes a mapped page may lose what another wrote into it.
+        """Lays out the files, and tells the ranks where tensors begin, and which strips of them
+        they bring together.
         """
         tensors: dict[str, TensorWriteData] = {}
-        for plan in plans:
+        held: dict[str, Held] = {}
+        for rank, plan in enumerate(plans):
             for item in plan.items:
-                assert item.tensor_data is not None, item
-                properties = TensorProperties(dtype=self._cast(item.tensor_data.properties.dtype))
-                data = replace(item.tensor_data, properties=properties)
+                dtype = self._cast(_data_of(item).properties.dtype)
+                data = replace(_data_of(item), properties=TensorProperties(dtype=dtype))
                 tensors.setdefault(item.index.fqn, data)
+                of_all = Held(tuple(data.size), dtype.itemsize, [])
+                boxes = held.setdefault(item.index.fqn, of_all).boxes
+                boxes.append((rank, _box_of(item)))
         where: dict[str, tuple[str, int]] = {}
         for kind, stem in STEMS.items():
             own = {n: t for n, t in tensors.items() if n.startswith(kind)}
             for name, members in _file_names(stem, own, self.file_bytes).items():
                 where |= self._lay_out(name, members)
-        is_one_host = len({plan.storage_data for plan in plans}) == 1
-        return [replace(plan, storage_data=(where, is_one_host)) for plan in plans]
+        apart = sorted((name for name in held if held[name].is_apart()), key=where.__getitem__)
+        strips = strips_of({name: held[name] for name in apart})
+        return [
+            replace(plan, storage_data=(where, [s for s in strips if rank in s.ranks()]))
+            for rank, plan in enumerate(plans)
+        ]
 
     def _cast(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
@@ -160,37 +176,31 @@ class Writer(StorageWriter):
         return {name: (file, len(head) + start) for name, start in starts.items()}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's boxes."""
+        """Writes this rank's boxes, or strips of the tensors whose boxes lie apart."""
         results = []
-        by_file: dict[str, list[Any]] = {}
-        where, is_one_host = plan.storage_data
-        for item in plan.items:
-            by_file.setdefault(where[item.index.fqn][0], []).append(item)
-        for file, items in by_file.items():
-            if not os.path.isfile(self.aside / file):
-                raise CheckpointError(
-                    f"{self.aside / file} is not seen on host {os.uname().nodename}: all ranks "
-                    "write one folder, so it has to lie on storage that all hosts share"
-                )
-            with (self.aside / file).open("r+b") as opened:
-                for item in items:
-                    box = planner.resolve_data(item)
-                    assert isinstance(box, torch.Tensor)
-                    box, data = box.detach().to("cpu", self._cast(box.dtype)), item.tensor_data
-                    box = box.contiguous()
-                    start = where[item.index.fqn][1]
-                    place = start, data.chunk.offsets, data.size
-                    _write_box(opened.fileno(), box, *place, is_mapped=is_one_host)
-                    chunk = Chunk(
-                        starts=tuple(data.chunk.offsets),
-                        sizes=tuple(data.chunk.sizes),
-                        crc32=crc_of(box),
-                    )
-                    results.append(WriteResult(item.index, box.nbytes, chunk))
-                _to_disk(opened.fileno())
-        for file in by_file:
-            with (self.aside / file).open("r+b") as opened:
-                os.fsync(opened.fileno())
+        where, strips = plan.storage_data
+        items = {(item.index.fqn, _box_of(item)): item for item in plan.items}
+
+        def box_of(name: str, box: Box) -> torch.Tensor:
+            item = items.pop((name, box))
+            found = planner.resolve_data(item)
+            assert isinstance(found, torch.Tensor)
+            found = found.detach().to("cpu", self._cast(found.dtype)).contiguous()
+            chunk = Chunk(starts=box[0], sizes=box[1], crc32=crc_of(found))
+            results.append(WriteResult(item.index, found.nbytes, chunk))
+            return found
+
+        with _Files(self.aside) as files:
+
+            def write(strip: Strip, data: torch.Tensor) -> None:
+                name, start = where[strip.name]
+                files.write(name, data, start + strip.at_byte)
+
+            bring_together(strips, box_of, self.group, write)
+            for full, box in sorted(items, key=lambda key: where[key[0]]):
+                (name, start), shape = where[full], _data_of(items[full, box]).size
+                for at, run in runs_of(box_of(full, box), box, shape):
+                    files.write(name, run, start + at)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -249,50 +259,65 @@ def _file_names(
     return {f"{stem}-{k + 1:05}-of-{count:05}.safetensors": g for k, g in enumerate(groups)}
 
 
-def _write_box(
-    file: int, box: torch.Tensor, start: int, offsets: Sequence[int], shape: Sequence[int],
-    *, is_mapped: bool,
-) -> None:  # fmt: skip
-    """Writes a box of a tensor that begins at byte `start` of an open file; what lies apart in it
-    through mapped memory, if that may be.
-    """
-    if not box.numel():
-        return
-    size = box.element_size()
-    strides = [s * size for s in torch.empty(tuple(shape), device="meta").stride()]
-    first = start + sum(a * s for a, s in zip(offsets, strides, strict=True))
-    inner = max(0, box.dim() - 1)  # from this dim on all lies behind each other in the file
-    while inner > 0 and box.shape[inner] == shape[inner]:
-        inner -= 1
-    data = box.reshape(-1).view(torch.uint8).numpy()
-    runs = box.shape[:inner]
-    length = data.nbytes // max(1, runs.numel())
-    if runs.numel() == 1 or length >= LEAST_RUN_BYTES or not is_mapped:
-        for k, at in enumerate(np.ndindex(*runs)):
-            there = first + sum(i * s for i, s in zip(at, strides, strict=False))
-            _pwrite(file, data[k * length : (k + 1) * length], there)
-        return
-    page = first - first % mmap.ALLOCATIONGRANULARITY
-    last = first + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + size
-    with mmap.mmap(file, last - page, offset=page) as mapped:
-        raw = np.frombuffer(mapped, np.uint8, offset=first - page)
-        there = np.lib.stride_tricks.as_strided(raw, (*box.shape, size), (*strides, 1))
-        there[...] = data.reshape(*box.shape, size)
-        del raw, there
+def _data_of(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None, item
+    return item.tensor_data
 
 
-def _pwrite(file: int, data: np.ndarray[Any, Any], at: int) -> None:
-    view = memoryview(data)  # type: ignore[arg-type]
-    while view:
-        written = os.pwrite(file, view, at)
-        view, at = view[written:], at + written
+def _box_of(item: WriteItem) -> Box:
+    chunk = _data_of(item).chunk
+    return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def _to_disk(file: int) -> None:
-    """Lets what was written begin to go to the disk, and does not wait for it."""
-    begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if begin is not None:  # Linux's; elsewhere all goes when it is waited for
-        begin(file, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # SYNC_FILE_RANGE_WRITE, to the end
+class _Files:
+    """Files of one folder, written one after the other; as a context, on the disk at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.written: set[str] = set()
+        self.name, self.file = "", -1
+
+    def write(self, name: str, data: torch.Tensor, at: int) -> None:
+        """Writes bytes to a file that is there, from byte `at` on."""
+        if name != self.name:
+            self._close()
+            self.file, self.name = self._opened(name), name
+            self.written.add(name)
+        view = memoryview(data.numpy())  # type: ignore[arg-type]
+        while view:
+            count = os.pwrite(self.file, view, at)
+            view, at = view[count:], at + count
+
+    def _opened(self, name: str) -> int:
+        try:
+            return os.open(self.folder / name, os.O_RDWR)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.folder / name} is not seen on host {os.uname().nodename}: all ranks "
+                "write one folder, so it has to lie on storage that all hosts share"
+            ) from None
+
+    def _close(self) -> None:
+        """Lets what was written begin to go to the disk, and does not wait for it."""
+        if self.file < 0:
+            return
+        begin = getattr(ctypes.CDLL(None), "sync_file_range", None)
+        if begin is not None:  # Linux's; elsewhere all goes when it is waited for
+            begin(self.file, ctypes.c_int64(0), ctypes.c_int64(0), 2)  # its SYNC_FILE_RANGE_WRITE
+        os.close(self.file)
+        self.name, self.file = "", -1
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._close()
+        for name in self.written if kind is None else ():
+            file = self._opened(name)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
 
 
 def _write_text(path: Path, text: str) -> None:

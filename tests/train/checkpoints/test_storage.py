@@ -6,7 +6,6 @@ import json
 import resource
 import signal
 from functools import partial
-from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.checkpoints import storage
-from merakc.train.checkpoints.storage import _write_box
 from tests.battery.small_models import warm_up
 from tests.train.checkpoints.small_runs import trained
 
@@ -57,26 +55,6 @@ def test_from_pretrained_reads_the_folder(
     assert not any(told[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     for key, value in model.state_dict().items():
         assert torch.equal(value, wanted[key]), key
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
-@pytest.mark.parametrize("is_mapped", [False, True])
-def test_boxes_are_written_where_they_belong(
-    dtype: torch.dtype, is_mapped: bool, tmp_path: Path
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for shape in ((), (7,), (3, 5), (4, 3, 5), (2, 3, 4, 5)):
-        whole = (torch.randn(shape, generator=generator) * 9).to(dtype)
-        path = tmp_path / "tensor"
-        path.write_bytes(bytes(5 + whole.nbytes))
-        cuts = [sorted({0, n, int(torch.randint(n + 1, (), generator=generator))}) for n in shape]
-        with path.open("r+b") as opened:
-            for bounds in product(*map(pairwise, cuts)):
-                part = whole[tuple(slice(*b) for b in bounds)].contiguous()
-                starts = [a for a, _ in bounds]
-                _write_box(opened.fileno(), part, 5, starts, shape, is_mapped=is_mapped)
-        data = bytearray(path.read_bytes()[5:])
-        assert torch.equal(torch.frombuffer(data, dtype=dtype).reshape(shape), whole)
 
 
 def test_many_files_have_an_index(tmp_path: Path) -> None:
