@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -196,7 +197,9 @@ class Writer(StorageWriter):
                 name, start = where[strip.name]
                 files.write(name, data, start + strip.at_byte)
 
-            bring_together(strips, box_of, self.group, write)
+            if strips:  # in a thread, where Ctrl-C does not come: other ranks wait for all of it
+                with ThreadPoolExecutor(1, "merakc-strips") as pool:
+                    pool.submit(bring_together, strips, box_of, self.group, write).result()
             for full, box in sorted(items, key=lambda key: where[key[0]]):
                 (name, start), shape = where[full], _data_of(items[full, box]).size
                 for at, run in runs_of(box_of(full, box), box, shape):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,9 +29,9 @@ from benchmarks.ranks import run_ranks
 from merakc.errors import CheckpointError, MerakWarning, MismatchError
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.runtime.health.job import call
-from merakc.train.checkpoints import saving
+from merakc.train.checkpoints import saving, storage
 from merakc.train.checkpoints.manifest import NAME, read_manifest
-from merakc.train.checkpoints.saving import Saving, _group
+from merakc.train.checkpoints.saving import Saving, saving_group
 from merakc.train.checkpoints.storage import Writer
 from tests.battery.small_models import Tensors, Words, build, first_part, part, warm_up, words
 from tests.train.checkpoints.small_runs import trained
@@ -239,11 +241,11 @@ def unlike(folder: Path) -> None:
         merakc.save(folder / "a", model, wait=rank == 0)
     with pytest.raises(MismatchError, match=r"rank 1 has .*folder='1'"):
         merakc.save(folder / str(rank), model)
-    dist.all_reduce(torch.ones(1), group=_group())
+    dist.all_reduce(torch.ones(1), group=saving_group())
     dist.destroy_process_group()
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    dist.all_reduce(torch.ones(1), group=_group())  # of this process group, not of the last
+    dist.all_reduce(torch.ones(1), group=saving_group())  # of this process group, not of the last
 
 
 def test_ranks_save_the_same_and_in_the_process_group_that_is_there(tmp_path: Path) -> None:
@@ -318,24 +320,28 @@ def test_warnings_are_heard_while_a_save_is_written(
     assert [str(one.message) for one in heard] == ["hear me"]
 
 
-def interrupted(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def stopped(folder: Path) -> str:
-    """Ctrl-C on rank 1 alone, while it writes."""
+def stopped(folder: Path, function: str) -> str:
+    """Ctrl-C on rank 1 alone, at the first call of one of the writer's functions."""
     model, optimizer = trained(1, tp=2)
+    original = getattr(storage, function)
+
+    def interrupted(*args: Any) -> Any:
+        patched.setattr(storage, function, original)
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*args)
+
     with pytest.MonkeyPatch.context() as patched:
         if dist.get_rank():
-            patched.setattr(Writer, "write_data", interrupted)
+            patched.setattr(storage, function, interrupted)
         with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
             merakc.save(folder / "c", model, optimizer)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_rank_that_is_told_to_stop_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["bring_together", "runs_of"])
+def test_a_rank_that_is_told_to_stop_stops(function: str, tmp_path: Path) -> None:
     """That is no checkpoint's error, which a loop may catch and go on."""
-    first, second = run_ranks(2, partial(stopped, tmp_path))
+    first, second = run_ranks(2, partial(stopped, tmp_path, function))
     assert first.endswith("c was not written: rank 1: KeyboardInterrupt:")
     assert second == "KeyboardInterrupt: "
     assert not any(tmp_path.iterdir())
@@ -350,7 +356,7 @@ def test_a_save_that_nobody_waited_for_to_the_end_keeps_its_copies(
         model.weight.fill_(1.0)
         merakc.save(tmp_path / "a", model, wait=False)
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(Saving, "wait", interrupted)
+            patched.setattr(Saving, "wait", Mock(side_effect=KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 merakc.save(tmp_path / "b", model, wait=False)
         model.weight.fill_(2.0)
