@@ -1,8 +1,9 @@
 """Attention masks that depend on nothing but their shape: recognised as causal, or as none at all.
 
 Models that are traced write such masks out, and kernels that know of a causal mask do half of the
-work and read none. A mask is looked at in blocks of rows, whose ops are computed one block at a
-time: a mask of long sequences would not fit the memory.
+work and read none. Of a mask in which each row sees one run of columns, these are told from its
+vectors (`mask_intervals.py`). Any other is looked at in blocks of rows, whose ops are computed one
+block at a time: a mask of long sequences would not fit the memory.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.kernels.ops import resolve_op
 from merakc.passes.autodiff.interpret import run_node
+from merakc.passes.forward.mask_intervals import RunReader
 
 ATTENTION = "merakc.attention.default"
 MASK, CAUSAL = 3, 4  # places among its arguments
@@ -52,6 +54,7 @@ class _Masks:
         self.graph, self.specs = graph, graph.specs()
         self.nodes = {n.name: n for n in graph.nodes}
         self.values: dict[Ref, Any] = {Ref(k): v for k, v in graph.constants.items()}
+        self.runs = RunReader(self.nodes, self.specs, self._whole, _is_spread)
         self.fixed: set[str] = set(graph.constants)
         for node in graph.nodes:
             if all(r.node in self.fixed for r in node.refs) and not _is_random(graph, node):
@@ -63,9 +66,12 @@ class _Masks:
         if mask.node not in self.fixed or len(shape) < 2 or 0 in shape:
             return ""
         *outer, rows, columns = shape
-        height = max(1, min(rows, MOST_ELEMENTS // columns))
         if any(not self._is_alike(mask, dim) for dim, size in enumerate(outer) if size > 1):
             return ""
+        runs = self.runs.seen(mask)
+        if runs is not None:
+            return runs.kind(rows)
+        height = max(1, min(rows, MOST_ELEMENTS // columns))
         kinds = {"causal", "none"}
         for first in range(0, rows, height):
             own = self._block(mask, len(shape), first, min(first + height, rows))
