@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from merakc.costs.device import Place, place_on
@@ -152,6 +153,9 @@ class _Short(Generic[W]):
     """
 
     def __init__(self, local: Graph, of: Callable[[Graph], W]) -> None:
+        self._local = local
+        self._of: Callable[[Graph], W] = of
+        self._of_all: W | None = None
         starts = part_starts(local)
         (two, counts), (three, _) = (shorten(local, starts, keep) for keep in (2, 3))
         self.more = max(counts) - 1  # blocks than two in the longest run
@@ -161,6 +165,13 @@ class _Short(Generic[W]):
     def most(self) -> W:
         """Of most blocks."""
         return self.written[-1]
+
+    @property
+    def of_all(self) -> W:
+        """Of the whole stage."""
+        if self._of_all is None:
+            self._of_all = self._of(self._local)
+        return self._of_all
 
     def seconds(self, write: Callable[[W], Graph], place: Place) -> float:
         """Those of the whole stage, if each further block takes as long as the third does."""
@@ -205,27 +216,29 @@ def _best(found: Sequence[_Form], local: Graph, place: Place, asked: int | None)
         if form.count == asked:
             return form
     best = min(found, key=lambda form: (form.seconds, form.count))
-    counts = COUNTS if asked is None else (asked,)
-    by_cores = asked is None and place.fabric.by_cores
-    chunks, seconds = ({}, math.inf) if by_cores else choose_chunks(local, place, counts)
-    if chunks and (asked is not None or seconds < best.seconds):
-        best = _Form(seconds, chunks=chunks)
-    if asked is None and place.symmetric_memory:
-        fused, seconds = choose_fused(local, place)
-        if fused and seconds < best.seconds:
+    if asked is not None:
+        chunks, seconds = choose_chunks(local, place, (asked,))
+        return _Form(seconds, chunks=chunks) if chunks else best
+    if place.symmetric_memory:
+        fused, seconds = choose_fused(local, place, best.seconds)
+        if seconds < best.seconds:
             best = _Form(seconds, fused=fused)
+    if not place.fabric.by_cores:
+        chunks, seconds = choose_chunks(local, place, COUNTS, best.seconds)
+        if seconds < best.seconds:
+            best = _Form(seconds, chunks=chunks)
     return best
 
 
 def choose_chunks(
-    local: Graph, place: Place, counts: Sequence[int]
+    local: Graph, place: Place, counts: Sequence[int], most_s: float = math.inf
 ) -> tuple[dict[str, int], float]:
-    """The numbers of chunks of rows for products of a stage, by their weights, and its seconds.
+    """The numbers of chunks of rows for products of a stage, by their weights, and its seconds;
+    none where few of its equal blocks tell that it would take more than `most_s`.
 
     Of each number, first all products that collectives stand beside are in chunks; then those that
-    are alike are taken out where the stage is faster without them, told by few of its equal blocks.
+    are alike are taken out where the stage is faster without them, told by the few blocks.
     """
-    rows = RowChunks(local)
     short = _Short(local, RowChunks)
     found: dict[str, int] = {}
     found_s = math.inf
@@ -237,55 +250,55 @@ def choose_chunks(
         def seconds(kinds: Collection[frozenset[str]]) -> float:
             return short.seconds(lambda rows: rows.written(chunks(kinds)), place)
 
-        kept = _fastest(short.most.kinds(count), seconds)
-        for kinds in _in_full(kept, rows.kinds(count)):
-            own = chunks(kinds)
-            own_s = stage_seconds(rows.written(own), place)[0]
-            if own_s < found_s:
-                found, found_s = own, own_s
+        kept, kept_s = _fastest(short.most.kinds(count), seconds)
+        if kept and kept_s <= min(most_s, found_s):
+            own = chunks(_in_full(kept, short.of_all.kinds(count)))
+            own_s = stage_seconds(short.of_all.written(own), place)[0]
+            found, found_s = min((found, found_s), (own, own_s), key=itemgetter(1))
     return found, found_s
 
 
 def _fastest(
     kinds: Sequence[frozenset[str]], seconds: Callable[[Collection[frozenset[str]]], float]
-) -> frozenset[frozenset[str]]:
-    """All kinds of products but those without which a stage is faster, one after the other."""
+) -> tuple[frozenset[frozenset[str]], float]:
+    """All kinds of products but those without which a stage is faster, one after the other, and
+    what the stage takes.
+    """
     kept = frozenset(kinds)
-    best_s = seconds(kept) if len(kinds) > 1 else math.inf
+    best_s = seconds(kept) if kinds else math.inf
     for kind in kinds:
         rest_s = seconds(kept - {kind}) if len(kept) > 1 else math.inf
         if rest_s < best_s:
             kept, best_s = kept - {kind}, rest_s
-    return kept
+    return kept, best_s
 
 
 def _in_full(
     kept: Collection[frozenset[str]], kinds: Sequence[frozenset[str]]
-) -> list[Sequence[frozenset[str]]]:
-    """All kinds of products of a graph, and those like the ones kept in its short form."""
+) -> list[frozenset[str]]:
+    """The kinds of products of a graph that are like those kept in its short form."""
     weights = frozenset().union(*kept)
-    own = [kind for kind in kinds if kind & weights]
-    return [chosen for chosen in ([kinds, own] if len(own) < len(kinds) else [kinds]) if chosen]
+    return [kind for kind in kinds if kind & weights]
 
 
-def choose_fused(local: Graph, place: Place) -> tuple[frozenset[str], float]:
+def choose_fused(
+    local: Graph, place: Place, most_s: float = math.inf
+) -> tuple[frozenset[str], float]:
     """The weights of the products of a stage that are best in one op with the collective beside
-    them, and the seconds of the stage; those that are alike are in it together.
+    them, and the seconds of the stage; those that are alike are in it together. None where few of
+    its equal blocks tell that it would take more than `most_s`.
     """
-    products = FusedProducts(local)
     short = _Short(local, FusedProducts)
 
     def seconds(kinds: Collection[frozenset[str]]) -> float:
         weights = frozenset().union(*kinds)
         return short.seconds(lambda products: products.written(weights), place)
 
-    kept = _fastest(short.most.kinds(), seconds)
-    found: tuple[frozenset[str], float] = frozenset(), math.inf
-    for kinds in _in_full(kept, products.kinds()):
-        weights = frozenset().union(*kinds)
-        own_s = stage_seconds(products.written(weights), place)[0]
-        found = min(found, (weights, own_s), key=lambda one: one[1])
-    return found
+    kept, kept_s = _fastest(short.most.kinds(), seconds)
+    if not kept or kept_s > most_s:
+        return frozenset(), math.inf
+    weights = frozenset().union(*_in_full(kept, short.of_all.kinds()))
+    return weights, stage_seconds(short.of_all.written(weights), place)[0]
 
 
 def _tried(

@@ -47,7 +47,7 @@ class PieceTable:
     cluster: Cluster
     refused: dict[Form, MerakError] = field(default_factory=dict)
     couples: bool = False
-    _splits: dict[Form, Mapping[str, Layout]] = field(default_factory=dict)
+    _splits: dict[int, Mapping[str, Layout]] = field(default_factory=dict)
     _gathered: dict[int, bool] = field(default_factory=dict)
     _ends: dict[Form, tuple[tuple[Piece, ...], ...]] = field(default_factory=dict)
     _short: dict[int, tuple[Graph, tuple[int, ...]]] = field(default_factory=dict)
@@ -92,11 +92,11 @@ class PieceTable:
         short, counts = self._shortened(samples)
         graph = with_heads(short, tp, gathered=self._gathered.get(tp))
         sharding = shard(
-            graph, tp, self._splits.get(form), cluster=self.cluster.joining(tp),
+            graph, tp, self._splits.get(tp), cluster=self.cluster.joining(tp),
             sequence_parallel=sequence_parallel,
         )  # fmt: skip
         self._gathered.setdefault(tp, gathers(graph))
-        self._splits.setdefault(form, sharding.splits(graph))
+        self._splits.setdefault(tp, sharding.splits(graph))
         # Both recordings have all scores at once, or neither: what others need is in proportion.
         least_bytes = LEAST_BYTES * samples / min(samples, SAMPLES[0])
         local = with_grouped_heads(spmd_partition(graph, sharding, 0))
