@@ -25,6 +25,7 @@ from merakc.planner.search import (
     Record,
     can_beat,
     improve,
+    is_pressed,
     least_seconds,
     plan_layout,
     standing,
@@ -159,7 +160,8 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
     """The plan of a request with one mesh, without a pipeline or with all of it fixed; None where
     there are other layouts to compare.
 
-    Without a pipeline no layout is faster than the batch in one piece: if that fits the memory.
+    Without a pipeline no layout is faster than the batch in one piece: if that fits the memory as
+    it is. What fits only by recomputation, for example, is compared with micro-batches.
     """
     mesh, *others = meshes(request)
     is_fixed = request.micro_batches is not None
@@ -175,6 +177,8 @@ def _sole(request: Request, record: Record, cluster: Cluster) -> Lowered | None:
     made: list[Lowered] = []
     for form in forms:
         lowered = plan_layout(replace(whole, sequence_parallel=form), record, cluster)
+        if not is_fixed and is_pressed(request, lowered, cluster):
+            return None
         made.append(improve(request, lowered, record, cluster))
     best = min(made, key=lambda one: standing(one, cluster))
     too_big, *_ = standing(best, cluster)

@@ -105,6 +105,22 @@ def with_memory(request: Request, lowered: Lowered, cluster: Cluster) -> Lowered
     return min(fitting or made[-1:], key=lambda one: standing(one, cluster))
 
 
+def is_pressed(request: Request, lowered: Lowered, cluster: Cluster) -> bool:
+    """Whether a plan fits the memory only by what costs time and the request leaves open: work done
+    again, state that is sharded, or what waits on the host.
+    """
+    plan = bare = lowered.plan
+    if request.recompute == "auto":
+        bare = replace(bare, recompute="none", keep_bytes=(), kept_blocks=())
+    if parse_offload(request.offload).as_needed:
+        bare = replace(bare, offload=NONE, host_states=(), host_activations=())
+    if request.state_shards in (None, AUTO):
+        bare = replace(bare, state_shards=())
+    return bare != plan and not _fits(
+        _with_prediction(replace(lowered, plan=bare), cluster), cluster
+    )
+
+
 def improve(
     request: Request,
     lowered: Lowered,
