@@ -60,7 +60,7 @@ class Settings:
             code = zip(count(), self._code, self._first.code(), strict=False)
             others = {f"code {k}": now for k, before, now in code if now is not before}
             told = {n: repr(describe(x, self._leaf)) for n, x in (written | found | others).items()}
-            self._key = (*self._before, *sorted(told.items()))
+            self._key = tuple(sorted((dict(self._before) | told).items()))
         return self._key
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import merakc
+from merakc.errors import MerakWarning
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.train.settings import Settings
 from tests.train import other_settings, settings_module
@@ -177,3 +178,21 @@ def test_modes_are_told_apart_by_themselves() -> None:
     model.eval()
     assert settings.changed() == ()
     assert settings.modes() == (False, False)
+
+
+def test_what_each_step_writes_is_told_once() -> None:
+    """Of recurrent modules each step lists the weights anew: every step of a loss in the loop was
+    compiled again for it.
+    """
+    torch.manual_seed(0)
+    model = nn.GRU(4, 4, batch_first=True)
+    data = [torch.randn(2, 3, 4) for _ in range(5)]
+    with pytest.warns(MerakWarning, match="returns no loss"):
+        parallel = merakc.auto_parallel(copy.deepcopy(model), data[0], cluster=NOMINAL_CPU)
+    counts = []
+    for x in data:
+        found, wanted = (m(x)[0].square().mean() for m in (parallel, model))
+        assert torch.allclose(found, wanted)
+        found.backward()
+        counts.append(len(parallel._own("_steps").compiled))
+    assert counts[1:] == counts[1:2] * 4
