@@ -60,7 +60,7 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guards = FiniteGuards(self.nodes)
         self.items: dict[str, torch.Tensor] = {}  # what numbers were read of
         self.symbolic = fake_mode.shape_env is not None
-        self.settling = settling
+        self.settling, self.paused = settling, False
 
     def _untraceable(self, what: str, remedy: str) -> UntraceableError:
         text = str(self._error(what, remedy))
@@ -192,6 +192,12 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_known(self, value: Any) -> bool:
         """Whether nothing but the batch stands before an argument."""
         return not isinstance(value, torch.Tensor) or self.reader.is_known(self._ref(value))
+
+    def _text(self, tensor: torch.Tensor, *_: Any) -> str:
+        """Refuses to write a tensor out: a forward may go by what stands there."""
+        if self.paused:
+            return object.__repr__(tensor)
+        raise self._error("a tensor is made a text", "write its shape, or single values: x.item()")
 
     def _known_tensor(self, value: Any) -> torch.Tensor | None:
         """A tensor, or a symbol as one, if nothing but the batch stands before it."""

@@ -21,6 +21,7 @@ from torch.nn.modules.module import (
 
 from merakc.errors import RecordError
 from merakc.frontend.calls.forms import make_fake
+from merakc.frontend.plain_tensors import attributes_of, check_state
 from merakc.frontend.python.state import PythonState
 from merakc.frontend.replaced import in_this_thread, replaced
 from merakc.frontend.source import is_installed, user_line
@@ -66,9 +67,10 @@ def put_fakes(
                 if tensor is None:
                     continue
                 if id(tensor) not in fakes:
-                    fake = fakes[id(tensor)] = _fake(tensor, fake_mode, parameter_dtype)
                     name = f"{path}.{key}" if path else key
                     is_parameter = isinstance(tensor, torch.nn.Parameter)
+                    check_state(name, tensor, is_parameter=is_parameter)
+                    fake = fakes[id(tensor)] = _fake(tensor, fake_mode, parameter_dtype)
                     slots.append(Slot(states, key, name, fake, tensor, is_parameter))
                 states[key] = fakes[id(tensor)]
     return slots
@@ -80,6 +82,7 @@ def _fake(
     is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
     dtype = parameter_dtype if parameter_dtype and is_cast else tensor.dtype
     fake = make_fake(fake_mode, (tuple(tensor.shape), tensor.stride(), 0, dtype))
+    vars(fake).update(attributes_of(tensor))
     if isinstance(tensor, torch.nn.Parameter):
         fake._is_param = True  # all that `Parameter` does to a tensor of another class
         fake.requires_grad_(tensor.requires_grad)

@@ -26,6 +26,7 @@ from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
+from merakc.frontend.plain_tensors import check_identities, check_memory
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.values.outside import LossAndOutputs
@@ -213,8 +214,13 @@ def _record(
     current = [first]
     with untouched(model, how.compared.state_of(model)) as state:
         slots = put_fakes(model, fake_mode, how.parameter_dtype)
+        real = {slot.name: slot.real for slot in slots}
+        check_identities(real, state.held())
         outputs, structure, aside = _run(first, model, slots, args, kwargs, fallbacks)
         graph = first.graph().pruned()
+        trained = {name for name, tensor in real.items() if tensor.requires_grad}
+        written = {o.name for o in graph.outputs if o.kind is OutputKind.BUFFER}
+        check_memory(dict(state.tensors()) | real, trained | written)
         changes = state.changes()
         left = left_by(changes)
         if changes or (how.repeated and not how.compared.explain(graph)):

@@ -29,7 +29,11 @@ from merakc.frontend.asking import DATA_FLOW, NO_DATA_FLOW, UNDRAWN, SymbolsNeed
 from merakc.frontend.builtin_calls import symbolic_builtins
 from merakc.frontend.calls import composites, normalise, ragged
 from merakc.frontend.calls.around import same_flags, without_modes
-from merakc.frontend.calls.communication import check_call, no_objects_sent
+from merakc.frontend.calls.communication import (
+    check_call,
+    no_objects_sent,
+    number_of_ranks_unknown,
+)
 from merakc.frontend.calls.draws import ASKED, Draws
 from merakc.frontend.calls.encoders import as_in_training
 from merakc.frontend.calls.forms import (
@@ -104,7 +108,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
     ) -> None:
         super().__init__(fake_mode, told, settling=settling)
         self.loose = {} if loose is None else loose
-        self.watched, self.exported, self.paused = watched, exported, False
+        self.watched, self.exported = watched, exported
         make = functools.partial(make_fake, fake_mode)
         bare = functools.partial(run_bare, fake_mode)
         self.forms = Forms(make, is_plain_fake, views=True, bare=bare)
@@ -137,6 +141,7 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(without_entropy())
             stack.enter_context(without_modes())
             stack.enter_context(no_objects_sent())
+            stack.enter_context(number_of_ranks_unknown())
             stack.enter_context(function_calls(self._function))
             stack.enter_context(recorded_tensors())
             stack.enter_context(printable_numbers())
@@ -144,7 +149,9 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(
                 replaced(FakeTensor, "numpy", lambda x, **how: self._numpy(x, **how))
             )
-            stack.enter_context(replaced(FakeTensor, "data_ptr", self._address))
+            for name, refuse in {"data_ptr": self._address, "__repr__": self._text,
+                                 "__format__": self._text}.items():  # fmt: skip
+                stack.enter_context(replaced(FakeTensor, name, refuse))
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(same_flags())  # the dispatcher's, which that puts back, too
             stack.enter_context(self.fake_mode)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from merakc.batches.split import named_tensors
 from merakc.errors import ForwardError
 from merakc.frontend.aside import edited
+from merakc.frontend.plain_tensors import check_memory
 from merakc.ir.batches import BatchLayout
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.train.knowledge import Knowledge
@@ -34,11 +35,17 @@ class Besides:
         self.knowledge = Knowledge(known, layout, state, device, group) if known else None
 
     @torch.no_grad()
-    def before(self, batches: Sequence[Tensors]) -> Tensors:
-        """The values of the whole batch; collective over dp.
+    def before(
+        self, batches: Sequence[Tensors], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensors:
+        """The values of the whole batch, of which this rank was given its own; collective over dp.
 
-        Raises `ForwardError`, on every rank, where one of the forward's checks of it fails.
+        Raises `ForwardError`, on every rank, where one of the forward's checks of it fails, and
+        `RecordError` where what it writes to a tensor would be seen in another one, too.
         """
+        if written := {target for target, _ in self.aside.writes}:
+            given = {n: tensor.detach() for n, tensor in named_tensors(args, kwargs).items()}
+            check_memory(given, written)
         values = self.knowledge.run(batches) if self.knowledge is not None else {}
         found = {name: values[known] for name, known in self.aside.names.items()}
         for check in self.aside.checks:
@@ -80,7 +87,7 @@ class Nothing(Besides):
     def __init__(self) -> None:
         pass
 
-    def before(self, batches: Sequence[Tensors]) -> Tensors:
+    def before(self, *_: Any) -> Tensors:
         """No checks."""
         return {}
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 
-from merakc.batches.split import path_name
+from merakc.batches.split import named_tensors, path_name
 from merakc.errors import ConfigError
+from merakc.frontend.plain_tensors import check_batch
 from merakc.lowering.forwards import autocast_of
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
@@ -43,6 +44,7 @@ def model_call(
             around.enter_context(torch.inference_mode(mode=False))
             around.enter_context(torch.no_grad())
         around.enter_context(call(name, facts, prompt=False))
+        check_batch(named_tensors(args, kwargs))
         yield
 
 

@@ -59,6 +59,7 @@ class Settings:
             written = {n: x for n, (x, before) in self._written.items() if _version(x) != before}
             code = zip(count(), self._code, self._first.code(), strict=False)
             others = {f"code {k}": now for k, before, now in code if now is not before}
+            found |= {f"order of {name}": keys for name, keys in self._first.orders()}
             told = {n: repr(describe(x, self._leaf)) for n, x in (written | found | others).items()}
             self._key = tuple(sorted((dict(self._before) | told).items()))
         return self._key

@@ -320,7 +320,7 @@ class Steps:
         self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
         inputs, known = self._brought(step, batches)
-        made = step.besides.before(batches)
+        made = step.besides.before(batches, args, kwargs)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
         step.executor.loss_scale = self.loss_scale.scale

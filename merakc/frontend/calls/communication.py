@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import RecordError
-from merakc.frontend.replaced import replaced
+from merakc.frontend.replaced import in_this_thread, replaced
 from merakc.frontend.source import user_line
 
 # Of torch.distributed's calls, its functional ones, and memory that processes share.
@@ -41,6 +41,18 @@ def no_objects_sent() -> Iterator[None]:
         raise _refused("objects are sent")
 
     with replaced(distributed_c10d, "_object_to_tensor", refuse):
+        yield
+
+
+@contextlib.contextmanager
+def number_of_ranks_unknown() -> Iterator[None]:
+    """Refuses to say of how many ranks a group is: the model is that of one process."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _refused("it asks for the number of ranks")
+
+    known = distributed_c10d._get_group_size
+    with replaced(distributed_c10d, "_get_group_size", in_this_thread(refuse, known)):
         yield
 
 

@@ -228,6 +228,8 @@ def same(old: Any, new: Any) -> bool:
     if old is new:
         return True
     plain = type(old) is type(new) and isinstance(old, PLAIN)
+    if isinstance(old, (float, complex)):  # 0.0 is -0.0, and divides otherwise
+        return plain and repr(old) == repr(new)
     return plain and bool(old == new or (old != old and new != new))
 
 

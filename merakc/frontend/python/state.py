@@ -146,11 +146,17 @@ class PythonState:
             if not held.names_alone or MISSING in (before, after)
         ]
 
+    def orders(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
+        """The mappings whose keys stand in another order now, and that."""
+        for held in self._held.values():
+            if (now := order_of(held)) is not None:
+                yield held.name, now
+
     def put_back(self) -> None:
         """Gives every object what it held, but for generators and iterators that have advanced."""
         self.forget()
         for held in self._held.values():
-            if any(True for _ in differences(held)):
+            if order_of(held) is not None or any(True for _ in differences(held)):
                 put_back(held.value, held.content)
 
     def forget(self) -> None:
@@ -331,6 +337,15 @@ def differences(held: Held) -> Iterator[tuple[Any, Any, Any]]:
         old, new = before.get(key, MISSING), now.get(key, MISSING)
         if not same(old, new):
             yield key, old, new
+
+
+def order_of(held: Held) -> tuple[Any, ...] | None:
+    """The keys of a mapping where they stand in another order now; what is new stands last."""
+    if not isinstance(held.value, dict):
+        return None
+    now = tuple(key for key in held.value if key in held.content)
+    before = tuple(key for key in held.content if key in held.value)
+    return None if now == before else now
 
 
 def _joined(held: Held, key: Any) -> str:

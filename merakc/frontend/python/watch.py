@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from merakc.frontend.python.content import MISSING, Names, slots
-from merakc.frontend.python.state import Change, Held, PythonState, differences
+from merakc.frontend.python.state import Change, Held, PythonState, differences, order_of
 
 # What holds the same for ever.
 _FIXED = (tuple, FunctionType, MethodType)
@@ -87,6 +87,7 @@ class Watch:
                 or self._numbers() != self._before
                 or not all(map(is_, self._items(), self._there))
                 or any(any(True for _ in differences(held)) for held in self._rest)
+                or any(order_of(held) is not None for held in self._rest)
             )
         except ValueError:  # a cell is empty now
             return True

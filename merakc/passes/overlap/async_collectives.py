@@ -261,7 +261,7 @@ def least_share(local: Graph, place: Place) -> float:
                 if not others:  # a loss in blocks is never one op with a collective
                     arithmetic_s = kernel_seconds(kernel._replace(traffic_bytes=0), place.device)
                     saved_s += 3 * (node_seconds(node, specs, place) - arithmetic_s)
-    return 1.0 - saved_s / blocking_s
+    return 1.0 - saved_s / blocking_s if blocking_s else 1.0
 
 
 def _backward_tasks(local: Graph, place: Place, computed_s: Mapping[str, float]) -> list[Task]:

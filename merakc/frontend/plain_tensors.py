@@ -1,0 +1,123 @@
+"""What a tensor carries beside its values, which a recording has to keep or to refuse: its class,
+attributes, other tensors in the same memory, and who knows it by its identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from merakc.errors import RecordError
+from merakc.frontend.python.content import tensors_in
+from merakc.frontend.python.state import Held
+
+_CLASSES = (torch.Tensor, torch.nn.Parameter, UninitializedParameter, UninitializedBuffer)
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users have set on a tensor."""
+    is_ours = type(tensor).__module__.startswith("merakc.") or isinstance(tensor, FakeTensor)
+    return {} if is_ours else dict(vars(tensor))
+
+
+def check_class(name: str, tensor: torch.Tensor) -> None:
+    """Raises `RecordError` for a tensor of a class of its own: what its methods do, and what a
+    forward makes of its class, would not be recorded.
+    """
+    kind = type(tensor)
+    is_known = kind in _CLASSES or kind.__module__.startswith("merakc.")
+    if not is_known and not isinstance(tensor, FakeTensor):
+        raise RecordError(
+            f"{name} is a {kind.__module__}.{kind.__qualname__}, and merakc records plain tensors: "
+            "what its class does would be lost; give tensor.as_subclass(torch.Tensor), or an "
+            "nn.Parameter of it"
+        )
+
+
+def check_state(name: str, tensor: torch.Tensor, *, is_parameter: bool) -> None:
+    """Raises `RecordError` for a parameter or buffer of which not all can be recorded."""
+    what = f"{'parameter' if is_parameter else 'buffer'} '{name}'"
+    check_class(what, tensor)
+    if tensor.requires_grad and not is_parameter:
+        raise RecordError(
+            f"{what} requires a gradient, and merakc trains parameters alone; make it an "
+            "nn.Parameter, or detach it"
+        )
+    for key, value in attributes_of(tensor).items():
+        if any(True for _ in tensors_in(value)):
+            raise RecordError(
+                f"{what} has an attribute '{key}' that holds a tensor, of which a recording would "
+                "know nothing; hold it as an attribute of the module"
+            )
+
+
+def check_identities(tensors: Mapping[str, torch.Tensor], held: Iterable[Held]) -> None:
+    """Raises `RecordError` where the model's Python knows its tensors by what they are: as keys, or
+    by `id()`. A recording has others in their places, which would be met nowhere.
+    """
+    known = {id(tensor): name for name, tensor in tensors.items()}
+    for one in held:
+        if one.part:
+            continue
+        for entry in _known(one.content, known):
+            raise RecordError(
+                f"{one.name or 'the model'} holds '{entry}' as a key, or its id(): recorded steps "
+                "have other tensors in the place of parameters and buffers; go by their names"
+            )
+
+
+def _known(content: Mapping[Any, Any], names: Mapping[int, str]) -> Iterator[str]:
+    for key, value in content.items():
+        if isinstance(key, torch.Tensor) and id(key) in names:
+            yield names[id(key)]
+        for number in (key, value):
+            if type(number) is int and number in names:
+                yield names[number]
+
+
+def check_memory(tensors: Mapping[str, torch.Tensor], written: Collection[str]) -> None:
+    """Raises `RecordError` where one of the `written` tensors has memory in common with another."""
+    for pair in _overlapping(tensors):
+        if not set(pair).isdisjoint(written):
+            one, other = sorted(pair, key=lambda name: name not in written)
+            raise RecordError(
+                f"'{one}' is written to, by the optimizer or the forward, and '{other}' is another "
+                "tensor in the same memory, which a recorded step would leave as it is; let both "
+                "be one tensor, or give one of them a clone()"
+            )
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str]]:
+    """Pairs of different tensors that have memory in common."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, tensor in {id(t): (n, t) for n, t in tensors.items()}.values():
+        if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.layout != torch.strided:
+            continue
+        if not tensor.numel():
+            continue
+        size = tensor.element_size()
+        reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first = int(tensor.storage_offset()) * size
+        span = first, first + (int(reach) + 1) * size, name
+        spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
+    for own in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(own)):
+            if start < end:
+                yield one, other
+
+
+def check_batch(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises `RecordError` for tensors of a batch that carry more than values."""
+    for name, tensor in tensors.items():
+        check_class(f"'{name}' of the batch", tensor)
+        told = [key for key in attributes_of(tensor) if not key.startswith("_")]
+        if told:
+            raise RecordError(
+                f"'{name}' of the batch has attributes of its own ({', '.join(told)}), of which a "
+                "recorded step would know nothing; give what they hold beside it"
+            )
