@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import enum
 import gc
 import hashlib
@@ -46,6 +47,8 @@ DEPTH = 6
 RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 CONTAINERS = (dict, list, tuple, set, deque)
 _BYTES = (bytearray, array.array)
+# As of ctypes and multiprocessing.Value, which cannot be put back.
+_MEMORY = (memoryview, *ctypes.c_int.__mro__[1:2], ctypes.Array, ctypes.Structure, ctypes.Union)
 _ADVANCING = ("builtins", "itertools")  # where the iterators are that say where they stand
 # Iterators that hold another's, which says where they stand.
 _PASSING_ON = tuple(getattr(itertools, n) for n in ("pairwise", "batched") if hasattr(itertools, n))
@@ -93,7 +96,8 @@ def content_of(value: Any) -> dict[Any, Any] | None:
     """What an object holds, one level deep; None of one that is not looked into."""
     if isinstance(value, dict):
         # Of a class that makes what it is asked for, what it has.
-        return dict(dict.items(value)) | _attributes(value)
+        kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        return dict(kind.items(value)) | _attributes(value)
     if isinstance(value, (list, tuple, deque)):
         return dict(enumerate(value)) | _attributes(value)
     if isinstance(value, set):
@@ -107,6 +111,8 @@ def content_of(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, partial):
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     told = _told(value)
+    if isinstance(value, np.ndarray):
+        return {"": told, "shape": value.shape, "dtype": str(value.dtype)}
     if told is not None:
         return {"": told}
     own = type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module)
@@ -126,6 +132,8 @@ def _told(value: Any) -> Any:
         return value.tobytes() if small else hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, _BYTES):
         return bytes(value)
+    if isinstance(value, _MEMORY) and memoryview(value).contiguous:
+        return memoryview(value).tobytes()
     if isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom):
         return _random_state(value)
     if isinstance(value, GeneratorType):
