@@ -112,7 +112,7 @@ def content_of(value: Any) -> dict[Any, Any] | None:
         return {"func": value.func, "args": value.args, "keywords": value.keywords}
     told = _told(value)
     if isinstance(value, np.ndarray):
-        return {"": told, "shape": value.shape, "dtype": str(value.dtype)}
+        return {"": told, "form": f"{value.dtype} {value.shape}"}
     if told is not None:
         return {"": told}
     own = type(value).__module__.startswith("torch.") and not isinstance(value, nn.Module)
@@ -132,8 +132,8 @@ def _told(value: Any) -> Any:
         return value.tobytes() if small else hashlib.sha256(value.tobytes()).hexdigest()
     if isinstance(value, _BYTES):
         return bytes(value)
-    if isinstance(value, _MEMORY) and memoryview(value).contiguous:
-        return memoryview(value).tobytes()
+    if isinstance(value, _MEMORY):
+        return memoryview(value).tobytes()  # type: ignore[arg-type]
     if isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom):
         return _random_state(value)
     if isinstance(value, GeneratorType):

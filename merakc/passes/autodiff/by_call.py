@@ -83,13 +83,15 @@ class ByCall:
             self._values[Ref(item.name)] = _of_input(item)
         for name, real in self.graph.constants.items():
             self._values[Ref(name)] = _constant(real)
+        read = {r for n in self.graph.nodes for r in n.refs} | {o.ref for o in self.graph.outputs}
         for node in self.graph.nodes:
             values = [self._value(r) for r in node.refs]
             outs, template, table = self._call(node, values)
             for ref, out, spec in zip(node.outs, outs, node.outputs, strict=False):
                 if out is not None and spec is not None:
                     same = out.form[0] == spec.shape and out.form[3] == spec.dtype
-                    assert same, f"{node} gives {out.form}"
+                    # What embedding_bag notes of its bags has other sizes on the meta device.
+                    assert same or ref not in read, f"{node} gives {out.form}"
                     self._values[ref] = out
             if any(isinstance(o, tuple) and o[2] for o in template.calls.outs):
                 self._tape.append((node, template, values, outs, table))
