@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import multiprocessing
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -196,3 +199,28 @@ def test_what_each_step_writes_is_told_once() -> None:
         found.backward()
         counts.append(len(parallel._own("_steps").compiled))
     assert counts[1:] == counts[1:2] * 4
+
+
+FORMS: dict[str, Change] = {
+    "the order of a mapping": lambda m: m.table.update(a=m.table.pop("a")),
+    "the order of an ordered one": lambda m: m.ordered.move_to_end("a"),
+    "the form of an array": lambda m: setattr(m.array, "shape", (2, 1)),
+    "a number of C": lambda m: setattr(m.number, "value", 2.0),
+    "one that processes share": lambda m: setattr(m.shared, "value", 2.0),
+    "bytes of another": lambda m: m.view.__setitem__(0, 2),
+    "the sign of a zero": lambda m: setattr(m, "zero", -0.0),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_and_orders_are_seen(name: str) -> None:
+    model = Free()
+    model.table = {"a": 1.0, "b": 2.0}
+    model.ordered = OrderedDict(a=1.0, b=2.0)  # type: ignore[assignment]
+    model.array, model.zero = np.ones((1, 2)), 0.0  # type: ignore[assignment]
+    model.number, model.shared = ctypes.c_double(1.0), multiprocessing.Value("d", 1.0)  # type: ignore[assignment]
+    model.view = memoryview(bytearray(b"\x01"))  # type: ignore[assignment]
+    settings = Settings(model)
+    assert settings.changed() == ()
+    FORMS[name](model)
+    assert settings.changed() != ()

@@ -29,6 +29,7 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "a gather": lambda y: dist.all_gather([torch.empty_like(y)], y),
     "a message": lambda y: dist.isend(y, 0),
     "a barrier": lambda y: dist.barrier(),
+    "the number of ranks": lambda y: dist.get_world_size(),
     "objects": lambda y: dist.broadcast_object_list([1], 0),
     "functional": lambda y: functional.all_reduce(y, "sum", dist.group.WORLD),
 }
