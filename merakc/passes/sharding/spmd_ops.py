@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from merakc.errors import ShardError
 from merakc.ir.graph import Node, Ref, TensorSpec, map_refs
 from merakc.kernels.draws import KEY_POSITION
 from merakc.passes.sharding.dims import argument, broadcast_shape, given, named_dims, signature
@@ -279,9 +280,9 @@ def refined(
         while need > 1:
             full, start, end = rest.pop()
             if full > need:
-                assert (start, end) == (0, full), "a split dim that another cuts"
-                rest.append((full // need, 0, full // need))
-                full, start, end = need, 0, need
+                (start, end), inner = _outside(full // need, start, end)
+                rest.append((full // need, *inner))
+                full = need
             assert need % full == 0, (sizes, blocks)
             need //= full
             found.append((full, start, end))
@@ -289,6 +290,21 @@ def refined(
             assert all((start, end) == (0, full) for full, start, end in found[first:])
             found[first:] = [(size, 0, size)]
     return at, found
+
+
+def _outside(inner: int, start: int, end: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """A range of a dim, as ranges of its outer part and of its inner one, which has that size."""
+    first, last = start // inner, (end - 1) // inner
+    if start == end:
+        return (0, 0), (0, inner)
+    if first == last:
+        return (first, first + 1), (start - first * inner, end - first * inner)
+    if start % inner or end % inner:
+        raise ShardError(
+            f"tp cuts random draws of {inner} numbers each at {start} and {end}: choose a tp that "
+            "divides the samples, or none of them"
+        )
+    return (first, last + 1), (0, inner)
 
 
 SPECIAL: dict[str, Callable[[Writer, Node], None]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import merakc
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph, TensorSpec
+from merakc.machines.cluster import NOMINAL_CPU
 from merakc.passes.autodiff import by_call
 from merakc.passes.autodiff import differentiate as module
 from merakc.passes.pipeline import differentiate
@@ -87,3 +90,22 @@ def test_a_graph_of_other_shapes_than_its_calls_give_is_refused() -> None:
     first = replace(graph.nodes[0], outputs=(TensorSpec((4, 5), torch.float64),))
     with pytest.raises(AssertionError, match="gives"):
         differentiate(replace(graph, nodes=(first, *graph.nodes[1:])))
+
+
+class Bags(nn.Module):
+    """Of whose bags torch notes sizes that are others on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(6, 4, mode="mean")
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.bags(ids).square().sum()
+
+
+def test_results_that_nothing_reads_may_have_other_sizes() -> None:
+    plain, ids = Bags(), torch.arange(12).reshape(4, 3) % 6
+    model = merakc.auto_parallel(copy.deepcopy(plain), ids, cluster=NOMINAL_CPU)
+    for one in (model, plain):
+        one(ids).backward()
+    assert torch.allclose(model.bags.weight.grad, plain.bags.weight.grad)

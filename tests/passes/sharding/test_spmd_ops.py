@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from merakc.errors import ShardError
 from merakc.ir.graph import Ref
 from merakc.passes.sharding.factors import leaves
 from merakc.passes.sharding.propagate import propagate
@@ -73,6 +74,10 @@ def test_a_shard_draws_its_part_of_the_whole() -> None:
         ((4, 6), 0, [(2, 0, 2), (2, 0, 2), (6, 3, 6)], 0),
         ((120,), -1, [(4, 0, 4), (30, 5, 10)], -1),
         ((1, 24), 0, [(24, 0, 12)], 0),
+        ((2, 8, 3), 1, [(16, 8, 16), (3, 0, 3)], 1),  # of two views, one on each rank
+        ((4, 8), 1, [(32, 8, 24)], 1),
+        ((4, 8), 1, [(32, 8, 8)], 1),
+        ((6, 4, 5), 0, [(6, 0, 6), (20, 6, 9)], 0),
     ],
 )
 def test_blocks_are_refined_to_show_the_samples(
@@ -88,3 +93,8 @@ def test_blocks_are_refined_to_show_the_samples(
         return part[tuple(slice(start, end) for _, start, end in blocks)].flatten()
 
     assert torch.equal(elements(found), elements(blocks))
+
+
+def test_draws_that_are_cut_in_their_midst_are_refused() -> None:
+    with pytest.raises(ShardError, match="cuts random draws of 8 numbers each at 4 and 12"):
+        refined((2, 8), 1, [(16, 4, 12)])
