@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from merakc.errors import RecordError
 from merakc.frontend.calls.forms import make_fake
-from merakc.frontend.plain_tensors import attributes_of, check_state
+from merakc.frontend.plain_tensors import check_state, keep_attributes
 from merakc.frontend.python.state import PythonState
 from merakc.frontend.replaced import in_this_thread, replaced
 from merakc.frontend.source import is_installed, user_line
@@ -82,7 +82,7 @@ def _fake(
     is_cast = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
     dtype = parameter_dtype if parameter_dtype and is_cast else tensor.dtype
     fake = make_fake(fake_mode, (tuple(tensor.shape), tensor.stride(), 0, dtype))
-    vars(fake).update(attributes_of(tensor))
+    keep_attributes(fake, tensor)
     if isinstance(tensor, torch.nn.Parameter):
         fake._is_param = True  # all that `Parameter` does to a tensor of another class
         fake.requires_grad_(tensor.requires_grad)

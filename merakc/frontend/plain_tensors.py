@@ -25,6 +25,13 @@ def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     return {} if is_ours else dict(vars(tensor))
 
 
+def keep_attributes(tensor: torch.Tensor, of: torch.Tensor | None) -> None:
+    """Gives a tensor the attributes of the one that it stands for, but for those that it has."""
+    if of is not None:
+        told = attributes_of(of)
+        vars(tensor).update({key: x for key, x in told.items() if not hasattr(tensor, key)})
+
+
 def check_class(name: str, tensor: torch.Tensor) -> None:
     """Raises `RecordError` for a tensor of a class of its own: what its methods do, and what a
     forward makes of its class, would not be recorded.

@@ -146,12 +146,11 @@ class Recorder(WholeModules, Selecting, AsideRecorder, FunctionRecorder, History
             stack.enter_context(recorded_tensors())
             stack.enter_context(printable_numbers())
             stack.enter_context(self._answering())
-            stack.enter_context(
-                replaced(FakeTensor, "numpy", lambda x, **how: self._numpy(x, **how))
-            )
-            for name, refuse in {"data_ptr": self._address, "__repr__": self._text,
-                                 "__format__": self._text}.items():  # fmt: skip
-                stack.enter_context(replaced(FakeTensor, name, refuse))
+            asked = {"numpy": self._numpy, "data_ptr": self._address}
+            for name, of in {**asked, "__repr__": self._text, "__format__": self._text}.items():
+                stack.enter_context(
+                    replaced(FakeTensor, name, lambda x, *y, of=of, **how: of(x, *y, **how))
+                )
             stack.enter_context(torch._C._AutoDispatchBelowAutograd())
             stack.enter_context(same_flags())  # the dispatcher's, which that puts back, too
             stack.enter_context(self.fake_mode)

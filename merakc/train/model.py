@@ -15,6 +15,7 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.frontend.calls.around import check_around
+from merakc.frontend.plain_tensors import keep_attributes
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import CollectiveEvent, Event
@@ -208,7 +209,7 @@ class ParallelModel(Forwards):
         return "; ".join(x for x in (said, super().extra_repr()) if x)
 
     def _adopt(self, name: str, tensor: torch.Tensor) -> None:
-        """Registers a tensor under a dotted name."""
+        """Registers a tensor under a dotted name, with the attributes that users gave it."""
         path, _, leaf = name.rpartition(".")
         module, source = part_at(self, path), self._own("_steps").source.get_submodule(path)
         if isinstance(tensor, nn.Parameter):
@@ -217,6 +218,7 @@ class ParallelModel(Forwards):
             module._buffers[leaf] = tensor
             if leaf in source._non_persistent_buffers_set:
                 module._non_persistent_buffers_set.add(leaf)
+        keep_attributes(tensor, {**source._parameters, **source._buffers}[leaf])
 
     # ------------------------------------------------------------------ calls
 

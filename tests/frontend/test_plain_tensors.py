@@ -49,6 +49,8 @@ def test_attributes_of_parameters_and_buffers_are_seen() -> None:
     given = copy.deepcopy(plain)
     given.c.weight.factor, given.scales.factor = 2.0, 3.0  # type: ignore[assignment]
     model = parallel(given)
+    assert model.c.weight.factor == 2.0  # as those that sort parameters by attributes see it
+    assert model.scales.factor == 3.0
     for samples in (4, 6):  # another shape is recorded anew
         assert torch.allclose(model(**batch(samples)), plain(**batch(samples)))
 

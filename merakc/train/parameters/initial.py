@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import ConfigError
-from merakc.frontend.plain_tensors import attributes_of
+from merakc.frontend.plain_tensors import keep_attributes
 
 Tensors = dict[str, torch.Tensor]
 Keep = Callable[[str, torch.Tensor], None]
@@ -52,7 +52,7 @@ def replace_tensors(
             continue
         if isinstance(tensor, nn.Parameter):
             new = nn.Parameter(new, tensor.requires_grad)
-        vars(new).update(attributes_of(tensor))
+        keep_attributes(new, tensor)
         for own, key in where:
             own[key] = new
 
