@@ -19,7 +19,7 @@ from merakc.frontend.calls.writes import written
 from merakc.frontend.checks import asks_whether_finite, harmless_answer
 from merakc.frontend.finite import FiniteGuards
 from merakc.frontend.opaque import UntraceableError
-from merakc.frontend.source import user_line
+from merakc.frontend.source import called_by_a_library, user_line
 from merakc.frontend.values.reads import ValuesNeededError
 from merakc.frontend.values.symbols import SYMBOLIC, Answer, Number, is_symbolic, number
 from merakc.ir.graph import Ref
@@ -194,8 +194,10 @@ class Asking(GraphBuilder, TorchDispatchMode):  # type: ignore[no-untyped-call]
         return not isinstance(value, torch.Tensor) or self.reader.is_known(self._ref(value))
 
     def _text(self, tensor: torch.Tensor, *_: Any) -> str:
-        """Refuses to write a tensor out: a forward may go by what stands there."""
-        if self.paused:
+        """Refuses to write a tensor out: a forward may go by what stands there. Libraries do it for
+        messages, of checks that hold.
+        """
+        if self.paused or called_by_a_library():
             return object.__repr__(tensor)
         raise self._error("a tensor is made a text", "write its shape, or single values: x.item()")
 

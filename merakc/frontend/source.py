@@ -47,6 +47,14 @@ def is_installed(code: CodeType) -> bool:
     return code.co_filename.startswith(LIBRARIES)
 
 
+def called_by_a_library() -> bool:
+    """Whether what called merakc's code last is an installed library's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and is_installed(frame.f_code)
+
+
 def _passes_on(code: CodeType) -> bool:
     return _is_ours(code.co_filename) or code.co_name in _HOOKS
 
