@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 
 from merakc.errors import RecordError
 from merakc.frontend.calls.forms import make_fake
-from merakc.frontend.plain_tensors import check_state, keep_attributes
+from merakc.frontend.python.plain_tensors import check_state, keep_attributes
 from merakc.frontend.python.state import PythonState
 from merakc.frontend.replaced import in_this_thread, replaced
 from merakc.frontend.source import is_installed, user_line

@@ -26,8 +26,8 @@ from merakc.frontend.carried import Leftovers
 from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
-from merakc.frontend.plain_tensors import check_identities, check_memory
 from merakc.frontend.python.compared import Compared
+from merakc.frontend.python.plain_tensors import check_identities, check_memory
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.values.outside import LossAndOutputs
 from merakc.frontend.values.reads import Reads, ValuesNeededError

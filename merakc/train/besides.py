@@ -11,7 +11,7 @@ import torch.distributed as dist
 from merakc.batches.split import named_tensors
 from merakc.errors import ForwardError
 from merakc.frontend.aside import edited
-from merakc.frontend.plain_tensors import check_memory
+from merakc.frontend.python.plain_tensors import check_memory
 from merakc.ir.batches import BatchLayout
 from merakc.passes.batches.recorded import BatchRecording
 from merakc.train.knowledge import Knowledge

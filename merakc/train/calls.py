@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 
 from merakc.batches.split import named_tensors, path_name
 from merakc.errors import ConfigError
-from merakc.frontend.plain_tensors import check_batch
+from merakc.frontend.python.plain_tensors import check_batch
 from merakc.lowering.forwards import autocast_of
 from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call

@@ -15,7 +15,7 @@ from torch import nn
 
 from merakc.errors import ConfigError
 from merakc.frontend.calls.around import check_around
-from merakc.frontend.plain_tensors import keep_attributes
+from merakc.frontend.python.plain_tensors import keep_attributes
 from merakc.ir.plan import Plan
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.program import CollectiveEvent, Event

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import ConfigError
-from merakc.frontend.plain_tensors import keep_attributes
+from merakc.frontend.python.plain_tensors import keep_attributes
 
 Tensors = dict[str, torch.Tensor]
 Keep = Callable[[str, torch.Tensor], None]
