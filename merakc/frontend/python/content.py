@@ -48,7 +48,7 @@ RANDOM = (random.Random, np.random.Generator, np.random.RandomState, torch.Gener
 CONTAINERS = (dict, list, tuple, set, deque)
 _BYTES = (bytearray, array.array)
 # As of ctypes and multiprocessing.Value, which cannot be put back.
-_MEMORY = (memoryview, *ctypes.c_int.__mro__[1:2], ctypes.Array, ctypes.Structure, ctypes.Union)
+_MEMORY: Any = (memoryview, ctypes.c_int.__base__, ctypes.Array, ctypes.Structure, ctypes.Union)
 _ADVANCING = ("builtins", "itertools")  # where the iterators are that say where they stand
 # Iterators that hold another's, which says where they stand.
 _PASSING_ON = tuple(getattr(itertools, n) for n in ("pairwise", "batched") if hasattr(itertools, n))

@@ -5,7 +5,6 @@ attributes, other tensors in the same memory, and who knows it by its identity.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -113,8 +112,11 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str
         span = first, first + (int(reach) + 1) * size, name
         spans.setdefault(tensor.untyped_storage()._cdata, []).append(span)
     for own in spans.values():
-        for (_, end, one), (start, _, other) in pairwise(sorted(own)):
-            if start < end:
+        own.sort()
+        for k, (_, end, one) in enumerate(own):
+            for start, _, other in own[k + 1 :]:
+                if start >= end:
+                    break
                 yield one, other
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import merakc
 from merakc.errors import RecordError
+from merakc.frontend.python.plain_tensors import check_memory
 from merakc.machines.cluster import NOMINAL_CPU
 
 
@@ -108,6 +109,15 @@ def test_memory_that_nobody_writes_to_may_be_shared() -> None:
     model.shown = model.c.bias.detach()  # type: ignore[assignment]
     plain = copy.deepcopy(model)
     assert torch.allclose(parallel(model)(**batch()), plain(**batch()))
+
+
+def test_all_pairs_in_one_memory_are_found() -> None:
+    whole = torch.zeros(10)
+    tensors = {"whole": whole, "first": whole[:2], "last": whole[8:], "other": torch.zeros(10)}
+    check_memory(tensors, {"other"})
+    for name in ("first", "last"):
+        with pytest.raises(RecordError, match=f"'{name}' is written to, .* 'whole' is another"):
+            check_memory(tensors, {name})
 
 
 def test_tensors_of_a_batch_are_plain() -> None:
