@@ -133,7 +133,7 @@ def _told(value: Any) -> Any:
     if isinstance(value, _BYTES):
         return bytes(value)
     if isinstance(value, _MEMORY):
-        return memoryview(value).tobytes()  # type: ignore[arg-type]
+        return memoryview(value).tobytes()
     if isinstance(value, RANDOM) and not isinstance(value, random.SystemRandom):
         return _random_state(value)
     if isinstance(value, GeneratorType):
