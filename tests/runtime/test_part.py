@@ -92,7 +92,9 @@ def test_what_a_parameter_takes() -> None:
     part = tagged(own)
     assert isinstance(part, TensorPart)
     assert local_of(own, part) is part.local
-    assert tagged(plain) is plain
+    kept = tagged(plain)
+    assert type(kept) is torch.Tensor
+    assert kept.data_ptr() == plain.data_ptr()
     assert place_of(plain) is None
     with pytest.raises(ConfigError, match=r"'w' is given as \(1, 5\), and the whole is \(2, 6\)"):
         local_of(own, torch.zeros(1, 5))
