@@ -295,12 +295,12 @@ class ParallelModel(Forwards):
                     "compiled; leave it trainable before auto_parallel, and freeze it behind that "
                     "(requires_grad_(False)): it may then change between steps"
                 )
-        wanted = {n: p for n, p in self._own("_trained").items() if p.requires_grad}
-        found: list[torch.Tensor | None] = [gradients.get(name) for name in wanted]
-        empty = {n: p for n, p in self._own("_empty").items() if p.requires_grad}
-        if not skipped:
-            found += [torch.empty_like(p) for p in empty.values()]
-            wanted |= empty
+        empty = {} if skipped else self._own("_empty")
+        every = self._own("_trained") | empty
+        # In one order on all ranks, so that hooks that ask for norms ask for the same ones.
+        order = (n for n in self._own("_owners").place if n in every)
+        wanted = {n: every[n] for n in order if every[n].requires_grad}
+        found = [torch.empty_like(p) if n in empty else gradients.get(n) for n, p in wanted.items()]
         if not wanted:  # of a step that was skipped, or where all is frozen
             return loss.requires_grad_(skipped), found
         return HandOut.apply(loss, found, *wanted.values()), found  # type: ignore[no-untyped-call]
@@ -332,8 +332,7 @@ class ParallelModel(Forwards):
             )
         state = self._own("_steps").state
         own = {n: plain(t.grad) for n, t in state.items() if t.grad is not None}
-        with call("model.clip_grad_norm_"):
-            total = total_norm(self._own("_owners"), own, norm_type)
+        total = total_norm(self._own("_owners"), own, norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
         return total
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _set_pg_timeo
 from merakc.errors import MerakError, MerakWarning, StuckError, failure
 from merakc.runtime.health.channel import Channel, Client, Hub
 from merakc.runtime.health.facts import ALL, Expected, Fault, State, Status
-from merakc.runtime.health.judge import GRACE_S, Message
+from merakc.runtime.health.judge import CALLS, GRACE_S, Message
 from merakc.runtime.health.meeting import meet
 from merakc.runtime.health.sockets import Connections
 
@@ -64,6 +64,7 @@ class Job:
         self.agreed = self.pending = 0
         self.news = threading.Event()
         self.expected: dict[str, Expected] = defaultdict(Expected)
+        self.past: deque[Status] = deque(maxlen=CALLS)  # as they were entered
         self.connections = Connections()
         self.world: dist.ProcessGroup | None = None
 
@@ -80,13 +81,21 @@ class Job:
             self.agreed = message["agreed"]
             self.news.set()
         elif "pending" in message:
-            self.pending, channel = message["pending"], self.channel
-            if self.here.call >= self.pending and channel is not None:
-                channel.post(self.status())
+            call, channel = message["pending"], self.channel
+            self.pending = max(call, self.pending)
+            if self.here.call >= call and channel is not None:
+                channel.post(self._at(call))
         elif "fault" in message and self.fault is None:
             self.fault = Fault.read(message["fault"])
             self.news.set()
             self.connections.shut()
+
+    def _at(self, call: int) -> Status:
+        """Where this rank is; where it was, of a call that lies behind it."""
+        if call == self.here.call:
+            return self.status()
+        forgotten = Status(call, facts={ALL: f"a call before the last {CALLS} of this rank"})
+        return next((old for old in tuple(self.past) if old.call == call), forgotten)
 
     def over(self) -> bool:
         """Whether the process group that this watches has gone."""
@@ -98,7 +107,9 @@ class Job:
         """Enters a call that every rank must make; see `call`."""
         self.check()
         unknown = tuple([s for s, fact in facts.items() if not self.expected[s].comes(fact)])
-        self.here = here = Status(self.here.call + 1, name, facts, State.IN)
+        here = Status(self.here.call + 1, name, facts, State.IN)
+        self.past.append(here)
+        self.here = here
         if self.channel is None:
             return
         if unknown:

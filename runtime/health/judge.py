@@ -58,7 +58,12 @@ class Judge:
         """A rank says where it is."""
         seen, now = self.seen[rank], self.clock()
         seen.heard_s = now
-        before, seen.status = seen.status, status
+        before = seen.status
+        if status.call < before.call:  # of a call that lies behind it: it was asked
+            self._compare(rank, status)
+            self._answer()
+            return
+        seen.status = status
         if (before.call, before.state) != (status.call, status.state):
             seen.since_s = now
             if status.state is State.FAILED:
@@ -131,15 +136,13 @@ class Judge:
         if len(came) == len(self.seen):
             return []
         members = range(len(self.seen)) if scope == ALL else map(int, scope.split(","))
-        return [r for r in members if r not in came and self.seen[r].status.call <= call]
+        return [r for r in members if r not in came]
 
-    def _answer(self, *, thorough: bool = False) -> None:
-        """Tells ranks that asked that all others have come, and said the same. Where it is not
-        `thorough`, ranks that were never heard of at a call that is behind them are waited for.
-        """
+    def _answer(self) -> None:
+        """Tells ranks that asked that all others have come, and said the same."""
         if self.fault is not None:
             return
-        come = {key for key in self.wanted if self._have_come(*key, thorough=thorough)}
+        come = {key for key in self.wanted if self._have_come(*key)}
         if not come:
             return
         for (rank, call), (_, scopes) in list(self.asked.items()):
@@ -148,10 +151,9 @@ class Judge:
                 self.out.append((rank, {"agreed": call}))
         self.wanted -= come
 
-    def _have_come(self, call: int, scope: str, *, thorough: bool) -> bool:
+    def _have_come(self, call: int, scope: str) -> bool:
         members = len(self.seen) if scope == ALL else 1 + scope.count(",")
-        came = len(self.said.get(call, {}).get(scope, {}))
-        return came == members or (thorough and not self._late(call, scope))
+        return len(self.said.get(call, {}).get(scope, {})) == members
 
     # ------------------------------------------------------------------ what time brings
 
@@ -172,7 +174,7 @@ class Judge:
                 for late in {r for scope in scopes for r in self._late(call, scope)}:
                     self.out.append((late, {"pending": call}))
         self.told &= self.asked.keys()
-        self._answer(thorough=True)
+        self._answer()
         waiting = {
             r: seen.status.call
             for r, seen in enumerate(self.seen)

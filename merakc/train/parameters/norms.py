@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
 from merakc.runtime.groups import Groups
+from merakc.runtime.health.facts import ALL
 from merakc.runtime.health.job import call
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import ShardGroups
 from merakc.runtime.state import Placement
 
 INFINITE = float("inf")
+CALL = "a norm, or another number, of gradients"
 # What a rank gives that has no number, by how numbers of ranks are combined.
 NOTHING = {"sum": 0.0, "max": -INFINITE, "min": INFINITE}
 Combine = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -54,7 +57,7 @@ class Owners:
             stacked = torch.stack(found)
             return stacked.sum() if combine == "sum" else getattr(stacked, combine)()
 
-        return self._over_ranks(joined, combine)
+        return self._over_ranks(own, joined, combine)
 
     def each(self, own: Mapping[str, torch.Tensor], combine: str) -> torch.Tensor:
         """A number for each parameter of the model, float64, in the order of `place`; every rank
@@ -69,20 +72,29 @@ class Owners:
                     found[self.place[name]] = own[name]
             return found
 
-        return self._over_ranks(placed, combine)
+        return self._over_ranks(own, placed, combine)
 
     def _over_ranks(
-        self, make: Callable[[Iterable[str]], torch.Tensor], combine: str
+        self, names: Collection[str], make: Callable[[Iterable[str]], torch.Tensor], combine: str
     ) -> torch.Tensor:
         """What each rank makes of the parameters that it counts, over those that share them, then
-        over the model.
+        over the model. `names` are all that the number is of.
         """
         found = make(())
-        with call("a norm, or another number, of gradients"):
+        with call(CALL, {ALL: _fact(names, combine)}):
             for shards, names in self.counted.items():
                 part = _over_group(make(names), shards.block if shards else None, combine)
                 found = _PAIRS[combine](found, part)
             return _over_group(found, self.groups.axis("model"), combine)
+
+
+def _fact(names: Collection[str], combine: str) -> str:
+    """Which number it is, for people, and the same on all ranks that mean the same one."""
+    of = next(iter(names), "nothing")
+    if len(names) > 1:
+        crc = zlib.crc32(" ".join(names).encode())
+        of = f"{len(names)} parameters from {of} on (mark {crc:x})"
+    return f"{CALL} ({combine} over ranks, of {of})"
 
 
 def _over_group(own: torch.Tensor, group: dist.ProcessGroup | None, combine: str) -> torch.Tensor:
@@ -109,6 +121,8 @@ def total_norm(
         name: torch.linalg.vector_norm(g, norm_type).double() if g.numel() else g.new_zeros(())
         for name, g in gradients.items()
     }
-    if infinite:
-        return owners.total(own, "max").clamp(min=0.0)
-    return owners.total({n: v.pow(norm_type) for n, v in own.items()}, "sum").pow(1 / norm_type)
+    with call("model.clip_grad_norm_"):
+        if infinite:
+            return owners.total(own, "max").clamp(min=0.0)
+        powers = {n: v.pow(norm_type) for n, v in own.items()}
+        return owners.total(powers, "sum").pow(1 / norm_type)

@@ -109,6 +109,26 @@ def test_a_rank_that_goes_another_way() -> None:
         assert seconds < LONG_S / 2
 
 
+def test_a_rank_that_ran_ahead_is_held_to_the_calls_behind_it() -> None:
+    """As a first stage is that only sends: its collectives would fit those of another call."""
+
+    def forget() -> str:
+        start_job(LONG_S)
+        try:
+            for k in range(12):
+                if k < 11 or dist.get_rank() == 0:
+                    with call("send"):
+                        pass
+                step()
+        except MismatchError as error:
+            return str(error)
+        return ""
+
+    for text in run_ranks(2, forget):
+        assert text.startswith("rank 1 went another way at call 23: rank 1 is in step")
+        assert "the others in send" in text
+
+
 def test_other_facts_of_one_scope() -> None:
     def facts() -> str:
         start_job(TIMEOUT_S)

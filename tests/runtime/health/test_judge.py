@@ -165,6 +165,19 @@ def test_a_rank_that_asks_nothing_is_asked(job: Job) -> None:
     assert job.answers() == [(0, {"agreed": 8})]
 
 
+def test_what_a_rank_did_before_is_compared_and_is_not_where_it_is(job: Job) -> None:
+    job.say(2, 9, "step")
+    job.say(0, 8, "eval", asks=(ALL,))
+    job.say(1, 8, "eval")
+    job.now += 2 * ASK_S
+    job.judge.look()
+    assert job.answers() == [(2, {"pending": 8})]
+    job.judge.hear(2, Status(8, TRAIN, {ALL: TRAIN}, State.IN))
+    assert job.judge.seen[2].status.call == 9
+    assert job.ranks == (2,)
+    assert job.fault.endswith("rank 2 is in model(...); the others in eval")
+
+
 def test_a_rank_that_is_elsewhere_is_a_mismatch_at_once(job: Job) -> None:
     job.say(0, 8, "full_state_dict", asks=(ALL,))
     job.say(1, 8)
