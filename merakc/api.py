@@ -58,7 +58,7 @@ from merakc.train.model import AdaptedModel, ParallelModel
 from merakc.train.outside.within import is_adapted
 from merakc.train.parameters.allocate import allocate
 from merakc.train.parameters.optimizers import leave
-from merakc.train.starting import nominal, started
+from merakc.train.starting import machines_for, started
 from merakc.train.steps import Steps
 from merakc.train.told import begin, tell, telling, warn_of
 from merakc.train.weights import check_is_plain, find_placements, opened, take_over
@@ -254,7 +254,7 @@ def _decide(
     again = forward.first.checkpoints
     request = for_forward(forward.request, asked.plan, again, outside=outside)
     shared = not cluster and device.type == "cpu"
-    fit = Fit(request, forward.of_samples, cluster or nominal(device), shared)
+    fit = Fit(request, forward.of_samples, machines_for(cluster, device), shared)
     lowered, recording = _lowered(asked.file, forward, fit)
     forward.compared.forget()
     return _Decision(

@@ -17,7 +17,10 @@ from merakc.planner.sources.source import Source
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 # For plans without a report, which do not say for which machines they were made.
 NOMINAL = "gpu"
-HELP = f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file."
+HELP = (
+    f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file; with +tf32 behind it "
+    "where products of 32 bits are in TF32."
+)
 
 
 def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
@@ -33,7 +36,7 @@ def machines(name: str, dtype: str, ranks: int | None = None) -> Cluster:
 
 def is_built_in(name: str) -> bool:
     """Whether machines of that name need no file."""
-    preset = re.fullmatch(r"([^:]+)(:\d{1,7})?", name)
+    preset = re.fullmatch(r"([^:+]+)(:\d{1,7})?(\+tf32)?", name)
     return name in CLUSTERS or (preset is not None and preset[1] in preset_names())
 
 

@@ -45,8 +45,8 @@ class Profile:
 class Device:
     """One kind of device: what its maker states, and three constants that say what programs reach.
 
-    Peak rates are those of dense products by dtype, and of 32-bit inputs that the device rounds
-    (TF32) where it does. `units` are its multiprocessors, over which the tiles of a product are
+    Peak rates are those of dense products by dtype; `tf32` is that of 32-bit inputs which the
+    device rounds, as torch does where it is told to. `units` are its multiprocessors, over which the tiles of a product are
     spread. Programs reach `product_share` of the peak rate in large products and `traffic_share`
     of the memory bandwidth; a kernel takes the host `launch_s` to launch. What a `profile` has
     measured wins over these.
@@ -78,6 +78,12 @@ class Device:
         """What large products of this dtype reach; of one that is not listed, the slowest rate."""
         rates = self.peak_flops_per_s
         return rates.get(cast(DtypeName, dtype), min(rates.values())) * self.product_share
+
+    def rounding(self) -> Device:
+        """The same, where products of 32-bit inputs are in TF32, if it has that."""
+        rates = self.peak_flops_per_s
+        fast = rates.get("tf32", rates.get("float32"))
+        return replace(self, peak_flops_per_s={**rates, "float32": fast}) if fast else self
 
     def reserved_bytes(self, communicators: int) -> int:
         """What of its memory a rank's tensors do not get, which calls so many communicators."""
@@ -215,6 +221,11 @@ class Hardware:
         found = [n.host.among(n.devices) for n in self.nodes if n.host is not None]
         return min(found, key=lambda h: h.memory_bytes) if len(found) == len(self.nodes) else None
 
+    def rounding(self) -> Hardware:
+        """The same devices, where products of 32-bit inputs are in TF32."""
+        rounded = (replace(n, device=n.device.rounding()) for n in self.nodes)
+        return replace(self, nodes=tuple(rounded))
+
     def level(self, extent: int) -> Level:
         """The innermost level that joins a block of `extent` neighbouring devices."""
         return next((link for link in self.links if link.devices >= extent), self.links[-1])
@@ -280,6 +291,10 @@ class Cluster:
             symmetric_memory=level.symmetric_memory,
             gather_share=level.gather_share,
         )
+
+    def rounding(self) -> Cluster:
+        """The same machines, where products of 32-bit inputs are in TF32."""
+        return replace(self, hardware=self.hardware.rounding()) if self.hardware else self
 
     def with_hardware(self, ranks: int) -> Cluster:
         """The same, described as hardware of so many ranks, by which plans are priced."""

@@ -66,7 +66,20 @@ def load_cluster(path: str | Path) -> Hardware:
 
 
 def find_cluster(name_or_path: str) -> Hardware:
-    """The preset of that name, `NAME:NODES` of it, or what the file of that path says."""
+    """The preset of that name, `NAME:NODES` of it, or what the file of that path says; with `+tf32`
+    behind that, where products of 32 bits are in TF32.
+
+    Raises `ClusterError` for a name that is none, and where no device has TF32.
+    """
+    base = without_rounding(name_or_path)
+    if base != name_or_path:
+        hardware = find_cluster(base)
+        if not any("tf32" in n.device.peak_flops_per_s for n in hardware.nodes):
+            raise ClusterError(
+                f"{name_or_path}: no rate of TF32 is known of {hardware.nodes[0].device.name}; "
+                f"ask for {base}, or give its rate as peak_flops_per_s.tf32"
+            )
+        return hardware.rounding()
     name, _, nodes = name_or_path.partition(":")
     if name in preset_names() and (nodes.isdecimal() or not nodes):
         return preset(name, int(nodes or 1))
@@ -75,6 +88,11 @@ def find_cluster(name_or_path: str) -> Hardware:
             f"{name_or_path}: {nodes!r} is no number of nodes; give {name}:NODES, such as {name}:8"
         )
     return load_cluster(name_or_path)
+
+
+def without_rounding(name_or_path: str) -> str:
+    """The name without `+tf32`."""
+    return name_or_path if Path(name_or_path).exists() else name_or_path.removesuffix("+tf32")
 
 
 def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
@@ -89,8 +107,9 @@ def hardware_for(name_or_path: str, ranks: int | None = None) -> Hardware:
         return hardware
     if ranks > MOST_DEVICES:
         raise ClusterError(f"{ranks} ranks are more than {MOST_DEVICES}; ask for fewer")
-    if name_or_path in preset_names():
-        hardware = preset(name_or_path, -(-ranks // hardware.nodes[0].devices))
+    if without_rounding(name_or_path) in preset_names():
+        count = -(-ranks // hardware.nodes[0].devices)
+        hardware = replace(hardware, nodes=(replace(hardware.nodes[0], count=count),))
     total, found = len(hardware.devices), []
     if ranks > total:
         raise ClusterError(

@@ -11,7 +11,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(gt=0)]
 Size = Annotated[int, Field(ge=0)]
-DtypeName = Literal["float64", "float32", "float16", "bfloat16", "float8"]
+DtypeName = Literal["float64", "float32", "tf32", "float16", "bfloat16", "float8"]
 
 STRICT = ConfigDict(extra="forbid")
 # Sizes, and what was measured at each, from small to large.

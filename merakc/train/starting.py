@@ -50,10 +50,13 @@ def _release_groups() -> None:
     gc.collect()
 
 
-def nominal(device: torch.device) -> Cluster:
-    """What plans are made with: these ranks' memory, and the cores that are fewer than they;
-    collective.
+def machines_for(given: Cluster | None, device: torch.device) -> Cluster:
+    """What plans are made with: the machines that are given, with products of 32 bits as torch is
+    told to make them, or nominal ones: these ranks' memory, and the cores that are fewer than they.
+    Collective.
     """
+    if given is not None:
+        return given if torch.get_float32_matmul_precision() == "highest" else given.rounding()
     if device.type == "cuda":
         left = memory_bytes(device) - 3 * COMMUNICATOR_BYTES  # of dp, tp and pp
         return replace(NOMINAL_GPU, memory_bytes=int(left * (1.0 - FRAGMENTATION)))

@@ -251,6 +251,21 @@ def test_no_mutated_file_gives_a_traceback() -> None:
     assert refused > 100
 
 
+def test_products_of_32_bits_are_rounded_where_that_is_asked_for(tmp_path: Path) -> None:
+    """torch computes them in full unless it is told otherwise: an A100 an eighth as fast."""
+    plain, rounded = (find_cluster(name).slowest for name in ("a100-80:2", "a100-80:2+tf32"))
+    assert plain.flops_per_s("float32") == pytest.approx(19.5e12 * plain.product_share)
+    assert rounded.flops_per_s("float32") == pytest.approx(156e12 * plain.product_share)
+    assert rounded.flops_per_s("bfloat16") == plain.flops_per_s("bfloat16")
+    assert len(hardware_for("a100-80+tf32", 16).devices) == 16
+    assert hardware_for("a100-80+tf32", 16).slowest == rounded
+    with pytest.raises(ClusterError, match=r"v100\+tf32: no rate of TF32 is known of v100"):
+        find_cluster("v100+tf32")
+    written = tmp_path / "mine+tf32"
+    written.write_text(cluster_text(find_cluster("a100-80")))
+    assert find_cluster(str(written)).slowest == plain
+
+
 def test_as_many_devices_as_ranks() -> None:
     assert len(hardware_for("h100").devices) == 8
     assert len(hardware_for("h100", 64).devices) == 64
