@@ -27,6 +27,7 @@ from merakc.passes.batches.alike import check_read_alike
 from merakc.passes.batches.analyse import Analysis, analyse, retaken
 from merakc.passes.batches.proof.certificate import certify
 from merakc.passes.batches.recorded import BatchRecording
+from merakc.passes.forward.fixed_values import check_lookups
 from merakc.passes.pipeline import KEYED
 from merakc.passes.running import run_passes
 
@@ -98,6 +99,7 @@ def _recorded_part(
     """The recording of a part, and what was found of it."""
     layout, dims = forward.layout, forward.dims
     part = forward.part()
+    check_lookups(part.graph)
     reads, of_whole = part.reads, None
     if layout.parts > 1 and read_whole(layout, couplings):
         reads, of_whole = None, forward.sized(layout.total).reads

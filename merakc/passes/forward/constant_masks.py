@@ -9,19 +9,16 @@ block at a time: a mask of long sequences would not fit the memory.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from merakc.ir.graph import Graph, Node, Ref, map_refs
 from merakc.kernels.ops import resolve_op
-from merakc.passes.autodiff.interpret import run_node
+from merakc.passes.forward.fixed_values import MOST_ELEMENTS, FixedValues, tags
 from merakc.passes.forward.mask_intervals import RunReader
 
 ATTENTION = "merakc.attention.default"
 MASK, CAUSAL = 3, 4  # places among its arguments
-# What is computed whole has at most so many elements, and so has a block.
-MOST_ELEMENTS = 1 << 24
 EXPAND, UNSQUEEZE = "aten.expand.default", "aten.unsqueeze.default"
 
 
@@ -51,19 +48,14 @@ class _Masks:
     """The values of a graph that follow from constants, where they are needed."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.specs = graph, graph.specs()
-        self.nodes = {n.name: n for n in graph.nodes}
-        self.values: dict[Ref, Any] = {Ref(k): v for k, v in graph.constants.items()}
-        self.runs = RunReader(self.nodes, self.specs, self._whole, _is_spread)
-        self.fixed: set[str] = set(graph.constants)
-        for node in graph.nodes:
-            if all(r.node in self.fixed for r in node.refs) and not _is_random(graph, node):
-                self.fixed.add(node.name)
+        self.specs, self.fixed = graph.specs(), FixedValues(graph)
+        self.nodes = self.fixed.nodes
+        self.runs = RunReader(self.nodes, self.specs, self.fixed.whole, _is_spread)
 
     def kind(self, mask: Ref) -> str:
         """What a mask is: "causal", "none" where all is seen, "" for any other."""
         shape = self.specs[mask].shape
-        if mask.node not in self.fixed or len(shape) < 2 or 0 in shape:
+        if mask.node not in self.fixed.names or len(shape) < 2 or 0 in shape:
             return ""
         *outer, rows, columns = shape
         if any(not self._is_alike(mask, dim) for dim, size in enumerate(outer) if size > 1):
@@ -99,7 +91,7 @@ class _Masks:
             if now in known or -place > len(shape) or shape[place] == 1:
                 continue
             known.add(now)
-            node, value = self.nodes.get(now.node), self._whole(now)
+            node, value = self.nodes.get(now.node), self.fixed.whole(now)
             if value is None and node is not None and _is_spread(node):
                 stack.extend(node.refs)
                 continue
@@ -111,7 +103,7 @@ class _Masks:
         """Some rows of the first of a value's outer indices; of `dims` dims, or fewer."""
         node = self.nodes.get(ref.node)
         if node is None or not _is_spread(node):
-            value = self._whole(ref)
+            value = self.fixed.whole(ref)
             if value is None or value.dim() < 2:
                 return value
             value = value.narrow(-2, first, last - first) if value.shape[-2] > 1 else value
@@ -134,17 +126,6 @@ class _Masks:
         found: torch.Tensor = resolve_op(node.op)(*args, **kwargs)
         return found
 
-    def _whole(self, ref: Ref) -> torch.Tensor | None:
-        """A value; None where it, or what it is computed from, is too large."""
-        if ref not in self.values:
-            node = self.nodes[ref.node]
-            sizes = [o.numel for o in node.outputs if o is not None]
-            if max(sizes) > MOST_ELEMENTS or any(self._whole(r) is None for r in node.refs):
-                return None
-            run_node(self.graph, node, self.values)
-        found: torch.Tensor = self.values[ref]
-        return found
-
 
 def _is_spread(node: Node) -> bool:
     """Whether each element of the result follows from those of the arguments at its place, counted
@@ -153,16 +134,7 @@ def _is_spread(node: Node) -> bool:
     if node.op == UNSQUEEZE:
         rank = len(node.spec.shape)
         return bool(node.args[1] % rank < rank - 2)
-    return node.op == EXPAND or torch.Tag.pointwise in _tags(node)
-
-
-def _is_random(graph: Graph, node: Node) -> bool:
-    is_own = node.op in graph.functions or not node.op.startswith("aten.")
-    return is_own or torch.Tag.nondeterministic_seeded in _tags(node)
-
-
-def _tags(node: Node) -> list[torch.Tag]:
-    return getattr(resolve_op(node.op), "tags", [])
+    return node.op == EXPAND or torch.Tag.pointwise in tags(node)
 
 
 def _seen(block: torch.Tensor) -> torch.Tensor | None:
