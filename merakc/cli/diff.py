@@ -25,6 +25,9 @@ def diff(
     skip: Annotated[
         int, typer.Option(help="Steps of a run that warm up, and are left out.", min=0)
     ] = WARM_UP_STEPS,
+    every: Annotated[
+        bool, typer.Option("--all", help="Name each parameter, and whole orders of work.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what two plans decide differently, or what a run took beside what its plan predicts.
@@ -37,13 +40,15 @@ def diff(
         return
     with told(progress_console()):
         old, new = load_plan(first), load_plan(second)
-    changes, predictions = plan_changes(old.decisions, new.decisions), prediction_changes(old, new)
+    brief = not (every or as_json)
+    changes = plan_changes(old.decisions, new.decisions, brief=brief)
+    predictions = prediction_changes(old, new)
     console = Terminal()
     if as_json:
         found = {"changes": changes, "predictions": predictions}
         console.print_json(json.dumps({k: [asdict(c) for c in v] for k, v in found.items()}))
     elif changes:
-        console.print(changes_table([*changes, *predictions], str(first), str(second)))
+        console.print(changes_table([*predictions, *changes], str(first), str(second)))
     else:
         console.print("the plans decide the same")
     if changes:

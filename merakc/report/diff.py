@@ -17,6 +17,9 @@ from merakc.report.units import format_bytes, format_seconds, name_pattern
 
 # What follows from the decisions, or is told by others.
 SKIPPED = {"graph", "stages"}
+PARAMETERS, ORDER = "parameters", "order"
+# Of an order of work the first actions of the first ranks are shown.
+ACTIONS, RANKS = 4, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +31,11 @@ class Change:
     second: str
 
 
-def plan_changes(first: Plan, second: Plan) -> list[Change]:
+def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Change]:
     """Every decision in which two plans differ; empty where they train alike.
 
-    Parameters appear as patterns in which `*` stands for a layer's index.
+    Parameters appear as patterns in which `*` stands for a layer's index; `brief`, those that are
+    on other stages are counted, and of orders only the beginning is shown.
     """
     found: list[Change] = []
     if first.graph.hash != second.graph.hash:
@@ -43,7 +47,12 @@ def plan_changes(first: Plan, second: Plan) -> list[Change]:
         old, new = getattr(first, field.name), getattr(second, field.name)
         if old == new:
             continue
-        if isinstance(old, Mapping):
+        if brief and field.name == PARAMETERS:
+            moved = sum(old.get(n) != new.get(n) for n in dict.fromkeys([*old, *new]))
+            found.append(Change(field.name, "", f"{moved} on other stages"))
+        elif brief and field.name == ORDER:
+            found.append(Change(field.name, _begun(old), _begun(new)))
+        elif isinstance(old, Mapping):
             found += _mapping_changes(field.name, old, new)
         else:
             found.append(Change(field.name, _shown(old), _shown(new)))
@@ -79,6 +88,18 @@ def _shown(value: Any) -> str:
     if isinstance(value, tuple):
         return "; ".join(str(v) for v in value) or "-"
     return "-" if value is None else str(value)
+
+
+def _begun(order: Any) -> str:
+    """The beginning of an order of work, of which each rank's actions are a text."""
+    ranks = [str(own).split() for own in order or ()]
+    told = [
+        f"{' '.join(own[:ACTIONS])} .. ({len(own)} actions)" if len(own) > ACTIONS else " ".join(own)
+        for own in ranks[:RANKS]
+    ]
+    if len(ranks) > RANKS:
+        told.append(f".. ({len(ranks)} ranks)")
+    return "; ".join(told) or "-"
 
 
 def _mapping_changes(

@@ -48,6 +48,18 @@ def test_every_decision_is_told(plan: Plan) -> None:
     ]
 
 
+def test_in_brief_parameters_are_counted_and_orders_begun(plan: Plan) -> None:
+    moved = {n: (1,) if n.endswith("norm.weight") else s for n, s in plan.parameters.items()}
+    order = ("0F0 0F1 0B0 0B1 0U", "1F0 1B0 1F1 1B1 1U", "2F0 2B0 2F1 2B1 2U")
+    other = replace(plan, parameters=moved, order=order)
+    count = sum(moved[n] != s for n, s in plan.parameters.items())
+    begun = "0F0 0F1 0B0 0B1 .. (5 actions); 1F0 1B0 1F1 1B1 .. (5 actions); .. (3 ranks)"
+    assert plan_changes(plan, other, brief=True) == [
+        Change("order", "-", begun),
+        Change("parameters", "", f"{count} on other stages"),
+    ]
+
+
 def test_predictions_and_the_table() -> None:
     first, slower = tiny_file(), tiny_file(Prediction(0.0246, 0.5, (3 << 29, 0)), dp=2)
     changes = prediction_changes(first, slower)
