@@ -18,8 +18,8 @@ CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 # For plans without a report, which do not say for which machines they were made.
 NOMINAL = "gpu"
 HELP = (
-    f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file; with +tf32 behind it "
-    "where products of 32 bits are in TF32."
+    f"One of {', '.join(CLUSTERS)}, a preset, PRESET:NODES, or a cluster file; "
+    "with +tf32 behind it where products of 32 bits are in TF32."
 )
 
 

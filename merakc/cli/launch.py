@@ -49,7 +49,7 @@ def launch(
         each = ranks_of_machine(ranks, plan, nodes)
         found = torchrun(each, nodes, rendezvous, max_restarts)
         own = settings(each, os.environ, alone=nodes == "1")
-    command = [*found, str(script), *(arguments or [])]
+    command = [*found, "--", str(script), *(arguments or [])]  # whose options are its own
     shown = [*(f"{name}={value}" for name, value in own.items()), "torchrun", *command]
     console.print(f"merakc: {shlex.join(shown)}", soft_wrap=True)
     sys.stdout.flush()

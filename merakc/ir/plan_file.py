@@ -105,7 +105,9 @@ def load_plan(path: str | Path) -> PlanFile:
     """
     try:
         text = read_text(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise PlanError(f"{path}: cannot be read ({error.strerror}); {REMEDY}") from error
+    except ValueError as error:
         raise PlanError(f"{path}: not a readable plan file ({error}); {REMEDY}") from error
     return parse_plan(text, str(path))
 
@@ -122,6 +124,8 @@ def parse_plan(text: str, where: str = "plan") -> PlanFile:
     if not isinstance(body, dict):
         raise PlanError(f"{where}: not a plan file, the top level is no JSON object; {REMEDY}")
     version = body.pop("schema_version", None)
+    if version is None:
+        raise PlanError(f"{where}: not a plan file, it states no schema version; {REMEDY}")
     if version != SCHEMA_VERSION:
         raise PlanError(
             f"{where}: schema version {version}, this merakc reads {SCHEMA_VERSION}; "

@@ -46,10 +46,10 @@ class Device:
     """One kind of device: what its maker states, and three constants that say what programs reach.
 
     Peak rates are those of dense products by dtype; `tf32` is that of 32-bit inputs which the
-    device rounds, as torch does where it is told to. `units` are its multiprocessors, over which the tiles of a product are
-    spread. Programs reach `product_share` of the peak rate in large products and `traffic_share`
-    of the memory bandwidth; a kernel takes the host `launch_s` to launch. What a `profile` has
-    measured wins over these.
+    device rounds, as torch does where it is told to. `units` are its multiprocessors, over which
+    the tiles of a product are spread. Programs reach `product_share` of the peak rate in large
+    products and `traffic_share` of the memory bandwidth; a kernel takes the host `launch_s` to
+    launch. What a `profile` has measured wins over these.
 
     Of its memory not all is a program's: `context_bytes` are what the driver and the libraries
     hold, `communicator_bytes` the buffers of one communicator, and of what is left `fragmentation`

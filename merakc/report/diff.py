@@ -94,7 +94,9 @@ def _begun(order: Any) -> str:
     """The beginning of an order of work, of which each rank's actions are a text."""
     ranks = [str(own).split() for own in order or ()]
     told = [
-        f"{' '.join(own[:ACTIONS])} .. ({len(own)} actions)" if len(own) > ACTIONS else " ".join(own)
+        f"{' '.join(own[:ACTIONS])} .. ({len(own)} actions)"
+        if len(own) > ACTIONS
+        else " ".join(own)
         for own in ranks[:RANKS]
     ]
     if len(ranks) > RANKS:

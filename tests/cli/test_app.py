@@ -90,7 +90,7 @@ def test_plan_with_communication_under_computation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("show", "no.json"), "PlanError: no.json: not a readable plan"),
+        (("show", "no.json"), "PlanError: no.json: cannot be read (No such file or directory)"),
         ((*SMALL, "--cluster", "moon"), "ClusterError: moon: cannot be read as a cluster file"),
         ((*SMALL, "--state-shards", "1,x,2"), "give zero-1 to zero-3, or three numbers"),
         ((*SMALL, "--precision", "fp8"), "precision 'fp8' is not known"),

@@ -36,6 +36,7 @@ def test_show(folder: Path) -> None:
     code, text = run("show", folder.parent)
     assert code == 2
     assert "is no checkpoint" in text
+    assert f"it holds the checkpoints {folder.name}" in " ".join(text.split())
 
 
 def test_verify(folder: Path, tmp_path: Path) -> None:

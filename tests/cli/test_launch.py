@@ -28,9 +28,10 @@ def test_a_script_runs_on_all_ranks_with_its_own_arguments(tmp_path: Path) -> No
         "print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:], flush=True)\n"
         "sys.exit(3 if '--fail' in sys.argv else 0)\n"
     )
-    done = run("--ranks", "2", str(script), "--lr", "0.1", "--ranks")
+    done = run("--ranks", "2", str(script), "--lr", "0.1", "--ranks", "--nproc")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split("\n"))[1:] == ["0 2 --lr 0.1 --ranks", "1 2 --lr 0.1 --ranks"]
+    given = "2 --lr 0.1 --ranks --nproc"
+    assert sorted(done.stdout.split("\n"))[1:] == [f"0 {given}", f"1 {given}"]
     assert "torchrun --standalone --nproc-per-node 2 " in done.stderr
     failed = run("--ranks", "1", str(script), "--fail")
     assert failed.returncode == 1

@@ -72,7 +72,7 @@ def test_what_differs_is_exit_code_1(file: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("no.json", SOURCE), "PlanError: no.json: not a readable plan file"),
+        (("no.json", SOURCE), "PlanError: no.json: cannot be read (No such file or directory)"),
         (("{file}", "tests.small_source:wide"), "the plan was made for another graph (Two)"),
         (("{file}", "tests.small_source:absent"), "ConfigError: tests.small_source:absent"),
     ],

@@ -91,8 +91,8 @@ def test_an_edited_file_is_refused(change: Callable[[dict[str, Any]], object], p
         load_plan(path)
 
 
-@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1, None])
-def test_another_schema_is_refused(version: int | None, path: Path) -> None:
+@pytest.mark.parametrize("version", [SCHEMA_VERSION + 1, SCHEMA_VERSION - 1])
+def test_another_schema_is_refused(version: int, path: Path) -> None:
     FILE.save(path)
     _edit(path, lambda body: body.update(schema_version=version))
     with pytest.raises(PlanError, match=f"schema version {version}, .* reads {SCHEMA_VERSION}"):
@@ -129,8 +129,14 @@ def test_what_is_no_plan_is_refused(text: str, path: Path) -> None:
         load_plan(path)
 
 
+def test_a_file_of_another_kind_is_refused(path: Path) -> None:
+    path.write_text('{"nodes": []}')
+    with pytest.raises(PlanError, match="not a plan file, it states no schema version; give"):
+        load_plan(path)
+
+
 def test_a_missing_file_is_refused(path: Path) -> None:
     with pytest.raises(
-        PlanError, match=r"not a readable plan file .*; give the file of a plan as merakc"
+        PlanError, match=r"cannot be read \(No such .*\); give the file of a plan as merakc"
     ):
         load_plan(path)

@@ -141,9 +141,11 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_text(path, MOST_BYTES)
     except OSError as error:
+        if not folder.exists():
+            raise CheckpointError(f"{folder}: there is no such folder{_beside(folder)}") from None
         raise CheckpointError(
             f"{folder} is no checkpoint: {path.name} cannot be read ({error.strerror}); a folder "
-            f"that was being written when a run ended has none{_left_beside(folder)}"
+            f"that was being written when a run ended has none{_beside(folder)}"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
@@ -186,10 +188,15 @@ def _check_boxes(name: str, stored: Stored) -> None:
         raise ValueError(f"'{name}' has {numel} elements, and {written} were written")
 
 
-def _left_beside(folder: Path) -> str:
-    """Where a save was killed between two renames, the checkpoint that was to be replaced."""
+def _beside(folder: Path) -> str:
+    """What may have been meant: where a save was killed between two renames, the checkpoint that
+    was to be replaced; where the folder holds checkpoints, these.
+    """
     old = folder.with_name(f".{folder.name}.old") if folder.name else folder
-    return f"; rename {old}, which was there before" if (old / NAME).exists() else ""
+    if (old / NAME).exists():
+        return f"; rename {old}, which was there before"
+    inside = sorted(p.parent.name for p in folder.glob(f"[!.]*/{NAME}"))
+    return f"; it holds the checkpoints {', '.join(inside[-4:])}" if inside else ""
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def test_positions_of_a_stock_model() -> None:
     config = GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=32, n_positions=16)
     ids = torch.zeros(2, 17, dtype=torch.long)
     graph = record(GPT2LMHeadModel(config), (), {"input_ids": ids, "labels": ids}).graph
-    with pytest.raises(ForwardError, match="'transformer.wpe.weight', which has 16, at"):
+    with pytest.raises(ForwardError, match=r"'transformer\.wpe\.weight', which has 16, at"):
         check_lookups(graph)
 
 
