@@ -45,7 +45,7 @@ torch.manual_seed(0)
 points = torch.randn(512, 32)
 views = [{"first": p + torch.randn(32) / 2, "second": p + torch.randn(32) / 2} for p in points]
 example = {name: torch.stack([v[name] for v in views[:32]]) for name in ("first", "second")}
-model = merakc.auto_parallel(Encoder(), example, loss=contrast)
+model = merakc.auto_parallel(Encoder(), example, batch_size=32, loss=contrast)
 loader = merakc.dataloader(views, model, batch_size=32, shuffle=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 

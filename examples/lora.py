@@ -38,7 +38,7 @@ config = LlamaConfig(
 torch.manual_seed(0)
 lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
 model = peft.get_peft_model(LlamaForCausalLM(config), lora)
-model = merakc.auto_parallel(model, batch([*texts[:16]]))
+model = merakc.auto_parallel(model, batch([*texts[:16]]), batch_size=16)
 loader = merakc.dataloader(texts, model, 16, shuffle=True, drop_last=True, collate_fn=batch)
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
 

@@ -35,7 +35,7 @@ config = LlamaConfig(
     num_attention_heads=4, num_key_value_heads=2,
 )  # fmt: skip
 torch.manual_seed(0)
-model = merakc.auto_parallel(LlamaForCausalLM(config), batch([*texts[:16]]))
+model = merakc.auto_parallel(LlamaForCausalLM(config), batch([*texts[:16]]), batch_size=16)
 loader = merakc.dataloader(texts, model, 16, shuffle=True, drop_last=True, collate_fn=batch)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))

@@ -72,6 +72,7 @@ def auto_parallel(
     model: nn.Module,
     batch: Any,
     *,
+    batch_size: int | None = None,
     loss: LossFunction | None = None,
     weights: str | Path | None = None,
     plan: GivenPlan | None = None,
@@ -102,6 +103,8 @@ def auto_parallel(
         model: returns a loss, as `.loss`, `["loss"]`, first or alone, or gives `loss` its outputs;
             its weights are taken over.
         batch: one dp rank's example, by keyword (a mapping) or position; shapes may change later.
+        batch_size: the samples of a step, over all dp ranks, for which the plan is made; if None,
+            each dp rank's are as many as the example's.
         loss: `fn(outputs, batch)`, where the model returns none: the loss of what it returns, and
             of the batch as it is called with; of that, the model is given what its forward takes.
         weights: a folder of safetensors files, as from `save_pretrained` or `merakc.save`, or one
@@ -210,7 +213,8 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
     request = Request(
         world, 0, asked["dp"], asked["tp"], asked["pp"], schedule=str(asked["schedule"]),
         precision=parse_precision(asked["precision"]), couplings=asked["couplings"],
-        batch_dims=parse_batch_dims(asked["batch_dims"]), **{name: asked[name] for name in names},
+        batch_dims=parse_batch_dims(asked["batch_dims"]), total_batch_size=asked["batch_size"],
+        **{name: asked[name] for name in names},
     )  # fmt: skip
     model, loss = asked["model"], asked["loss"]
     forward = model if loss is None else WithLoss(model, loss)
@@ -255,10 +259,14 @@ def _decide(
     request = for_forward(forward.request, asked.plan, again, outside=outside)
     shared = not cluster and device.type == "cpu"
     fit = Fit(request, forward.of_samples, machines_for(cluster, device), shared)
-    lowered, recording = _lowered(asked.file, forward, fit)
+    file, chosen = _plan(asked.file, fit)
+    local = request.local_batch_size(file.decisions.dp)
+    assert local is not None, "plans have a dp that divides the batch"
+    sized = forward.of_size(local)
+    lowered, recording = _lowered(file, chosen if sized is forward else None, sized)
     forward.compared.forget()
     return _Decision(
-        model, device, forward.example, recording, lowered, given=asked.file, fit=fit,
+        model, device, sized.example, recording, lowered, given=asked.file, fit=fit,
         outside=outside,
     )  # fmt: skip
 
@@ -336,8 +344,8 @@ def _facts(model: nn.Module, recording: Recording, fixed: Request, agreed: str) 
     }
 
 
-def _lowered(given: PlanFile | None, forward: Readings, fit: Fit) -> tuple[Lowered, BatchRecording]:
-    """The plan, decided by rank 0, applied on every rank to the recording that belongs to it."""
+def _plan(given: PlanFile | None, fit: Fit) -> tuple[PlanFile, Lowered | None]:
+    """The plan, decided by rank 0, and what that has made of it."""
     chosen: list[Lowered] = []
 
     def decide() -> PlanFile:
@@ -349,11 +357,18 @@ def _lowered(given: PlanFile | None, forward: Readings, fit: Fit) -> tuple[Lower
         return PlanFile(plan, prediction)
 
     file = given if given is not None else from_rank_0(decide)
+    return file, chosen[0] if chosen else None
+
+
+def _lowered(
+    file: PlanFile, chosen: Lowered | None, forward: Readings
+) -> tuple[Lowered, BatchRecording]:
+    """The plan, applied on every rank to the recording that belongs to it."""
     plan, prediction = file.decisions, file.prediction
     recording = forward.in_parts(plan.micro_batches, plan.dp)
     # On other dp ranks the numbers of the whole batch are others.
-    known = chosen and plan.dp == forward.asked.likely_dp
-    lowered = chosen[0] if known else apply_plan(plan, recording)
+    known = plan.dp == forward.asked.likely_dp
+    lowered = chosen if chosen and known else apply_plan(plan, recording)
     if prediction is not None:
         lowered = replace(lowered, gains=prediction.overlap_gains)
     return with_parts(lowered, partial(forward.in_parts, dp=plan.dp)), recording

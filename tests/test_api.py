@@ -211,6 +211,24 @@ def test_what_is_left_open_is_chosen_alike_on_every_rank() -> None:
     assert recompute in ("none", "full")
 
 
+def of_the_whole_job() -> tuple[int, int, int, float]:
+    """Trains on its part of four samples, where the example has eight."""
+    model = merakc.auto_parallel(build(Words), words(0), batch_size=4, dp=2)
+    steps = model._own("_steps")
+    compiled, own = len(steps.compiled), slice(2 * model.data_parallel_rank, None)
+    loss = model(**{k: v[:4][own][:2] for k, v in words(0).items()})["loss"]
+    loss.backward()
+    return model.plan.batch_size, compiled, len(steps.compiled), loss.item()
+
+
+def test_a_plan_is_made_for_the_batch_of_the_whole_job() -> None:
+    expected = build(Words)(**{k: v[:4] for k, v in words(0).items()})["loss"].item()
+    for samples, before, after, loss in run_ranks(2, of_the_whole_job):
+        assert samples == 2
+        assert before == after == 1
+        assert loss == pytest.approx(expected, rel=1e-12)
+
+
 def test_what_does_not_fit_is_refused() -> None:
     """By the peak of the built step, to the byte; a plan of the user's likewise."""
     options = {"recompute": "none", "micro_batches": 1}

@@ -16,9 +16,9 @@ from merakc.ir.strategy import Strategy
 from merakc.machines.cluster import Cluster
 from merakc.planner.choose import state_precision
 from merakc.planner.fit import find_least
-from merakc.planner.offline import Recordings, check_request, plan_recorded
+from merakc.planner.offline import Recordings, plan_recorded
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.request import Request
+from merakc.planner.request import Request, check_request
 from merakc.planner.sources.source import Source
 from merakc.report.analysis import make_report
 from merakc.report.units import count_of

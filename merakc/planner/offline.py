@@ -7,13 +7,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from merakc.batches.split import batch_size_of, call_arguments
-from merakc.errors import ConfigError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording
 from merakc.ir.batches import BatchLayout
-from merakc.ir.offload import parse_offload
 from merakc.ir.plan import Plan
-from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.ir.report import Alternative, Alternatives, Refusal
 from merakc.ir.strategy import Strategy
 from merakc.lowering.forwards import Shared
@@ -25,7 +22,7 @@ from merakc.planner.candidates import RUNNERS_UP, Candidate, Candidates
 from merakc.planner.choose import Patience, Progress, choose, compare
 from merakc.planner.fit import fit_error
 from merakc.planner.piece_table import PieceTable
-from merakc.planner.request import Request
+from merakc.planner.request import Request, check_request
 from merakc.planner.sources.source import Source
 from merakc.report.units import format_seconds
 
@@ -131,33 +128,6 @@ def _unlike(candidate: Strategy, plan: Plan) -> tuple[bool, ...]:
 def _shown(strategy: Strategy) -> tuple[object, ...]:
     """What people are told of a candidate: all but which axis lies inside, and its shards."""
     return str(strategy), strategy.sequence_parallel, strategy.recompute
-
-
-def check_request(request: Request, batch_size: int) -> None:
-    """Raises `ConfigError` where what is fixed divides neither ranks nor batch, or is not known."""
-    check_recompute(request.recompute)
-    parse_offload(request.offload)
-    for name, value in (("ranks", request.world_size), ("samples a step", batch_size)):
-        if not 1 <= value <= MOST:
-            raise ConfigError(f"{value} {name} were asked for; give 1 to {MOST}")
-    dp, tp, pp = request.dp, request.tp, request.pp
-    world, micro_batches = request.world_size, request.micro_batches or 1
-    fixed = [f"{k}={v}" for k, v in (("dp", dp), ("tp", tp), ("pp", pp)) if v is not None]
-    rest, left = divmod(world, (tp or 1) * (pp or 1))
-    if left or (dp and rest % dp) or (len(fixed) == 3 and dp != rest):
-        raise ConfigError(
-            f"{' x '.join(fixed)} does not multiply to {world} ranks; give degrees whose product "
-            "is the number of ranks, or divides it and leaves one open"
-        )
-    open_dp = [d for d in range(1, rest + 1) if rest % d == 0]
-    possible = [dp] if dp else [rest] if tp and pp else open_dp
-    if all(batch_size % (d * micro_batches) for d in possible):
-        over = f"dp={possible[0]}" if len(possible) == 1 else "any dp"
-        each = f" and into {micro_batches} micro-batches" if micro_batches > 1 else ""
-        raise ConfigError(
-            f"a batch of {batch_size} samples does not divide over {over} of {world} ranks{each}; "
-            f"give a multiple of {possible[0] * micro_batches}, or other degrees"
-        )
 
 
 def loses_by(one: Candidate, best: Candidate) -> str:

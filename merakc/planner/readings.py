@@ -86,6 +86,17 @@ class Readings:
         self.tensors += tensors
         self.__dict__.pop("example", None)
 
+    def of_size(self, samples: int) -> Readings:
+        """Those of a batch of so many samples: the first ones, or all of them several times."""
+        if samples == self.request.batch_size:
+            return self
+        sized = replace(self.request, batch_size=samples)
+        asked = replace(self.asked, readings=[sized], undivided=None)
+        other = replace(self, asked=asked, _made={})
+        rows = sample_rows(*self.example, sized.batch_dims)
+        other.__dict__["example"] = resized(*self.example, rows, samples)
+        return other
+
     def in_parts(self, parts: int, dp: int | None = None) -> BatchRecording:
         """The recording of one of so many parts of the batch, on each of so many dp ranks, the
         likely ones if not said.

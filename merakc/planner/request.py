@@ -12,7 +12,8 @@ from merakc.batches.split import divisors
 from merakc.errors import ConfigError
 from merakc.files.reading import read_text
 from merakc.ir.batches import WHOLE_BATCH, BatchDims, Couplings
-from merakc.ir.offload import NONE
+from merakc.ir.offload import NONE, parse_offload
+from merakc.ir.plan_checks import MOST, check_recompute
 from merakc.ir.precision import Precision
 from merakc.ir.program import Inner, Mesh
 from merakc.ir.state import AUTO, ShardsGiven
@@ -131,6 +132,33 @@ def meshes(request: Request) -> list[Mesh]:
             "give degrees whose product is the number of ranks, or leave one of them None"
         )
     return possible
+
+
+def check_request(request: Request, batch_size: int) -> None:
+    """Raises `ConfigError` where what is fixed divides neither ranks nor batch, or is not known."""
+    check_recompute(request.recompute)
+    parse_offload(request.offload)
+    for name, value in (("ranks", request.world_size), ("samples a step", batch_size)):
+        if not 1 <= value <= MOST:
+            raise ConfigError(f"{value} {name} were asked for; give 1 to {MOST}")
+    dp, tp, pp = request.dp, request.tp, request.pp
+    world, micro_batches = request.world_size, request.micro_batches or 1
+    fixed = [f"{k}={v}" for k, v in (("dp", dp), ("tp", tp), ("pp", pp)) if v is not None]
+    rest, left = divmod(world, (tp or 1) * (pp or 1))
+    if left or (dp and rest % dp) or (len(fixed) == 3 and dp != rest):
+        raise ConfigError(
+            f"{' x '.join(fixed)} does not multiply to {world} ranks; give degrees whose product "
+            "is the number of ranks, or divides it and leaves one open"
+        )
+    open_dp = [d for d in range(1, rest + 1) if rest % d == 0]
+    possible = [dp] if dp else [rest] if tp and pp else open_dp
+    if all(batch_size % (d * micro_batches) for d in possible):
+        over = f"dp={possible[0]}" if len(possible) == 1 else "any dp"
+        each = f" and into {micro_batches} micro-batches" if micro_batches > 1 else ""
+        raise ConfigError(
+            f"a batch of {batch_size} samples does not divide over {over} of {world} ranks{each}; "
+            f"give a multiple of {possible[0] * micro_batches}, or other degrees"
+        )
 
 
 def micro_batches_for(request: Request, mesh: Mesh) -> int:

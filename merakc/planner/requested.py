@@ -26,7 +26,7 @@ from merakc.ir.plan_file import PlanFile, load_plan
 from merakc.ir.recompute import parse_budget
 from merakc.ir.state import parse_shards
 from merakc.lowering.find_samples import MOST_TRIED
-from merakc.planner.request import Request, meshes, micro_batches_for, with_schedule
+from merakc.planner.request import Request, check_request, meshes, micro_batches_for, with_schedule
 from merakc.planner.search import ALWAYS_RECOMPUTES
 
 # A plan, with what is known of it or without, or its file.
@@ -67,6 +67,8 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     fixed = replace(fixed, recompute=str(fixed.recompute), offload=str(fixed.offload))
     check_recompute(fixed.recompute)
     parse_offload(fixed.offload)
+    if fixed.total_batch_size is not None:
+        check_request(fixed, fixed.total_batch_size)
     if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
         raise ConfigError(
             f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
@@ -150,6 +152,11 @@ def _check_plan(request: Request, given: Plan) -> None:
             raise ConfigError(
                 f"{name}={value} contradicts the plan's {name}={planned}; give one of the two"
             )
+    if request.local_batch_size(given.dp) is None:
+        raise ConfigError(
+            f"a batch of {request.total_batch_size} samples does not divide over the plan's "
+            f"dp={given.dp}; give a multiple of it, or make a new plan"
+        )
     if not request.batch_dims.items() <= given.batch_dims.items():
         raise ConfigError(
             f"batch_dims={shown_dims(request.batch_dims)} contradicts the plan's "

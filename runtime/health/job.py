@@ -92,10 +92,9 @@ class Job:
 
     def _at(self, call: int) -> Status:
         """Where this rank is; where it was, of a call that lies behind it."""
-        if call == self.here.call:
-            return self.status()
         forgotten = Status(call, facts={ALL: f"a call before the last {CALLS} of this rank"})
-        return next((old for old in tuple(self.past) if old.call == call), forgotten)
+        old = next((own for own in tuple(self.past) if own.call == call), forgotten)
+        return self.status() if call == self.here.call else old
 
     def over(self) -> bool:
         """Whether the process group that this watches has gone."""
@@ -107,8 +106,7 @@ class Job:
         """Enters a call that every rank must make; see `call`."""
         self.check()
         unknown = tuple([s for s, fact in facts.items() if not self.expected[s].comes(fact)])
-        here = Status(self.here.call + 1, name, facts, State.IN)
-        self.past.append(here)
+        self.past.append(here := Status(self.here.call + 1, name, facts, State.IN))
         self.here = here
         if self.channel is None:
             return
@@ -156,7 +154,8 @@ class Job:
             return
         text = failure(error)
         stuck = isinstance(error, StuckError) or _is_of_a_wait(error)
-        if stuck or (self.fault is not None and isinstance(error, Exception)):
+        others_too = self.fault is None or text in self.fault.text
+        if stuck or (isinstance(error, Exception) and not others_too):
             self.here = replace(here, state=State.BROKEN, text=text, doing=doing)
             self._explain(text)
             try:

@@ -29,6 +29,18 @@ def test_a_forward_is_recorded_once_for_each_size_of_part() -> None:
     assert other.spec.shape == (3, 8)  # four samples do not divide into such parts
 
 
+def test_a_batch_of_another_size_is_recorded_as_if_it_had_been_given() -> None:
+    model, batch = small()
+    asked = requested(Request(1, 0), None, batch)
+    forward = Readings(model, batch, asked, torch.device("cpu"))
+    assert forward.of_size(4) is forward
+    for samples in (2, 6):
+        other = forward.of_size(samples)
+        assert other.request.batch_size == samples
+        assert other.example[1]["x"].shape[0] == samples
+        assert other.first.layout.total == samples
+
+
 def test_what_the_models_python_holds_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all recordings: until something has moved, or it is let go of with the model's weights."""
     model, batch = small()

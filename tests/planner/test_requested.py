@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from merakc.errors import ConfigError
 from merakc.ir.batches import Rows
 from merakc.planner.request import Request
 from merakc.planner.requested import first_parts, requested
+from tests.report.test_text import tiny_plan
 
 
 def test_a_reading_that_does_not_divide_is_still_the_likeliest() -> None:
@@ -40,6 +43,16 @@ def test_what_is_given_is_checked_before_the_model() -> None:
     request = Request(1, 0, batch_dims=parse_batch_dims({"y": 0}))
     with pytest.raises(ConfigError, match="batch_dims names 'y'"):
         requested(request, None, batch)
+
+
+def test_the_batch_of_the_whole_job_divides_over_ranks() -> None:
+    batch = {"x": torch.zeros(6, 8)}
+    with pytest.raises(ConfigError, match="9 samples does not divide over dp=2 of 2 ranks"):
+        requested(Request(2, 0, dp=2, total_batch_size=9), None, batch)
+    plan = replace(tiny_plan(), dp=4)
+    world = plan.mesh.world_size
+    with pytest.raises(ConfigError, match="6 samples does not divide over the plan's dp=4"):
+        requested(Request(world, 0, total_batch_size=6), plan, batch)
 
 
 def test_a_batch_without_samples_is_refused() -> None:

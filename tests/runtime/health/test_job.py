@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import run_ranks
-from merakc.errors import MerakWarning, MismatchError, StuckError
+from merakc.errors import ConfigError, MerakWarning, MismatchError, StuckError
 from merakc.runtime.health import job as jobs
 from merakc.runtime.health import meeting
 from merakc.runtime.health.facts import ALL
@@ -173,6 +173,29 @@ def test_mistakes_that_all_make_leave_the_job_as_it_was() -> None:
         step()
 
     run_ranks(2, run)
+
+
+def test_a_mistake_that_all_make_is_the_own_one_on_all() -> None:
+    """Also where another rank has ended with it before."""
+
+    def run() -> str:
+        start_job(LONG_S)
+        found = job()
+        assert found is not None
+        assert found.channel is not None
+        try:
+            with call("step"):
+                if dist.get_rank() == 0:
+                    while found.fault is None:
+                        time.sleep(0.01)
+                raise ConfigError("of all")
+        except ConfigError as error:
+            if dist.get_rank() == 1:
+                found.channel.say_dying(f"ConfigError: {error}")
+                found.close()
+            return str(error)
+
+    assert run_ranks(2, run) == ["of all"] * 2
 
 
 def test_who_does_not_come_is_named_and_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
