@@ -21,7 +21,7 @@ COMMANDS = [line for b in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
             for line in b.splitlines()]  # fmt: skip
 (SCRIPT, FIXED_DEGREES, SHARDED, OVERLAPPED, OFFLOADED, MIXED, FROM_FILES, DIMS, SAVE, LOAD,
  WITH_PLAN) = PYTHON_BLOCKS  # fmt: skip
-CALL = "model = merakc.auto_parallel(model, example)  # the one line"
+CALL = "model = merakc.auto_parallel(model, example, batch_size=8)  # the one line"
 
 
 @pytest.fixture(scope="module")
