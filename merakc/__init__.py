@@ -1,8 +1,11 @@
 """merakc: automatic 3D parallelism for PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from merakc.machines.garbage import few_collections
 
-with few_collections():  # torch among it
+if TYPE_CHECKING:
     from merakc.api import auto_parallel, plan_for
     from merakc.errors import MerakError, MerakWarning
     from merakc.ir.plan import Plan
@@ -19,6 +22,34 @@ with few_collections():  # torch among it
     from merakc.train.model import ParallelModel
     from merakc.train.parameters.optimizers import declare_elementwise
     from merakc.version import __version__
+
+# Where each is. It is imported once it is asked for: a command that shows a plan needs little.
+_PLACES = {
+    "auto_parallel": "api",
+    "plan_for": "api",
+    "MerakError": "errors",
+    "MerakWarning": "errors",
+    "Plan": "ir.plan",
+    "PlanFile": "ir.plan_file",
+    "load_plan": "ir.plan_file",
+    "Precision": "ir.precision",
+    "Cluster": "machines.cluster",
+    "register_sharding": "passes.sharding.register",
+    "export": "train.checkpoints.exporting",
+    "Loaded": "train.checkpoints.loading",
+    "latest": "train.checkpoints.loading",
+    "load": "train.checkpoints.loading",
+    "Saving": "train.checkpoints.saving",
+    "save": "train.checkpoints.saving",
+    "dataloader": "train.data.loading",
+    "sampler": "train.data.loading",
+    "Sharing": "train.layers.sharing",
+    "share_layers": "train.layers.sharing",
+    "untie_layers": "train.layers.untying",
+    "ParallelModel": "train.model",
+    "declare_elementwise": "train.parameters.optimizers",
+    "__version__": "version",
+}
 
 __all__ = [
     "Cluster",
@@ -46,3 +77,16 @@ __all__ = [
     "share_layers",
     "untie_layers",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module 'merakc' has no attribute {name!r}")
+    with few_collections():  # torch is among it
+        found = getattr(import_module(f"merakc.{_PLACES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_PLACES]

@@ -100,6 +100,13 @@ def test_models_train_on_parts_of_sequences(mesh: Mesh) -> None:
     assert difference.error < BOUND, difference
 
 
+def test_what_the_package_gives_is_imported_when_asked_for() -> None:
+    assert set(merakc.__all__) <= set(dir(merakc))
+    assert all(getattr(merakc, name) is not None for name in merakc.__all__)
+    with pytest.raises(AttributeError, match="module 'merakc' has no attribute 'parallel'"):
+        merakc.parallel  # noqa: B018
+
+
 def test_one_process_without_torch_distributed() -> None:
     assert not dist.is_initialized()
     plain, given = build(Words), build(Words)

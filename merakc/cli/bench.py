@@ -14,7 +14,7 @@ from merakc.errors import ConfigError
 
 MODULE = "benchmarks.peers"
 # Its options are the benchmark's own, `--help` included.
-PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
 def bench(context: typer.Context) -> None:

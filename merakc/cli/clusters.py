@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from merakc.errors import ConfigError
 from merakc.ir.graph import dtype_name
@@ -12,7 +12,9 @@ from merakc.ir.plan_file import PlanFile
 from merakc.machines.cluster import NOMINAL_CPU, NOMINAL_GPU, Cluster
 from merakc.machines.cluster_files import hardware_for, preset_names
 from merakc.machines.figures import DtypeName
-from merakc.planner.sources.source import Source
+
+if TYPE_CHECKING:
+    from merakc.planner.sources.source import Source
 
 CLUSTERS = {"cpu": NOMINAL_CPU, "gpu": NOMINAL_GPU}
 # For plans without a report, which do not say for which machines they were made.

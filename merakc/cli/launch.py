@@ -23,7 +23,7 @@ from merakc.ir.plan_file import load_plan
 # torchrun's loggers, which repeat what it raises.
 QUIET = ("multiprocessing.api", "agent.server.api")
 # What stands behind the script is the script's.
-OF_THE_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
 def launch(

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from merakc.cli.clusters import machines, machines_of, product_dtype
 from merakc.costs.device import place_on
 from merakc.ir.plan import Plan
+from merakc.ir.plan_file import PlanFile
 from merakc.lowering.overlap import with_parts
 from merakc.machines.cluster import Cluster
 from merakc.passes.running import Pass, watched
-from merakc.planner.sources.source import Source
+from merakc.planner.sources.source import Source, load_source
 from merakc.planner.what_if import applied, record_source
-from merakc.report.passes import PassEffect, pass_effect
+from merakc.report.passes import PassEffect, effects_table, pass_effect
+from merakc.report.terminal import Terminal
+
+
+def effects_on(
+    file: PlanFile,
+    text: str,
+    sequence: int | None,
+    cluster: str | None,
+    progress: Callable[[str], None],
+    *,
+    trust: bool,
+) -> list[PassEffect]:
+    """What every pass does to the model that a text names, on machines of that name, or the plan's.
+
+    Raises `MerakError` where there are no such ones, and where the plan is of another model.
+    """
+    source = load_source(text, sequence, trust_remote_code=trust)
+    plan = file.decisions
+    on = machines(cluster or machines_of(file), product_dtype(plan, source))
+    return pass_effects(plan, source, on, progress)
 
 
 def pass_effects(
@@ -37,3 +61,11 @@ def pass_effects(
         lowered.head()
         lowered.with_collectives(lowered.programs())
     return found
+
+
+def print_effects(effects: Sequence[PassEffect], *, as_json: bool) -> None:
+    """A table of what the passes did, or each run of each as JSON."""
+    if as_json:
+        Terminal().print_json(json.dumps([asdict(effect) for effect in effects]))
+    else:
+        Terminal().print(effects_table(effects))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from merakc.cli.clusters import HELP, machines
 from merakc.cli.console import (
@@ -26,6 +24,7 @@ from merakc.cli.console import (
     told,
     working,
 )
+from merakc.cli.show import print_plan
 from merakc.errors import ConfigError
 from merakc.ir.plan_file import PlanFile
 from merakc.ir.precision import parse_precision
@@ -35,11 +34,7 @@ from merakc.planner.offline import plan_offline
 from merakc.planner.request import Request, with_schedule
 from merakc.planner.sources.source import load_source
 from merakc.report.analysis import make_report
-from merakc.report.findings import verdict
-from merakc.report.terminal import Terminal
-from merakc.report.text import plan_table, report_table
 from merakc.report.units import format_bytes
-from merakc.report.yields import Goal, yields_line
 
 Recompute = Annotated[
     str, typer.Option(help="none, full, selective, stage, a budget (40GiB, 0.5) or auto.")
@@ -135,17 +130,3 @@ def _shards(text: str | None) -> str | tuple[int, ...] | None:
         raise ConfigError(
             f"--state-shards {text}: give zero-1 to zero-3, or three numbers such as 1,1,8"
         ) from error
-
-
-def print_plan(made: PlanFile, goal: Goal, *, as_json: bool, whole: bool = False) -> None:
-    """The decisions, after what they cost and yield; of the `whole`, the report as well."""
-    console = Terminal()
-    if as_json:
-        console.print_json(json.dumps(asdict(made)))
-        return
-    if made.report is not None:
-        console.print(Text(verdict(made.report.verdict), style="bold"))
-        console.print(Text(yields_line(made.report.verdict, goal)))
-    console.print(plan_table(made))
-    if made.report is not None and whole:
-        console.print(report_table(made.report, console.width))
