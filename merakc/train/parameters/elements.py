@@ -20,7 +20,7 @@ from torch.utils import _foreach_utils
 
 from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
-from merakc.runtime.part import TensorPart, place_of, places, plain
+from merakc.runtime.part import TensorPart, local_of, place_of, places, plain
 from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
 from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
@@ -189,16 +189,12 @@ def tell_state(of: HeldParameter, state: dict[str, Any]) -> None:
 
 def _told_apart(of: Any) -> torch.Tensor:
     """What stands for elements outside this process."""
-    source = of.source
+    source, own = of.source, plain(of)
     if not source.is_part:
-        own = plain(of)
         return nn.Parameter(own.detach(), of.requires_grad) if isinstance(of, nn.Parameter) else own
     if source.place is None or of.views:
         raise _refusal("pickle", of)
-    return TensorPart(plain(of).detach(), source.place)
-
-
-# ---------------------------------------------------------------------- calls
+    return TensorPart(own.detach(), source.place)
 
 
 def _called(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -233,12 +229,16 @@ def _kind(name: str, of: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
-    """A gradient that is read, or an attribute that is set."""
+    """A gradient that is read, or an attribute that is set: of a whole gradient its part."""
     of, value = args[0], args[-1]
     if name == "grad" and func.__name__ == "__set__" and isinstance(value, torch.Tensor):
         if isinstance(value, Known) and not _is_alike(of, value):
             raise _refusal("grad", of)
-        args = of, _of(of.source, plain(value))
+        own = plain(value)
+        held = plain(of)
+        if own.shape != held.shape and of.source.is_part:
+            own = local_of(of, own) if of.source.place else torch.empty_like(held)
+        args = of, _of(of.source, own)
     return func(*args)
 
 
@@ -263,7 +263,7 @@ def _by_elements(
         raise _refusal(name, first)
     try:
         result = func(*args, **kwargs)
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:
         if is_part:
             raise _refusal(name, first) from error
         raise
