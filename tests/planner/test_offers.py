@@ -92,7 +92,7 @@ def test_unlike_devices_draw_what_each_of_them_does(tmp_path: Path) -> None:
     slow.write_text(path.read_text().replace("h100", "a100-40"))
     ((_, alike),) = (o.made for o in of_ranks(some, (16,), machines=str(slow)))
     assert found.step_s == pytest.approx(alike.step_s)
-    assert found.mfu == pytest.approx(alike.mfu * 2 * 156 / (156 + 494.5))
+    assert found.mfu == pytest.approx(alike.mfu * 2 * 19.5 / (19.5 + 67))
 
 
 class Known(Offers):

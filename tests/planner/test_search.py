@@ -47,7 +47,7 @@ def test_more_is_recomputed_only_where_less_does_not_fit() -> None:
 @pytest.mark.parametrize("ranks", [8, 64, 512, 2048])
 def test_pieces_price_what_the_plan_waits_for(ranks: int) -> None:
     """State in a shard on every rank: both take as large buckets as pay."""
-    cluster = hardware_for("h100", ranks).flat("float32")
+    cluster = hardware_for("h100+tf32", ranks).flat("float32")
     request = Request(
         ranks, 0, dp=ranks, tp=1, pp=1, micro_batches=1, state_shards="zero-3",
         total_batch_size=16 * ranks,
