@@ -13,7 +13,6 @@ from torch import nn
 
 from merakc.errors import CheckpointError
 from merakc.frontend.record import aliases_of
-from merakc.runtime.groups import together
 from merakc.runtime.part import TensorPart, place_of
 from merakc.train.checkpoints.codec import encode
 from merakc.train.checkpoints.manifest import EXTRA, OPTIMIZER, WEIGHTS
@@ -245,22 +244,27 @@ def stated(extra: Any, name: str = "extra") -> Any:
     return extra
 
 
-def shared_extras(found: Any, tensors: Tensors) -> tuple[list[Any], Tensors]:
-    """Those of each rank, or one where all ranks' are the same; collective.
-
-    The tensors are what this rank writes of them.
-    """
+def extras_digest(found: Any, tensors: Tensors) -> str:
+    """What tells whether two ranks have the same extras."""
     digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
     for name in sorted(tensors):
         value = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
-    everyone = together(lambda: (digest.hexdigest(), found))
+    return digest.hexdigest()
+
+
+def joined_extras(
+    everyone: Sequence[Any], digests: Sequence[str], tensors: Tensors
+) -> tuple[list[Any], Tensors]:
+    """The extras of each rank, or one where all ranks' are the same, and of this rank's `tensors`
+    in them what it writes.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    if len({d for d, _ in everyone}) == 1:
+    if len({*digests}) == 1:
         own = {f"{EXTRA}{name}": t for name, t in tensors.items()} if rank == 0 else {}
-        return [found], own
-    return [f for _, f in everyone], {f"{EXTRA}rank{rank}.{n}": t for n, t in tensors.items()}
+        return [everyone[0]], own
+    return [*everyone], {f"{EXTRA}rank{rank}.{n}": t for n, t in tensors.items()}
 
 
 def parallel_state(model: nn.Module) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from merakc.errors import CheckpointError, MerakError, MerakWarning
 from merakc.frontend.record import aliases_of
 from merakc.machines.garbage import few_collections
-from merakc.runtime.groups import agree, from_rank_0, together
+from merakc.runtime.groups import agree, together
 from merakc.runtime.health.job import (
     ALONE_S,
     call,
@@ -38,11 +38,12 @@ from merakc.train.checkpoints.manifest import NAME, read_manifest
 from merakc.train.checkpoints.run_state import (
     Tensors,
     extras,
+    extras_digest,
+    joined_extras,
     joined_records,
     listed,
     optimizer_tensors,
     parallel_state,
-    shared_extras,
     weights_of,
 )
 from merakc.train.checkpoints.storage import Writer
@@ -202,10 +203,15 @@ def _collected(
         return weights_of(model) | tensors, records, *extras(scheduler, extra)
 
     made = cache(own)
-    records = together(lambda: made()[1])
-    tensors, _, found, given = made()
-    joined = from_rank_0(lambda: joined_records(records))
-    told, written = shared_extras(found, given)
+
+    def of_all() -> tuple[list[Any], Any, str]:
+        _, records, found, given = made()
+        return records, found, extras_digest(found, given)
+
+    records, extra_of, digests = zip(*together(of_all), strict=True)
+    tensors, _, _, given = made()
+    joined = joined_records(records)
+    told, written = joined_extras(extra_of, digests, given)
     run = {
         "model": type(getattr(model, "_source", model)).__name__,
         "parameters": parameter_names(model),

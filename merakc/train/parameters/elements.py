@@ -20,7 +20,7 @@ from torch.utils import _foreach_utils
 
 from merakc.errors import ConfigError
 from merakc.runtime.groups import Groups
-from merakc.runtime.part import TensorPart, local_of, place_of, places, plain
+from merakc.runtime.part import TensorPart, place_of, places, plain
 from merakc.runtime.state import Placement
 from merakc.train.parameters.norms import Owners
 from merakc.train.parameters.numbers import NORMS, REDUCTIONS, Source, kind_of
@@ -229,16 +229,15 @@ def _kind(name: str, of: Any, rest: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _accessed(func: Any, name: str, args: Sequence[Any]) -> Any:
-    """A gradient that is read, or an attribute that is set: of a whole gradient its part."""
+    """A gradient that is read, or an attribute that is set: of what is whole, its part."""
     of, value = args[0], args[-1]
-    if name == "grad" and func.__name__ == "__set__" and isinstance(value, torch.Tensor):
+    is_set = name in ("grad", "data") and func.__name__ == "__set__"
+    if is_set and isinstance(value, torch.Tensor):
         if isinstance(value, Known) and not _is_alike(of, value):
-            raise _refusal("grad", of)
+            raise _refusal(name, of)
         own = plain(value)
-        held = plain(of)
-        if own.shape != held.shape and of.source.is_part:
-            own = local_of(of, own) if of.source.place else torch.empty_like(held)
-        args = of, _of(of.source, own)
+        is_whole = own.shape != plain(of).shape and of.source.is_part
+        args = of, _of(of.source, of.source.part(own) if is_whole else own)
     return func(*args)
 
 
