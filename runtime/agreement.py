@@ -34,6 +34,7 @@ _ODD = 0x9E3779B97F4A7C15  # the fractional digits of the golden ratio, which sc
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # where Python put an object
 # Steps with batches that are other ones each time, and the same for all dp ranks, are no chance.
 MANY_ALIKE = 3
+NO_OPTIMIZER = "no optimizer"
 _BATCHES = "pick batches by model.data_parallel_rank, not by the global rank"
 
 
@@ -67,6 +68,7 @@ class Agreement:
     beside: Mapping[tuple[str, int], int] = field(default_factory=dict)
     settings: dict[int, tuple[str, str]] = field(default_factory=dict)
     weights: Compared | None = None
+    parted: str = ""  # why ranks' weights are of different steps, until weights are loaded
     warn: Callable[[], None] | None = None  # once, where all dp ranks train on the same batches
     _same: dict[int, int] = field(default_factory=dict)  # such batches' hashes, by step
     _ours: WeakKeyDictionary[Optimizer, bool] = field(default_factory=WeakKeyDictionary)
@@ -100,8 +102,10 @@ class Agreement:
 
     def given(self, leaves: Sequence[Any]) -> None:
         """Notes the batch that runs next; the first one is compared at once, lest ranks that are
-        given others wait for each other.
+        given others wait for each other. Raises `MismatchError` where optimizers have parted.
         """
+        if self.parted:
+            raise MismatchError(self.parted)
         self.leaves = leaves
         if not self.compared:
             self.compared = True
@@ -144,7 +148,7 @@ class Agreement:
         words = [*zip(*sorted(self.settings.values()), strict=True)] or [(), ()]
         optimizers, told = ("; ".join(own) for own in words)
         self.settings.clear()
-        job = f"{optimizers or 'no optimizer'}, {self._trained()}"
+        job = f"{optimizers or NO_OPTIMIZER}, {self._trained()}"
         value = _hash(leaves or (), step)
         marks = [
             _batch_mark(value, mesh, rank),
@@ -200,17 +204,28 @@ class Agreement:
     def _tell_optimizers(
         self, told: str, world: dist.ProcessGroup, kind: Callable[[int], int]
     ) -> None:
-        """Names a rank whose settings are others than those of the first of its kind."""
+        """Names a rank whose settings are others than those of the first of its kind. Where either
+        has taken a step, their weights have parted.
+        """
         everyone = [""] * world.size()
         dist.all_gather_object(everyone, told, group=world)
         first: dict[int, int] = {}
         for rank, own in enumerate(everyone):
             other = first.setdefault(kind(rank), rank)
             if own != everyone[other]:
+                both = [text or NO_OPTIMIZER for text in (own, everyone[other])]
+                found = (
+                    f"rank {rank} trains with other settings than rank {other}: {both[0]} in place "
+                    f"of {both[1]}"
+                )
+                if not all(text.startswith(NO_OPTIMIZER) for text in both):
+                    self.parted = (
+                        f"the weights of the ranks are those of different steps since {found}; "
+                        "load a checkpoint on all ranks, or start again"
+                    )
                 raise MismatchError(
-                    f"rank {rank} trains with other settings than rank {other}: "
-                    f"{own or 'no optimizer'} in place of {everyone[other] or 'no optimizer'}; "
-                    "give all ranks the same optimizer; by parameters' names it may have groups"
+                    f"{found}; give all ranks the same optimizer; by parameters' names it may have "
+                    "groups"
                 )
 
     def _tell_common(self, common: Mapping[str, torch.Tensor], world: dist.ProcessGroup) -> None:

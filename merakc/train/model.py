@@ -391,6 +391,7 @@ class ParallelModel(Forwards):
         check_given(state_dict, own, whole)
         given = {n: v for n, v in state_dict.items() if n in own or n not in whole}
         self._own("_steps").stale.clear()
+        self._own("_steps").agreement.parted = ""
         with call("model.load_state_dict"):
             return super().load_state_dict(given, strict)
 

@@ -289,6 +289,7 @@ def resume(model: nn.Module, saved: Mapping[str, Any]) -> int:
         steps = model._own("_steps")
         steps.taken, steps.seed = step, saved.get("seed", steps.seed)
         steps.stale.clear()
+        steps.agreement.parted = ""
         scale = saved.get("loss_scale")
         if steps.loss_scale is not None and scale is not None:
             steps.loss_scale.skipped = scale["skipped"]
