@@ -9,6 +9,7 @@ still calls what it called.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 
 from merakc.batches.split import call_arguments
 from merakc.equality.casts import without_dropout
+from merakc.errors import MerakWarning
 from merakc.frontend.record import record
 from merakc.ir.graph import Graph
 from merakc.planner.sources.source import Source, source_of
@@ -170,7 +172,9 @@ class _Search:
                     fields = changed(fields, place, value, cut=cut)
             try:
                 config = self.kind.from_dict(copy.deepcopy(fields))
-                source = source_of(self.name, config, sequence)
+                with warnings.catch_warnings():  # of texts that the config has no positions for
+                    warnings.filterwarnings("error", ".* longer than the config's", MerakWarning)
+                    source = source_of(self.name, config, sequence)
                 graph = _recorded(source)
             except Exception:  # whatever the code of a model raises where its sizes do not fit
                 continue
