@@ -6,6 +6,10 @@ arguments that cannot be used. A command's module is imported when that command 
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -22,6 +26,21 @@ COMMANDS = (
 )  # fmt: skip
 
 
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends the process at once: packages that are interrupted while they are imported fail
+    with errors of their own.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class _Commands(TyperGroup):
     """The commands by their names."""
 
@@ -33,7 +52,7 @@ class _Commands(TyperGroup):
         """The one of that name."""
         if cmd_name not in COMMANDS:
             return None
-        with few_collections():
+        with few_collections(), _ended_by_ctrl_c():
             module = import_module(f"merakc.cli.{cmd_name}")
         app = getattr(module, "app", None)
         if app is None:

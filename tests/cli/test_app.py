@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +38,21 @@ def test_a_command_imports_what_it_needs() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("after_s", [0.2, 0.6])
+def test_ctrl_c_while_packages_are_imported_is_no_traceback(after_s: float) -> None:
+    code = "from merakc.cli.app import app; print('begun', flush=True); app()"
+    command = [sys.executable, "-c", code, *SMALL]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        time.sleep(after_s)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode
+    assert "Traceback" not in told
 
 
 def test_plan_show_and_diff(tmp_path: Path) -> None:
