@@ -64,18 +64,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
 
     Everything that can be refused before the model is looked at is refused here.
     """
-    fixed = replace(fixed, recompute=str(fixed.recompute), offload=str(fixed.offload))
-    check_recompute(fixed.recompute)
-    parse_offload(fixed.offload)
-    if fixed.total_batch_size is not None:
-        check_request(fixed, fixed.total_batch_size)
-    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
-        raise ConfigError(
-            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
-        )
-    if fixed.overlap is not None and fixed.overlap < 0:
-        raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
-    fixed = with_schedule(fixed)
+    fixed = _checked(fixed)
     file = load_plan(plan) if isinstance(plan, (str, Path)) else plan
     file = PlanFile(file) if isinstance(file, Plan) else file
     args, kwargs = call_arguments(batch)
@@ -111,6 +100,25 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     if not readings:
         raise refusal
     return Requested(None, [likeliest, *readings], specs, refusal)
+
+
+def _checked(fixed: Request) -> Request:
+    """What is fixed, understood. Raises `ConfigError` for what is none of its kind."""
+    fixed = replace(fixed, recompute=str(fixed.recompute), offload=str(fixed.offload))
+    check_recompute(fixed.recompute)
+    parse_offload(fixed.offload)
+    total = fixed.total_batch_size
+    if total is not None:
+        if type(total) is not int:
+            raise ConfigError(f"batch_size is {total!r}; give the number of samples of a step")
+        check_request(fixed, total)
+    if fixed.couplings not in (WHOLE_BATCH, PER_MICRO_BATCH):
+        raise ConfigError(
+            f'couplings is {fixed.couplings!r}; give "{WHOLE_BATCH}" or "{PER_MICRO_BATCH}"'
+        )
+    if fixed.overlap is not None and fixed.overlap < 0:
+        raise ConfigError(f"overlap is {fixed.overlap}; give the number of parts, or 0 for none")
+    return with_schedule(fixed)
 
 
 def _check_samples(args: Sequence[Any], kwargs: Mapping[str, Any], dims: BatchDims) -> None:

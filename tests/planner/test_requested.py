@@ -49,6 +49,8 @@ def test_the_batch_of_the_whole_job_divides_over_ranks() -> None:
     batch = {"x": torch.zeros(6, 8)}
     with pytest.raises(ConfigError, match="9 samples does not divide over dp=2 of 2 ranks"):
         requested(Request(2, 0, dp=2, total_batch_size=9), None, batch)
+    with pytest.raises(ConfigError, match=r"batch_size is 4\.0; give the number of samples"):
+        requested(Request(2, 0, dp=2, total_batch_size=4.0), None, batch)  # type: ignore[arg-type]
     plan = replace(tiny_plan(), dp=4)
     world = plan.mesh.world_size
     with pytest.raises(ConfigError, match="6 samples does not divide over the plan's dp=4"):

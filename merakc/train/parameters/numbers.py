@@ -45,13 +45,11 @@ class Source:
         return self.owners.groups is other.owners.groups and own == others
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What this rank has of a whole tensor. Raises `ConfigError` for another shape."""
+        """This rank's part of a whole tensor. Raises `ConfigError` for another shape."""
         if tuple(whole.shape) != self.shape:
             raise ConfigError(
                 f"'{self.name}' is given as {tuple(whole.shape)}, and the whole is {self.shape}"
             )
-        if not self.is_part:
-            return whole
         own = whole.new_empty(self.held) if self.place is None else self.place.take(whole)
         return own.contiguous().view(self.held)
 
