@@ -135,14 +135,17 @@ class _Search:
             layers *= 2
 
     def _lower_widths(self) -> bool:
-        """Lowers the largest integer until the model is small or none can be; whether any was."""
+        """Lowers the largest integer until the model is small or none can be; whether any was.
+
+        Texts first: what follows is then quicker, and a config may have positions for no more.
+        """
         stuck: set[Place] = set()
         before = len(self.found)
         while self.best.numbers > MOST_NUMBERS:
             open_ = {p: v for p, v in self.best.integers.items() if v > FLOOR and p not in stuck}
             if not open_:
                 break
-            place = max(open_, key=lambda p: open_[p])
+            place = SEQUENCE if SEQUENCE in open_ else max(open_, key=lambda p: open_[p])
             small = self._lowered(place, open_[place])
             if small is None:
                 stuck.add(place)
