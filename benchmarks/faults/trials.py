@@ -81,7 +81,7 @@ class Trial:
     ) -> None:  # fmt: skip
         self.kind, self.timeout_s, self.slack_s = kind, timeout_s, slack_s
         self.outcome = Outcome(kind.name, layout, pick_victim(kind, layout, pick))
-        self.delay_s, at_step = pick.uniform(0.0, MOMENTS_S), pick.randrange(30)
+        self.delay_s, at_step = pick.uniform(0.0, MOMENTS_S), pick.randrange(kind.first_step, 30)
         degrees = LAYOUTS[layout]
         self.start_s, self.fault_s, self.due_s = time.monotonic(), None, None
         self.store = os.memfd_create("merakc-faults")

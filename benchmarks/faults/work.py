@@ -76,6 +76,7 @@ class Kind:
     victim: int | None = None  # which rank it is, if not any
     layouts: tuple[str, ...] = tuple(LAYOUTS)
     waits: bool = False  # nothing is lost, and the others may wait for it as long as they may
+    first_step: int = 0  # before which it would be no fault
 
 
 @dataclass
@@ -153,7 +154,8 @@ KINDS = (
     Kind("a rank that does not come", _sleep, waits=True),
     Kind("memory limit", _starve),
     Kind("another batch size", _batch(lambda b: batch(SAMPLES - 2)), layouts=REPLICATED),
-    Kind("no labels", _batch(lambda b: {"x": b["x"]})),
+    # In the first call that is no fault: ranks lend what others have not, and settle then whether.
+    Kind("no labels", _batch(lambda b: {"x": b["x"]}), first_step=1),
     Kind("features of another width", _batch(lambda b: b | {"x": b["x"][:, :-1]})),
     Kind("eval()", _eval),
     Kind("no_grad", _no_grad),
