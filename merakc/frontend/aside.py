@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import io
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from merakc.frontend.asking import Asking
 from merakc.frontend.calls.places import is_certain
 from merakc.frontend.checks import harmless_answer
 from merakc.frontend.python.content import PLAIN, Attribute, content_of, put_back, same
+from merakc.frontend.python.files import no_files
 from merakc.frontend.replaced import replaced
 from merakc.frontend.source import near_line, user_line
 from merakc.ir.graph import Output, OutputKind, Ref
@@ -115,9 +115,8 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def speaking(self) -> Iterator[None]:
-        """Notes what is printed, and refuses to write files: a step does neither."""
-        plain_print, plain_open = builtins.print, builtins.open
-        plain_handle = logging.Logger.handle
+        """Notes what is printed, and refuses files: a step has nothing to do with either."""
+        plain_print, plain_handle = builtins.print, logging.Logger.handle
 
         def printing(*args: Any, **kwargs: Any) -> None:
             line = near_line(sys._getframe(1))
@@ -131,20 +130,10 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
                 self.printed.append(f"{UNPRINTED} at {line}")
             plain_handle(logger, record)
 
-        def opening(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            writes = set(mode) & set("wax+") and not self.paused
-            if writes and (line := near_line(sys._getframe(1))):
-                raise RecordError(
-                    f"{line}: the forward writes to a file ({file}), which a compiled step "
-                    "does not; return what it writes, and write it outside"
-                )
-            return plain_open(file, mode, *args, **kwargs)
-
         with (
             replaced(builtins, "print", printing),
             replaced(logging.Logger, "handle", logging_),
-            replaced(builtins, "open", opening),
-            replaced(io, "open", opening),
+            no_files(lambda: self.paused),
         ):
             yield
 

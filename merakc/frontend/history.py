@@ -102,9 +102,19 @@ class HistoryRecorder(GraphBuilder):
             "is_leaf": property(self._is_leaf),
             "grad_fn": property(self._grad_fn),
             "grad": property(self._grad, put("the gradient")),
+            "_version": property(self._version),
             "data": property(plain.__get__, put("the data")),
             **{name: acting(name) for name in _ACTS},
         }
+
+    def _version(self, x: FakeTensor) -> int:
+        if is_users(sys._getframe(2).f_code) and not self.paused:
+            raise self._error(
+                f"the _version of a tensor{self._owner(x)} is read in the forward, and a recording "
+                "has other tensors",
+                "count changes in an attribute, or in a buffer",
+            )
+        return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
 
     def _refused(self, what: str, remedy: str = "") -> RecordError:
         return self._error(f"{what} in the forward, and {_NO_HISTORY}", remedy or "move it out")

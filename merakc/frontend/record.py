@@ -27,6 +27,7 @@ from merakc.frontend.contexts import Slot, clocks_ahead, put_fakes, untouched
 from merakc.frontend.left import Left, left_by
 from merakc.frontend.opaque import Fallbacks, UntraceableError
 from merakc.frontend.python.compared import Compared
+from merakc.frontend.python.kinds import usual_types
 from merakc.frontend.python.plain_tensors import check_identities, check_memory
 from merakc.frontend.recorder import Recorder
 from merakc.frontend.values.outside import LossAndOutputs
@@ -275,7 +276,7 @@ def _run(
         flat = [recorder.batch_input(path, leaf) for path, leaf in leaves]
         fake_args, fake_kwargs = pytree.tree_unflatten(flat, spec)
         recorder.watch_batch(fake_args, fake_kwargs)
-        with recorder.running(model):
+        with usual_types(model), recorder.running(model):
             out = model(*fake_args, **fake_kwargs)
     found = *recorder.finish(out), recorder.set_aside()
     recorder.states.clear()  # the model's own tensors, which would live as long as Python likes

@@ -118,13 +118,13 @@ class ParallelModel(Forwards):
         steps.agreement.parameters = self.parameters
         held = steps.placements, steps.groups, steps.state, steps.sharded
         steps.agreement.weights = Replicas(*held)
-        keep(self, "_memory", Memory(partial(part_at, self), steps.state | told, steps.sharded))
         absent = {n: p for n, p in shown.items() if p.requires_grad and n not in steps.state}
         keep(self, "_empty", absent)
         keep(self, "_owners", Owners(steps.placements, steps.groups, steps.sharded, steps.device))
         hold(parameters, Home(steps.groups, steps.sharded))
         if steps.groups.axis("model") is not None or parts:
             follow({n: p for n, p in shown.items() if isinstance(p, nn.Parameter)}, self._owners)
+        keep(self, "_memory", Memory(partial(part_at, self), steps.state | told, steps.sharded))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
         """Another model under the same plan, of a copy of the user's: it has parameters of its own,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,17 +121,12 @@ def parameters_written(s: Any, b: Any) -> None:
     b["x"].mul_(s.layer.bias)
 
 
-def appends(s: Any, b: Any) -> None:
-    Path("x.txt").open("a").close()
-
-
 REFUSED: dict[str, tuple[Forward, str]] = {
     "parameters put": (parameters_put, r"puts a FakeTensor into batch\[0\] of the batch"),
     "parameters written": (parameters_written, r"py:\d+: the forward writes to '0.x' of the batch"),
     "a shape": (lambda s, b: b["x"].unsqueeze_(0), "changes the shape of '0.x' of the batch"),
     "an attribute": (lambda s, b: setattr(b["x"], "seen", True), "sets attributes of '0.x'"),
     "a gradient": (lambda s, b: b["x"].requires_grad_(), "tensor of the batch is switched on"),
-    "a file": (appends, r"test_aside.py:\d+: the forward writes to a file \(x.txt\)"),
 }
 
 

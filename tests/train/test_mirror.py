@@ -198,7 +198,7 @@ def test_parts_are_of_the_users_types_and_compute_nothing() -> None:
     with pytest.raises(ConfigError, match="'1' is deleted after auto_parallel"):
         del model.layers[1]
     model.layers.insert(0, Inner())
-    with pytest.raises(ConfigError, match="module '0' was added to the model, or taken out"):
+    with pytest.raises(ConfigError, match="module '0' was added to the model, taken out of it"):
         model(batch)
 
 

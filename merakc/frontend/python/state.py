@@ -37,7 +37,8 @@ from merakc.frontend.python.content import (
 from merakc.frontend.source import INSTALLED
 from merakc.frontend.values.outside import WithLoss
 
-_ATOMS = frozenset(PLAIN) | {Tensor, nn.Parameter}
+_ATOMS = frozenset(PLAIN)
+_TENSORS = frozenset((Tensor, nn.Parameter))
 _WRAPPERS = (staticmethod, classmethod, property, _lru_cache_wrapper)
 _FUNCTIONS = (*_WRAPPERS, FunctionType)
 _CALLED = (FunctionType, MethodType, _lru_cache_wrapper)
@@ -105,7 +106,9 @@ class PythonState:
         for path, module in model.named_modules():
             parts = {"parameter": module._parameters, "buffer": module._buffers}
             for part, states in {**parts, "module": module._modules}.items():
-                self._hold(Held(states, path, dict(states), False, part))
+                held = self._hold(Held(states, path, dict(states), False, part))
+                if held.names_alone:
+                    self._see_inside(held, 0)
             modules.append(self._hold(Held(module, path, dict(vars(module)), False)))
             classes |= dict.fromkeys(type(module).__mro__)
         for held in modules:
@@ -172,6 +175,8 @@ class PythonState:
             return
         if isinstance(value, _FUNCTIONS):
             self._see_function(value)
+        if type(value) in _TENSORS:
+            value = vars(value)  # what users have set on it
         if id(value) in self._held or depth > DEPTH:
             return
         content = content_of(value)

@@ -9,12 +9,14 @@ refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import nn
 
 from merakc.errors import ConfigError
+from merakc.frontend.python.attributes import Attributes
 from merakc.runtime.part import plain
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.shards import Bucket
@@ -40,7 +42,8 @@ class Memory:
             module = module_at(path)
             held = module._parameters if leaf in module._parameters else module._buffers
             self.owners.append((name, held, leaf, tensor))  # type: ignore[arg-type]
-        self.trees = [(m._modules, {**m._modules}) for m in module_at("").modules()]
+        self.trees = [(m, [*m._modules.items()]) for m in module_at("").modules()]
+        self.attributes = Attributes(chain.from_iterable(_pairs(m) for m, _ in self.trees))
         self.forms = {n: (t.dtype, t.device, plain(t).shape) for n, t in tensors.items()}
         self.buckets = list(sharded.buckets) if sharded is not None else []
         self.places = {b: _pointers(b.owned) for b in self.buckets}
@@ -54,14 +57,16 @@ class Memory:
         """
         with torch._C.DisableTorchFunctionSubclass():
             self._settle()
+        self.attributes.pass_on()
 
     def _settle(self) -> None:
-        for modules, before in self.trees:
-            if modules != before:
-                pairs = modules.items() ^ before.items()
+        for module, before in self.trees:
+            now = [*module._modules.items()]
+            if now != before:
+                pairs = set(now) ^ set(before) or set(now)
                 raise ConfigError(
-                    f"module '{min(name for name, _ in pairs)}' was added to the model, or taken "
-                    f"out of it, after auto_parallel, {COMPILED}"
+                    f"module '{min(name for name, _ in pairs)}' was added to the model, taken out "
+                    f"of it, or moved in it, after auto_parallel, {COMPILED}"
                 )
         for name, held, leaf, tensor in self.owners:
             if held.get(leaf) is not tensor:
@@ -77,6 +82,10 @@ class Memory:
                     f"'{name}' is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device} now, and "
                     f"steps are compiled for {dtype} {tuple(shape)} on {device}; change the model "
                     "before auto_parallel, whose precision= and device= say what steps compute in"
+                )
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                raise ConfigError(
+                    f"buffer '{name}' requires a gradient after auto_parallel, {COMPILED}"
                 )
         for bucket in self.buckets:
             places = _pointers(bucket.owned)
@@ -99,6 +108,15 @@ class Memory:
         bucket.restore()
         for name, value in values.items():
             bucket.owned[name].data.copy_(value)
+
+
+def _pairs(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """A module's tensors, and those of the user's module that they stand for."""
+    source = vars(module).get("_source", module)
+    theirs = {**source._parameters, **source._buffers}
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and theirs.get(name) is not None:
+            yield tensor, theirs[name]
 
 
 def _pointers(parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:

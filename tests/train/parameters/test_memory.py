@@ -107,6 +107,12 @@ REFUSED: dict[str, tuple[Callable[[Model], object], str]] = {
         lambda m: (m.get_submodule("a")._parameters.update(weight=nn.Parameter(torch.ones(6, 6))),
                    loss_of(m)),
         "'a.weight' is another tensor"),
+    "moved modules": (
+        lambda m: (m._modules.update({"a": m._modules.pop("a")}), loss_of(m)),
+        "module 'a' was added to the model, taken out of it, or moved"),
+    "other modules": (
+        lambda m: (setattr(m, "_modules", dict(reversed(m._modules.items()))), loss_of(m)),
+        "module 'a' was added to the model, taken out of it, or moved"),
     "a new parameter": (
         lambda m: m.register_parameter("x", nn.Parameter(torch.ones(2))), "'x' is set to a"),
     "a new module": (lambda m: m.add_module("x", nn.Linear(1, 1)), "'x' is set to a Linear"),

@@ -1,0 +1,76 @@
+"""A forward that goes by types of tensors and numbers is recorded as it runs in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import merakc
+from merakc.errors import RecordError
+from merakc.frontend.python.kinds import Type, usual_types
+from merakc.machines.cluster import NOMINAL_CPU
+
+X = torch.arange(8.0).view(2, 4)
+REAL = type
+
+
+class Asking(nn.Module):
+    def __init__(self, ask: Callable[[Any, Tensor], bool]) -> None:
+        super().__init__()
+        self.ask, self.w = ask, nn.Parameter(torch.ones(4))
+        self.register_buffer("b", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.w * self.b).sum() * (3 if self.ask(self, x) else 2)
+
+
+ASKED: dict[str, Callable[[Any, Tensor], bool]] = {
+    "batch": lambda m, x: type(x) is Tensor,
+    "result": lambda m, x: type(x * 2) == Tensor,  # noqa: E721
+    "parameter": lambda m, x: type(m.w) is nn.Parameter,
+    "buffer": lambda m, x: type(m.b) is Tensor,
+    "name": lambda m, x: type(x).__name__ == "Tensor",
+    "table": lambda m, x: {Tensor: True, nn.Parameter: False}[type(x)],
+    "size": lambda m, x: type(x.shape[0]) is int,
+    "number": lambda m, x: type(x.max().item()) is float,
+    "count": lambda m, x: type((x > 2).sum().item()) is int,
+    "module": lambda m, x: type(m).__name__ == "Asking" and type(type(m)) is type,
+    "instances": lambda m, x: isinstance(Asking, type) and issubclass(type(Asking), type),
+    "made": lambda m, x: type("Made", (), {"k": 1})().k == 1,
+    "class": lambda m, x: type("Made", (type,), {})("Other", (), {}).__name__ == "Other",
+    "of": lambda m, x: type[int].__args__ == (int,),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_types_are_those_of_one_process(name: str) -> None:
+    plain = Asking(ASKED[name])
+    model = merakc.auto_parallel(Asking(ASKED[name]), {"x": X}, cluster=NOMINAL_CPU)
+    assert plain(X) == 3 * X.sum()
+    assert model(x=X) == plain(X)
+
+
+def test_nothing_stays() -> None:
+    here = vars(sys.modules[__name__])
+    with usual_types(Asking(ASKED["batch"])):
+        assert here["type"] is type is Type
+        assert "type" not in vars(torch)
+    assert "type" not in here
+    assert type is REAL
+
+
+@pytest.mark.parametrize("of", ["w", "b", "x", "x * 2"])
+def test_versions_are_refused(of: str) -> None:
+    def ask(m: Any, x: Tensor) -> bool:
+        tensor = {"w": m.w, "b": m.b, "x": x, "x * 2": x * 2}[of]
+        return bool(tensor._version > 0)
+
+    with pytest.raises(
+        RecordError, match=r"test_kinds\.py:\d+: the _version of a tensor.* is read"
+    ):
+        merakc.auto_parallel(Asking(ask), {"x": X}, cluster=NOMINAL_CPU)
