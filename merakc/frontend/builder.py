@@ -16,6 +16,7 @@ from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
 from merakc.frontend.python.content import tensors_in
+from merakc.frontend.python.plain_tensors import layout_reason
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import Reader
@@ -196,6 +197,7 @@ class GraphBuilder:
                 "of the model",
                 "register it (nn.Parameter, nn.ParameterList), or detach it",
             )
+        self._check_layout(tensor)
         ref = self._input("constant", InputKind.CONSTANT, tensor, "", False)
         self.constants[ref.node] = tensor
         self.aliases.add(tensor, ref)
@@ -231,7 +233,18 @@ class GraphBuilder:
             "make it a buffer, to which the forward writes tensors: no .item(), no float()",
         )
 
+    def _check_layout(self, tensor: torch.Tensor) -> None:
+        reason, remedy = layout_reason(tensor)
+        if reason:
+            raise self._untraceable(f"a tensor of shape {tuple(tensor.shape)} {reason}", remedy)
+
+    def _untraceable(self, what: str, remedy: str) -> RecordError:
+        raise NotImplementedError
+
     def _emit(self, op: str, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> Ref:
+        for out in outs:
+            if isinstance(out, torch.Tensor):
+                self._check_layout(out)
         specs = tuple(spec_of(o) if isinstance(o, torch.Tensor) else None for o in outs)
         return self._add(op, args, kwargs, specs)
 

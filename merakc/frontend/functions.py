@@ -136,9 +136,6 @@ class FunctionRecorder(GraphBuilder):
                 )
         return super().finish(out)
 
-    def _untraceable(self, what: str, remedy: str) -> RecordError:
-        raise NotImplementedError
-
     def _function(self, cls: Any, args: Any) -> Any:
         """A custom function's call, seen from C++'s `apply`."""
         if self.paused:

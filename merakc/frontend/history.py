@@ -52,9 +52,6 @@ class HistoryRecorder(GraphBuilder):
 
     paused: bool
 
-    def _untraceable(self, what: str, remedy: str) -> RecordError:
-        raise NotImplementedError
-
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
         """Answers what fake tensors are asked, and refuses calls that would go unheard."""

@@ -18,6 +18,7 @@ from merakc.batches.split import (
     tensor_specs,
 )
 from merakc.errors import ConfigError
+from merakc.frontend.python.plain_tensors import check_batch
 from merakc.ir.batches import PER_MICRO_BATCH, WHOLE_BATCH, BatchDims
 from merakc.ir.offload import parse_offload
 from merakc.ir.plan import Plan
@@ -69,6 +70,7 @@ def requested(fixed: Request, plan: GivenPlan | None, batch: Any) -> Requested:
     file = PlanFile(file) if isinstance(file, Plan) else file
     args, kwargs = call_arguments(batch)
     check_objects((args, kwargs))
+    check_batch(named_tensors(args, kwargs))
     specs = tensor_specs(args, kwargs)
     _check_samples(args, kwargs, fixed.batch_dims)
     check_batch_dims(args, kwargs, fixed.batch_dims)

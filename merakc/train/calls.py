@@ -44,7 +44,7 @@ def model_call(
             around.enter_context(torch.inference_mode(mode=False))
             around.enter_context(torch.no_grad())
         around.enter_context(call(name, facts, prompt=False))
-        check_batch(named_tensors(args, kwargs))
+        check_batch(named_tensors(args, kwargs), with_values=True)
         yield
 
 
@@ -109,5 +109,6 @@ def _words(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 def _word(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        shape = "[nested]" if leaf.is_nested else list(leaf.shape)
+        return f"{str(leaf.dtype).removeprefix('torch.')}{shape}"
     return repr(leaf) if isinstance(leaf, (bool, int, float, str)) else type(leaf).__name__

@@ -224,8 +224,9 @@ def run_bare(
 
 
 def is_plain_fake(x: torch.Tensor) -> bool:
-    """Whether a tensor is fake, of the CPU and of no known value."""
-    return type(x) is FakeTensor and x.fake_device == CPU and x.constant is None
+    """Whether a tensor is fake, dense, of the CPU and of no known value."""
+    known = type(x) is not FakeTensor or x.fake_device != CPU or x.constant is not None
+    return not known and x.layout == torch.strided
 
 
 def _is_empty(x: torch.Tensor) -> bool:

@@ -71,6 +71,8 @@ def refused(op: str, args: Sequence[Any]) -> tuple[str, str] | None:
     """What is wrong with a call, and the remedy, where its graph would not be what eager does."""
     if op == "aten.embedding.default" and len(args) > 4 and args[4]:
         return "an embedding with sparse gradients", "make it with sparse=False"
+    if op == "aten.is_set_to.default":
+        return "whether two tensors have one memory is asked", "tell tensors apart by `is`"
     return None
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from merakc.errors import RecordError
+from merakc.frontend.python.plain_tensors import layout_reason
 
 # Modules that split a batch or a model themselves, by the place where their class is.
 _SPLITTING = ("torch.distributed.fsdp", "deepspeed", "fairscale", "megatron")
@@ -37,7 +38,8 @@ def check_modules(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         reason = _tensor_reason(tensor)
         if reason:
-            raise RecordError(f"parameter '{name}' {reason}")
+            what = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise RecordError(f"{what} '{name}' {reason}")
 
 
 def _module_reason(module: nn.Module) -> str:
@@ -68,6 +70,8 @@ def _tensor_reason(tensor: torch.Tensor) -> str:
         )
     if isinstance(tensor, DTensor):
         return "is a DTensor, split already; give merakc the model as it is in one process"
+    if any(reason := layout_reason(tensor)):
+        return "; ".join(reason)
     if tensor._backward_hooks:
         return f"has a hook (register_hook), which a recorded graph would not call; {_HOOK_REMEDY}"
     if getattr(tensor, "_post_accumulate_grad_hooks", None):

@@ -17,6 +17,8 @@ from merakc.frontend.python.state import Held
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter, UninitializedParameter, UninitializedBuffer)
 
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
     """The attributes that users have set on a tensor."""
@@ -31,10 +33,24 @@ def keep_attributes(tensor: torch.Tensor, of: torch.Tensor | None) -> None:
         vars(tensor).update({key: x for key, x in told.items() if not hasattr(tensor, key)})
 
 
+def layout_reason(tensor: torch.Tensor) -> tuple[str, str]:
+    """What is wrong with a tensor that is not dense, and the remedy; empty for one that is."""
+    odd = str(tensor.layout) if tensor.layout != torch.strided else ""
+    odd = "nested" if tensor.is_nested else "quantized" if tensor.dtype in _QUANTIZED else odd
+    if not odd:
+        return "", ""
+    return (
+        f"is a {odd} tensor, and merakc records dense ones",
+        "give a dense one (to_dense, to_padded_tensor, dequantize)",
+    )
+
+
 def check_class(name: str, tensor: torch.Tensor) -> None:
-    """Raises `RecordError` for a tensor of a class of its own: what its methods do, and what a
-    forward makes of its class, would not be recorded.
+    """Raises `RecordError` for a tensor of another layout than rows of elements, and for one of a
+    class of its own: what its methods do, and what a forward makes of its class, would be lost.
     """
+    if any(reason := layout_reason(tensor)):
+        raise RecordError(f"{name} {'; '.join(reason)}")
     kind = type(tensor)
     is_known = kind in _CLASSES or kind.__module__.startswith("merakc.")
     if not is_known and not isinstance(tensor, FakeTensor):
@@ -120,10 +136,12 @@ def _overlapping(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, str
                 yield one, other
 
 
-def check_batch(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises `RecordError` for tensors of a batch that carry more than values."""
+def check_batch(tensors: Mapping[str, torch.Tensor], *, with_values: bool = False) -> None:
+    """Raises `RecordError` for tensors of a batch that carry more than values, or no values."""
     for name, tensor in tensors.items():
         check_class(f"'{name}' of the batch", tensor)
+        if with_values and tensor.is_meta:
+            raise RecordError(f"'{name}' of the batch is on the meta device, and has no values")
         told = [key for key in attributes_of(tensor) if not key.startswith("_")]
         if told:
             raise RecordError(

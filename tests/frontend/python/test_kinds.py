@@ -65,11 +65,19 @@ def test_nothing_stays() -> None:
 
 
 @pytest.mark.parametrize("of", ["w", "b", "x", "x * 2"])
-def test_versions_are_refused(of: str) -> None:
-    def ask(m: Any, x: Tensor) -> bool:
-        tensor = {"w": m.w, "b": m.b, "x": x, "x * 2": x * 2}[of]
-        return bool(tensor._version > 0)
+def test_versions_and_memory_are_refused(of: str) -> None:
+    def tensor(m: Any, x: Tensor) -> Tensor:
+        found: Tensor = {"w": m.w, "b": m.b, "x": x, "x * 2": x * 2}[of]
+        return found
 
+    def ask(m: Any, x: Tensor) -> bool:
+        return bool(tensor(m, x)._version > 0)
+
+    def ask_of_memory(m: Any, x: Tensor) -> bool:
+        return tensor(m, x).is_set_to(x)
+
+    with pytest.raises(RecordError, match="whether two tensors have one memory is asked"):
+        merakc.auto_parallel(Asking(ask_of_memory), {"x": X}, cluster=NOMINAL_CPU)
     with pytest.raises(
         RecordError, match=r"test_kinds\.py:\d+: the _version of a tensor.* is read"
     ):

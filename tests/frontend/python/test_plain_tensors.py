@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import merakc
-from merakc.errors import RecordError
+from merakc.errors import MerakWarning, RecordError
 from merakc.frontend.python.plain_tensors import check_memory
 from merakc.machines.cluster import NOMINAL_CPU
 
@@ -129,6 +129,104 @@ def test_tensors_of_a_batch_are_plain() -> None:
     told["x"].factor = 2.0  # type: ignore[attr-defined]
     with pytest.raises(RecordError, match=r"'x' of the batch has attributes of its own \(factor\)"):
         model(**told)
+
+
+def _adjacency() -> Tensor:
+    return torch.tensor([[0.0, 1, 0, 0], [1, 0, 2, 0], [0, 1, 0, 1], [3, 0, 0, 1]]).to_sparse()
+
+
+class Neighbours(nn.Module):
+    """A sum over the neighbours in a graph, by a sparse matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(4))
+        self.adjacency = _adjacency()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.sparse.mm(self.adjacency, x * self.w)
+        return found
+
+
+class Graphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(4, 4), Neighbours(), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(self.first(x)).relu()).square().mean()
+
+
+def test_modules_of_sparse_matrices_run_as_they_are() -> None:
+    plain, x = Graphs(), torch.linspace(-1, 1, 16).view(4, 4)
+    with pytest.warns(MerakWarning, match="'inner' cannot be recorded and runs as it is.*sparse"):
+        model = parallel(Graphs(), {"x": x})
+    for one in (plain, model):
+        one(x=x).backward()
+    assert torch.allclose(model(x=x), plain(x))
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(ours.grad, theirs.grad)
+
+
+def _as_parameter(model: Head) -> None:
+    model.c.weight = nn.Parameter(model.c.weight.detach().to_sparse())
+
+
+def _as_buffer(model: Head) -> None:
+    model.register_buffer("more", _adjacency().to_sparse_csr())
+
+
+class Odd(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.w, self.make = nn.Parameter(torch.ones(4)), make
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.make(x) @ self.w.outer(self.w)).sum()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", [_as_parameter, _as_buffer])
+def test_parameters_and_buffers_are_dense(change: Any) -> None:
+    model = Head()
+    change(model)
+    with pytest.raises(RecordError, match=r"is a torch.sparse_.*give a dense one"):
+        parallel(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        torch.Tensor.to_sparse_csr,
+        lambda x: torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long), x[0, :1], (4, 4)),
+    ],
+)
+def test_values_are_dense(make: Any) -> None:
+    with pytest.raises(
+        RecordError, match=r"test_plain_tensors\.py:\d+: .* and merakc records dense"
+    ):
+        parallel(Odd(make))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.Tensor.to_sparse,
+        lambda x: torch.nested.nested_tensor([x[0], x[1, :2]]),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+    ],
+)
+def test_batches_are_dense(make: Any) -> None:
+    model, odd = parallel(Head()), {**batch(), "x": make(batch()["x"])}
+    for refused in (lambda: parallel(Head(), odd), lambda: model(**odd)):
+        with pytest.raises(RecordError, match=r"'x' of the batch is a .* tensor.*give a dense one"):
+            refused()
+    with pytest.raises(RecordError, match="'x' of the batch is on the meta device"):
+        model(**{**batch(), "x": batch()["x"].to("meta")})
 
 
 class Cleaned(nn.Module):
