@@ -20,8 +20,10 @@ from merakc.frontend.source import is_users
 
 _PACKAGE = __file__.rpartition("/frontend/")[0]
 _REPLACED = replaced.__wrapped__.__code__.co_filename  # type: ignore[attr-defined]
-# Python's own, which looks for code, and for its lines when it writes a warning.
-_OF_CODE = ("importlib", "linecache", "inspect", "traceback")
+# What looks for code, for its lines when it writes a warning, and for compilers and devices; of
+# torch that is all but what loads and saves.
+_OF_CODE = ("importlib", "linecache", "inspect", "traceback", "torch")
+_LOADS = ("torch.serialization", "torch.hub")
 # Python's events (sys.audit) that a forward is refused for, and the calls of which there is none.
 _EVENTS = {
     "os.listdir": "looks into a folder", "os.scandir": "looks into a folder",
@@ -101,7 +103,8 @@ def _line() -> str:
         frame = frame.f_back
     while frame is not None:
         code, module = frame.f_code, frame.f_globals.get("__name__") or ""
-        if code.co_filename.startswith(_PACKAGE) or module.partition(".")[0] in _OF_CODE:
+        ours = code.co_filename.startswith(_PACKAGE)
+        if ours or (module.partition(".")[0] in _OF_CODE and module not in _LOADS):
             return ""
         if is_users(code) and not code.co_filename.startswith((*LIBRARIES, STDLIB)):
             return f"{code.co_filename}:{frame.f_lineno}"
