@@ -16,6 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # Whose code is told what is there.
 _KEPT = frozenset(sys.stdlib_module_names - {"__main__"} | {"torch", "merakc"})
+# The modules that were there at the last recording, and the namespaces of those that are told: to
+# look through thousands takes milliseconds.
+_loaded: list[Any] = []
+_told: list[dict[str, Any]] = []
 _NUMBERS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
@@ -52,18 +56,31 @@ def kind_of(thing: Any) -> Any:
 @contextlib.contextmanager
 def usual_types(model: nn.Module) -> Iterator[None]:
     """Has `type(x)` say so in all code but torch's, Python's own and ours."""
-    classes = {type(module) for module in model.modules()}
-    spaces = [vars(module) for module in [*sys.modules.values()] if hasattr(module, "__dict__")]
-    spaces += [getattr(kind.forward, "__globals__", {}) for kind in classes]
-    told = {id(x): x for x in spaces if "type" not in x and not _is_kept(x.get("__name__"))}
-    for space in told.values():
+    loaded = [*sys.modules.values()]
+    if [*map(id, loaded)] != [*map(id, _loaded)]:
+        _loaded[:], _told[:] = loaded, [*filter(None, map(_space, loaded))]
+    own = {id(x): x for x in map(_globals_of, {type(m) for m in model.modules()})}
+    told = [x for x in (*_told, *own.values()) if "type" not in x]
+    for space in told:
         space["type"] = Type
     try:
         yield
     finally:
-        for space in told.values():
+        for space in told:
             space.pop("type", None)
 
 
-def _is_kept(module: Any) -> bool:
-    return not isinstance(module, str) or module.partition(".")[0] in _KEPT
+def _space(module: Any) -> dict[str, Any] | None:
+    """The namespace of a module whose code is told the usual types."""
+    kept = _is_kept(getattr(module, "__name__", None))
+    return None if kept else getattr(module, "__dict__", None)
+
+
+def _globals_of(kind: type[nn.Module]) -> dict[str, Any]:
+    """The namespace of a class's forward, which may be that of no module."""
+    found: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    return {} if _is_kept(found.get("__name__", "")) else found
+
+
+def _is_kept(name: Any) -> bool:
+    return not isinstance(name, str) or name.partition(".")[0] in _KEPT
