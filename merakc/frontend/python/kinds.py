@@ -14,8 +14,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Whose code is told what is there.
-_KEPT = frozenset(sys.stdlib_module_names - {"__main__"} | {"torch", "merakc"})
+# Whose code is told what is there: Python's, torch's, ours, and that of arrays and formulas, to which
+# no tensor comes (a recording refuses `numpy()`).
+_KEPT = frozenset(
+    sys.stdlib_module_names - {"__main__"}
+    | {"torch", "merakc", "numpy", "scipy", "sympy", "mpmath", "networkx"}
+)
 # The modules that were there at the last recording, and the namespaces of those that are told: to
 # look through thousands takes milliseconds.
 _loaded: list[Any] = []
