@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-# Whose code is told what is there: Python's, torch's, ours, and that of arrays and formulas, to which
-# no tensor comes (a recording refuses `numpy()`).
+# Whose code is told what is there: Python's, torch's, ours, and that of arrays and formulas, to
+# which no tensor comes (a recording refuses `numpy()`).
 _KEPT = frozenset(
     sys.stdlib_module_names - {"__main__"}
     | {"torch", "merakc", "numpy", "scipy", "sympy", "mpmath", "networkx"}
