@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from merakc.errors import RecordError
 from merakc.frontend.replaced import in_this_thread, replaced
-from merakc.frontend.source import user_line
+from merakc.frontend.source import near_line, user_line
 
+# What launchers say of the number of ranks in a rank's environment.
+_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "OMPI_COMM_WORLD_SIZE")
 # Of torch.distributed's calls, its functional ones, and memory that processes share.
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
 
@@ -51,8 +55,17 @@ def number_of_ranks_unknown() -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> Any:
         raise _refused("it asks for the number of ranks")
 
-    known = distributed_c10d._get_group_size
-    with replaced(distributed_c10d, "_get_group_size", in_this_thread(refuse, known)):
+    def look(environment: Any, name: Any) -> Any:
+        found = read(environment, name)
+        if name in _SIZES and found != "1" and near_line(sys._getframe(1)):
+            refuse()
+        return found
+
+    known, read = distributed_c10d._get_group_size, os._Environ.__getitem__
+    with (
+        replaced(distributed_c10d, "_get_group_size", in_this_thread(refuse, known)),
+        replaced(os._Environ, "__getitem__", look),
+    ):
         yield
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from tests.frontend.small import Small, linear, randn
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path: Path) -> Iterator[None]:
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/x", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -30,6 +33,8 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "a message": lambda y: dist.isend(y, 0),
     "a barrier": lambda y: dist.barrier(),
     "the number of ranks": lambda y: dist.get_world_size(),
+    "their environment": lambda y: os.environ.get("WORLD_SIZE", "1"),
+    "their environment, by os.getenv": lambda y: os.getenv("LOCAL_WORLD_SIZE"),
     "objects": lambda y: dist.broadcast_object_list([1], 0),
     "functional": lambda y: functional.all_reduce(y, "sum", dist.group.WORLD),
 }
