@@ -142,7 +142,7 @@ def check_batch(tensors: Mapping[str, torch.Tensor], *, with_values: bool = Fals
         check_class(f"'{name}' of the batch", tensor)
         if with_values and tensor.is_meta:
             raise RecordError(f"'{name}' of the batch is on the meta device, and has no values")
-        told = [key for key in attributes_of(tensor) if not key.startswith("_")]
+        told = [key for key in attributes_of(tensor) if not key.startswith("_dynamo_")]
         if told:
             raise RecordError(
                 f"'{name}' of the batch has attributes of its own ({', '.join(told)}), of which a "
