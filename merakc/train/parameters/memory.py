@@ -46,7 +46,8 @@ class Memory:
         self.attributes = Attributes(chain.from_iterable(_pairs(m) for m, _ in self.trees))
         self.forms = {n: (t.dtype, t.device, plain(t).shape) for n, t in tensors.items()}
         self.buckets = list(sharded.buckets) if sharded is not None else []
-        self.places = {b: _pointers(b.owned) for b in self.buckets}
+        with torch._C.DisableTorchFunctionSubclass():  # of what this rank has, as in `settle`
+            self.places = {b: _pointers(b.owned) for b in self.buckets}
 
     def settle(self) -> None:
         """Brings values that were given other memory to where steps read them.
