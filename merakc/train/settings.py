@@ -39,7 +39,7 @@ class Settings:
     def _begin(self) -> None:
         self._first = self._look()
         self._code = list(self._first.code())
-        self._written = {name: (x, _written(x)) for name, x in self._first.tensors()}
+        self._written = {name: (x, _marks(x)) for name, x in self._first.tensors()}
         self._before = self._key  # what was changed until then
 
     def modes(self) -> tuple[bool, ...]:
@@ -56,7 +56,7 @@ class Settings:
         if self._moved():
             self._look()
             found = {c.name: c.after for c in self._first.changes() if self._counts(c)}
-            written = {n: x for n, (x, before) in self._written.items() if _written(x) != before}
+            written = {n: x for n, (x, before) in self._written.items() if _marks(x) != before}
             code = zip(count(), self._code, self._first.code(), strict=False)
             others = {f"code {k}": now for k, before, now in code if now is not before}
             found |= {f"order of {name}": keys for name, keys in self._first.orders()}
@@ -78,14 +78,14 @@ class Settings:
         self._last = PythonState(self._model)
         self._watch = Watch(self._last.held(), RANDOM)
         self._tensors = [x for _, x in self._last.tensors()]
-        self._versions, self._led = list(map(_written, self._tensors)), list(self._last.ways())
+        self._versions, self._led = list(map(_marks, self._tensors)), list(self._last.ways())
         return self._last
 
     def _moved(self) -> bool:
         """Whether anything has been replaced, added, taken away or written to since."""
         return (
             self._watch.moved()
-            or list(map(_written, self._tensors)) != self._versions
+            or list(map(_marks, self._tensors)) != self._versions
             or not all(map(is_, self._last.ways(), self._led))
         )
 
@@ -106,6 +106,6 @@ class Settings:
         return number
 
 
-def _written(tensor: Tensor) -> tuple[int, bool]:
+def _marks(tensor: Tensor) -> tuple[int, bool]:
     """How often a tensor was written to, and whether it requires a gradient."""
     return 0 if tensor.is_inference() else tensor._version, tensor.requires_grad

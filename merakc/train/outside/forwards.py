@@ -59,8 +59,9 @@ class Forwards(Mirror):
         steps, train = self._own("_steps"), self.training and torch.is_grad_enabled()
         for batch in shapes:
             args, kwargs = call_arguments(batch)
-            mode = {"training": self.training, "runs": False}
-            with model_call(steps, "model.warm(...)", args, kwargs, **mode):
+            with model_call(
+                steps, "model.warm(...)", args, kwargs, training=self.training, runs=False
+            ):
                 args, kwargs = self._given(args, kwargs)
                 steps.compile(args, kwargs, Form(train=train, kept=steps.wanted))
 
