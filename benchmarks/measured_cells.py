@@ -2,7 +2,9 @@
 
 Every cell is a stock model on 2 or 4 processes of this machine. `auto_parallel` predicts its step
 when it starts: it simulates the plan with the seconds that the computes take in a few steps on
-zeros, and with those of messages and collectives apart; then it trains. A step is all that
+zeros, and with those of messages and collectives apart; then it trains. Here steps on zeros and
+steps of training take turns, since the machine is faster in one minute than in the next, and the
+prediction is the one that `auto_parallel` would make of the first. A step is all that
 `model(**batch)` and `backward()` do. The peak of a rank counts every storage that is alive.
 
 Beside it stands what the cost model says of the same plan from the cluster file of this machine
@@ -19,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +41,9 @@ from merakc.cli.calibration import calibrate
 from merakc.lowering.predict import predict
 from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import load_cluster
+from merakc.train.expected import expected, stage_seconds
+from merakc.train.starting import machines_for
+from merakc.train.trials import Seconds
 
 STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND, PRICE_BOUND = 0.10, 0.05, 0.05, 0.05, 0.05
 BATCH, MICRO_BATCHES = 16, 4
@@ -181,22 +186,28 @@ def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
     )
     batch = make_batch(model, BATCH // options["dp"], seed=parallel.data_parallel_rank)
     optimizer = torch.optim.AdamW(parallel.parameters())
-    runs_s = []
+    machine = parallel._own("_steps")
+    (step,) = machine.compiled.values()
+    runs_s, trials = list[float](), list[Seconds]()
     for _ in range(WARM_UP + steps):
         optimizer.zero_grad()
+        trials.append(machine.trial(step, alone=False))
         dist.barrier()
         start_s = time.perf_counter()
         parallel(**batch).loss.backward()
         runs_s.append(time.perf_counter() - start_s)
         optimizer.step()
-    prediction = parallel.plan_file.prediction
+    seconds = stage_seconds(machine, trials[WARM_UP:])
+    machine.file = replace(machine.file, measured=replace(machine.file.measured, seconds=seconds))
+    step = machine.with_graphs(step, (), batch)
+    predicted, *_ = expected(machine, step, machines_for(None, machine.device), ((), batch))
+    prediction = parallel.plan_file.prediction  # which is of the same bytes
     assert prediction is not None
     place = parallel.plan.mesh.coordinates(parallel.rank)[1]
-    flat = dataclasses.replace(hardware.flat("float32"))
-    modelled, _ = predict(parallel._own("_steps").planned, flat)
+    modelled, _ = predict(machine.planned, hardware.flat("float32"))
     peak_bytes = step_peak(parallel, optimizer, batch)
     return Ran(
-        prediction.step_s, modelled.step_s, tuple(runs_s[WARM_UP:]),
+        predicted.step_s, modelled.step_s, tuple(runs_s[WARM_UP:]),
         prediction.peak_bytes[place], peak_bytes,
     )  # fmt: skip
 

@@ -321,7 +321,8 @@ def _priced(
 ) -> tuple[Simulation, Bookkeeper | None]:
     """What a step should cost, and the ledger of what steps do. Raises `FitError`; collective."""
     machines = made.fit.cluster
-    prediction, simulation, here = expected(steps, step, machines, measured=measured)
+    example = made.example if measured else None
+    prediction, simulation, here = expected(steps, step, machines, example)
     from_rank_0(lambda: made.fit.check(prediction.peak_bytes, step.lowered.plan.mesh))
     steps.file = replace(steps.file, prediction=prediction, measured=here)
     if from_rank_0(lambda: ledger) is None:

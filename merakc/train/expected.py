@@ -33,7 +33,7 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
 from merakc.train.told import begin
-from merakc.train.trials import measure_around, measure_computes, shared_cores
+from merakc.train.trials import Batch, Seconds, measure_around, measure_computes, shared_cores
 from merakc.version import __version__
 
 # How often the seconds of computes are corrected that take turns.
@@ -41,18 +41,18 @@ ROUNDS = 4
 
 
 def expected(
-    steps: Steps, step: CompiledStep, cluster: Cluster, *, measured: bool
+    steps: Steps, step: CompiledStep, cluster: Cluster, example: Batch | None
 ) -> tuple[Prediction, Simulation, Measured | None]:
     """What a step should cost, from the graphs that all stages really run, and what was measured.
 
-    With `measured`, the seconds of the stages' pieces and of the links are measured here, where the
-    plan does not bring them along; without, they are the cluster's. Collective.
+    With a batch as an `example`, the seconds of the stages' pieces and of the links are measured
+    here, where the plan does not bring them along; without, they are the cluster's. Collective.
     """
     lowered = step.lowered
     plan = lowered.plan
     begin("measuring a step")
     own = {s: _stage_cost(step, s, cluster) for s in step.chunks}
-    here = _measured(steps, step) if measured else None
+    here = _measured(steps, step, example) if example is not None else None
     if here is not None:
         own = {s: _with_seconds(cost, here.seconds[s]) for s, cost in own.items()}
         latency_s, bytes_per_s = here.link
@@ -145,7 +145,7 @@ def _with_seconds(cost: StageCost, seconds: Mapping[str, float]) -> StageCost:
     return with_seconds(cost, {ActionKind(kind): took_s for kind, took_s in seconds.items()})
 
 
-def _measured(steps: Steps, step: CompiledStep) -> Measured:
+def _measured(steps: Steps, step: CompiledStep, example: Batch) -> Measured:
     """What the ranks measure, or have measured of this plan on machines like these; collective."""
     plan, groups = step.lowered.plan, steps.groups
     machines = "; ".join(dict.fromkeys(together(lambda: _machine(steps))))
@@ -153,19 +153,23 @@ def _measured(steps: Steps, step: CompiledStep) -> Measured:
     before = steps.file.measured
     if before is not None and before.where == where:
         return before
-    own = measure_computes(steps, step)
-    everyone = together(lambda: own)
-    seconds = []
-    for stage, rank in enumerate(plan.rank_of):
-        held = [e for k, e in enumerate(everyone) if plan.mesh.coordinates(k)[1] == rank]
-        seconds.append(_of_slowest([[trial[stage] for trial in own] for own in held]))
+    seconds = stage_seconds(steps, measure_computes(steps, step))
     axis = next((a for a in ("dp", "pp", "tp") if getattr(plan.mesh, a) > 1), None)
     link = measure_link(steps.device, groups.axis(axis) if axis else None)
     messages, pipeline = None, groups.axis("pp")
     if steps.device.type == "cpu" and pipeline is not None:
         messages = measure_messages(steps.device, pipeline)
-    around_s = measure_around(steps, step)
-    return Measured(where, tuple(seconds), link, messages, shared_cores(steps.device), around_s)
+    around_s = measure_around(steps, step, example)
+    return Measured(where, seconds, link, messages, shared_cores(steps.device), around_s)
+
+
+def stage_seconds(steps: Steps, trials: Sequence[Seconds]) -> tuple[dict[str, float], ...]:
+    """Seconds of each stage's computes, of this rank's `trials` and the others'; collective."""
+    plan, everyone, found = steps.planned.plan, together(lambda: trials), []
+    for stage, rank in enumerate(plan.rank_of):
+        held = [e for k, e in enumerate(everyone) if plan.mesh.coordinates(k)[1] == rank]
+        found.append(_of_slowest([[trial[stage] for trial in own] for own in held]))
+    return tuple(found)
 
 
 def _of_slowest(ranks: Sequence[Sequence[Mapping[ActionKind, float]]]) -> dict[str, float]:

@@ -291,15 +291,14 @@ class Steps:
             return trial_seconds(step.executor, alone=alone)
         return {}
 
-    def around(self, step: CompiledStep, gradients: Tensors) -> None:
-        """What a step does before and after its Program, on values of no meaning; collective."""
-        self.settings.changed()
+    def around(self, step: CompiledStep, gradients: Tensors) -> torch.Tensor:
+        """What ranks do before and after a Program, on values of no meaning: a loss; collective."""
         known = step.lowered.loss.known
         wanted = (*step.brought[InputKind.BATCH], *(known.part.inputs if known is not None else ()))
         batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
         with suppress(*ON_ZEROS):
             self._brought(step, [batch] * step.layout.micro_batches)
-        self.share_loss(step, StepResult(None, gradients, [], (), ()))
+        return self.share_loss(step, StepResult(None, gradients, [], (), ()))[0]
 
     def _bind(self) -> None:
         """Binds the tp axis to this model's group: another model may have other groups."""

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,16 @@ from merakc.runtime.groups import together
 from merakc.runtime.health.job import all_ranks
 from merakc.runtime.part import plain
 from merakc.runtime.streams import wait_for
+from merakc.train.batch_reads import micro_batches_of
 from merakc.train.compiled_step import CompiledStep
+from merakc.train.outputs import HandOut
 from merakc.train.steps import Steps
 
 # Trials, as many as this time has room for.
 TRIALS, TIME_S = 15, 5.0
 Seconds = Mapping[int, Mapping[ActionKind, float]]
+# Positional and named arguments.
+Batch = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def measure_computes(steps: Steps, step: CompiledStep) -> Sequence[Seconds]:
@@ -46,15 +51,20 @@ def measure_computes(steps: Steps, step: CompiledStep) -> Sequence[Seconds]:
     return [steps.trial(step, alone=alone) for _ in range(count)]
 
 
-def measure_around(steps: Steps, step: CompiledStep) -> float:
+def measure_around(steps: Steps, step: CompiledStep, example: Batch) -> float:
     """Seconds of what a step does before and after its Program; of the slowest rank; collective."""
-    seconds, trained = [], (plain(t) for t in steps.state.values() if t.requires_grad)
+    seconds, trained = [], [plain(t) for t in steps.state.values() if t.requires_grad]
     gradients = {str(k): torch.zeros_like(t) for k, t in enumerate(trained)}
     for _ in range(TRIALS):
+        given = [t.detach().requires_grad_() for t in trained]
         dist.barrier(all_ranks()) if dist.is_initialized() else None
         wait_for(steps.device)
         start_s = time.perf_counter()
-        steps.around(step, gradients)
+        steps.key(*example, steps.layout(*example), step.form)
+        micro_batches_of(*example, step.lowered.plan, step.recording.dims)
+        loss = steps.around(step, gradients)
+        if given:
+            HandOut.apply(loss, [*gradients.values()], *given).backward()  # type: ignore[no-untyped-call]
         wait_for(steps.device)
         seconds.append(time.perf_counter() - start_s)
     return max(together(lambda: median(seconds)))

@@ -106,7 +106,7 @@ def test_ranks_of_a_cpu_share_its_cores() -> None:
 
 def around(plan: Plan) -> float:
     steps = parallel(Words, words(0), **plan)._own("_steps")
-    return measure_around(steps, next(iter(steps.compiled.values())))
+    return measure_around(steps, next(iter(steps.compiled.values())), ((), words(0)))
 
 
 @pytest.mark.parametrize("plan", [{"pp": 2}, {"dp": 2}])
