@@ -1,10 +1,10 @@
 """`python -m benchmarks.measured_cells`: small models under small plans, predicted and really run.
 
 Every cell is a stock model on 2 or 4 processes of this machine. `auto_parallel` predicts its step
-when it starts: it simulates the plan with the seconds that the computes take in a few steps on
-zeros, and with those of messages and collectives apart; then it trains. Here steps on zeros and
-steps of training take turns, since the machine is faster in one minute than in the next, and the
-prediction is the one that `auto_parallel` would make of the first. A step is all that
+when it starts: it simulates the plan with the seconds that the computes take in a few trials on
+its batch, and with those of messages and collectives apart; then it trains. Here trials and steps
+of training take turns, since the machine is faster in one minute than in the next, and the
+prediction is the one that `auto_parallel` would make of these trials. A step is all that
 `model(**batch)` and `backward()` do. The peak of a rank counts every storage that is alive.
 
 Beside it stands what the cost model says of the same plan from the cluster file of this machine
@@ -43,7 +43,7 @@ from merakc.machines.cluster import Hardware
 from merakc.machines.cluster_files import load_cluster
 from merakc.train.expected import expected, stage_seconds
 from merakc.train.starting import machines_for
-from merakc.train.trials import Seconds
+from merakc.train.trials import Seconds, trial, values_of
 
 STEP_BOUND, MEDIAN_BOUND, MEMORY_BOUND, CHOICE_BOUND, PRICE_BOUND = 0.10, 0.05, 0.05, 0.05, 0.05
 BATCH, MICRO_BATCHES = 16, 4
@@ -188,10 +188,11 @@ def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
     optimizer = torch.optim.AdamW(parallel.parameters())
     machine = parallel._own("_steps")
     (step,) = machine.compiled.values()
+    brought = values_of(machine, step, ((), batch))
     runs_s, trials = list[float](), list[Seconds]()
     for _ in range(WARM_UP + steps):
         optimizer.zero_grad()
-        trials.append(machine.trial(step, alone=False))
+        trials.append(trial(machine, step, brought, alone=False))
         dist.barrier()
         start_s = time.perf_counter()
         parallel(**batch).loss.backward()

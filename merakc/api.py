@@ -224,7 +224,7 @@ def _decided(asked: Mapping[str, Any], world: int, device: torch.device, agreed:
 
 @dataclass(frozen=True)
 class _Decision:
-    """What all ranks agree on; `example` is a batch of rank 0's shapes."""
+    """What all ranks agree on; `example` is a batch of rank 0's shapes, of this rank's values."""
 
     model: nn.Module
     device: torch.device
@@ -266,7 +266,7 @@ def _decide(
     lowered, recording = _lowered(file, chosen if sized is forward else None, sized)
     forward.compared.forget()
     return _Decision(
-        model, device, sized.example, recording, lowered, given=asked.file, fit=fit,
+        model, device, sized.given, recording, lowered, given=asked.file, fit=fit,
         outside=outside,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Measures the computes of a rank in a step on values of no meaning.
+"""Measures the computes of a rank in a step, on an example batch or on values of no meaning.
 
 A graph that runs again and again by itself finds its memory in the caches, its gradients never
 added up and no message beside it. A trial is a step: as many micro-batches are alive, gradients are
@@ -9,6 +9,7 @@ alone: one that fails would leave the others waiting.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import zip_longest
@@ -19,7 +20,7 @@ import torch
 from merakc.ir.graph import InputKind, TensorSpec
 from merakc.ir.program import Action, ActionKind, Program
 from merakc.kernels.checks import unchecked
-from merakc.runtime.executor import Executor, Step
+from merakc.runtime.executor import Executor, Step, Tensors
 from merakc.runtime.messages import Messages
 
 # More are like the last of these.
@@ -29,9 +30,16 @@ BROUGHT = (InputKind.BATCH, InputKind.SCALAR, InputKind.KNOWN)
 KEPT = (ActionKind.SEND, ActionKind.RECV, ActionKind.HEAD)
 
 
-def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKind, float]]:
-    """Mean seconds of each kind of compute of a micro-batch, by stage, on values of no meaning; of
-    a compute with the sends after it. Of what couples the samples, those of the whole batch.
+# What a step reads: of each micro-batch, by input name, and of the whole batch.
+Brought = tuple[Sequence[Tensors], Tensors]
+
+
+def trial_seconds(
+    executor: Executor, brought: Brought | None = None, *, alone: bool
+) -> dict[int, dict[ActionKind, float]]:
+    """Mean seconds of each kind of compute of a micro-batch, by stage, on what is `brought`, else
+    on zeros; of a compute with the sends after it. Of what couples the samples, those of the whole
+    batch.
 
     All ranks must call it together. Where it is `alone`, without messages and what dp ranks share,
     for the first micro-batches: all ranks of a tp group, whose graphs hold their collectives, and
@@ -39,7 +47,7 @@ def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKi
     """
     state, sharded = executor.state, executor.sharded
     kept = {n: state[n].clone() for s in executor.stages.values() for n in s.chunk.written}
-    step = _step(executor, alone=alone)
+    step = _step(executor, brought, alone=alone)
     try:
         muted = sharded.muted() if sharded and alone else nullcontext()
         with torch.no_grad(), unchecked(), muted:
@@ -60,21 +68,13 @@ def trial_seconds(executor: Executor, *, alone: bool) -> dict[int, dict[ActionKi
     return {s: {kind: fmean(each) for kind, each in own.items()} for s, own in found.items()}
 
 
-def _step(executor: Executor, *, alone: bool) -> Step:
+def _step(executor: Executor, brought: Brought | None, *, alone: bool) -> Step:
     """The step, or, alone, that of the first micro-batches."""
     program = executor.program
-    brought = {
-        item.key: zeros(item.spec, executor.device)
-        for stage in executor.stages.values()
-        for piece in stage.pieces.values()
-        for item in (piece.given if piece is not None else ())
-        if item.kind in BROUGHT
-    }
     count = 1 + max(a.micro_batch for a in program.actions)
-    of_batch = executor.head.brought if executor.head is not None else ()
-    known = {item.name: zeros(item.spec, executor.device) for item in of_batch}
+    inputs, known = _zeros_for(executor, count) if brought is None else brought
     if not alone:
-        return Step(executor, [brought] * count, known, record=True)
+        return Step(executor, inputs, known, record=True)
     count = min(MICRO_BATCHES, count)
     program = Program(
         program.rank,
@@ -88,8 +88,21 @@ def _step(executor: Executor, *, alone: bool) -> Step:
         program, executor.specs, executor.device, executor.channels, executor.timeout_s
     )
     return _AloneStep(
-        executor, [brought] * count, known, record=True, program=program, messages=messages
+        executor, inputs[:count], known, record=True, program=program, messages=messages
     )
+
+
+def _zeros_for(executor: Executor, micro_batches: int) -> Brought:
+    """What stands in for a batch."""
+    brought = {
+        item.key: zeros(item.spec, executor.device)
+        for stage in executor.stages.values()
+        for piece in stage.pieces.values()
+        for item in (piece.given if piece is not None else ())
+        if item.kind in BROUGHT
+    }
+    of_batch = executor.head.brought if executor.head is not None else ()
+    return [brought] * micro_batches, {i.name: zeros(i.spec, executor.device) for i in of_batch}
 
 
 class _AloneStep(Step):

@@ -35,6 +35,7 @@ from merakc.ir.program import ActionKind, Mesh
 from merakc.ir.state import parse_shards
 from merakc.machines.cluster import NOMINAL_CPU
 from merakc.report.text import format_bytes
+from merakc.train.trials import trial
 
 STAGES = ("zero-0", "zero-1", "zero-2", "zero-3")
 SINGLE = Precision(4, 4, 8)  # float32, and Adam's two states
@@ -218,7 +219,7 @@ def measure_machine(trained: Trained) -> Machine:
     """What the ranks do, of a model whose state is not sharded; collective."""
     steps = trained.parallel._own("_steps")
     (step,) = steps.compiled.values()
-    found = [steps.trial(step, alone=True) for _ in range(2)][1]  # the first warms up
+    found = [trial(steps, step, alone=True) for _ in range(2)][1]  # the first warms up
     assert found, "the stage does not run on zeros"
     (work_s,) = found.values()
     trained.backward()

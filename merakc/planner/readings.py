@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from merakc.batches.split import call_arguments, resized, sample_rows, with_tensor_specs
+from merakc.batches.split import (
+    call_arguments,
+    resized,
+    sample_rows,
+    tensor_specs,
+    with_tensor_specs,
+)
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.record import Recording
 from merakc.frontend.values.outside import WithLoss, stand_in
@@ -44,6 +50,12 @@ class Readings:
     def example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A batch of rank 0's shapes."""
         return with_tensor_specs(*call_arguments(self.batch), self.asked.specs, self.tensors)
+
+    @cached_property
+    def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same with this rank's values, where its own batch is of these shapes."""
+        own = call_arguments(self.batch)
+        return own if tensor_specs(*own) == self.asked.specs else self.example
 
     @cached_property
     def reading(self) -> int:
@@ -95,6 +107,7 @@ class Readings:
         other = replace(self, asked=asked, _made={})
         rows = sample_rows(*self.example, sized.batch_dims)
         other.__dict__["example"] = resized(*self.example, rows, samples)
+        other.__dict__["given"] = resized(*self.given, rows, samples)
         return other
 
     def in_parts(self, parts: int, dp: int | None = None) -> BatchRecording:

@@ -33,7 +33,14 @@ from merakc.simulation.simulate import Simulation
 from merakc.train.compiled_step import CompiledStep
 from merakc.train.steps import Steps
 from merakc.train.told import begin
-from merakc.train.trials import Batch, Seconds, measure_around, measure_computes, shared_cores
+from merakc.train.trials import (
+    Batch,
+    Seconds,
+    measure_around,
+    measure_computes,
+    shared_cores,
+    values_of,
+)
 from merakc.version import __version__
 
 # How often the seconds of computes are corrected that take turns.
@@ -153,7 +160,8 @@ def _measured(steps: Steps, step: CompiledStep, example: Batch) -> Measured:
     before = steps.file.measured
     if before is not None and before.where == where:
         return before
-    seconds = stage_seconds(steps, measure_computes(steps, step))
+    trials = measure_computes(steps, step, values_of(steps, step, example))
+    seconds = stage_seconds(steps, trials)
     axis = next((a for a in ("dp", "pp", "tp") if getattr(plan.mesh, a) > 1), None)
     link = measure_link(steps.device, groups.axis(axis) if axis else None)
     messages, pipeline = None, groups.axis("pp")

@@ -43,6 +43,10 @@ class Knowledge:
 
     def run(self, batches: Sequence[Tensors]) -> Tensors:
         """The values of the whole batch, by name, from this rank's micro-batches; collective."""
+        return self.whole.run(self.whole.whole(self.parts(batches)), {}, 1.0).results
+
+    def parts(self, batches: Sequence[Tensors]) -> dict[str, list[torch.Tensor]]:
+        """What this rank's micro-batches say, by name; collective over tp alone."""
         parts: dict[str, list[torch.Tensor]] = {s.name: [] for s in self.known.whole.waist}
         state = {
             t: self.state(t)
@@ -57,7 +61,7 @@ class Knowledge:
             outs = self.part(inputs)
             for share, value in zip(self.known.part.outputs, outs, strict=True):
                 parts[share.name].append(value)
-        return self.whole.run(self.whole.whole(parts), {}, 1.0).results
+        return parts
 
     def of_part(self, values: Mapping[str, torch.Tensor], micro_batch: int) -> Tensors:
         """What one micro-batch of this rank sees of them."""

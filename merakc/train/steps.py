@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Hashable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,14 +16,14 @@ from torch import nn
 
 from merakc.batches.objects import check_objects
 from merakc.batches.split import signature
-from merakc.errors import MerakError, PlanError
+from merakc.errors import PlanError
 from merakc.frontend.python.compared import Compared
 from merakc.frontend.values.outside import LossFunction, WithLoss
 from merakc.frontend.values.structures import open_dataclasses
 from merakc.ir.batches import BatchLayout, Rows, ShareKind
 from merakc.ir.graph import InputKind, Ref
 from merakc.ir.plan_file import PlanFile
-from merakc.ir.program import ActionKind, StageGraphs
+from merakc.ir.program import StageGraphs
 from merakc.ir.same import Same
 from merakc.kernels.collectives import bind_axis
 from merakc.kernels.draws import step_seed
@@ -46,7 +45,6 @@ from merakc.runtime.loss_scale import LossScale
 from merakc.runtime.sharded_state import ShardedState
 from merakc.runtime.state import Placement, joined, tied_reducer
 from merakc.runtime.streams import bring
-from merakc.runtime.trial import trial_seconds, zeros
 from merakc.schedules.planned import with_fewer
 from merakc.train.batch_layout import layout_of
 from merakc.train.batch_reads import BatchReads, micro_batches_of
@@ -62,8 +60,6 @@ from merakc.train.unused import drop_unused, forget
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
 MANY_SHAPES, MAX_SHAPES = 8, 64
-# What graphs may raise on the zeros that stand in for a batch: of a real one they would not.
-ON_ZEROS = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
 
 
 @dataclass(eq=False)
@@ -276,31 +272,7 @@ class Steps:
         self.compiled.clear()
         self.groups.made.clear()
 
-    def trial(self, step: CompiledStep, *, alone: bool) -> dict[int, dict[ActionKind, float]]:
-        """Measured seconds of this rank's computes of a micro-batch, by stage; collective, where it
-        is not `alone` (`trial_seconds`).
-
-        None at all where, alone, the graph does not run on the zeros that stand in for a batch: an
-        index made from them may be out of range, a module may do what it did on no random
-        arguments. All ranks of a tp group fail alike.
-        """
-        self._bind()
-        if self.sharded is not None:
-            self.sharded.begin(step.trained, step.executor.gradients)
-        with suppress(*(ON_ZEROS if alone else ())):
-            return trial_seconds(step.executor, alone=alone)
-        return {}
-
-    def around(self, step: CompiledStep, gradients: Tensors) -> torch.Tensor:
-        """What ranks do before and after a Program, on values of no meaning: a loss; collective."""
-        known = step.lowered.loss.known
-        wanted = (*step.brought[InputKind.BATCH], *(known.part.inputs if known is not None else ()))
-        batch = {i.target: zeros(i.spec, self.device) for i in wanted if i.kind is InputKind.BATCH}
-        with suppress(*ON_ZEROS):
-            self._brought(step, [batch] * step.layout.micro_batches)
-        return self.share_loss(step, StepResult(None, gradients, [], (), ()))[0]
-
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """Binds the tp axis to this model's group: another model may have other groups."""
         group = self.groups.axis("tp")
         if group is not None:
@@ -308,9 +280,8 @@ class Steps:
 
     def run(self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]) -> StepResult:
         """One step of this rank."""
-        self._bind()
-        parts = micro_batches_of(args, kwargs, step.lowered.plan, step.recording.dims)
-        batches = [{k: bring(v, self.device) for k, v in part.items()} for part in parts]
+        self.bind()
+        batches = self.batches(step, args, kwargs)
         self.reads.agree(step.recording.reads, group := self.groups.axis("dp"))
         if not self.alike:
             check_lengths(step.facts, group)
@@ -318,7 +289,7 @@ class Steps:
         self.agreement.common = {n: batches[0][n] for n in step.common} | self.whole
         self.agreement.beside = step.beside(batches[0])
         self._share_buffers()
-        inputs, known = self._brought(step, batches)
+        inputs, known = self.brought(step, batches)
         made = step.besides.before(batches, args, kwargs)
         if self.sharded is not None:
             self.sharded.begin(step.trained, step.executor.gradients)
@@ -334,6 +305,13 @@ class Steps:
         if step.besides.after(made, args, kwargs) or step.runs_modules:
             self.settings.settle()
         return result
+
+    def batches(
+        self, step: CompiledStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Tensors]:
+        """The tensors of each micro-batch, by name, on this rank's device."""
+        parts = micro_batches_of(args, kwargs, step.lowered.plan, step.recording.dims)
+        return [{k: bring(v, self.device) for k, v in part.items()} for part in parts]
 
     @torch.no_grad()
     def _write_buffers(self, step: CompiledStep, result: StepResult) -> None:
@@ -374,7 +352,7 @@ class Steps:
                 dist.broadcast(self.state[name], source, group=group)
         self.stale.clear()
 
-    def _brought(
+    def brought(
         self, step: CompiledStep, batches: Sequence[Tensors]
     ) -> tuple[list[Tensors], Tensors]:
         """What a step reads: of each micro-batch, by input name, and of the whole batch.

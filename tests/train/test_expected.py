@@ -120,7 +120,7 @@ def test_all_ranks_take_what_was_measured(tmp_path: Path) -> None:
 def on_one_core() -> list[tuple[float, float]]:
     """By stage and kind: what simulated computes of ranks that take turns take, and measured."""
     module.shared_cores = lambda _: Sharing((1.0,), 2)
-    module.measure_computes = lambda _, step: [
+    module.measure_computes = lambda _, step, __: [
         {s: {ActionKind.FORWARD: 0.01, ActionKind.BACKWARD: 0.03} for s in step.executor.stages}
     ]
     steps = parallel(Words, words(0), pp=2, micro_batches=4, schedule="1f1b")._own("_steps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,15 @@ import merakc
 from benchmarks.ranks import run_ranks
 from merakc.ir.program import ActionKind
 from merakc.machines.cluster import Sharing
+from merakc.train import trials
 from merakc.train.steps import Steps
-from merakc.train.trials import TRIALS, measure_around, measure_computes, shared_cores
+from merakc.train.trials import (
+    TRIALS,
+    measure_around,
+    measure_computes,
+    shared_cores,
+    values_of,
+)
 from tests.batch_models import CASES, made, reference
 from tests.battery.small_models import Words, parallel, words
 
@@ -23,8 +31,8 @@ Plan = Mapping[str, object]
 
 def measured(plan: Plan) -> list[dict[ActionKind, float]]:
     steps = parallel(Words, words(0), **plan)._own("_steps")
-    trials = measure_computes(steps, next(iter(steps.compiled.values())))
-    return [dict(own) for trial in trials for own in trial.values()]
+    found = measure_computes(steps, next(iter(steps.compiled.values())))
+    return [dict(own) for each in found for own in each.values()]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -73,17 +81,17 @@ def half_failing(plan: Plan) -> tuple[int, list[bool]]:
     """
     steps = parallel(Words, words(0), **plan)._own("_steps")
     alone: list[bool] = []
-    real = Steps.trial
+    real = trials.trial
 
-    def trial(own: Steps, step: object, **options: bool) -> object:
+    def trial(own: Steps, *given: Any, **options: Any) -> Any:
         alone.append(options["alone"])
-        return {} if own.groups.rank == 1 else real(own, step, **options)  # type: ignore[arg-type]
+        return {} if own.groups.rank == 1 else real(own, *given, **options)
 
-    Steps.trial = trial  # type: ignore[assignment, method-assign]
+    trials.trial = trial  # type: ignore[assignment]
     try:
         return len(measure_computes(steps, next(iter(steps.compiled.values())))), alone
     finally:
-        Steps.trial = real  # type: ignore[method-assign]
+        trials.trial = real
 
 
 def test_the_others_are_measured_without_one_that_does_not_run_on_zeros() -> None:
@@ -124,11 +132,35 @@ def checked() -> tuple[float, list[float]]:
     model = merakc.auto_parallel(made(name), batch, dp=1, micro_batches=4)
     loss = model(**batch)
     steps = model._own("_steps")
-    trials = measure_computes(steps, next(iter(steps.compiled.values())))
-    return loss.item(), [s for trial in trials for own in trial.values() for s in own.values()]
+    found = measure_computes(steps, next(iter(steps.compiled.values())))
+    return loss.item(), [s for each in found for own in each.values() for s in own.values()]
 
 
 def test_checks_of_values_let_those_of_no_meaning_pass() -> None:
     ((loss, seconds),) = run_ranks(1, checked)
     assert len(seconds) > 1
     assert loss == pytest.approx(reference("two images a text, by a mask")[0], rel=1e-10)
+
+
+def test_trials_are_on_the_values_of_the_example() -> None:
+    batch = words(0)
+    steps = parallel(Words, batch)._own("_steps")
+    (step,) = steps.compiled.values()
+    brought = values_of(steps, step, ((), batch))
+    assert brought is not None
+    seen = [x for part in brought[0] for x in part.values() if x.dtype == torch.int64 and x.dim()]
+    assert any(torch.equal(x, batch["ids"]) for x in seen)
+    on_meta = {name: x.to("meta") for name, x in batch.items()}
+    assert values_of(steps, step, ((), on_meta)) is None
+
+
+def test_an_example_that_the_model_does_not_take_is_tried_on_zeros() -> None:
+    batch = words(0)
+    steps = parallel(Words, batch)._own("_steps")
+    (step,) = steps.compiled.values()
+    garbage = {**batch, "ids": torch.full_like(batch["ids"], 10**6)}
+    brought = values_of(steps, step, ((), garbage))
+    assert brought is not None
+    assert not trials.trial(steps, step, brought, alone=True)
+    assert measure_computes(steps, step, brought)
+    assert parallel(Words, garbage, cluster=None).plan_file.measured is not None
