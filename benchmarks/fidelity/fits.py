@@ -38,7 +38,9 @@ SIZES = {
     "65B": (8192, 64, 80, 22016),
 }
 VOCAB = 128_000  # which the sheets' own utilization tells
-ATTENTION: dict[str, Attention] = {"torch": "ops", "fused": "softmax kernel"}
+ATTENTION: dict[str, Attention] = {
+    "torch": "ops", "fused": "softmax kernel", "flash_attentionv1.0.8": "flash 1",
+}  # fmt: skip
 RECOMPUTE = {"disabled": "none", "every_layer": "full"}
 # Of what a CSV's row may say beside "ok".
 OUT_OF_MEMORY, NOT_RUN = "OOM Error", "Kernel not available"
@@ -159,6 +161,22 @@ def sheets_table(runs: Sequence[Run]) -> Table:
     return rich_table(rows, left=1, title="runs by sheet", title_justify="left")
 
 
+def steps_table(runs: Sequence[Run]) -> Table:
+    """Errors of the steps of each sheet, by kernels and recomputation."""
+    rows = [["sheet", "kernels, recomputation", "runs", "mean error", "of any sign", "worst"]]
+    for sheet, kernels in dict.fromkeys((r.sheet, r.kernels) for r in runs):
+        errors = [
+            r.estimate.step_s / r.step_s - 1 for r in runs
+            if (r.sheet, r.kernels) == (sheet, kernels) and r.step_s is not None
+        ]  # fmt: skip
+        if errors:
+            rows.append([
+                sheet, kernels, str(len(errors)), f"{mean(errors):+.1%}",
+                f"{mean(map(abs, errors)):.1%}", f"{max(errors, key=abs):+.1%}",
+            ])  # fmt: skip
+    return rich_table(rows, left=2, title="steps", title_justify="left")
+
+
 def main(
     data: Annotated[Path, typer.Option(help="The folder of the published runs.")] = BESIDE,
     runs: Annotated[
@@ -178,6 +196,7 @@ def main(
             assert run.estimate
     console.print(wrong_table(found))
     console.print(sheets_table(found))
+    console.print(steps_table(found))
     right = mean(r.is_right for r in found)
     sheets = dict.fromkeys(r.sheet for r in found)
     failed = [s for s in sheets if chosen([r for r in found if r.sheet == s]).step_s is None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import typer
 from benchmarks.fidelity.data import DataError
 from benchmarks.fidelity.fits import COLUMNS, chosen, main, read_runs
 from benchmarks.fidelity.llama import LlamaShape
+from merakc.costs.work.kernels import Kernel, KernelKind, Work
 
 # Made up: one sample of a 13B model on 8 GPUs, by two kernels, and what comes of them.
 LEAN = "one,13B,1024,8,64,flash_attention2 + RMS kernel,every_layer,1,2,2,1,ok,20.0"
@@ -56,3 +59,25 @@ def test_what_autograd_keeps() -> None:
     assert shape.block_bytes(2, 1, sequence_parallel=False) == norms + scores
     assert shape.block_bytes(2, 2, sequence_parallel=True) == (norms + scores) // 2
     assert shape.head_bytes(2, 2) == 2 * 32 * (100 * 12 - 50 * 4)
+
+
+def test_calls_without_a_kernel_of_their_own_take_longer() -> None:
+    attention = Kernel(KernelKind.ATTENTION, 100, 10)
+    known = Work(Counter({attention: 1}), Counter({attention: 1}))
+    lean = LlamaShape(64, 4, 3, 96, 32, vocab=100)
+
+    def traffic(shape: LlamaShape, tp: int = 1) -> tuple[int, int]:
+        found = shape.block_work(known, 2, tp, sequence_parallel=tp > 1)
+        ways = found.forward, found.backward
+        forward, backward = (sum(k.traffic_bytes * n for k, n in way.items()) for way in ways)
+        return forward, backward
+
+    elements, gated, scores = 2 * 32 * 64, 2 * 32 * 96, 2 * 4 * 32 * 32
+    base = 10 + 2 * 16 * elements + 4 * gated, 10 + 2 * 16 * elements + 8 * gated
+    assert traffic(lean) == base
+    norms = replace(lean, norm_kernel=False)
+    assert traffic(norms) == (base[0] + 2 * 32 * elements, base[1] + 2 * 60 * elements)
+    assert traffic(norms, 2) == tuple(10 + (n - 10) // 2 for n in traffic(norms))
+    assert traffic(replace(lean, attention="flash 1")) == (base[0] + 10, base[1] + 10)
+    assert traffic(replace(lean, attention="ops")) == tuple(n + 9 * scores for n in base)
+    assert known.forward == Counter({attention: 1})
