@@ -7,6 +7,7 @@ is ever materialised.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,6 +40,8 @@ from merakc.kernels.opaque import OPAQUE, find
 # What may run as it is of a forward's arithmetic before shapes are settled by the batch, for each
 # of whose answers a step is then compiled.
 MUCH_OPAQUE = 0.2
+# One thread at a time: what a forward is told of types is told to the whole process.
+_ONE = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,14 @@ def record(
     fallbacks = Fallbacks(dict(model.named_modules()))
     compared = Compared() if compared is None else compared
     how = _How(fallbacks, parameter_dtype, tuple(told), repeated, compared, settling=settling)
+    with _ONE:
+        return _recorded(model, args, kwargs, how)
+
+
+def _recorded(
+    model: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], how: _How
+) -> Recording:
+    """The first attempt that succeeds."""
     while True:
         try:
             return _less_opaque(_record(model, args, kwargs, how), model, args, kwargs, how)

@@ -299,11 +299,11 @@ class ParallelModel(Forwards):
         every = self._own("_trained") | empty
         # In one order on all ranks, so that hooks that ask for norms ask for the same ones.
         order = (n for n in self._own("_owners").place if n in every)
-        wanted = {n: every[n] for n in order if every[n].requires_grad}
-        found = [torch.empty_like(p) if n in empty else gradients.get(n) for n, p in wanted.items()]
+        wanted = [(n, every[n]) for n in order if every[n].requires_grad]
+        found = [torch.empty_like(plain(p)) if n in empty else gradients.get(n) for n, p in wanted]
         if not wanted:  # of a step that was skipped, or where all is frozen
             return loss.requires_grad_(skipped), found
-        return HandOut.apply(loss, found, *wanted.values()), found  # type: ignore[no-untyped-call]
+        return HandOut.apply(loss, found, *(p for _, p in wanted)), found  # type: ignore[no-untyped-call]
 
     def find_nonfinite(self, *args: Any, **kwargs: Any) -> str | None:
         """The first module of which the next step, on this batch, makes something that is not

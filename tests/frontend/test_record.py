@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import resource
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.models import MODELS
 from benchmarks.reference import lifted_casts
 from merakc.errors import RecordError
-from merakc.frontend.record import record
+from merakc.frontend.record import Recording, record
 from merakc.ir.graph import InputKind, OutputKind
 from merakc.kernels.opaque import OPAQUE
 from tests.frontend.against_eager import check, inputs_of, run_eager, run_graph
@@ -359,3 +360,34 @@ def test_eager_is_what_the_comparison_runs() -> None:
     wanted = run_eager(model, (x,), {})
     assert not torch.equal(found.outputs["output"], wanted.outputs["output"])
     assert not torch.equal(found.gradients["layer.weight"], wanted.gradients["layer.weight"])
+
+
+def test_two_threads_record_one_after_the_other() -> None:
+    inside, finished = threading.Event(), threading.Event()
+
+    class Goes(nn.Module):
+        def __init__(self, waits: bool) -> None:
+            super().__init__()
+            self.waits, self.weight = waits, nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.waits and not inside.is_set():
+                inside.set()
+                assert not finished.wait(0.5)  # the other one is not recorded meanwhile
+            scaled = x * self.weight
+            return (scaled if type(scaled) is torch.Tensor else -scaled).sum()
+
+    found: dict[bool, Recording] = {}
+
+    def one(waits: bool) -> None:
+        found[waits] = record(Goes(waits), (torch.ones(2, 3),), {})
+
+    first = threading.Thread(target=one, args=(True,))
+    first.start()
+    assert inside.wait(30)
+    one(False)
+    finished.set()
+    first.join()
+    assert found.keys() == {True, False}
+    for recording in found.values():
+        assert not any("neg" in node.op for node in recording.graph.nodes)
