@@ -52,7 +52,7 @@ _OF_ANY = {
     "names", "__format__", "__hash__", "_has_compatible_shallow_copy_type",
 }  # fmt: skip
 _OF_ELEMENTS = {"is_nonzero", "is_same_size"}
-_READ = {getattr(torch.Tensor, n).__get__ for n in ("grad", "requires_grad", "is_leaf", "dtype")}
+_OFTEN = {torch.Tensor.grad.__get__, torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__get__}  # type: ignore[union-attr, attr-defined]
 _ACCESS = ("__get__", "__set__", "__delete__")
 _EQUAL = {"equal": torch.eq, "allclose": torch.isclose}
 # What differentiates, and gives gradients that say themselves what they are of; what users ask for
@@ -83,13 +83,13 @@ class Elements(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         """See the module's text."""
-        is_read = func in _READ and type(args[0]) in Known  # of every parameter, in every step
-        if not (is_read or is_stepping()) and any(
+        is_plain = func in _OFTEN and type(args[0]) in Known and (len(args) < 2 or args[1] is None)
+        if not (is_plain or is_stepping()) and any(
             isinstance(x, Share) for x in pytree.tree_leaves((args, kwargs))
         ):
             return called(func, args, kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args) if is_read else _called(func, args, kwargs or {})
+            return func(*args) if is_plain else _called(func, args, kwargs or {})
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of a part, as a state dict has it, which says so."""
