@@ -186,8 +186,11 @@ def test_a_mistake_that_all_make_is_the_own_one_on_all() -> None:
         try:
             with call("step"):
                 if dist.get_rank() == 0:
+                    SEEN.release()
                     while found.fault is None:
                         time.sleep(0.01)
+                else:
+                    wait_for()
                 raise ConfigError("of all")
         except ConfigError as error:
             if dist.get_rank() == 1:
