@@ -2,8 +2,8 @@
 
 What autograd keeps there is more than a compiled step keeps: a norm written in float32 its input
 and its result in that, scores of attention that are no single kernel in every form that they take,
-and logits in 16 and in 32 bits. Each call of torch is a kernel that reads and writes memory: norms
-and scores that are written in several take as much longer as their code says.
+and logits in 16 and in 32 bits. Each call of torch is a kernel that reads and writes memory; which
+calls a norm, turned queries and keys, a gate and scores make is assumed: the usual ones.
 """
 
 from __future__ import annotations
