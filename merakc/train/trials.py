@@ -25,6 +25,7 @@ from merakc.runtime.executor import StepResult
 from merakc.runtime.groups import together
 from merakc.runtime.health.job import all_ranks
 from merakc.runtime.part import plain
+from merakc.runtime.state import digest
 from merakc.runtime.streams import wait_for
 from merakc.runtime.trial import Brought, trial_seconds, zeros
 from merakc.train.batch_reads import micro_batches_of
@@ -42,22 +43,25 @@ Batch = tuple[Sequence[Any], Mapping[str, Any]]
 
 
 def values_of(steps: Steps, step: CompiledStep, example: Batch) -> Brought | None:
-    """What a step reads of a batch; None of one that some rank has no values of, or such as the
-    forward does not take, since only shapes of examples count; collective.
+    """What a step reads of a batch; None of one that some rank has no values of, ranks of one
+    replica have others of, or the forward does not take, since only shapes of examples count;
+    collective.
     """
     tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor)]
-    batches: list[dict[str, torch.Tensor]] = []
+    batches, own = list[dict[str, torch.Tensor]](), ""
     if not any(x.is_meta for x in tensors):
         with suppress(*ON_ZEROS):
-            found = steps.batches(step, *example)
+            batches = steps.batches(step, *example)
             if step.knowledge is not None:
-                step.knowledge.parts(found)
-            batches = found
-    if not all(together(lambda: bool(batches))):
+                step.knowledge.parts(batches)
+            own = digest(tensors)
+    replicas = set(together(lambda: (steps.groups.coordinates[0], own)))
+    if len(replicas) > steps.planned.plan.dp or not all(values for _, values in replicas):
         return None
-    with suppress(*ON_ZEROS):  # on all ranks, then
-        return steps.brought(step, batches)
-    return None
+    brought = None
+    with suppress(*ON_ZEROS):
+        brought = steps.brought(step, batches)
+    return brought if all(together(lambda: brought is not None)) else None
 
 
 def trial(

@@ -164,3 +164,18 @@ def test_an_example_that_the_model_does_not_take_is_tried_on_zeros() -> None:
     assert not trials.trial(steps, step, brought, alone=True)
     assert measure_computes(steps, step, brought)
     assert parallel(Words, garbage, cluster=None).plan_file.measured is not None
+
+
+def unlike(plan: Plan, samples: int) -> tuple[bool, bool]:
+    """Whether ranks with one batch, and ranks with one each, try their values."""
+    steps = parallel(Words, words(0), **plan)._own("_steps")
+    (step,) = steps.compiled.values()
+    same, own = (
+        values_of(steps, step, ((), words(seed, samples))) for seed in (0, steps.groups.rank)
+    )
+    return same is not None, own is not None
+
+
+def test_ranks_of_a_replica_try_no_values_of_their_own() -> None:
+    assert run_ranks(2, unlike, {"tp": 2}, 8) == [(True, False)] * 2
+    assert run_ranks(2, unlike, {"dp": 2}, 4) == [(True, True)] * 2
