@@ -20,6 +20,7 @@ from merakc.batches.split import (
     tensors_of,
 )
 from merakc.errors import ConfigError
+from merakc.frontend.python.compared import Compared
 from merakc.frontend.python.fingerprint import fingerprint
 from merakc.frontend.record import Recording
 from merakc.frontend.values.outside import LossFunction, WithLoss, parted
@@ -233,6 +234,7 @@ class _Decision:
     lowered: Lowered
     given: PlanFile | None
     fit: Fit
+    compared: Compared
     outside: bool  # whether the loss is made outside, of outputs that steps return
 
 
@@ -267,7 +269,7 @@ def _decide(
     forward.compared.forget()
     return _Decision(
         model, device, sized.given, recording, lowered, given=asked.file, fit=fit,
-        outside=outside,
+        compared=forward.compared, outside=outside,
     )  # fmt: skip
 
 
@@ -305,7 +307,7 @@ def _build(
     steps = Steps(
         model, lowered, file, placements, groups, made.device, state=state, seed=seed,
         sharded=sharded, timeout_s=timeout_s, loss_scale=scale, fuser=fuser, loss=loss,
-        follows=made.fit.request.micro_batches is None,
+        follows=made.fit.request.micro_batches is None, compared=made.compared,
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))

@@ -60,6 +60,8 @@ from merakc.train.unused import drop_unused, forget
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
 MANY_SHAPES, MAX_SHAPES = 8, 64
+# Shapes of which oneDNN makes kernels: it keeps half a megabyte of each product, or lets it leak.
+ONEDNN_SHAPES = 2
 
 
 @dataclass(eq=False)
@@ -202,7 +204,8 @@ class Steps:
             warn_of_shapes(MANY_SHAPES, MAX_SHAPES)
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
-        made = self._lowered(args, kwargs, layout, form)
+        onednn = self.planned.onednn and len(self.compiled) < ONEDNN_SHAPES
+        made = self._lowered(args, kwargs, layout, form, onednn=onednn)
         light = self.add(key, *made, layout).let_go(self.same)
         self.compiled[next(reversed(self.compiled))] = light
         del made
@@ -216,11 +219,18 @@ class Steps:
         if step.chunks:
             return step
         with torch.set_grad_enabled(step.executor.reduce is not None):
-            made = self._lowered(args, kwargs, step.layout, step.form)
+            onednn = step.lowered.onednn
+            made = self._lowered(args, kwargs, step.layout, step.form, onednn=onednn)
         return replace(step, recording=made[0], lowered=made[1], chunks=made[2])
 
     def _lowered(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], layout: BatchLayout, form: Form
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        layout: BatchLayout,
+        form: Form,
+        *,
+        onednn: bool,
     ) -> tuple[BatchRecording, Lowered, dict[int, StageGraphs]]:
         """What a step for this batch is compiled from."""
         plan = self.planned.plan
@@ -241,7 +251,7 @@ class Steps:
             name for name in names_of(recording)
             if form.kept is None or told_name(recording, name) in form.kept
         }  # fmt: skip
-        planned = replace(self.planned, plan=plan)
+        planned = replace(self.planned, plan=plan, onednn=onednn)
         lowered = adapt_plan(planned, recording, results=results, kept=kept)
         if train and not (results or kept):
             lowered = with_parts(lowered, recorded, layout.own)

@@ -90,3 +90,13 @@ def test_trains_as_one_process(options: dict[str, Any]) -> None:
         assert parameter.grad is not None
         assert relative_error(gradients[name], parameter.grad) < BOUND
     assert "merakc.mm.default" in ops
+
+
+def test_only_of_the_first_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN keeps the kernels of every shape."""
+    monkeypatch.setattr(gemm, "gain", lambda: 2.0)
+    made = merakc.auto_parallel(model(), batch(), cluster=NOMINAL_CPU)
+    for rows in range(3):
+        made(x=batch()["x"][:, rows:])["loss"].backward()
+    steps = made._steps.compiled.values()
+    assert [step.lowered.onednn for step in steps] == [True, True, False]

@@ -13,6 +13,7 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
 from benchmarks.reference import lifted_casts
+from merakc.frontend import record
 from merakc.errors import PlanError
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import (
@@ -474,6 +475,17 @@ def test_the_shapes_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last in kept
     for length, loss in wanted.items():
         assert model(**words(0, 2, length))["loss"].item() == loss
+
+
+def test_a_new_shape_runs_the_forward_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the planner has compared is known."""
+    found: list[int] = []
+    run = record._run
+    monkeypatch.setattr(record, "_run", lambda *args: found.append(1) or run(*args))
+    model = parallel(lambda: Words(blocks=1), words(0, 2))
+    assert len(found) == 2
+    model(**words(0, 2, 9))
+    assert len(found) == 3
 
 
 def test_many_shapes_are_told() -> None:
