@@ -33,8 +33,9 @@ from merakc.train.compiled_step import CompiledStep
 from merakc.train.outputs import HandOut
 from merakc.train.steps import Steps
 
-# Trials, as many as this time has room for.
-TRIALS, TIME_S = 15, 5.0
+# Trials: as many as the first time has room for, or the fewest where the second has.
+FEWEST, TRIALS = 5, 15
+TIME_S, MOST_S = 1.0, 5.0
 # What graphs may raise on the zeros that stand in for a batch: of a real one they would not.
 ON_ZEROS = (ArithmeticError, LookupError, RuntimeError, ValueError, MerakError)
 Seconds = Mapping[int, Mapping[ActionKind, float]]
@@ -95,7 +96,8 @@ def measure_computes(
         works, tried = _tried(steps, step, brought)
     if not works:
         return []
-    count = min(TRIALS, max(1, round(TIME_S / max(s for _, s in tried))))
+    trial_s = max(s for _, s in tried)
+    count = min(TRIALS, max(FEWEST, round(TIME_S / trial_s)), max(1, round(MOST_S / trial_s)))
     alone = not all(each for each, _ in tried)
     return [trial(steps, step, brought, alone=alone) for _ in range(count)]
 

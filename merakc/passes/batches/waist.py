@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from merakc.ir.graph import InputKind, Node, Ref
 from merakc.kernels.draws import KEY_POSITION
@@ -13,6 +12,9 @@ from merakc.kernels.opaque import OPAQUE
 from merakc.kernels.ops import is_pointwise
 from merakc.passes.batches.analyse import Analysis
 from merakc.passes.batches.states import Kind
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ def find_waist(found: Analysis, roots: Sequence[Ref]) -> Waist:
     The parts keep what multiplies by matrices of parameters, draws, or runs as it is, unless it
     stands behind the coupling; what is of the batch alone is known to both.
     """
+    import networkx as nx  # few losses couple samples
+
     net, needed = _network(found, roots, of_parameters(found))
     values: tuple[Ref, ...] = ()
     if "source" in net and "sink" in net:
@@ -41,6 +45,8 @@ def _network(
     found: Analysis, roots: Sequence[Ref], made: Collection[Ref]
 ) -> tuple[nx.DiGraph, list[Ref]]:
     """The values between the parts' own work and what couples; a value's edge holds its bytes."""
+    import networkx as nx
+
     specs, net = found.whole.specs(), nx.DiGraph()
     needed: dict[Ref, None] = {}
     waiting = list(roots)
