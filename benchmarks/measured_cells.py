@@ -11,12 +11,14 @@ Beside it stands what the cost model says of the same plan from the cluster file
 (`merakc calibrate`), without a look at the model's own kernels.
 
 CLIP's contrastive loss couples all samples: its micro-batches wait for each other at the loss. The
-price of that is the step over one in which each micro-batch is a batch of its own.
+price of that is the step over one in which each micro-batch is a batch of its own; the two take
+turns, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -176,55 +178,85 @@ def choices(cells: Sequence[Cell]) -> list[Choice]:
     return found
 
 
-def run_cell(model: str, plan: str, steps: int, hardware: Hardware) -> Ran:
-    """One rank of a cell; collective."""
-    options = options_of(plan)
-    torch.manual_seed(0)
-    batch = make_batch(model, BATCH // options["dp"], seed=0)
-    parallel = merakc.auto_parallel(
-        MODELS[model](), batch, micro_batches=MICRO_BATCHES // options["dp"], **options
-    )
-    batch = make_batch(model, BATCH // options["dp"], seed=parallel.data_parallel_rank)
-    optimizer = torch.optim.AdamW(parallel.parameters())
-    machine = parallel._own("_steps")
-    (step,) = machine.compiled.values()
-    brought = values_of(machine, step, ((), batch))
-    runs_s, trials = list[float](), list[Seconds]()
-    for _ in range(WARM_UP + steps):
-        optimizer.zero_grad()
-        trials.append(trial(machine, step, brought, alone=False))
+class Training:
+    """A model that one rank trains under a plan; collective."""
+
+    def __init__(self, model: str, plan: str) -> None:
+        """Seeded: all ranks and plans of a model begin alike."""
+        options = options_of(plan)
+        torch.manual_seed(0)
+        samples, micro_batches = BATCH // options["dp"], MICRO_BATCHES // options["dp"]
+        example = make_batch(model, samples, seed=0)
+        self.parallel = merakc.auto_parallel(
+            MODELS[model](), example, micro_batches=micro_batches, **options
+        )
+        self.batch = make_batch(model, samples, seed=self.parallel.data_parallel_rank)
+        self.optimizer = torch.optim.AdamW(self.parallel.parameters())
+        self.machine = self.parallel._own("_steps")
+        (self.step,) = self.machine.compiled.values()
+        self.brought = values_of(self.machine, self.step, ((), self.batch))
+        self.runs_s, self.trials = list[float](), list[Seconds]()
+
+    def turn(self) -> None:
+        """A trial of the plan's computes, and a step."""
+        self.optimizer.zero_grad()
+        self.trials.append(trial(self.machine, self.step, self.brought, alone=False))
         dist.barrier()
         start_s = time.perf_counter()
-        parallel(**batch).loss.backward()
-        runs_s.append(time.perf_counter() - start_s)
-        optimizer.step()
-    seconds = stage_seconds(machine, trials[WARM_UP:])
-    machine.file = replace(machine.file, measured=replace(machine.file.measured, seconds=seconds))
-    step = machine.with_graphs(step, (), batch)
-    predicted, *_ = expected(machine, step, machines_for(None, machine.device), ((), batch))
-    prediction = parallel.plan_file.prediction  # which is of the same bytes
-    assert prediction is not None
-    place = parallel.plan.mesh.coordinates(parallel.rank)[1]
-    modelled, _ = predict(machine.planned, hardware.flat("float32"))
-    peak_bytes = step_peak(parallel, optimizer, batch)
-    return Ran(
-        predicted.step_s, modelled.step_s, tuple(runs_s[WARM_UP:]),
-        prediction.peak_bytes[place], peak_bytes,
-    )  # fmt: skip
+        self.parallel(**self.batch).loss.backward()
+        self.runs_s.append(time.perf_counter() - start_s)
+        self.optimizer.step()
+
+    def told(self, hardware: Hardware) -> Ran:
+        """What these trials predict, beside what was measured, and the peak."""
+        machine, parallel, batch = self.machine, self.parallel, self.batch
+        seconds = stage_seconds(machine, self.trials[WARM_UP:])
+        measured = replace(machine.file.measured, seconds=seconds)
+        machine.file = replace(machine.file, measured=measured)
+        step = machine.with_graphs(self.step, (), batch)
+        predicted, *_ = expected(machine, step, machines_for(None, machine.device), ((), batch))
+        prediction = parallel.plan_file.prediction  # which is of the same bytes
+        assert prediction is not None
+        place = parallel.plan.mesh.coordinates(parallel.rank)[1]
+        modelled, _ = predict(machine.planned, hardware.flat("float32"))
+        peak_bytes = step_peak(parallel, self.optimizer, batch)
+        return Ran(
+            predicted.step_s, modelled.step_s, tuple(self.runs_s[WARM_UP:]),
+            prediction.peak_bytes[place], peak_bytes,
+        )  # fmt: skip
 
 
-def measure(model: str, plan: str, steps: int, hardware: Hardware) -> Cell:
-    """Runs a cell on processes of its own."""
-    options = options_of(plan)
-    ranks = options["dp"] * options["tp"] * options["pp"]
-    found = run_ranks(ranks, run_cell, model, plan, steps, hardware, timeout_s=300.0)
-    runs_s = tuple(max(each) for each in zip(*(own.runs_s for own in found), strict=True))
-    return Cell(
-        model, plan, ranks, predicted_s=found[0].predicted_s, modelled_s=found[0].modelled_s,
-        runs_s=runs_s,
-        predicted_bytes=tuple(own.predicted_bytes for own in found),
-        measured_bytes=tuple(own.measured_bytes for own in found),
-    )  # fmt: skip
+def run_cells(model: str, plans: Sequence[str], steps: int, hardware: Hardware) -> list[Ran]:
+    """One rank of cells that take turns: the machine is as fast for one as for the other."""
+    trainings = [Training(model, plan) for plan in plans]
+    for _ in range(WARM_UP + steps):
+        for training in trainings:
+            training.turn()
+    return [training.told(hardware) for training in trainings]
+
+
+def measure(model: str, plans: Sequence[str], steps: int, hardware: Hardware) -> list[Cell]:
+    """Runs cells of as many ranks on processes of their own."""
+    sizes = {math.prod(options_of(plan)[axis] for axis in ("dp", "tp", "pp")) for plan in plans}
+    (ranks,) = sizes
+    every = run_ranks(ranks, run_cells, model, plans, steps, hardware, timeout_s=600.0)
+    return [
+        Cell(
+            model, plan, ranks, predicted_s=found[0].predicted_s, modelled_s=found[0].modelled_s,
+            runs_s=tuple(max(each) for each in zip(*(own.runs_s for own in found), strict=True)),
+            predicted_bytes=tuple(own.predicted_bytes for own in found),
+            measured_bytes=tuple(own.measured_bytes for own in found),
+        )
+        for plan, *found in zip(plans, *every, strict=True)
+    ]  # fmt: skip
+
+
+def together(cells: Sequence[tuple[str, str]]) -> list[tuple[str, tuple[str, ...]]]:
+    """Cells that take turns: a plan and the same without what couples samples."""
+    runs: dict[tuple[str, str], list[str]] = {}
+    for model, plan in cells:
+        runs.setdefault((model, UNCOUPLED.get(plan, plan)), []).append(plan)
+    return [(model, tuple(plans)) for (model, _), plans in runs.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,11 +364,12 @@ def main(
         said.print("measuring this machine", style="dim")
     hardware = load_cluster(cluster) if cluster else calibrate(torch.device("cpu"), MOST_RANKS)
     wanted = models.split(",") if models else list(MODELS)
-    todo = [(model, plan) for model, plan in CELLS if model in wanted]
-    cells = []
-    for k, (model, plan) in enumerate(todo, 1):
-        said.print(f"{k} of {len(todo)}: {model}, {plan}", style="dim", highlight=False)
-        cells.append(measure(model, plan, steps, hardware))
+    todo = together([(model, plan) for model, plan in CELLS if model in wanted])
+    cells = list[Cell]()
+    for k, (model, plans) in enumerate(todo, 1):
+        told = "; ".join(plans)
+        said.print(f"{k} of {len(todo)}: {model}, {told}", style="dim", highlight=False)
+        cells += measure(model, plans, steps, hardware)
     summary = Summary(tuple(cells), tuple(choices(cells)), tuple(prices(cells)))
     console = Console(width=120)
     console.print(cells_table(cells), summary_table(summary))

@@ -17,6 +17,7 @@ from benchmarks.measured_cells import (
     document,
     measure,
     prices,
+    together,
 )
 from benchmarks.measured_models import MODELS
 from merakc.machines.cluster_files import preset
@@ -81,9 +82,16 @@ def test_the_price_of_coupling_is_over_the_same_plan_without() -> None:
     assert "| m | dp 2 | +10.0% | +20.0% |" in document(summary, [])
 
 
-def test_a_cell_runs() -> None:
-    found = measure("gpt2", "pp 2, zb-h1", 2, preset("cpu"))
-    assert (found.ranks, len(found.runs_s)) == (2, 2)
-    assert found.predicted_s > 0
-    assert found.modelled_s > 0
-    assert found.memory_error < 0.3
+def test_cells_take_turns() -> None:
+    assert together([("m", "tp 2"), ("c", "dp 2"), ("c", "dp 2, uncoupled")]) == [
+        ("m", ("tp 2",)),
+        ("c", ("dp 2", "dp 2, uncoupled")),
+    ]
+    plans = "pp 2, zb-h1", "tp 2"
+    found = measure("gpt2", plans, 2, preset("cpu"))
+    assert tuple(cell.plan for cell in found) == plans
+    for cell in found:
+        assert (cell.ranks, len(cell.runs_s)) == (2, 2)
+        assert cell.predicted_s > 0
+        assert cell.modelled_s > 0
+        assert cell.memory_error < 0.3

@@ -6,13 +6,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from merakc.errors import RecordError
 
 # Whose code is told what is there: Python's, torch's, ours, and that of arrays and formulas, to
 # which no tensor comes (a recording refuses `numpy()`).
@@ -53,13 +59,15 @@ def kind_of(thing: Any) -> Any:
     """The type of a thing, as it is where nothing is recorded."""
     kind = type(thing)
     if kind is FakeTensor:
-        return nn.Parameter if getattr(thing, "_is_param", False) else torch.Tensor
+        return _class_of(thing)
     return Type if kind is type else _NUMBERS.get(kind, kind)
 
 
 @contextlib.contextmanager
 def usual_types(model: nn.Module) -> Iterator[None]:
-    """Has `type(x)` say so in all code but torch's, Python's own and ours."""
+    """Has `type(x)`, `x.__class__`, `vars(x)` and `dir(x)` say so in all code but torch's, Python's
+    own and ours.
+    """
     loaded = [*sys.modules.values()]
     if [*map(id, loaded)] != [*map(id, _loaded)]:
         _loaded[:], _told[:] = loaded, [*filter(None, map(_space, loaded))]
@@ -68,10 +76,67 @@ def usual_types(model: nn.Module) -> Iterator[None]:
     for space in told:
         space["type"] = Type
     try:
-        yield
+        with _usual_attributes():
+            yield
     finally:
         for space in told:
             space.pop("type", None)
+
+
+@contextlib.contextmanager
+def _usual_attributes() -> Iterator[None]:
+    """The same of `__class__` and `__dict__`: of a class that inherits them from `object`, Python
+    lets nobody set them, but looks them up in its namespace first.
+    """
+    (space,) = [x for x in gc.get_referents(FakeTensor.__dict__) if isinstance(x, dict)]
+    told = {"__class__": property(_class_of, _set_class), "__dict__": property(_dict_of)}
+    new = told.keys() - space.keys()  # none where a recording is inside another
+    space |= {name: told[name] for name in new}
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
+    try:
+        yield
+    finally:
+        for name in new:
+            del space[name]
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(FakeTensor))
+
+
+def _class_of(x: FakeTensor) -> type[torch.Tensor]:
+    """To everybody: `isinstance` asks for it thousands of times."""
+    return nn.Parameter if getattr(x, "_is_param", False) else torch.Tensor
+
+
+def _set_class(x: FakeTensor, kind: type) -> None:
+    if not _is_kept(_asking()):
+        raise RecordError(
+            f"a forward makes a tensor one of {kind.__module__}.{kind.__qualname__}, and merakc "
+            "records plain tensors: what its class does would be lost"
+        )
+    object.__dict__["__class__"].__set__(x, kind)
+
+
+def _dict_of(x: FakeTensor) -> Mapping[str, Any]:
+    """What users have set, which they cannot change here: it would be lost."""
+    held: dict[str, Any] = torch.Tensor.__dict__["__dict__"].__get__(x)
+    if _is_kept(_asking()):
+        return held
+    return MappingProxyType({key: held[key] for key in held.keys() - _fakes_own()})
+
+
+@cache
+def _fakes_own() -> frozenset[str]:
+    """The attributes of every parameter and tensor that is recorded."""
+    with FakeTensorMode():
+        some = nn.Parameter(torch.empty(0))
+        return frozenset(torch.Tensor.__dict__["__dict__"].__get__(some))
+
+
+def _asking() -> Any:
+    """The name of the module whose code asks for an attribute, itself or by `dir`."""
+    frame: FrameType | None = sys._getframe(2)
+    if frame is not None and frame.f_code is torch.Tensor.__dir__.__code__:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") if frame is not None else None
 
 
 def _space(module: Any) -> dict[str, Any] | None:

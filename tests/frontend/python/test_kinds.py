@@ -9,20 +9,24 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import merakc
-from merakc.errors import RecordError
+from merakc.errors import ForwardError, RecordError
 from merakc.frontend.python.kinds import Type, usual_types
 from merakc.machines.cluster import NOMINAL_CPU
 
 X = torch.arange(8.0).view(2, 4)
-REAL = type
+REAL, CLASS, NAMES = type, "__class__", dir(X)
+WITH = nn.Parameter(torch.ones(4))
+WITH.told = 3
 
 
 class Asking(nn.Module):
     def __init__(self, ask: Callable[[Any, Tensor], bool]) -> None:
         super().__init__()
         self.ask, self.w = ask, nn.Parameter(torch.ones(4))
+        self.w.told = 3
         self.register_buffer("b", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,6 +48,12 @@ ASKED: dict[str, Callable[[Any, Tensor], bool]] = {
     "made": lambda m, x: type("Made", (), {"k": 1})().k == 1,
     "class": lambda m, x: type("Made", (type,), {})("Other", (), {}).__name__ == "Other",
     "of": lambda m, x: type[int].__args__ == (int,),
+    "its class": lambda m, x: x.__class__ is Tensor and (x * 2).__class__.__name__ == "Tensor",
+    "a parameter's class": lambda m, x: getattr(m.w, CLASS) is nn.Parameter,
+    "what it holds": lambda m, x: not vars(x) and not (x * 2).__dict__,
+    "what a parameter holds": lambda m, x: vars(m.w) == {"told": 3},
+    "its names": lambda m, x: dir(x) == NAMES and dir(x * 2) == NAMES,
+    "a parameter's names": lambda m, x: dir(m.w) == dir(WITH),
 }
 
 
@@ -60,8 +70,30 @@ def test_nothing_stays() -> None:
     with usual_types(Asking(ASKED["batch"])):
         assert here["type"] is type is Type
         assert "type" not in vars(torch)
+        with usual_types(Asking(ASKED["batch"])):  # of a module inside
+            assert FakeTensor.__dict__.keys() >= {"__class__", "__dict__"}
+        assert FakeTensor.__dict__.keys() >= {"__class__", "__dict__"}
     assert "type" not in here
     assert type is REAL
+    assert FakeTensor.__dict__.keys().isdisjoint({"__class__", "__dict__"})
+
+
+def test_a_tensor_stays_what_it_is() -> None:
+    class Own(Tensor):
+        pass
+
+    def to_own(m: Any, x: Tensor) -> bool:
+        (x * 2).__class__ = Own
+        return True
+
+    def set_aside(m: Any, x: Tensor) -> bool:
+        vars(x)["told"] = 1
+        return True
+
+    with pytest.raises(RecordError, match="makes a tensor one of .*Own"):
+        merakc.auto_parallel(Asking(to_own), {"x": X}, cluster=NOMINAL_CPU)
+    with pytest.raises(ForwardError, match="does not support item assignment"):
+        merakc.auto_parallel(Asking(set_aside), {"x": X}, cluster=NOMINAL_CPU)
 
 
 @pytest.mark.parametrize("of", ["w", "b", "x", "x * 2"])
