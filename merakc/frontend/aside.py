@@ -23,7 +23,7 @@ from merakc.frontend.aliases import spec_of
 from merakc.frontend.asking import Asking
 from merakc.frontend.calls.places import is_certain
 from merakc.frontend.checks import harmless_answer
-from merakc.frontend.python.content import PLAIN, Attribute, content_of, put_back, same
+from merakc.frontend.python.content import MISSING, PLAIN, Attribute, content_of, put_back, same
 from merakc.frontend.python.files import no_files
 from merakc.frontend.replaced import replaced
 from merakc.frontend.source import near_line, user_line
@@ -195,13 +195,15 @@ class AsideRecorder(Asking):  # type: ignore[no-untyped-call]
         alike = list(before) == list(now) and all(map(same, before.values(), now.values()))
         if alike:
             return None
-        name = path_of(path)
-        if not isinstance(x, (dict, list)) or any(isinstance(k, Attribute) for k in now):
+        name, keys = path_of(path), {k for k in (*before, *now) if isinstance(k, Attribute)}
+        kept = all(same(before.get(k, MISSING), now.get(k, MISSING)) for k in keys)
+        if not isinstance(x, (dict, list)) or not kept:
             raise RecordError(
                 f"the forward changes {name}, a {type(x).__name__} of the batch, which a compiled "
                 "step does not; change a copy"
             )
-        return Edit(path, tuple((key, self._left(value, name)) for key, value in now.items()))
+        items = [(key, value) for key, value in now.items() if key not in keys]
+        return Edit(path, tuple((key, self._left(value, name)) for key, value in items))
 
     def _left(self, value: Any, name: str) -> Any:
         """What stands for something that a forward leaves in its batch."""

@@ -12,7 +12,7 @@ import itertools
 import logging
 import random
 import warnings
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -174,7 +174,11 @@ def slots(cls: type) -> list[str]:
 
 
 def _attributes(value: Any) -> dict[Attribute, Any]:
-    return {Attribute(name): item for name, item in getattr(value, "__dict__", {}).items()}
+    if type(value) in CONTAINERS:
+        return {}
+    names = slots(type(value)) + ["default_factory"] * isinstance(value, defaultdict)
+    found = {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return {Attribute(name): x for name, x in (found | getattr(value, "__dict__", {})).items()}
 
 
 def _cell(cell: CellType | ContextVar[Any]) -> dict[Any, Any]:
@@ -244,9 +248,11 @@ def same(old: Any, new: Any) -> bool:
 def put_back(value: Any, content: Mapping[Any, Any]) -> None:
     """Gives an object what it held, unless it is one that advances."""
     items = {k: v for k, v in content.items() if not isinstance(k, Attribute)}
-    if isinstance(value, CONTAINERS) and len(items) < len(content) + len(_attributes(value)):
-        vars(value).clear()
-        vars(value).update({str(k): v for k, v in content.items() if isinstance(k, Attribute)})
+    if isinstance(value, CONTAINERS) and type(value) not in CONTAINERS:
+        for name in _attributes(value).keys() - content.keys():
+            object.__delattr__(value, str(name))
+        for name in content.keys() - items.keys():
+            object.__setattr__(value, str(name), content[name])
     if isinstance(value, dict):
         base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
         base.clear(value)

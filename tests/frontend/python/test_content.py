@@ -8,6 +8,7 @@ import io
 import itertools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +58,16 @@ class Table(dict[str, int]):
     number = 0
 
 
+class Slotted(list[int]):
+    """A list with a place for one."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        super().__init__([1])
+        self.number = 0
+
+
 @dataclass
 class Node:
     """One of a chain."""
@@ -85,6 +96,7 @@ def grown(x: Any) -> None:
     x[0] += 1
 
 
+USUAL = "default_factory"
 context = contextvars.ContextVar("context", default=0)
 Case = tuple[Callable[[], Any], Callable[[Any], Any], bool]
 # What is made, how it changes, whether it can be put back.
@@ -94,6 +106,8 @@ CASES: dict[str, Case] = {
     "a list with attributes": (lambda: Listed([1]), one_more, True),
     "a list with attributes, grown": (lambda: Listed([1]), grown, True),
     "a mapping with attributes": (lambda: Table(a=1), one_more, True),
+    "a list with slots": (Slotted, one_more, True),
+    "a mapping's usual": (lambda: defaultdict(int), lambda x: setattr(x, USUAL, None), True),
     "bytes": (lambda: bytearray(4), grown, True),
     "numbers": (lambda: array.array("d", [0.0]), grown, True),
     "an array": (lambda: np.zeros(3), grown, True),
