@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich import box
@@ -20,6 +21,7 @@ SKIPPED = {"graph", "stages"}
 PARAMETERS, ORDER = "parameters", "order"
 # Of an order of work the first actions of the first ranks are shown.
 ACTIONS, RANKS = 4, 2
+MOST_ALIKE = 2  # neighbors that are told one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Chan
     """Every decision in which two plans differ; empty where they train alike.
 
     Parameters appear as patterns in which `*` stands for a layer's index; `brief`, those that are
-    on other stages are counted, and of orders only the beginning is shown.
+    on other stages are counted, lists of them are patterns too, and orders only begin.
     """
     found: list[Change] = []
     if first.graph.hash != second.graph.hash:
@@ -54,6 +56,9 @@ def plan_changes(first: Plan, second: Plan, *, brief: bool = False) -> list[Chan
             found.append(Change(field.name, _begun(old), _begun(new)))
         elif isinstance(old, Mapping):
             found += _mapping_changes(field.name, old, new)
+        elif brief and _are_parameters((old, new), first, second):
+            named = (dict.fromkeys(names or (), "named") for names in (old, new))
+            found += _mapping_changes(field.name, *named)
         else:
             found.append(Change(field.name, _shown(old), _shown(new)))
     return [*found, *_stage_changes(first, second)]
@@ -86,8 +91,19 @@ def changes_table(changes: list[Change], first: str, second: str) -> Table:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        return "; ".join(str(v) for v in value) or "-"
+        runs = [(str(item), len([*same])) for item, same in groupby(value)]
+        return (
+            "; ".join(f"{t} ({n} times)" if n > MOST_ALIKE else "; ".join([t] * n) for t, n in runs)
+            or "-"
+        )
     return "-" if value is None else str(value)
+
+
+def _are_parameters(lists: Sequence[Any], *plans: Plan) -> bool:
+    """Whether these are lists of parameters' names."""
+    known = {name for plan in plans for name in plan.parameters}
+    names = [name for own in lists for name in (own if isinstance(own, tuple) else ())]
+    return bool(names) and all(isinstance(name, str) and name in known for name in names)
 
 
 def _begun(order: Any) -> str:

@@ -60,6 +60,19 @@ def test_in_brief_parameters_are_counted_and_orders_begun(plan: Plan) -> None:
     ]
 
 
+def test_in_brief_lists_of_parameters_are_patterns(plan: Plan) -> None:
+    names = tuple(n for n in plan.parameters if n.endswith("norm.weight"))
+    assert len(names) > 2
+    other = replace(plan, fused_products=names, state_shards=(StateShards(1, 1, 2),) * 3)
+    patterns = {c.what: (c.first, c.second) for c in plan_changes(plan, other, brief=True)}
+    assert patterns.pop("state_shards") == ("-", "1, 1, 2 (3 times)")
+    assert all(what.startswith("fused_products: ") for what in patterns)
+    assert set(patterns.values()) == {("-", "named")}
+    assert len(patterns) < len(names)
+    (whole,) = (c for c in plan_changes(plan, other) if c.what == "fused_products")
+    assert whole.second == "; ".join(names)
+
+
 def test_predictions_and_the_table() -> None:
     first, slower = tiny_file(), tiny_file(Prediction(0.0246, 0.5, (3 << 29, 0)), dp=2)
     changes = prediction_changes(first, slower)
