@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from merakc.errors import RecordError
 from merakc.frontend.aliases import Alias, Aliases, Storage, spec_of
 from merakc.frontend.contexts import Slot
 from merakc.frontend.python.content import tensors_in
-from merakc.frontend.python.plain_tensors import layout_reason
+from merakc.frontend.python.plain_tensors import call_reason, layout_reason
 from merakc.frontend.regions import with_regions
 from merakc.frontend.source import user_line
 from merakc.frontend.values.reads import Reader
@@ -97,6 +97,11 @@ class GraphBuilder:
         leaves, structure = pytree.tree_flatten_with_path(out)
         grads = self.grads if torch.is_grad_enabled() else self._grads_if_enabled()
         loss = find_loss(out, lambda x: self._ref(x) in grads)
+        if loss is not None and loss.dtype.itemsize == 1:
+            raise RecordError(
+                f"the forward returns its loss as {loss.dtype}, in which losses of parts cannot be "
+                "added up; return it as float32"
+            )
         names: list[Any] = []
         for path, leaf in leaves:
             if not isinstance(leaf, (torch.Tensor, *SYMBOLIC)):
@@ -233,10 +238,10 @@ class GraphBuilder:
             "make it a buffer, to which the forward writes tensors: no .item(), no float()",
         )
 
-    def _check_layout(self, tensor: torch.Tensor) -> None:
-        reason, remedy = layout_reason(tensor)
-        if reason:
-            raise self._untraceable(f"a tensor of shape {tuple(tensor.shape)} {reason}", remedy)
+    def _check_layout(self, tensor: torch.Tensor, arguments: Iterable[Any] = ()) -> None:
+        for reason, remedy in (layout_reason(tensor), call_reason(arguments)):
+            if reason:
+                raise self._untraceable(f"a tensor of shape {tuple(tensor.shape)} {reason}", remedy)
 
     def _untraceable(self, what: str, remedy: str) -> RecordError:
         raise NotImplementedError
@@ -244,7 +249,7 @@ class GraphBuilder:
     def _emit(self, op: str, args: Any, kwargs: dict[str, Any], outs: Sequence[Any]) -> Ref:
         for out in outs:
             if isinstance(out, torch.Tensor):
-                self._check_layout(out)
+                self._check_layout(out, (*args, *kwargs.values()))
         specs = tuple(spec_of(o) if isinstance(o, torch.Tensor) else None for o in outs)
         return self._add(op, args, kwargs, specs)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import merakc
 from benchmarks.ranks import run_ranks
-from merakc.errors import ConfigError, MerakWarning
+from merakc.errors import ConfigError, MerakWarning, RecordError
 from merakc.machines.cluster import NOMINAL_CPU
 
 STEPS, SAMPLES = 4, 8
@@ -34,6 +34,35 @@ class Small(nn.Module):
         hidden = self.table(ids) * weight[:, None] + self.shift.to(weight.dtype)
         logits = self.down(self.norm(torch.tanh(self.up(hidden))))
         return {"loss": nn.functional.cross_entropy(logits.float(), ids)}
+
+
+class Rounded(nn.Module):
+    """Values in eight bits, the loss too where it is asked for."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w, self.dtype = nn.Parameter(torch.linspace(-1, 1, 16).view(4, 4)), dtype
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        """A sum."""
+        y = (x @ self.w).to(torch.float8_e4m3fn).float()
+        return {"loss": (y * y).sum().to(self.dtype)}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_values_in_eight_bits(micro_batches: int) -> None:
+    x = torch.linspace(-3, 3, 16).view(4, 4)
+    plain = Rounded()
+    wanted = plain(x)["loss"]
+    wanted.backward()
+    model = merakc.auto_parallel(Rounded(), {"x": x}, micro_batches=micro_batches)
+    loss = model(x=x)["loss"]
+    loss.backward()
+    assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+    assert plain.w.grad is not None
+    assert torch.allclose(model.w.grad, plain.w.grad, rtol=1e-6)
+    with pytest.raises(RecordError, match=r"its loss as torch.float8_e4m3fn.*as float32"):
+        merakc.auto_parallel(Rounded(torch.float8_e4m3fn), {"x": x})
 
 
 def batch(step: int, part: int = 0, parts: int = 1) -> Tensors:

@@ -13,8 +13,8 @@ import merakc
 from benchmarks.models import MODELS
 from benchmarks.ranks import RankError, run_ranks
 from benchmarks.reference import lifted_casts
-from merakc.frontend import record
 from merakc.errors import PlanError
+from merakc.frontend import record
 from merakc.machines.cluster import NOMINAL_CPU
 from tests.battery.small_models import (
     WIDTH,

@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-import torch
-
 from merakc.analysis.aliases import is_view, view_roots
 from merakc.costs.work.flops import COLLECTIVES
 from merakc.costs.work.kernels import CONJUGATE, HANDS_ON, LOSSES, Work, moves_nothing, parts_work
@@ -207,9 +205,11 @@ def _made_again(graph: Graph, saved: set[Ref], specs: Mapping[Ref, TensorSpec]) 
 
 def _widens(node: Node, specs: Mapping[Ref, TensorSpec]) -> bool:
     """Whether it is a cast that loses nothing, so that what it reads is as good as its result."""
-    if node.op not in CASTS or not specs[node.refs[0]].dtype.is_floating_point:
+    if node.op not in CASTS:
         return False
-    return torch.promote_types(specs[node.refs[0]].dtype, node.spec.dtype) == node.spec.dtype
+    before, after = specs[node.refs[0]].dtype, node.spec.dtype
+    floats = before.is_floating_point and (after.is_floating_point or after.is_complex)
+    return floats and (before == after or before.itemsize < after.itemsize)
 
 
 def _saved(graph: Graph, part_of: Mapping[str, int], parts: int) -> list[set[Ref]]:

@@ -17,7 +17,7 @@ from merakc.frontend.python.state import Held
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter, UninitializedParameter, UninitializedBuffer)
 
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -36,9 +36,19 @@ def keep_attributes(tensor: torch.Tensor, of: torch.Tensor | None) -> None:
 def layout_reason(tensor: torch.Tensor) -> tuple[str, str]:
     """What is wrong with a tensor that is not dense, and the remedy; empty for one that is."""
     odd = str(tensor.layout) if tensor.layout != torch.strided else ""
-    odd = "nested" if tensor.is_nested else "quantized" if tensor.dtype in _QUANTIZED else odd
-    if not odd:
-        return "", ""
+    odd = "nested" if tensor.is_nested else "quantized" if tensor.dtype in QUANTIZED else odd
+    return _reason(odd) if odd else ("", "")
+
+
+def call_reason(arguments: Iterable[Any]) -> tuple[str, str]:
+    """The same of what a call makes with these arguments: of a quantized tensor torch tells the
+    dtype of the dense one that it is made of.
+    """
+    quantized = any(isinstance(x, torch.dtype) and x in QUANTIZED for x in arguments)
+    return _reason("quantized") if quantized else ("", "")
+
+
+def _reason(odd: str) -> tuple[str, str]:
     return (
         f"is a {odd} tensor, and merakc records dense ones",
         "give a dense one (to_dense, to_padded_tensor, dequantize)",

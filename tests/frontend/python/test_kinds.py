@@ -90,7 +90,7 @@ def test_a_tensor_stays_what_it_is() -> None:
         vars(x)["told"] = 1
         return True
 
-    with pytest.raises(RecordError, match="makes a tensor one of .*Own"):
+    with pytest.raises(RecordError, match=r"makes a tensor one of .*Own"):
         merakc.auto_parallel(Asking(to_own), {"x": X}, cluster=NOMINAL_CPU)
     with pytest.raises(ForwardError, match="does not support item assignment"):
         merakc.auto_parallel(Asking(set_aside), {"x": X}, cluster=NOMINAL_CPU)

@@ -203,6 +203,7 @@ def test_parameters_and_buffers_are_dense(change: Any) -> None:
         torch.Tensor.to_sparse,
         torch.Tensor.to_sparse_csr,
         lambda x: torch.sparse_coo_tensor(torch.zeros(2, 1, dtype=torch.long), x[0, :1], (4, 4)),
+        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8).dequantize(),
     ],
 )
 def test_values_are_dense(make: Any) -> None:
