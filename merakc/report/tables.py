@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rich import box
 from rich.cells import cell_len
@@ -20,7 +21,8 @@ class Fitted:
     """A table for `rich`: columns with whether they are numbers, and the cells' text.
 
     Where it is too wide, the headers of numbers are stacked, then text is wrapped, then the space
-    between columns goes, and then words are folded; numbers are never broken.
+    between columns goes, and then words are folded; numbers are never broken. Where headers would
+    be, rows become columns, as many beside each other as have room.
     """
 
     columns: Mapping[str, bool]
@@ -28,10 +30,31 @@ class Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The table for a console."""
-        yield self.table(options.max_width)
+        found = self.table(options.max_width)
+        if found is not None:
+            yield found
+        else:
+            yield from self.turned(options.max_width)
 
-    def table(self, width: int) -> Table:
-        """The table, at most so many letters wide as far as its numbers allow."""
+    def turned(self, width: int) -> Iterator[Table]:
+        """Tables of which each has a line for every column, and a column for some of the rows."""
+        heads, left = list(self.columns), list(self.rows)
+        room = width - 2 - max(map(_widest, heads))
+        while left:
+            widths = [2 + max(map(_widest, row)) for row in left]
+            count = max(1, sum(end <= room for end in accumulate(widths)))
+            found = Table(box=box.SIMPLE, padding=(0, 1, 0, 0), show_header=False)
+            for _ in range(1 + count):
+                found.add_column(overflow="fold")
+            for head, *cells in zip(heads, *left[:count], strict=True):
+                found.add_row(Text(head), *map(Text, cells))
+            yield found
+            del left[:count]
+
+    def table(self, width: int) -> Table | None:
+        """The table, at most so many letters wide as far as its numbers allow; None where words of
+        its headers would be broken.
+        """
         heads, numbers = list(self.columns), list(self.columns.values())
         cells = [max((_widest(row[k]) for row in self.rows), default=0) for k in range(len(heads))]
         widths = [max(pair) for pair in zip(map(_widest, heads), cells, strict=True)]
@@ -53,6 +76,8 @@ class Fitted:
             widths = _shrunk(widths, least, room)
             least = [c if n else 1 for c, n in zip(cells, numbers, strict=True)]
             widths = _shrunk(widths, least, room)
+            if any(own < _word(head) for own, head in zip(widths, heads, strict=True)):
+                return None
         found = Table(box=box.SIMPLE_HEAD, padding=(0, padding))
         for head, is_number, own in zip(heads, numbers, widths, strict=True):
             justify = "right" if is_number else "left"

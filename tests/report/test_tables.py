@@ -69,3 +69,18 @@ def test_words_stay_whole_before_columns_are_apart() -> None:
     assert "model.layers.12.post_layernorm" not in shown(50, rows=rows)  # too long a word
     rows = [("0", "layers.12.mlp.act_fn .. (model)", "17.88 us", "1,024.00 MiB")]
     assert " layers.12.mlp.act_fn " in shown(56, rows=rows)
+
+
+def test_rows_become_columns_where_headers_would_be_broken() -> None:
+    columns = {"machines": False, "devices": True, "tokens per day": True, "recompute": False}
+    columns |= {"price": True, "device hours": True, "kWh": True}
+    rows = [("h100", str(n), "95.7 G", "none", "40.1", "20.1", "14.0") for n in (8, 16, 1024)]
+    wide = shown(80, columns, rows)  # type: ignore[arg-type]
+    assert any("machines" in line and "kWh" in line for line in wide.splitlines())
+    lines = [line.rstrip() for line in shown(34, columns, rows).splitlines()]  # type: ignore[arg-type]
+    assert max(map(len, lines)) <= 34
+    assert " tokens per day  95.7 G  95.7 G" in lines
+    assert [line.split() for line in lines if "devices" in line] == [
+        ["devices", "8", "16"],
+        ["devices", "1024"],
+    ]
