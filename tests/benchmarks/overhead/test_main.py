@@ -24,7 +24,7 @@ from benchmarks.overlap_steps import Size
 GOOD = Duel("gpt2", SMALL, 1, (0.1, 0.2, 0.1), (0.08, 0.16, 0.09), 1e-6, 0.01)
 LARGE = replace(GOOD, size=LARGER[0], ours_s=(0.1, 0.19, 0.1))
 CROWDS = [Crowd(1, 0.5, 32), Crowd(4, 0.6, 224)]
-FIRSTS = [First(False, 1.0, 0.5, 4.0, 0.5), First(True, 1.0, 0.5, 2.0, 0.5)]
+FIRSTS = [First(False, 1.0, 0.5, 3.0, 0.5), First(True, 1.0, 0.5, 2.0, 0.5)]
 FOUND = Found([GOOD, LARGE], [LARGE], [GOOD], [GOOD], [GOOD], CROWDS, FIRSTS)
 
 
