@@ -18,9 +18,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-JsonPath = Annotated[Path | None, typer.Option("--json", help="Also write the figures here.")]
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """A path that can be written to when hours are over."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}; make it, or give another path")
+    return path
+
+
+JsonPath = Annotated[
+    Path | None,
+    typer.Option("--json", help="Also write the figures here.", callback=in_a_folder),
+]
 DocPath = Annotated[
-    Path | None, typer.Option("--doc", help="Also write the tables here, as Markdown.")
+    Path | None,
+    typer.Option("--doc", help="Also write the tables here, as Markdown.", callback=in_a_folder),
 ]
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import finish, known, markdown, rich_table
+from benchmarks.harness import JsonPath, finish, in_a_folder, known, markdown, rich_table
 from benchmarks.loss_cells import (
     BOUND,
     Cell,
@@ -207,12 +207,13 @@ couplings, and compares each with one process. {RANDOM}
 def main(
     only: Annotated[str, typer.Option(help="Comma-separated formulas; all if empty.")] = "",
     layouts: Annotated[str, typer.Option(help="Comma-separated layouts; all if empty.")] = "",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the cells here.")
-    ] = None,
+    json_path: JsonPath = None,
     doc: Annotated[
         Path | None,
-        typer.Option(help=f"Where the page goes; {PAGE.name} in docs if everything is run."),
+        typer.Option(
+            help=f"Where the page goes; {PAGE.name} in docs if everything is run.",
+            callback=in_a_folder,
+        ),
     ] = None,
     limit_s: Annotated[float, typer.Option("--timeout", help="Seconds per cell.")] = 60.0,
     sabotage: Annotated[

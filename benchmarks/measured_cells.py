@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import merakc
-from benchmarks.harness import JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, rich_table
 from benchmarks.measured_models import MODELS, make_batch
 from benchmarks.memory import step_peak
 from benchmarks.ranks import run_ranks
@@ -355,7 +355,7 @@ def main(
         Path | None, typer.Option(help="This machine's cluster file; measured if not given.")
     ] = None,
     json_path: JsonPath = None,
-    doc: Annotated[Path | None, typer.Option(help="Write the page here.")] = None,
+    doc: DocPath = None,
 ) -> None:
     """Compares all cells; exits with 1 where a bound is missed."""
     said = Console(stderr=True)

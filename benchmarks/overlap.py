@@ -26,7 +26,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -35,7 +34,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, rich_table
 from benchmarks.overlap_steps import RANKS, Run, Size, measure
 from benchmarks.peers.networks import LOOPBACK, NetworkError, slow_network
 from merakc.machines.cluster import NOMINAL_CPU
@@ -206,7 +205,7 @@ def main(
     samples: Annotated[int, typer.Option(help="Of a micro-batch.")] = 4,
     rounds: Annotated[int, typer.Option(help="Of which the median counts.")] = 5,
     json_path: JsonPath = None,
-    doc: Annotated[Path | None, typer.Option(help="Also write a page of documentation.")] = None,
+    doc: DocPath = None,
 ) -> None:
     """Measures and simulates; exits with 1 where too little is hidden."""
     torch.set_num_threads(1)

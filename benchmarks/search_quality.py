@@ -23,7 +23,7 @@ from torch import nn
 from benchmarks.fidelity.__main__ import BESIDE
 from benchmarks.fidelity.data import FILES, NODE, Row, published_rows
 from benchmarks.gpt import GPT, Shape
-from benchmarks.harness import finish, rich_table
+from benchmarks.harness import JsonPath, finish, rich_table
 from merakc.costs.state import MIXED
 from merakc.errors import MerakError
 from merakc.frontend.record import Recording
@@ -201,7 +201,7 @@ def all_found(data: Path, say: Callable[[str], None]) -> Iterator[Found]:
 
 def main(
     data: Annotated[Path, typer.Option(help="The folder of the published rows.")] = BESIDE,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write them here.")] = None,
+    json_path: JsonPath = None,
 ) -> None:
     """Compares; exits with 1 where something is more than one per cent better than the search."""
     console = Console(width=max(Console().width, 120))

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -29,7 +28,7 @@ from rich.text import Text
 from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
 
 import merakc
-from benchmarks.harness import JsonPath, finish, rich_table
+from benchmarks.harness import DocPath, JsonPath, finish, rich_table
 from benchmarks.models import MODELS, ModelCase, shifted, words
 from benchmarks.peers.results import reason
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
@@ -266,9 +265,7 @@ def main(
     systems: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(SYSTEMS),
     stages: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(map(str, STAGES)),
     json_path: JsonPath = None,
-    doc: Annotated[
-        Path | None, typer.Option(help="Also write the table here, as Markdown.")
-    ] = None,
+    doc: DocPath = None,
 ) -> None:
     """Trains a step of each; exits with 1 where merakc is not right."""
     start_s = time.perf_counter()

@@ -27,7 +27,7 @@ import transformers
 import typer
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, finish, known, write_json
+from benchmarks.harness import JsonPath, finish, in_a_folder, known, write_json
 from benchmarks.layouts import Difference, Task, train_layout, worst_difference
 from benchmarks.ranks import RankError, RankTimeoutError, run_ranks
 from benchmarks.reference import Reference, split_batch, step_batch, train_reference
@@ -299,7 +299,10 @@ def main(
     json_path: JsonPath = None,
     doc: Annotated[
         Path | None,
-        typer.Option(help=f"Where the page goes; {PAGE.name} in docs if all models are run."),
+        typer.Option(
+            help=f"Where the page goes; {PAGE.name} in docs if all models are run.",
+            callback=in_a_folder,
+        ),
     ] = None,
     timeout_s: Annotated[float, typer.Option("--timeout", help="Seconds per cell.")] = 300.0,
     resume: Annotated[

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 from rich.console import Console
 
-from benchmarks.harness import JsonPath, markdown, write_json
+from benchmarks.harness import JsonPath, in_a_folder, markdown, write_json
 from benchmarks.overhead.runs import Crowd, Duel, First, crowd, duel, first, median_first
 from benchmarks.overlap_steps import Size
 from benchmarks.reports import told_run
@@ -331,7 +331,10 @@ def main(
     json_path: JsonPath = None,
     doc: Annotated[
         Path | None,
-        typer.Option(help="Also write the tables here, as Markdown, and overhead.png beside it."),
+        typer.Option(
+            help="Also write the tables here, as Markdown, and overhead.png beside it.",
+            callback=in_a_folder,
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option(help="A few sizes, to see that it runs.")] = False,
 ) -> None:

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.harness import DocPath
+from benchmarks.harness import DocPath, JsonPath, in_a_folder
 from benchmarks.peers.environments import (
     Environment,
     MissingPeerError,
@@ -155,15 +155,14 @@ def main(
     layers: Annotated[int, typer.Option(help="Of the Llama.")] = 8,
     hidden: Annotated[int, typer.Option(help="Its width.")] = 256,
     cache: Annotated[Path, typer.Option(help="Where peers are installed.")] = CACHE,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures here, table by table.")
-    ] = None,
+    json_path: JsonPath = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Measure only what is not yet in --json.")
     ] = False,
     doc: DocPath = None,
     picture: Annotated[
-        Path | None, typer.Option("--plot", help="Also draw the steps here.")
+        Path | None,
+        typer.Option("--plot", help="Also draw the steps here.", callback=in_a_folder),
     ] = None,
 ) -> None:
     """Times contestants in turns; exits with 1 where merakc is wrong or a right peer faster."""

@@ -11,7 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
-from benchmarks.harness import finish, known, markdown, rich_table, tracked
+from benchmarks.harness import finish, in_a_folder, known, markdown, rich_table, tracked
 
 ROWS = [["model", "error"], ["a|b", "[red]1[/]"]]
 
@@ -26,6 +26,13 @@ def test_names_are_checked() -> None:
     assert known("b", ("a", "b"), "--models") == ["b"]
     with pytest.raises(typer.BadParameter, match="c not known; choose of a, b"):
         known("a,c", ("a", "b"), "--models")
+
+
+def test_paths_are_checked_before_hours_are_over(tmp_path: Path) -> None:
+    assert in_a_folder(None) is None
+    assert in_a_folder(tmp_path / "a.json") == tmp_path / "a.json"
+    with pytest.raises(typer.BadParameter, match=r"there is no folder .*b; make it"):
+        in_a_folder(tmp_path / "b" / "a.json")
 
 
 def test_a_table_for_people_and_for_a_page() -> None:
