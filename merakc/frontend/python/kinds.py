@@ -120,7 +120,8 @@ def _dict_of(x: FakeTensor) -> Mapping[str, Any]:
     held: dict[str, Any] = torch.Tensor.__dict__["__dict__"].__get__(x)
     if _is_kept(_asking()):
         return held
-    return MappingProxyType({key: held[key] for key in held.keys() - _fakes_own()})
+    own = _fakes_own()
+    return MappingProxyType({key: x for key, x in held.items() if key not in own})
 
 
 @cache
