@@ -311,6 +311,7 @@ def _build(
     )  # fmt: skip
     layout = steps.layout(*made.example)
     key = steps.key(*made.example, layout, Form(train=True, mark=made.outside or None))
+    steps.shape = key[:2]
     step = steps.add(key, recording, lowered, chunks(), layout)
     if made.device.type == "cpu":
         steps.kept = keep_freed_memory()

@@ -60,8 +60,6 @@ from merakc.train.unused import drop_unused, forget
 Tensors = dict[str, torch.Tensor]
 # Compiled steps that one model has before it says that there are many, and that it keeps.
 MANY_SHAPES, MAX_SHAPES = 8, 64
-# Shapes of which oneDNN makes kernels: it keeps half a megabyte of each product, or lets it leak.
-ONEDNN_SHAPES = 2
 
 
 @dataclass(eq=False)
@@ -87,6 +85,7 @@ class Steps:
     follows: bool = False  # whether the number of micro-batches is ours to choose
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     same: Same = field(default_factory=Same)  # what steps keep alike
+    shape: Hashable = None  # of the batch that it is planned for: what begins the keys of its steps
     taken: int = 0  # training steps so far
     stale: set[str] = field(default_factory=set)  # buffers written since dp ranks shared them
     recording: bool = False  # whether the collectives of graphs are timed
@@ -204,7 +203,8 @@ class Steps:
             warn_of_shapes(MANY_SHAPES, MAX_SHAPES)
         if len(self.compiled) == MAX_SHAPES:
             del self.compiled[next(iter(self.compiled))]
-        onednn = self.planned.onednn and len(self.compiled) < ONEDNN_SHAPES
+        # Of each product of each shape oneDNN keeps half a megabyte, or loses it.
+        onednn = self.planned.onednn and key[:2] == self.shape
         made = self._lowered(args, kwargs, layout, form, onednn=onednn)
         light = self.add(key, *made, layout).let_go(self.same)
         self.compiled[next(reversed(self.compiled))] = light

@@ -96,10 +96,14 @@ def measure_computes(
         works, tried = _tried(steps, step, brought)
     if not works:
         return []
-    trial_s = max(s for _, s in tried)
-    count = min(TRIALS, max(FEWEST, round(TIME_S / trial_s)), max(1, round(MOST_S / trial_s)))
     alone = not all(each for each, _ in tried)
+    count = count_of(max(s for _, s in tried))
     return [trial(steps, step, brought, alone=alone) for _ in range(count)]
+
+
+def count_of(trial_s: float) -> int:
+    """How many trials of so many seconds there are."""
+    return min(TRIALS, max(FEWEST, round(TIME_S / trial_s)), max(1, round(MOST_S / trial_s)))
 
 
 def _tried(

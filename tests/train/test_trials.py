@@ -17,6 +17,7 @@ from merakc.train import trials
 from merakc.train.steps import Steps
 from merakc.train.trials import (
     TRIALS,
+    count_of,
     measure_around,
     measure_computes,
     shared_cores,
@@ -179,3 +180,7 @@ def unlike(plan: Plan, samples: int) -> tuple[bool, bool]:
 def test_ranks_of_a_replica_try_no_values_of_their_own() -> None:
     assert run_ranks(2, unlike, {"tp": 2}, 8) == [(True, False)] * 2
     assert run_ranks(2, unlike, {"dp": 2}, 4) == [(True, True)] * 2
+
+
+def test_trials_take_a_second_where_five_of_them_do() -> None:
+    assert [count_of(s) for s in (0.01, 0.1, 0.2, 0.5, 1.0, 2.5, 9.0)] == [15, 10, 5, 5, 5, 2, 1]

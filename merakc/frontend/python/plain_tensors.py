@@ -17,7 +17,7 @@ from merakc.frontend.python.state import Held
 
 _CLASSES = (torch.Tensor, torch.nn.Parameter, UninitializedParameter, UninitializedBuffer)
 
-QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 
 def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def keep_attributes(tensor: torch.Tensor, of: torch.Tensor | None) -> None:
 def layout_reason(tensor: torch.Tensor) -> tuple[str, str]:
     """What is wrong with a tensor that is not dense, and the remedy; empty for one that is."""
     odd = str(tensor.layout) if tensor.layout != torch.strided else ""
-    odd = "nested" if tensor.is_nested else "quantized" if tensor.dtype in QUANTIZED else odd
+    odd = "nested" if tensor.is_nested else "quantized" if tensor.dtype in _QUANTIZED else odd
     return _reason(odd) if odd else ("", "")
 
 
@@ -44,7 +44,7 @@ def call_reason(arguments: Iterable[Any]) -> tuple[str, str]:
     """The same of what a call makes with these arguments: of a quantized tensor torch tells the
     dtype of the dense one that it is made of.
     """
-    quantized = any(isinstance(x, torch.dtype) and x in QUANTIZED for x in arguments)
+    quantized = any(isinstance(x, torch.dtype) and x in _QUANTIZED for x in arguments)
     return _reason("quantized") if quantized else ("", "")
 
 
